@@ -1,0 +1,200 @@
+"""What crosses between the control plane and the data plane: plain, frozen, picklable data.
+
+    control plane (longshore.cache)              data plane (longshore.transfer, longshore.tiers)
+
+        take()   ── Transfer, Cancel, Forget ──►   movers move bytes and report
+        apply()  ◄── TransferResult ────────────   they decide nothing
+
+Both planes import this module; it imports neither, and no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+DEVICE = "device"
+HOST = "host"
+FILE = "file"
+
+Key = bytes
+"""A chunk's content hash: 32 bytes, chained over its prefix, rooted in a scope (`longshore.keys`)."""
+
+
+class Slot(NamedTuple):
+    """The place of one block image in an owned tier.
+
+    `pool` is the physical pool inside the tier (one per image size), `index` the slot within it.
+    """
+
+    tier: str
+    pool: int
+    index: int
+
+
+class Route(NamedTuple):
+    """A pair of tiers that one mover serves."""
+
+    source: str
+    destination: str
+
+    def __str__(self) -> str:
+        return f"{self.source}->{self.destination}"
+
+
+class Item(NamedTuple):
+    """One chunk of a transfer.
+
+    A side that is `None` is the device: its blocks stand in `Transfer.sections`, in item order.
+    `parent` is the key of the chunk before this one (`None` for the first of its path), which tiers that
+    outlive the process store beside the image. `valid` is a bit mask of the chunk's sub-blocks whose bytes
+    mean something; bit 0 is the first block.
+    """
+
+    key: Key
+    parent: Key | None
+    source: Slot | None
+    destination: Slot | None
+    valid: int
+
+
+class Section(NamedTuple):
+    """Device blocks of one KV cache group, in logical order.
+
+    `first_block` is the logical index (in the request) of `blocks[0]`; when it is not a multiple of
+    `blocks_per_chunk`, the first chunk's leading sub-blocks are skipped.
+    """
+
+    group: int
+    first_block: int
+    blocks: tuple[int, ...]
+
+
+class Urgency(enum.IntEnum):
+    """Class of a transfer; a lower number may overtake a higher one."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    WRITE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Move `items` along `route`, once every job in `after` has ended.
+
+    Attributes:
+        job: Identity, unique in the life of one control plane.
+        layers: Half-open range of layer references to move; `None` moves all.
+        tokens: Leading tokens of the *last* device block to move; `None` moves whole blocks.
+        deadline: Clock reading (seconds) after which what has not begun is not worth beginning.
+        generation: The reset generation in which the transfer was ordered.
+        ranks: How many ranks must report before the job has ended.
+    """
+
+    job: int
+    route: Route
+    items: tuple[Item, ...]
+    sections: tuple[Section, ...] = ()
+    layers: tuple[int, int] | None = None
+    tokens: int | None = None
+    urgency: Urgency = Urgency.DEMAND
+    deadline: float = math.inf
+    after: tuple[int, ...] = ()
+    generation: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for `job` any more: what has not begun need not begin. It still ends with a result."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """A reset: tiers that outlive the process must never serve what was written before `generation`."""
+
+    generation: int
+
+
+Command = Transfer | Cancel | Forget
+
+
+class Status(enum.Enum):
+    """How one item of a transfer ended. Closed: there is no "other"."""
+
+    OK = "ok"
+    CORRUPT = "corrupt"  # the bytes are not those that were written
+    MISMATCH = "mismatch"  # a whole record, but of another key, scope or generation
+    SHORT = "short"  # fewer bytes than the image has
+    IO_ERROR = "io_error"  # the operating system or the device said no
+    NO_SPACE = "no_space"  # the medium is full
+    DEADLINE = "deadline"  # not begun, or not done, in time
+    CANCELLED = "cancelled"  # the requester went away first
+    TIER_OFF = "tier_off"  # the tier was closed or turned off
+
+    @property
+    def condemns_source(self) -> bool:
+        """Whether a reader that got this must never read the same source again."""
+        return self in _CONDEMNING
+
+
+_CONDEMNING = frozenset({Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR})
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """How a transfer ended on one rank.
+
+    Attributes:
+        statuses: One per item, in item order.
+        bytes: Bytes that arrived (items that are `Status.OK`).
+        seconds: Time spent moving; the device's clock where it has one.
+        queued_seconds: Time between submission and the first byte.
+    """
+
+    job: int
+    statuses: tuple[Status, ...]
+    bytes: int = 0
+    seconds: float = 0.0
+    queued_seconds: float = 0.0
+    rank: int = 0
+
+
+def leading_ok(statuses: Sequence[Status]) -> int:
+    """Length of the leading run of `Status.OK`."""
+    for i, status in enumerate(statuses):
+        if status is not Status.OK:
+            return i
+    return len(statuses)
+
+
+class Mover(Protocol):
+    """What serves routes: the transfer engine at the device's edge, a tier below it.
+
+    `submit` validates the whole transfer before it starts any of it and raises `PlanError` or `TierError` with nothing
+    changed; afterwards exactly one `TransferResult` per rank comes out of `poll`, whatever happens. Items not begun
+    by the transfer's deadline end as `Status.DEADLINE`, those cancelled before they began as `Status.CANCELLED`.
+    `after` is not the mover's business: the runtime submits a transfer only when those jobs have ended.
+    Nothing blocks except `close`, which waits for what has begun and is idempotent.
+    """
+
+    @property
+    def routes(self) -> frozenset[Route]:
+        """The routes that this mover serves."""
+
+    def submit(self, transfer: Transfer) -> None:
+        """Begin `transfer`."""
+
+    def poll(self) -> list[TransferResult]:
+        """Results that arrived since the last call, without waiting."""
+
+    def cancel(self, job: int) -> None:
+        """What has not begun of `job` need not begin; an unknown or ended job is ignored."""
+
+    def close(self) -> None:
+        """Wait for what has begun, end the rest as `Status.TIER_OFF`, give back every resource."""

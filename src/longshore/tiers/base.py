@@ -1,0 +1,111 @@
+"""The seam below the device: a `Tier` moves block images between its slots and the host arena.
+
+    host arena  ┌──────────┬──────────┬────
+                │  image   │  image   │        offset, length
+                └────▲─────┴────┬─────┴────
+              READ   │          │  WRITE
+                ┌────┴──────────▼──────────
+    tier        │  slot, slot, slot, ...        address
+                └──────────────────────────
+
+A tier decides nothing: which key lives in which slot is the control plane's business. It moves bytes, verifies
+what it reads, and reports one `Status` per operation. Nothing here blocks, returns bytes objects or calls back.
+
+To write a new tier: subclass `Tier`, and subclass `longshore.testing.TierTests` with a fixture that opens it.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from longshore.boundary import Key, Status
+
+
+class Op(enum.Enum):
+    """Direction of one operation, as seen from the arena's owner."""
+
+    READ = "read"  # tier -> arena
+    WRITE = "write"  # arena -> tier
+
+
+class TierOp(NamedTuple):
+    """One image to move.
+
+    `slot` is the index in an owned tier. `offset` and `length` are bytes in the arena, and must lie within it;
+    `length` must not exceed the tier's `image_bytes`. A `READ` serves only bytes that were written under the same
+    `key` and `generation`; anything else ends as a status and leaves no promise about the destination's bytes.
+    """
+
+    op: Op
+    slot: int
+    key: Key
+    parent: Key | None
+    offset: int
+    length: int
+    generation: int
+
+
+class TierResult(NamedTuple):
+    """How one batch ended: a status per operation, in order; bytes that moved; seconds moving and queued."""
+
+    ticket: int
+    statuses: tuple[Status, ...]
+    bytes: int
+    seconds: float
+    queued_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """What a tier that outlives the process found at start: `key` (child of `parent`) lies in `slot`."""
+
+    slot: int
+    key: Key
+    parent: Key | None
+
+
+class Tier(ABC):
+    """A place for block images, addressed by slot, reached through the host arena.
+
+    Thread-safe for one submitting and polling thread. `submit` validates the whole batch before it starts any of it
+    and raises `TierError` on a bad slot, offset or length, or `TierClosedError` after `close`.
+    """
+
+    name: str
+    slots: int
+    image_bytes: int
+
+    @abstractmethod
+    def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
+        """Begin `batch`; operations not begun by `deadline` (`time.monotonic()` seconds) end as `Status.DEADLINE`.
+
+        Returns a ticket. Exactly one `TierResult` for it will come out of `poll`, whatever happens.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[TierResult]:
+        """Results that arrived since the last call, without waiting. Callable after `close`, to collect the last ones."""
+
+    @abstractmethod
+    def cancel(self, ticket: int) -> None:
+        """Operations of `ticket` that have not begun end as `Status.CANCELLED`. An unknown or ended ticket is ignored."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what has begun, end what has not as `Status.TIER_OFF`, give back every resource. Idempotent."""
+
+    def recover(self) -> list[StoredChunk]:
+        """What survived from an earlier process, least recently written first. Empty for tiers that do not outlive it."""
+        return []
+
+    def forget(self, generation: int) -> None:
+        """From now on, also after a restart, serve nothing written before `generation`."""
+
+    @property
+    def generation(self) -> int:
+        """The generation that the next process should start in."""
+        return 0
