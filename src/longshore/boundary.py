@@ -24,7 +24,8 @@ Key = bytes
 """A chunk's content hash: 32 bytes, chained over its prefix, rooted in a scope (`longshore.keys`)."""
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Slot:
     """The place of one block image in an owned tier.
 
     `pool` is the physical pool inside the tier (one per image size), `index` the slot within it.

@@ -5,6 +5,7 @@
     ├── LayoutError          tensors or sizes that cannot be placed
     │   └── FreedLayoutError a plan against device memory that was freed
     ├── PlanError            ids out of range, or not consumed exactly
+    ├── TokenError           tokens that no key can be made of
     ├── CacheError           a caller broke the control plane's contract
     │   ├── CapacityError    more was asked for than can be had; nothing has changed
     │   ├── HoldError        an unknown or already released hold
@@ -43,6 +44,10 @@ class FreedLayoutError(LayoutError):
 
 class PlanError(LongshoreError, ValueError):
     """Block or slot ids out of range, or ids that a transfer would not consume exactly."""
+
+
+class TokenError(LongshoreError, ValueError):
+    """Token ids that no key can be made of."""
 
 
 class CacheError(LongshoreError):

@@ -1,0 +1,156 @@
+"""What the control plane says to its host: plain data, and two closed enumerations of what went wrong."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from longshore.boundary import Slot, Status
+
+
+class MissReason(enum.Enum):
+    """Why a chunk that a request wanted did not come from a tier. Closed: there is no "other"."""
+
+    ABSENT = "absent"  # no tier has it
+    IN_FLIGHT = "in_flight"  # still on its way into its first tier
+    NO_ROOM = "no_room"  # the host tier could not make room to read it into
+    BEHIND = "behind"  # resident, but behind a chunk that missed
+    CORRUPT = "corrupt"
+    MISMATCH = "mismatch"
+    SHORT = "short"
+    IO_ERROR = "io_error"
+    NO_SPACE = "no_space"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    TIER_OFF = "tier_off"
+
+    @classmethod
+    def of(cls, status: Status) -> MissReason:
+        """The reason that a failed item's status stands for."""
+        return cls(status.value)
+
+
+class DropReason(enum.Enum):
+    """Why a chunk was not stored. Closed: there is no "other"."""
+
+    NO_ROOM = "no_room"  # nothing in the tier may be evicted at present
+    BACKPRESSURE = "backpressure"  # too many writes are in flight
+    ORPHAN = "orphan"  # the chunk before it is not in the tier, so it could not be reached
+    WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
+
+
+class Presence(enum.Enum):
+    """What `peek` found."""
+
+    ABSENT = "absent"
+    IN_FLIGHT = "in_flight"
+    READY = "ready"  # in the warmest tier: can be onboarded at once
+    COLDER = "colder"  # ready, but only below the warmest tier
+
+
+class Run(NamedTuple):
+    """`chunks` consecutive chunks whose warmest ready copy lies in `tier`."""
+
+    tier: str
+    chunks: int
+
+
+class Hold(NamedTuple):
+    """A claim on a matched prefix: nothing of it is evicted until `TieredCache.release(hold)`."""
+
+    id: int
+
+
+class Match(NamedTuple):
+    """The longest ready prefix: `length` chunks from `start`, as runs by tier. `hold` is `None` when it is empty."""
+
+    start: int
+    length: int
+    runs: tuple[Run, ...]
+    hold: Hold | None
+
+
+class Part(NamedTuple):
+    """One job of an onboarding: it fills the device blocks of `chunks` consecutive chunks."""
+
+    job: int
+    chunks: int
+
+
+class Onboarding(NamedTuple):
+    """What `onboard` ordered: `chunks` in all (fewer than asked when room ran out), in order, by `parts`."""
+
+    chunks: int
+    parts: tuple[Part, ...]
+
+
+class Outcome(NamedTuple):
+    """How an onboarding ended: the leading `chunks` are on the device, and came from the tiers `sources`."""
+
+    chunks: int
+    sources: tuple[str, ...]
+
+
+class Placement(NamedTuple):
+    """Where an accepted chunk goes: `position` in the keys that were offered, and its slot."""
+
+    position: int
+    slot: Slot
+
+
+class Offload(NamedTuple):
+    """What `commit` or `offer` accepted; `job` is `None` when nothing was."""
+
+    job: int | None
+    accepted: tuple[Placement, ...]
+
+
+@dataclass(slots=True)
+class RouteTotals:
+    """What one route has moved: chunks that arrived and that did not, bytes, seconds moving."""
+
+    chunks: int = 0
+    failed: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start. Every known label is present from the start, at zero.
+
+    `hits` are chunks onboarded by the tier they came from, `misses` chunks wanted and not onboarded, `drops` chunks
+    not stored by the tier that did not take them, `evictions` copies evicted by tier, `lost` copies removed because
+    their bytes, or their parent's, turned out to be unusable.
+    """
+
+    hits: Counter[str]
+    misses: Counter[MissReason]
+    drops: dict[str, Counter[DropReason]]
+    evictions: Counter[str]
+    lost: Counter[str]
+    routes: dict[str, RouteTotals] = field(default_factory=dict)
+
+    @classmethod
+    def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...]) -> Counters:
+        """All counters at zero for these tiers and routes."""
+        return cls(
+            hits=Counter(dict.fromkeys(tiers, 0)),
+            misses=Counter(dict.fromkeys(MissReason, 0)),
+            drops={tier: Counter(dict.fromkeys(DropReason, 0)) for tier in tiers},
+            evictions=Counter(dict.fromkeys(tiers, 0)),
+            lost=Counter(dict.fromkeys(tiers, 0)),
+            routes={route: RouteTotals() for route in routes},
+        )
+
+
+class TierStats(NamedTuple):
+    """Slots of one tier: all, taken (in flight included), and how many of them could be evicted now."""
+
+    name: str
+    slots: int
+    used: int
+    ready: int
+    image_bytes: int

@@ -1,0 +1,69 @@
+"""Counters for Prometheus: a collector that reads the control plane's books when it is scraped.
+
+Every label is present from the start, at zero, so that a tier that never serves is visible as such.
+
+    from prometheus_client import REGISTRY
+    REGISTRY.register(LongshoreCollector(runtime))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from longshore.cache import Counters, TierStats
+from longshore.runtime import Runtime
+
+
+class LongshoreCollector(Collector):
+    """The metrics of one runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def collect(self) -> Iterable[Metric]:
+        """All metric families, read in one go under the runtime's lock."""
+        with self._runtime.control() as cache:
+            return [*_counters(cache.counters), *_gauges(cache.stats(), cache.held, cache.jobs_in_flight)]
+
+
+def _counters(counters: Counters) -> Iterable[Metric]:
+    yield _family("longshore_hit_chunks", "Chunks onboarded, by the tier they came from", "tier", counters.hits)
+    yield _family("longshore_miss_chunks", "Chunks wanted and not onboarded", "reason", counters.misses)
+    yield _family("longshore_evicted_chunks", "Copies evicted", "tier", counters.evictions)
+    yield _family("longshore_lost_chunks", "Copies found unusable", "tier", counters.lost)
+    drops = CounterMetricFamily("longshore_dropped_chunks", "Chunks not stored", labels=["tier", "reason"])
+    for tier, reasons in counters.drops.items():
+        for reason, count in reasons.items():
+            drops.add_metric([tier, reason.value], count)
+    yield drops
+    routes = counters.routes
+    moved = {route: totals.bytes for route, totals in routes.items()}
+    yield _family("longshore_moved_bytes", "Bytes that arrived", "route", moved)
+    seconds = {route: totals.seconds for route, totals in routes.items()}
+    yield _family("longshore_moving_seconds", "Seconds spent moving", "route", seconds)
+    failed = {route: totals.failed for route, totals in routes.items()}
+    yield _family("longshore_failed_chunks", "Chunks that a mover did not deliver", "route", failed)
+
+
+def _gauges(tiers: Iterable[TierStats], held: int, jobs: int) -> Iterable[Metric]:
+    used = GaugeMetricFamily("longshore_used_bytes", "Bytes taken, in flight included", labels=["tier"])
+    capacity = GaugeMetricFamily("longshore_capacity_bytes", "Bytes of the tier", labels=["tier"])
+    for tier in tiers:
+        used.add_metric([tier.name], tier.used * tier.image_bytes)
+        capacity.add_metric([tier.name], tier.slots * tier.image_bytes)
+    yield used
+    yield capacity
+    yield GaugeMetricFamily("longshore_holds", "Matches not released", value=held)
+    yield GaugeMetricFamily("longshore_jobs_in_flight", "Jobs whose results have not come", value=jobs)
+
+
+def _family(name: str, about: str, label: str, values: Mapping[Any, float]) -> Metric:
+    family = CounterMetricFamily(name, about, labels=[label])
+    for key, value in values.items():
+        family.add_metric([str(key.value) if isinstance(key, Enum) else str(key)], value)
+    return family

@@ -1,0 +1,6 @@
+"""The loop between the planes: takes the cache's commands, finds their movers, gives results back."""
+
+from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.tier_mover import TierMover
+
+__all__ = ["BackgroundLoop", "Runtime", "TierMover"]

@@ -1,0 +1,266 @@
+"""`Runtime`: takes commands, keeps the order that `after` asks for, finds movers, gathers ranks, gives results back.
+
+    cache ──take──► waiting ──(all of `after` ended)──► running ──poll──► cache.apply
+                       └── upstream failed, deadline, cancelled ──────────►┘
+
+In-thread: whoever calls makes progress (`control`, `pump`, `wait...`). Threaded: a `BackgroundLoop` pumps as well, so
+that chains go on between an engine's steps. Either way one lock guards the cache, and nobody calls it without.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from longshore.boundary import (
+    Cancel,
+    Command,
+    Forget,
+    Key,
+    Mover,
+    Route,
+    Status,
+    Transfer,
+    TransferResult,
+    leading_ok,
+)
+from longshore.cache import Hold, Outcome, TieredCache
+from longshore.errors import LongshoreError, PlanError, TierClosedError
+from longshore.runtime.tier_mover import truncated
+from longshore.tiers.base import Tier
+
+_log = logging.getLogger(__name__)
+_NAP_SECONDS = (20e-6, 1e-3)
+"""How long a waiting thread sleeps between two polls: from, and growing to."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A transfer whose upstream jobs have not all ended; `failures` are those of their items that did not arrive."""
+
+    transfer: Transfer
+    pending: set[int]
+    failures: dict[Key, Status] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A transfer that its mover has; `tail` are the statuses of the items behind those that were submitted."""
+
+    transfer: Transfer
+    mover: Mover
+    tail: tuple[Status, ...]
+    ranks: int
+    expired: bool = False
+
+
+class Runtime:
+    """The loop around one `TieredCache`. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        movers: Sequence[Mover],
+        tiers: Sequence[Tier] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock = clock
+        self.wakeup = threading.Event()
+        self._cache = cache
+        self._movers = list(movers)
+        self._by_route: dict[Route, Mover] = {route: mover for mover in movers for route in mover.routes}
+        self._tiers = list(tiers)
+        self._lock = threading.RLock()
+        self._waiting: dict[int, _Waiting] = {}
+        self._running: dict[int, _Running] = {}
+        self._results: list[TransferResult] = []
+        self._closed = False
+
+    @contextmanager
+    def control(self) -> Iterator[TieredCache]:
+        """The cache, to itself; what it ordered is under way when the block ends."""
+        with self._lock:
+            if self._closed:
+                raise TierClosedError("the runtime was closed")
+            yield self._cache
+            self._pump()
+        self.wakeup.set()
+
+    def pump(self) -> bool:
+        """Make what progress there is to make, without waiting; says whether anything is in flight."""
+        with self._lock:
+            self._pump()
+            return bool(self._waiting or self._running)
+
+    def wait_onboarded(self, hold: Hold, timeout: float) -> Outcome:
+        """Wait until the onboarding of `hold` has ended, at most `timeout` seconds; then what has arrived is it."""
+        self._wait(lambda: self._cache.outcome(hold) is not None, timeout)
+        with self.control() as cache:
+            return cache.outcome(hold) or cache.give_up(hold)
+
+    def wait_ended(self, jobs: Sequence[int], timeout: float) -> bool:
+        """Wait until none of `jobs` is in flight, at most `timeout` seconds; says whether that is so."""
+        return self._wait(lambda: not any(self._cache.in_flight(job) for job in jobs), timeout)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that a restart would lose is safe, and nothing is in flight; says whether that is so."""
+        return self._wait(self._cache.flush, timeout)
+
+    def close(self, flush_timeout: float = 30.0) -> bool:
+        """Flush, then close all movers, so that nothing is in flight; says whether all was flushed. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return True
+            flushed = self.flush(flush_timeout)
+            self._closed = True
+            for waiting in list(self._waiting.values()):
+                self._end_waiting(waiting, Status.TIER_OFF)
+            for mover in self._movers:
+                mover.close()
+            self._pump()
+        self.wakeup.set()
+        return flushed
+
+    # ------------------------------------------------------------------ inside; the lock is held
+
+    def _wait(self, done: Callable[[], bool], timeout: float) -> bool:
+        deadline = self.clock() + timeout
+        nap, longest = _NAP_SECONDS
+        while True:
+            with self._lock:
+                self._pump()
+                if done():
+                    self._pump()
+                    return True
+                self._pump()
+            if self.clock() >= deadline:
+                return False
+            time.sleep(nap)
+            nap = min(2 * nap, longest)
+
+    def _pump(self) -> None:
+        while True:
+            for command in self._cache.take():
+                self._dispatch(command)
+            now = self.clock()
+            self._expire(now)
+            for mover in self._movers:
+                for result in mover.poll():
+                    self._collect(result)
+            if not self._results:
+                return
+            results, self._results = self._results, []
+            self._cache.apply(results, now)
+
+    def _dispatch(self, command: Command) -> None:
+        match command:
+            case Transfer():
+                pending = {job for job in command.after if job in self._waiting or job in self._running}
+                waiting = _Waiting(command, pending)
+                if pending:
+                    self._waiting[command.job] = waiting
+                else:
+                    self._start(waiting)
+            case Cancel():
+                if command.job in self._waiting:
+                    self._end_waiting(self._waiting[command.job], Status.CANCELLED)
+                elif command.job in self._running:
+                    self._running[command.job].mover.cancel(command.job)
+            case Forget():
+                for tier in self._tiers:
+                    tier.forget(command.generation)
+
+    def _start(self, waiting: _Waiting) -> None:
+        """Submit the leading items whose upstream arrived: a chunk is of no use without those before it."""
+        transfer = waiting.transfer
+        self._waiting.pop(transfer.job, None)
+        statuses = [waiting.failures.get(item.key, Status.OK) for item in transfer.items]
+        usable = leading_ok(statuses)
+        tail = tuple(Status.CANCELLED if status is Status.OK else status for status in statuses[usable:])
+        if not usable:
+            self._end(transfer, tail)
+            return
+        mover = self._by_route.get(transfer.route)
+        whole = usable == len(transfer.items)
+        try:
+            if mover is None:
+                raise PlanError(f"no mover serves the route {transfer.route}")
+            mover.submit(transfer if whole else truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
+        except LongshoreError as error:
+            closed = isinstance(error, TierClosedError)
+            if not closed:
+                _log.exception("job %d on %s was refused by its mover", transfer.job, transfer.route)
+            self._end(transfer, (Status.TIER_OFF if closed else Status.IO_ERROR,) * len(statuses))
+        else:
+            self._running[transfer.job] = _Running(transfer, mover, tail, transfer.ranks)
+
+    def _expire(self, now: float) -> None:
+        for waiting in list(self._waiting.values()):
+            if waiting.transfer.deadline <= now:
+                self._end_waiting(waiting, Status.DEADLINE)
+        for running in self._running.values():
+            if running.transfer.deadline <= now and not running.expired:
+                running.expired = True
+                running.mover.cancel(running.transfer.job)
+
+    def _end_waiting(self, waiting: _Waiting, status: Status) -> None:
+        self._waiting.pop(waiting.transfer.job, None)
+        self._end(waiting.transfer, (status,) * len(waiting.transfer.items))
+
+    def _end(self, transfer: Transfer, statuses: tuple[Status, ...]) -> None:
+        """End a transfer that no mover has, on all ranks."""
+        for rank in range(transfer.ranks):
+            self._results.append(TransferResult(transfer.job, statuses, rank=rank))
+        self._release_dependents(transfer, statuses)
+
+    def _collect(self, result: TransferResult) -> None:
+        running = self._running[result.job]
+        statuses = result.statuses + running.tail
+        if running.expired:  # it was cancelled because its time was up
+            statuses = tuple(Status.DEADLINE if s is Status.CANCELLED else s for s in statuses)
+        self._results.append(
+            TransferResult(result.job, statuses, result.bytes, result.seconds, result.queued_seconds, result.rank)
+        )
+        self._release_dependents(running.transfer, statuses, last=running.ranks == 1)
+        running.ranks -= 1
+        if not running.ranks:
+            del self._running[result.job]
+
+    def _release_dependents(self, transfer: Transfer, statuses: Sequence[Status], *, last: bool = True) -> None:
+        """Tell those that wait for `transfer` which items failed; start them if this was its last rank."""
+        for waiting in [w for w in self._waiting.values() if transfer.job in w.pending]:
+            for item, status in zip(transfer.items, statuses, strict=True):
+                if status is not Status.OK:
+                    waiting.failures.setdefault(item.key, status)
+            if last:
+                waiting.pending.discard(transfer.job)
+                if not waiting.pending:
+                    self._start(waiting)
+
+
+class BackgroundLoop:
+    """Pumps a runtime from a thread of its own, so that chains of transfers go on between an engine's steps."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="longshore-runtime", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent; the runtime stays open."""
+        self._stopping = True
+        self._runtime.wakeup.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        busy = False
+        while not self._stopping:
+            self._runtime.wakeup.wait(_NAP_SECONDS[1] if busy else None)
+            self._runtime.wakeup.clear()
+            busy = self._runtime.pump()

@@ -1,0 +1,73 @@
+"""A tier below the host as a mover: host slots become arena offsets, transfers become batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from longshore.boundary import Item, Route, Transfer, TransferResult
+from longshore.errors import PlanError
+from longshore.tiers.base import Op, Tier, TierOp
+from longshore.tiers.host import HostTier
+
+
+class TierMover:
+    """Serves host -> `tier` and `tier` -> host, one rank."""
+
+    def __init__(self, tier: Tier, host: HostTier) -> None:
+        if tier.image_bytes != host.image_bytes:
+            raise PlanError(f"{tier.name} has images of {tier.image_bytes} bytes, the host tier of {host.image_bytes}")
+        self.tier = tier
+        self._host = host
+        self._write = Route(host.name, tier.name)
+        self._read = Route(tier.name, host.name)
+        self._jobs: dict[int, int] = {}  # ticket -> job
+        self._tickets: dict[int, int] = {}  # job -> ticket
+
+    @property
+    def routes(self) -> frozenset[Route]:
+        """Both directions."""
+        return frozenset((self._write, self._read))
+
+    def submit(self, transfer: Transfer) -> None:
+        """Begin `transfer`; the tier validates all of it first."""
+        op = Op.WRITE if transfer.route == self._write else Op.READ
+        batch = [self._operation(op, item, transfer.generation) for item in transfer.items]
+        ticket = self.tier.submit(batch, transfer.deadline)
+        self._jobs[ticket] = transfer.job
+        self._tickets[transfer.job] = ticket
+
+    def poll(self) -> list[TransferResult]:
+        """Results that arrived since the last call."""
+        results = []
+        for done in self.tier.poll():
+            job = self._jobs.pop(done.ticket)
+            del self._tickets[job]
+            results.append(TransferResult(job, done.statuses, done.bytes, done.seconds, done.queued_seconds))
+        return results
+
+    def cancel(self, job: int) -> None:
+        """What has not begun of `job` need not begin."""
+        ticket = self._tickets.get(job)
+        if ticket is not None:
+            self.tier.cancel(ticket)
+
+    def close(self) -> None:
+        """Close the tier; the last results are still to be polled."""
+        self.tier.close()
+
+    def _operation(self, op: Op, item: Item, generation: int) -> TierOp:
+        ours, hosts = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
+        if ours is None or hosts is None:
+            raise PlanError(f"a transfer between tiers has a slot on both sides, got {item.source} {item.destination}")
+        offset = self._host.offset(hosts.index)
+        return TierOp(op, ours.index, item.key, item.parent, offset, self._host.image_bytes, generation)
+
+
+def truncated(transfer: Transfer, items: int, blocks_per_chunk: int) -> Transfer:
+    """The leading `items` of a single-section transfer, with the device blocks that they fill."""
+    kept = transfer.items[:items]
+    if not transfer.sections:
+        return replace(transfer, items=kept)
+    (section,) = transfer.sections
+    blocks = items * blocks_per_chunk - section.first_block % blocks_per_chunk
+    return replace(transfer, items=kept, sections=(section._replace(blocks=section.blocks[:blocks]),))
