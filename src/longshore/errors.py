@@ -15,6 +15,8 @@
     │   ├── TierClosedError  used after close
     │   ├── TierInUseError   the directory belongs to a live process
     │   └── FormatError      bytes that are not ours, or of another version
+    ├── TraceError           a trace that cannot be read; names the line
+    ├── ReportError          a report that cannot be made
     ├── SelfTestError        bytes did not survive the round trip at start
     └── EngineError          an engine, or a model in it, that Longshore cannot serve
         └── ContractError    the engine's internals moved
@@ -84,6 +86,14 @@ class TierInUseError(TierError):
 
 class FormatError(TierError):
     """Bytes on disk that are not Longshore's, or are of another version."""
+
+
+class TraceError(LongshoreError, ValueError):
+    """A trace that cannot be read; names the file, the line, what was expected and what came."""
+
+
+class ReportError(LongshoreError):
+    """A report that cannot be made; says what is missing or does not fit."""
 
 
 class SelfTestError(LongshoreError):

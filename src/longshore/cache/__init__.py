@@ -2,6 +2,7 @@
 
 from longshore.cache.flow import CacheSettings
 from longshore.cache.manager import TieredCache, TierSpec
+from longshore.cache.states import EDGES, State
 from longshore.cache.types import (
     Counters,
     DropReason,
@@ -14,6 +15,7 @@ from longshore.cache.types import (
     Part,
     Placement,
     Presence,
+    Resident,
     RouteTotals,
     Run,
     TierStats,
@@ -21,6 +23,7 @@ from longshore.cache.types import (
 from longshore.cache.writing import WritePolicy
 
 __all__ = [
+    "EDGES",
     "CacheSettings",
     "Counters",
     "DropReason",
@@ -33,8 +36,10 @@ __all__ = [
     "Part",
     "Placement",
     "Presence",
+    "Resident",
     "RouteTotals",
     "Run",
+    "State",
     "TierSpec",
     "TierStats",
     "TieredCache",

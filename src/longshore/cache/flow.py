@@ -143,7 +143,7 @@ class Flow:
             copy = entry.copies[0]
             if copy is None:
                 cold.append(_readable(entry))
-                copy = self.store.place(entry.key, _parent_key(entry), 0, reading)
+                copy = self.store.place(entry.key, entry.parent_key, 0, reading)
                 copy.readers += 1
             warm.append(copy)
         if cold:
@@ -202,7 +202,7 @@ class Flow:
         sources = [_readable(entry) for entry in chosen]
         for source in sources:
             source.readers += 1
-        self._order(job, sources, [store.place(entry.key, _parent_key(entry), 1, job) for entry in chosen])
+        self._order(job, sources, [store.place(entry.key, entry.parent_key, 1, job) for entry in chosen])
 
     def _backup_room(self, chosen: Sequence[Entry]) -> int:
         """Make room in the file tier for a leading part of `chosen`, but not at the cost of their ancestors."""
@@ -254,6 +254,7 @@ class Flow:
         """Begin a new generation: whatever is in flight changes nothing any more."""
         self.generation += 1
         self.store.clear()
+        self.outbox += [Cancel(job) for job in self.jobs]
         self.outbox.append(Forget(self.generation))
 
     def apply(self, results: Sequence[TransferResult]) -> list[Load]:
@@ -339,7 +340,7 @@ class Flow:
             raise CacheError("a transfer has a slot on one side at least")
         return Item(
             copy.entry.key,
-            _parent_key(copy.entry),
+            copy.entry.parent_key,
             None if source is None else self.store.slot(source),
             None if destination is None else self.store.slot(destination),
             (1 << self.settings.blocks_per_chunk) - 1,
@@ -355,7 +356,8 @@ class Flow:
             if copy is not None and status is not Status.OK:
                 if writing:
                     self._drop(copy.tier, 1, DropReason.WRITE_FAILED)
-                    copy.entry.backup_failed |= copy.tier > 0
+                    if copy.tier > 0:
+                        store.keep_dirty(copy.entry)
                 store.fail(copy)
         for source, status in zip(job.sources, job.statuses, strict=True):
             if source is not None:
@@ -383,10 +385,6 @@ def _batches(path: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
         yield path[:warm]
     for start in range(warm, len(path), LOAD_BATCH):
         yield path[start : start + LOAD_BATCH]
-
-
-def _parent_key(entry: Entry) -> Key | None:
-    return None if entry.parent is None else entry.parent.key
 
 
 def _readable(entry: Entry) -> Copy:

@@ -51,6 +51,11 @@ class Entry:
         self.backup_failed = False
 
     @property
+    def parent_key(self) -> Key | None:
+        """The key of the chunk before this one; `None` for the first of its path."""
+        return None if self.parent is None else self.parent.key
+
+    @property
     def coldest(self) -> int:
         """The coldest tier with a live copy; -1 without one."""
         for tier in range(len(self.copies) - 1, -1, -1):

@@ -44,6 +44,12 @@ class Load:
         self.outcome = Outcome(arrived, tuple(self.sources[:arrived]))
         return misses + self.cut
 
+    def revoke(self) -> list[MissReason]:
+        """Nothing has arrived after all: a reset has made it worthless. Returns the misses that are not counted yet."""
+        misses = [] if self.outcome is not None else [MissReason.CANCELLED] * len(self.sources) + self.cut
+        self.outcome = Outcome(0, ())
+        return misses
+
     def _reasons(self, unfinished: MissReason) -> Iterator[MissReason | None]:
         for job in self.parts:
             for status in job.statuses:

@@ -33,6 +33,7 @@ from longshore.cache.types import (
     Outcome,
     Part,
     Presence,
+    Resident,
     Run,
     TierStats,
 )
@@ -231,9 +232,12 @@ class TieredCache:
     def reset(self) -> int:
         """Forget everything, here and after a restart; returns the new generation.
 
-        Jobs in flight own their slots until their results come, and change nothing else. Holds are good for `release`
-        and nothing more.
+        Jobs in flight are cancelled; they own their slots until their results come, and change nothing else. Nothing
+        that was onboarded before counts as arrived.
         """
+        for record in self._holds.values():
+            if record.load is not None:
+                self.counters.misses.update(record.load.revoke())
         self._flow.forget()
         return self.generation
 
@@ -271,6 +275,15 @@ class TieredCache:
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
         return self._store.stats()
+
+    def residents(self) -> list[Resident]:
+        """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
+        return [
+            Resident(entry.key, entry.parent_key, self._store.slot(copy), copy.state)
+            for entry in self._store.index
+            for copy in entry.copies
+            if copy is not None
+        ]
 
     @property
     def held(self) -> int:

@@ -97,6 +97,11 @@ class Store:
         else:
             self.lose(copy)
 
+    def keep_dirty(self, entry: Entry) -> None:
+        """A backup of `entry` has failed: it is not tried again."""
+        entry.backup_failed = True
+        self._note(entry)
+
     def unread(self, copy: Copy, *, condemn: bool) -> None:
         """A reader has let go of `copy`; having found it unusable, if it is to be condemned."""
         copy.readers -= 1
@@ -187,12 +192,13 @@ class Store:
         for key in self.levels[tier].policy.candidates():
             if len(plan.copies) == count:
                 break
-            if tier == 0 and spare_dirty and key in self.dirty:
-                continue
             entry = self.index.get(key)
             copy = entry.copies[tier] if entry is not None else None
-            if copy is not None:
-                plan.take(copy)
+            if entry is None or copy is None or (tier == 0 and spare_dirty and key in self.dirty):
+                continue
+            if tier > 0 and entry.copies[0] is not None:
+                continue  # it would only have to be written again
+            plan.take(copy)
         return plan.copies
 
     def _detach(self, copy: Copy) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from longshore.boundary import Slot, Status
+from longshore.boundary import Key, Slot, Status
+from longshore.cache.states import State
 
 
 class MissReason(enum.Enum):
@@ -133,6 +135,10 @@ class Counters:
     lost: Counter[str]
     routes: dict[str, RouteTotals] = field(default_factory=dict)
 
+    def copy(self) -> Counters:
+        """A snapshot, for taking differences."""
+        return deepcopy(self)
+
     @classmethod
     def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...]) -> Counters:
         """All counters at zero for these tiers and routes."""
@@ -154,3 +160,12 @@ class TierStats(NamedTuple):
     used: int
     ready: int
     image_bytes: int
+
+
+class Resident(NamedTuple):
+    """One chunk in one tier: filling or ready."""
+
+    key: Key
+    parent: Key | None
+    slot: Slot
+    state: State

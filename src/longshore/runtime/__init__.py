@@ -1,6 +1,7 @@
 """The loop between the planes: takes the cache's commands, finds their movers, gives results back."""
 
+from longshore.runtime.guard import BlockGuard
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.tier_mover import TierMover
 
-__all__ = ["BackgroundLoop", "Runtime", "TierMover"]
+__all__ = ["BackgroundLoop", "BlockGuard", "Runtime", "TierMover"]

@@ -87,6 +87,7 @@ class Runtime:
         with self._lock:
             if self._closed:
                 raise TierClosedError("the runtime was closed")
+            self._cache.tick(self.clock())
             yield self._cache
             self._pump()
         self.wakeup.set()
@@ -102,6 +103,11 @@ class Runtime:
         self._wait(lambda: self._cache.outcome(hold) is not None, timeout)
         with self.control() as cache:
             return cache.outcome(hold) or cache.give_up(hold)
+
+    def in_flight(self, job: int) -> bool:
+        """Whether `job` has not ended; nothing is, once the runtime is closed."""
+        with self._lock:
+            return self._cache.in_flight(job)
 
     def wait_ended(self, jobs: Sequence[int], timeout: float) -> bool:
         """Wait until none of `jobs` is in flight, at most `timeout` seconds; says whether that is so."""

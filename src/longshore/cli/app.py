@@ -1,0 +1,37 @@
+"""The `longshore` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from longshore import __version__
+from longshore.cli.demo import demo
+from longshore.errors import LongshoreError
+
+app = typer.Typer(
+    name="longshore",
+    help="Moves the KV cache of LLM inference between device memory and slower tiers.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    if version:
+        typer.echo(f"longshore {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point. What a user can cause ends as one line and exit status 2, not as a traceback."""
+    try:
+        app()
+    except LongshoreError as error:
+        print(f"longshore: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,117 @@
+"""`longshore demo`: a model whose KV cache outgrows its device cache, with tiers and without."""
+
+from __future__ import annotations
+
+import enum
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+class DeviceChoice(enum.StrEnum):
+    """Where the model runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DtypeChoice(enum.StrEnum):
+    """Of weights and KV cache."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class AttentionChoice(enum.StrEnum):
+    """Implementation of attention."""
+
+    EAGER = "eager"
+    SDPA = "sdpa"
+
+
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory of a causal language model; without one, a Llama is built from a fixed seed."),
+    ] = None,
+    device: Annotated[DeviceChoice, typer.Option(help="Where it runs; auto takes CUDA if there is one.")] = (
+        DeviceChoice.AUTO
+    ),
+    dtype: Annotated[
+        DtypeChoice, typer.Option(help="auto: float32 on the CPU, bfloat16 elsewhere.")
+    ] = DtypeChoice.AUTO,
+    attention: Annotated[AttentionChoice, typer.Option(help="Attention implementation.")] = AttentionChoice.EAGER,
+    workload: Annotated[
+        Path | None, typer.Option(help="Trace in Mooncake's JSONL format; without one, the excerpt that ships.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="How many requests to take; all by default.")] = None,
+    block_tokens: Annotated[int, typer.Option(min=8, help="Tokens that one block of the trace becomes.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 8,
+    device_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Device cache, as a share of the working set.")
+    ] = 0.25,
+    host_share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Host tier, as a share of it.")] = 0.25,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", help="Where the file tier puts a directory of its own, removed at the end; default: here."
+        ),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Serve a multi-turn workload three times, and compare.
+
+    [bold]tiered[/]: a small device cache over a host and a file tier. [bold]resident[/]: a device cache that never
+    evicts, which tiered must equal bit for bit. [bold]recompute[/]: the small device cache alone, which tiered must
+    beat. Exit status 1 if a token or log-probability differs.
+    """
+    from longshore.cli.demo_model import DemoOptions  # noqa: PLC0415 - torch is slow to import
+    from longshore.cli.demo_runs import run_demo  # noqa: PLC0415
+    from longshore.cli.demo_table import render  # noqa: PLC0415
+
+    options = DemoOptions(
+        model=model,
+        device=device.value,
+        dtype=dtype.value,
+        attention=attention.value,
+        workload=workload,
+        requests=requests,
+        block_tokens=block_tokens,
+        max_new_tokens=max_new_tokens,
+        device_share=device_share,
+        host_share=host_share,
+    )
+    console = Console(stderr=True)
+    with _scratch(directory or Path.cwd()) as scratch:
+        result = run_demo(options, scratch, console)
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+    else:
+        render(result, Console())
+    if report is not None:
+        from longshore.cli.demo_report import write_report  # noqa: PLC0415 - plotly is an extra
+
+        console.print(f"report: {write_report(result, report)}")
+    if not result.bit_exact:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    parent.mkdir(parents=True, exist_ok=True)
+    path = Path(tempfile.mkdtemp(prefix="longshore-demo-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

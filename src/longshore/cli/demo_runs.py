@@ -1,0 +1,241 @@
+"""The demo's three runs over one workload, each with an engine of its own.
+
+Requests go one at a time: then equal hit lengths make equal batches, and runs can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from longshore.cache import Counters
+from longshore.cli.demo_model import DemoOptions, load_model
+from longshore.cli.demo_result import DemoResult, OccupancySample, RequestRecord, RouteTotal, RunRecord
+from longshore.config import Config, format_bytes
+from longshore.engines.transformers import Tiers, refuse, replaying, tiered
+from longshore.errors import ConfigError, EngineError
+from longshore.tiers.arena import align
+from longshore.tiers.file import capacity_for
+from longshore.trace import Workload, WorkloadRequest, read_excerpt, read_mooncake
+
+_TIMEOUT = 600.0
+_WARM_UP_TOKEN = 3
+
+
+class Demo:
+    """A model, a workload, and the sizes that follow from them."""
+
+    def __init__(self, options: DemoOptions) -> None:
+        self.options = options
+        self.model = load_model(options)
+        if (reason := refuse(self.model)) is not None:
+            raise EngineError(f"{type(self.model).__name__} cannot be served with tiers: {reason}")
+        text = self.model.config.get_text_config()
+        self.workload = _read_workload(options, text.vocab_size)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        page = 2 * heads * head_dim * self.model.dtype.itemsize * options.block_tokens
+        self.block_bytes = page * text.num_hidden_layers
+        self.image_bytes = align(self.block_bytes)
+        self.device_blocks = int(options.device_share * self.workload.unique_blocks)
+        self.host_blocks = max(1, int(options.host_share * self.workload.unique_blocks))
+        self.longest = max(len(r.prompt) + r.output_tokens for r in self.workload)
+        needed = -(-self.longest // options.block_tokens)
+        if self.device_blocks < needed:
+            raise ConfigError(
+                f"the longest request needs {needed} blocks, and {options.device_share:.0%} of the working set are "
+                f"{self.device_blocks}: give --device-share at least {needed / self.workload.unique_blocks:.2f}"
+            )
+
+    def config(self, directory: Path) -> Config:
+        """Tiers: `host_blocks` in memory, room for the whole working set and all answers on disk."""
+        blocks = self.workload.unique_blocks + sum(2 + r.output_tokens for r in self.workload)
+        return Config.make(
+            host_size=self.host_blocks * self.image_bytes,
+            file_path=directory / "kv",
+            file_size=capacity_for(blocks, self.image_bytes),
+        )
+
+    def setup(self, direct: bool) -> dict[str, str]:
+        """What a reader wants to know of this demo."""
+        model, workload = self.model, self.workload
+        parameters = sum(p.numel() for p in model.parameters()) / 1e6
+        layers = model.config.get_text_config().num_hidden_layers
+        total, unique = workload.total_blocks, workload.unique_blocks
+        return {
+            "model": f"{type(model).__name__}, {parameters:.0f} M parameters, {layers} layers",
+            "device": f"{model.device}, {model.dtype}, {model.config._attn_implementation} attention",
+            "threads": str(torch.get_num_threads()),
+            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+            "workload": f"{len(workload)} requests, {total} prompt blocks of {workload.block_tokens} tokens",
+            "working set": f"{unique} blocks, {format_bytes(unique * self.block_bytes)}",
+            "file I/O": "direct, past the page cache" if direct else "buffered, pages dropped from the page cache",
+        }
+
+
+def run_demo(options: DemoOptions, directory: Path, console: Console) -> DemoResult:
+    """All three runs, with progress on `console`. The file tier lives in `directory`."""
+    with console.status("building the model and the workload"):
+        demo = Demo(options)
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        tasks = {
+            name: progress.add_task(name, total=len(demo.workload)) for name in ("tiered", "resident", "recompute")
+        }
+
+        def advance(name: str) -> Callable[[], None]:
+            return lambda: progress.advance(tasks[name])
+
+        with tiered(demo.model, demo.config(directory)) as tiers:
+            tiered_run, hits = run_tiered(demo, tiers, advance("tiered"))
+            direct = tiers.stack is not None and bool(getattr(tiers.stack.file, "direct", False))
+        resident = run_resident(demo, hits, advance("resident"))
+        recompute = run_recompute(demo, advance("recompute"))
+    capacities = {
+        "device": demo.device_blocks * demo.block_bytes,
+        "host": demo.host_blocks * demo.image_bytes,
+        "file": int(demo.config(directory).file_size),
+    }
+    return DemoResult(demo.setup(direct), tiered_run, resident, recompute, capacities)
+
+
+def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[RunRecord, list[int]]:
+    """The run over `tiers`, which stay open; also the hit length in blocks of each lookup, for the oracle."""
+    samples: list[OccupancySample] = []
+    answers: list[Any] = []
+    with _engine(demo, demo.device_blocks) as ask:
+        before, looked_up = _snapshot(tiers), len(tiers.records)
+        began = time.perf_counter()
+        for request in demo.workload:
+            answers.append(ask(request))
+            samples.append(_sample(tiers, time.perf_counter() - began, request.index))
+            advance()
+        seconds = time.perf_counter() - began
+    after, records = _snapshot(tiers), tiers.records
+    served = [record.sources for record in records[looked_up:]]
+    if len(served) != len(answers):
+        raise EngineError(f"{len(answers)} requests made {len(served)} lookups: the runs cannot be compared")
+    requests = tuple(_record(demo, *each) for each in zip(demo.workload, answers, served, strict=True))
+    restored = {tier: sum(sources.count(tier) for sources in served) for tier in ("host", "file")}
+    routes, misses = _routes(before, after), _misses(before, after)
+    run = RunRecord("tiered", requests, tuple(samples), routes, restored, misses, seconds)
+    return run, [len(record.sources) for record in records]
+
+
+def run_resident(demo: Demo, hits: Sequence[int], advance: Callable[[], None]) -> RunRecord:
+    """The oracle: a device cache that never evicts, its matches cut to `hits`."""
+    blocks = demo.workload.total_blocks + sum(2 + r.output_tokens // demo.options.block_tokens for r in demo.workload)
+    with replaying(hits):
+        return _plain_run(demo, "resident", 2 * blocks, advance)
+
+
+def run_recompute(demo: Demo, advance: Callable[[], None]) -> RunRecord:
+    """The small device cache and nothing below it."""
+    return _plain_run(demo, "recompute", demo.device_blocks, advance)
+
+
+def _plain_run(demo: Demo, name: str, device_blocks: int, advance: Callable[[], None]) -> RunRecord:
+    with _engine(demo, device_blocks) as ask:
+        began = time.perf_counter()
+        records = []
+        for request in demo.workload:
+            records.append(_record(demo, request, ask(request), ()))
+            advance()
+    return RunRecord(name, tuple(records), (), {}, {}, {}, time.perf_counter() - began)
+
+
+@contextmanager
+def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[WorkloadRequest], Any]]:
+    """transformers' continuous batching with a device cache of `device_blocks`; yields a function that asks it."""
+    generation: Any = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
+    batching = ContinuousBatchingConfig(
+        page_size=demo.options.block_tokens,
+        num_blocks=device_blocks,
+        max_batch_tokens=max(demo.longest, 64),
+        max_requests_per_batch=8,
+        use_async_batching=False,
+        use_cuda_graph=False,
+        auto_switch_to_flash=False,
+        return_logprobs=True,
+    )
+    manager = demo.model.init_continuous_batching(generation, batching)
+    manager.start()
+
+    def ask(tokens: Sequence[int], answer: int) -> Any:
+        manager.add_request(list(tokens), max_new_tokens=answer, record_timestamps=True)
+        result = manager.get_result(timeout=_TIMEOUT)
+        while result is None and manager.is_running():
+            result = manager.get_result(timeout=1.0)
+        if result is None or result.error is not None:
+            fatal = manager.background_thread_status.fatal_error
+            raise EngineError(f"a request failed: {fatal or (result and result.error)}") from fatal
+        return result
+
+    try:
+        ask([_WARM_UP_TOKEN] * (2 * demo.options.block_tokens), 2)  # so that first-use costs are in nobody's figures
+        yield lambda request: ask(request.prompt, request.output_tokens)
+    finally:
+        manager.stop(block=True)
+        manager.destroy()
+
+
+def _record(demo: Demo, request: WorkloadRequest, answer: Any, sources: Sequence[str]) -> RequestRecord:
+    tokens = {tier: sources.count(tier) * demo.options.block_tokens for tier in ("device", "host", "file")}
+    return RequestRecord(
+        index=request.index,
+        prompt_tokens=len(request.prompt),
+        device_tokens=tokens["device"],
+        host_tokens=tokens["host"],
+        file_tokens=tokens["file"],
+        computed_tokens=len(request.prompt) - sum(tokens.values()),
+        ttft_ms=1e3 * (answer.timestamps[0] - answer.created_time),
+        returning=request.returning,
+        tokens=tuple(answer.generated_tokens),
+        logprobs=tuple(answer.logprobs),
+    )
+
+
+def _snapshot(tiers: Tiers) -> Counters:
+    if tiers.stack is None:
+        raise EngineError(f"the tiers are off: {tiers.failure}")
+    with tiers.stack.runtime.control() as cache:
+        return cache.counters.copy()
+
+
+def _sample(tiers: Tiers, seconds: float, request: int) -> OccupancySample:
+    used = tiers.occupancy()
+    return OccupancySample(seconds, request, used["device"], used["host"], used.get("file", 0))
+
+
+def _routes(before: Counters, after: Counters) -> dict[str, RouteTotal]:
+    return {
+        name: RouteTotal(total.bytes - before.routes[name].bytes, total.seconds - before.routes[name].seconds)
+        for name, total in after.routes.items()
+    }
+
+
+def _misses(before: Counters, after: Counters) -> dict[str, int]:
+    return {reason.value: count - before.misses[reason] for reason, count in after.misses.items()}
+
+
+def _read_workload(options: DemoOptions, vocab_size: int) -> Workload:
+    if options.workload is not None and not options.workload.is_file():
+        raise ConfigError(f"--workload {options.workload}: no such file")
+    trace = read_excerpt() if options.workload is None else read_mooncake(options.workload)
+    return Workload.from_trace(
+        trace,
+        vocab_size=vocab_size,
+        block_tokens=options.block_tokens,
+        limit=options.requests,
+        min_new_tokens=2,
+        max_new_tokens=options.max_new_tokens,
+    )

@@ -1,0 +1,16 @@
+"""Hugging Face transformers: tiers under continuous batching, and a prefix store for plain `generate()`.
+
+with tiered(model, Config.make(host_size="64GiB", file_path="/nvme/kv", file_size="1TB")):
+    outputs = model.generate_batch(prompts, ...)
+
+with PrefixStore(model, Config.make(host_size="8GiB")) as store:
+    store.store_prefix(tokens, cache)
+    cache, n = store.restore_prefix(tokens)
+"""
+
+from longshore.engines.transformers.allocator import PromptRecord
+from longshore.engines.transformers.attach import Tiers, refuse, tiered
+from longshore.engines.transformers.oracle import replaying
+from longshore.engines.transformers.prefix_store import PrefixStore
+
+__all__ = ["PrefixStore", "PromptRecord", "Tiers", "refuse", "replaying", "tiered"]

@@ -1,0 +1,317 @@
+"""The device cache of continuous batching, with tiers below it.
+
+    match_prefix_blocks    blocks that the device lacks come up from the tiers, within a deadline
+    mark_complete_blocks   complete blocks are committed
+    evict_cached_blocks    blocks about to be evicted are committed again; none is reused while a job reads it
+
+transformers identifies device blocks by a 64-bit hash of its own; below the device Longshore's keys are used.
+Where the tiers fail, the engine sees fewer blocks: always safe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
+    BlockLedger,
+    compute_block_hash,
+)
+
+from longshore.boundary import DEVICE, Key
+from longshore.errors import LongshoreError
+from longshore.keys import KeyChain, chain
+from longshore.runtime.guard import BlockGuard
+from longshore.runtime.stack import Stack
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """Where a prompt's leading blocks came from: `sources[i]` names the tier of block `i` (`"device"` included)."""
+
+    prompt_tokens: int
+    block_size: int
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk on the device: the path of keys that ends with it, and its blocks."""
+
+    path: Sequence[Key]
+    position: int
+    blocks: tuple[int, ...]
+
+
+class TieredLedger(BlockLedger):
+    """transformers' ledger, whose blocks pass `leaving` on their way back to the pool."""
+
+    def __init__(self, leaving: Callable[[list[int]], list[int]], evicting: Callable[[list[int]], None]) -> None:
+        super().__init__()
+        self._leaving = leaving
+        self._evicting = evicting
+
+    def release(self, block_id: int, no_cache: bool = False) -> bool:
+        """Drop a reference; whether the block may go to the pool now."""
+        return bool(super().release(block_id, no_cache)) and bool(self._leaving([block_id]))
+
+    def evict_cached_blocks(self) -> list[int]:
+        """Evict all cached blocks; those that may go to the pool now."""
+        self._evicting(list(self.cached_blocks))
+        return self._leaving(super().evict_cached_blocks())
+
+    def evict_oldest(self, count: int, keep: set[int]) -> list[int]:
+        """Evict up to `count` cached blocks that are not in `keep`, least recently released first."""
+        victims = [block for block in self.cached_blocks if block not in keep][:count]
+        self._evicting(victims)
+        for block in victims:
+            del self.cached_blocks[block]
+            del self.hash_to_block[self.block_to_hash.pop(block)]
+        return self._leaving(victims)
+
+
+class TieredAllocator(FullAttentionCacheAllocator):
+    """transformers' full-attention allocator over a `Stack`.
+
+    transformers makes it, from a class in its registry: `over` gives the class that asks `open_stack` for its tiers.
+    """
+
+    open_stack: Callable[[TieredAllocator], Stack | None]
+
+    @classmethod
+    def over(cls, open_stack: Callable[[TieredAllocator], Stack | None]) -> type[TieredAllocator]:
+        """The class whose instances get their tiers from `open_stack`, which may refuse with `None`."""
+        return type(cls.__name__, (cls,), {"open_stack": staticmethod(open_stack)})
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stack: Stack | None = None
+        self._chains: dict[str, KeyChain] = {}
+        self._chunks: dict[Key, _Chunk] = {}
+        self._key_of: dict[int, Key] = {}
+        self.records: deque[PromptRecord] = deque(maxlen=4096)
+
+    # ------------------------------------------------------------------ what transformers calls
+
+    def register_cache_tensor(self, *args: Any, **kwargs: Any) -> None:
+        """The device cache exists: build the tiers for it."""
+        super().register_cache_tensor(*args, **kwargs)
+        self._stack = type(self).open_stack(self)
+        if self._stack is not None:
+            self._guard = BlockGuard(self._stack.runtime, self._stack.config.write_timeout)
+            self.ledger = TieredLedger(self._leaving, self._offload_evicted)
+
+    def detach(self) -> None:
+        """The tiers are closed: go on as a stock allocator."""
+        self._stack = None
+
+    def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
+        """Blocks of the longest prefix that is on the device, or comes up from the tiers in time."""
+        blocks: list[int] = super().match_prefix_blocks(prompt_ids)
+        sources = [DEVICE] * len(blocks)
+        if self._stack is not None:
+            try:
+                onboarded, tiers = self._onboard(self._stack, prompt_ids, blocks)
+                blocks, sources = blocks + onboarded, sources + tiers
+            except LongshoreError:
+                _log.exception("a prompt is recomputed: its blocks could not be looked up")
+        self.records.append(PromptRecord(len(prompt_ids), self.tokens_per_page, tuple(sources)))
+        return blocks
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        """A forward pass completed blocks of a request: commit the chunks that are whole now."""
+        super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
+        if self._stack is not None:
+            try:
+                self._commit_request(self._stack, request_id, token_ids)
+            except LongshoreError:
+                _log.exception("blocks were not offloaded")
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """A request is over. Its blocks are released tail first, so that a prefix's head is evicted last."""
+        self._chains.pop(request_id, None)
+        self._reclaim()
+        if request_id in self.block_table:
+            self.block_table[request_id] = self.block_table[request_id][::-1]
+        super().free_blocks(request_id, no_cache)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the device cache that are not free, blocks that are kept for reuse included."""
+        return (int(self.num_blocks) - self._obtainable()) * int(self.bytes_per_block)
+
+    # ------------------------------------------------------------------ onboard
+
+    def _onboard(self, stack: Stack, prompt: list[int], present: list[int]) -> tuple[list[int], list[str]]:
+        """Device blocks for what follows `present`, filled and registered, and the tier that each came from."""
+        per_chunk = stack.config.blocks_per_chunk
+        limit = (len(prompt) - 1) // self.tokens_per_page  # the last token is always computed
+        if len(present) >= limit:
+            return [], []
+        keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
+        start, skip = divmod(len(present), per_chunk)
+        with stack.runtime.control() as cache:
+            match = cache.match(keys, stack.runtime.clock(), start=min(start, len(keys)))
+        if match.hold is None:
+            return [], []
+        blocks: list[int] = []
+        filled: list[str] = []
+        try:
+            wanted = min(match.length * per_chunk - skip, limit - len(present))
+            blocks = self._take_blocks(wanted, reserve=self._blocks_for(len(prompt)) - len(present), keep=present)
+            if not blocks:
+                return [], []
+            stack.engine.begin_step(None)
+            with stack.runtime.control() as cache:
+                order = cache.onboard(match.hold, blocks, skip=skip)
+                at = -skip
+                for part in order.parts:
+                    end = at + part.chunks * per_chunk
+                    self._guard.add(part.job, blocks[max(0, at) : end])
+                    at = end
+            outcome = stack.runtime.wait_onboarded(match.hold, stack.config.load_timeout)
+            filled = [tier for tier in outcome.sources for _ in range(per_chunk)][skip : skip + len(blocks)]
+        finally:
+            with stack.runtime.control() as cache:
+                cache.release(match.hold)
+            self._give_blocks(blocks[len(filled) :])
+        return self._register(prompt, present, blocks[: len(filled)]), filled
+
+    def _take_blocks(self, wanted: int, reserve: int, keep: Sequence[int]) -> list[int]:
+        """Up to `wanted` free blocks, cached ones evicted for them so that `reserve` blocks can be had in all."""
+        self._reclaim()
+        missing = reserve - self._obtainable()
+        if missing > 0 and isinstance(self.ledger, TieredLedger):
+            self._give_blocks(self.ledger.evict_oldest(missing, set(keep)), settled=True)
+        count = min(wanted, self._obtainable())
+        while self.pool.count_free_blocks(self.index) < count:
+            self.pool.allocate_sector(self.index)
+        blocks: list[int] = self.pool.get_free_blocks(self.index, count)
+        return blocks
+
+    def _register(self, prompt: list[int], present: list[int], blocks: list[int]) -> list[int]:
+        """Make filled blocks known to the ledger as cached; where it has one of the same content, that one is used."""
+        page = self.tokens_per_page
+        parent = self.ledger.block_to_hash[present[-1]] if present else None
+        known: list[int] = []
+        for i, block in enumerate(blocks, start=len(present)):
+            parent = compute_block_hash(parent, prompt[i * page : (i + 1) * page])
+            twin = self.ledger.register_new_hash(block, parent)
+            if twin is None:
+                self.ledger.cached_blocks[block] = None
+            else:
+                self._give_blocks([block])
+            known.append(block if twin is None else twin)
+        return known
+
+    # ------------------------------------------------------------------ offload
+
+    def _commit_request(self, stack: Stack, request_id: str, token_ids: list[int]) -> None:
+        table = self.block_table[request_id]
+        complete = next((i for i, b in enumerate(table) if b not in self.ledger.block_to_hash), len(table))
+        per_chunk = stack.config.blocks_per_chunk
+        chunk_tokens = per_chunk * self.tokens_per_page
+        keys = self._chains.setdefault(request_id, KeyChain(stack.scope.root, chunk_tokens))
+        known = len(keys.keys)
+        whole = complete // per_chunk
+        if whole <= known:
+            return
+        keys.extend(token_ids[known * chunk_tokens : whole * chunk_tokens])
+        for position in range(known, whole):
+            self._remember(_Chunk(keys.keys, position, tuple(table[position * per_chunk : (position + 1) * per_chunk])))
+        self._commit(stack, keys.keys[:whole], table[: whole * per_chunk], 0, evicting=False)
+
+    def _remember(self, chunk: _Chunk) -> None:
+        key = chunk.path[chunk.position]
+        former = self._chunks.get(key)
+        if former is not None and former.blocks != chunk.blocks:
+            for block in former.blocks:
+                self._key_of.pop(block, None)
+        self._chunks[key] = chunk
+        self._key_of.update(dict.fromkeys(chunk.blocks, key))
+
+    def _offload_evicted(self, blocks: list[int]) -> None:
+        """Commit the chunks of `blocks`, with those of their ancestors that are on the device."""
+        if self._stack is None:
+            return
+        keys = dict.fromkeys(self._key_of[block] for block in blocks if block in self._key_of)
+        try:
+            self._commit_paths(self._stack, [self._chunks[key] for key in keys])
+        except LongshoreError:
+            _log.exception("evicted blocks were not offloaded")
+
+    def _commit_paths(self, stack: Stack, chunks: Sequence[_Chunk]) -> None:
+        done: set[Key] = set()
+        for tail in sorted(chunks, key=lambda chunk: -chunk.position):
+            if tail.path[tail.position] in done:
+                continue
+            first = tail.position
+            run = [tail]
+            while first and (parent := self._chunks.get(tail.path[first - 1])) is not None:
+                run.insert(0, parent)
+                first -= 1
+            done.update(tail.path[first : tail.position + 1])
+            blocks = [block for chunk in run for block in chunk.blocks]
+            self._commit(stack, tail.path[: tail.position + 1], blocks, first, evicting=True)
+
+    def _commit(self, stack: Stack, keys: Sequence[Key], blocks: Sequence[int], first: int, *, evicting: bool) -> None:
+        per_chunk = stack.config.blocks_per_chunk
+        stack.engine.begin_step(None)
+        with stack.runtime.control() as cache:
+            offload = cache.commit(keys, blocks, first=first, evicting=evicting)
+            if offload.job is not None:
+                taken = [placement.position - first for placement in offload.accepted]
+                read = [b for i in taken for b in blocks[i * per_chunk : (i + 1) * per_chunk]]
+                self._guard.add(offload.job, read)
+
+    # ------------------------------------------------------------------ blocks
+
+    def _leaving(self, blocks: list[int]) -> list[int]:
+        """`blocks` are on their way to the pool: those of them that no job touches may go there now."""
+        for block in blocks:
+            chunk = self._chunks.pop(self._key_of.get(block, b""), None)
+            for each in chunk.blocks if chunk is not None else (block,):
+                self._key_of.pop(each, None)
+        return self._guard.settle(blocks)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.tokens_per_page)
+
+    def _obtainable(self) -> int:
+        """Blocks that are free, or in sectors that are."""
+        free: int = self.pool.count_free_blocks(self.index)
+        return free + int(self.pool.num_free_sectors) * int(self.blocks_per_sector)
+
+    def _give_blocks(self, blocks: Sequence[int], *, settled: bool = False) -> None:
+        """Give blocks back to the pool, those that a job still touches later."""
+        if blocks:
+            self.pool.free_blocks(self.index, list(blocks) if settled else self._guard.settle(blocks))
+
+    def _reclaim(self) -> None:
+        if self._stack is not None and (freed := self._guard.reclaim()):
+            self.pool.free_blocks(self.index, freed)
+
+
+class RowBlocks:
+    """The allocator's tensor as the self-test sees it: rows of bytes."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
+        data: npt.NDArray[np.uint8] = self._rows[list(blocks)].cpu().numpy()
+        return data
+
+    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Set them."""
+        self._rows[list(blocks)] = torch.from_numpy(data).to(self._rows.device)

@@ -1,0 +1,93 @@
+"""What this adapter relies on inside transformers, and a check that it is still there.
+
+Continuous batching keeps its device cache behind `ATTN_TYPE_TO_ALLOCATOR`, a registry that is read when a cache is
+made. Everything else used here is listed below; where one has moved, `check` says which, and what was expected.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+
+from longshore.errors import ContractError
+
+SUPPORTED = "transformers >= 5.18, < 5.24"
+
+_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "FullAttentionCacheAllocator.__init__": (
+        *("self", "index", "config", "num_key_value_heads", "cache_dtype", "page_size", "layer_indices"),
+        "allow_block_sharing",
+    ),
+    "FullAttentionCacheAllocator.register_cache_tensor": (
+        *("self", "bytes_per_sector", "non_trash_bytes", "cache_tensor", "pool"),
+    ),
+    "FullAttentionCacheAllocator.match_prefix_blocks": ("self", "prompt_ids"),
+    "FullAttentionCacheAllocator.free_blocks": ("self", "request_id", "no_cache"),
+    "BlockLedger.release": ("self", "block_id", "no_cache"),
+    "BlockLedger.evict_cached_blocks": ("self",),
+    "BlockLedger.register_new_hash": ("self", "block_id", "block_hash"),
+    "BlockLedger.reset": ("self",),
+    "CachePool.get_free_blocks": ("self", "index", "num_blocks"),
+    "CachePool.free_blocks": ("self", "index", "block_ids"),
+    "CachePool.count_free_blocks": ("self", "index"),
+    "CachePool.allocate_sector": ("self", "index"),
+    "compute_block_hash": ("parent_hash", "tokens"),
+}
+_LEDGER_FIELDS = ("hash_to_block", "block_to_hash", "cached_blocks")
+
+
+def load() -> dict[str, Any]:
+    """The internals in use, by name; raises `ContractError` if one cannot be found."""
+    try:
+        from transformers.generation.continuous_batching.cache import (  # noqa: PLC0415 - a probe
+            ATTN_TYPE_TO_ALLOCATOR,
+            group_layers_by_attn_type,
+        )
+        from transformers.generation.continuous_batching.cache_allocators import (  # noqa: PLC0415
+            CachePool,
+            FullAttentionCacheAllocator,
+        )
+        from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (  # noqa: PLC0415
+            BlockLedger,
+            compute_block_hash,
+        )
+    except ImportError as error:
+        raise ContractError(
+            f"{error}; Longshore works with {SUPPORTED}, this is transformers {transformers.__version__}"
+        ) from error
+    return {
+        "ATTN_TYPE_TO_ALLOCATOR": ATTN_TYPE_TO_ALLOCATOR,
+        "BlockLedger": BlockLedger,
+        "CachePool": CachePool,
+        "FullAttentionCacheAllocator": FullAttentionCacheAllocator,
+        "compute_block_hash": compute_block_hash,
+        "group_layers_by_attn_type": group_layers_by_attn_type,
+    }
+
+
+def check() -> None:
+    """Raise `ContractError`, naming each thing that moved, unless all that is relied on is as expected."""
+    found = load()
+    moved = [message for path, expected in _PARAMETERS.items() if (message := _compare(found, path, expected))]
+    registered = found["ATTN_TYPE_TO_ALLOCATOR"].get("full_attention")
+    if not (isinstance(registered, type) and issubclass(registered, found["FullAttentionCacheAllocator"])):
+        moved.append(f"ATTN_TYPE_TO_ALLOCATOR['full_attention'] is {registered!r}")
+    moved += [f"BlockLedger has no {name}" for name in _LEDGER_FIELDS if not hasattr(found["BlockLedger"](), name)]
+    if moved:
+        raise ContractError(
+            f"the internals of transformers {transformers.__version__} have moved (Longshore works with {SUPPORTED}): "
+            + "; ".join(moved)
+        )
+
+
+def _compare(found: dict[str, Any], path: str, expected: tuple[str, ...]) -> str | None:
+    head, *rest = path.split(".")
+    target = found[head]
+    for name in rest:
+        target = getattr(target, name, None)
+    if target is None:
+        return f"{path} is gone"
+    actual = tuple(inspect.signature(target).parameters)
+    return None if actual == expected else f"{path} takes {actual}, expected {expected}"

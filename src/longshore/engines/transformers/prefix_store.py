@@ -1,0 +1,170 @@
+"""`PrefixStore`: for users of plain `generate()`, keep and restore the KV cache of a prefix.
+
+The prefix's blocks pass through a small window of device blocks (`window` of them), so a prefix may be longer than it:
+
+    DynamicCache ── rows of the window ── host tier ── file tier
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import DynamicCache
+
+from longshore.config import Config
+from longshore.engines.transformers.allocator import RowBlocks
+from longshore.engines.transformers.attach import refuse
+from longshore.engines.transformers.scope import model_scope
+from longshore.errors import CacheError, EngineError
+from longshore.keys import chain
+from longshore.layout import from_rows
+from longshore.runtime.selftest import self_test
+from longshore.runtime.stack import open_stack
+from longshore.transfer.device import device_for
+
+
+class PrefixStore:
+    """Block images of prefixes, in the tiers of a `Config`. A context manager.
+
+    Args:
+        model: A causal language model with full attention in all layers, batch size one.
+        config: Where the bytes go; `config.blocks_per_chunk` blocks make an image.
+        block_size: Tokens per block; whole chunks of a prefix are kept.
+        window: Device blocks that copies pass through.
+
+    Raises:
+        EngineError: The model cannot be served.
+        ConfigError, TierError: The tiers cannot be opened.
+        SelfTestError: A block did not come back as it went in.
+    """
+
+    def __init__(self, model: Any, config: Config, *, block_size: int = 32, window: int = 64) -> None:
+        if (reason := refuse(model)) is not None:
+            raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
+        text = model.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self._shape = (text.num_hidden_layers, 2, block_size, heads, head_dim)
+        self._chunk = config.blocks_per_chunk
+        self._blocks = max(window // self._chunk, 1) * self._chunk
+        self._block_size = block_size
+        self._pages = torch.zeros((self._blocks, *self._shape), dtype=model.dtype, device=model.device)
+        rows = self._pages.view(self._blocks, -1).view(torch.uint8)
+        layout = from_rows(
+            rows,
+            pages_per_block=2 * text.num_hidden_layers,
+            block_size=block_size,
+            blocks_per_chunk=self._chunk,
+            name="dynamic_cache",
+        )
+        self._stack = open_stack(config, layout, model_scope(model, layout, salt=config.salt), device_for(layout))
+        try:
+            self_test(self._stack, RowBlocks(rows), range(self._chunk))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def store_prefix(self, tokens: Sequence[int], cache: DynamicCache) -> int:
+        """Keep the KV of the whole chunks of `tokens`, which `cache` holds; returns how many tokens are kept.
+
+        Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
+        """
+        if not tokens:
+            return 0
+        sequences, length = _states(cache)[0][0].shape[0], cache.get_seq_length()
+        if length < len(tokens) or sequences != 1:
+            raise CacheError(
+                f"expected a cache of one sequence of at least {len(tokens)} tokens, got {sequences} of {length}"
+            )
+        keys = self._keys(tokens)
+        kept = 0
+        for first in range(0, len(keys), self._blocks // self._chunk):
+            part = keys[: first + self._blocks // self._chunk]
+            blocks = range((len(part) - first) * self._chunk)
+            self._fill(cache, first * self._chunk, len(blocks))
+            self._stack.engine.begin_step(None)
+            with self._stack.runtime.control() as control:
+                offload = control.commit(part, blocks, first=first, evicting=True)
+            if offload.job is not None and not self._stack.runtime.wait_ended(
+                [offload.job], self._stack.config.write_timeout
+            ):
+                raise CacheError("the tiers did not take a block in time")
+            kept = len(part)
+        return kept * self._chunk * self._block_size
+
+    def restore_prefix(self, tokens: Sequence[int]) -> tuple[DynamicCache, int]:
+        """A cache with the longest known prefix of `tokens`, exact to the bit, and its length in tokens (maybe 0).
+
+        `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
+        """
+        cache = DynamicCache()
+        keys = self._keys(tokens)
+        done = 0
+        while done < len(keys):
+            chunks = self._restore_window(keys[: done + self._blocks // self._chunk], done)
+            if not chunks:
+                break
+            self._append(cache, chunks * self._chunk)
+            done += chunks
+        return cache, done * self._chunk * self._block_size
+
+    def close(self) -> bool:
+        """Write back what a restart would lose, give everything back; says whether all was written. Idempotent."""
+        return self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _keys(self, tokens: Sequence[int]) -> list[bytes]:
+        return chain(self._stack.scope.root, tokens, self._chunk * self._block_size)
+
+    def _restore_window(self, keys: Sequence[bytes], start: int) -> int:
+        """Onboard what follows `start` into the window; how many chunks arrived."""
+        runtime = self._stack.runtime
+        self._stack.engine.begin_step(None)
+        with runtime.control() as control:
+            match = control.match(keys, runtime.clock(), start=start)
+            if match.hold is None:
+                return 0
+            order = control.onboard(match.hold, range(match.length * self._chunk))
+        try:
+            outcome = runtime.wait_onboarded(match.hold, self._stack.config.load_timeout)
+        finally:
+            with runtime.control() as control:
+                control.release(match.hold)
+        if not runtime.wait_ended([part.job for part in order.parts], self._stack.config.load_timeout):
+            raise CacheError("a copy onto the device does not end")
+        return outcome.chunks
+
+    def _fill(self, cache: DynamicCache, first_block: int, blocks: int) -> None:
+        """Copy tokens of `cache`, shape `(1, heads, tokens, head_dim)` per layer, into the first rows of the window."""
+        _, _, size, heads, dim = self._shape
+        begin, end = first_block * size, (first_block + blocks) * size
+        for layer, keys_values in enumerate(_states(cache)):
+            for kv, states in enumerate(keys_values):
+                pages = states[0, :, begin:end].transpose(0, 1).reshape(blocks, size, heads, dim)
+                self._pages[:blocks, layer, kv].copy_(pages)
+
+    def _append(self, cache: DynamicCache, blocks: int) -> None:
+        layers, _, size, heads, dim = self._shape
+        for layer in range(layers):
+            keys, values = (
+                self._pages[:blocks, layer, kv].reshape(blocks * size, heads, dim).transpose(0, 1).unsqueeze(0)
+                for kv in (0, 1)
+            )
+            cache.update(keys.clone(), values.clone(), layer)  # the window is written again
+
+
+def _states(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values per layer, each of shape `(sequences, heads, tokens, head_dim)`."""
+    states = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    full = [(keys, values) for keys, values in states if keys is not None and values is not None]
+    if not full or len(full) != len(states):
+        raise CacheError(f"expected keys and values in all layers, found them in {len(full)} of {len(states)}")
+    return full

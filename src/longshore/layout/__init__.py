@@ -1,0 +1,27 @@
+"""From an engine's tensors to a `KVLayout`: where each page lies on the device, and where in a block image.
+
+model.py     PageRef, KVGroup, KVLayout: the layout itself and its block image
+overlap.py   which pages share bytes: refused, or what makes groups share a pool
+tensors.py   what is asked of a tensor; no torch
+builders.py  layouts from rows, and from named axes
+backend.py   layouts from an attention back end that tells its cache's shape
+"""
+
+from longshore.layout.backend import AttentionBackend, axes_of_backend, from_backend
+from longshore.layout.builders import from_axes, from_rows, group_from_axes
+from longshore.layout.model import KVGroup, KVLayout, PageRef, RefTable
+from longshore.layout.tensors import DeviceTensor
+
+__all__ = [
+    "AttentionBackend",
+    "DeviceTensor",
+    "KVGroup",
+    "KVLayout",
+    "PageRef",
+    "RefTable",
+    "axes_of_backend",
+    "from_axes",
+    "from_backend",
+    "from_rows",
+    "group_from_axes",
+]

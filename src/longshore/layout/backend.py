@@ -1,0 +1,168 @@
+"""Layouts from an attention back end that tells its cache's shape, but not what the axes mean.
+
+A shape alone is ambiguous: is a 2 two blocks, two heads, or K and V? So the back end is asked several times, with one
+argument changed each time, and an axis is what it answers to:
+
+    get_kv_cache_shape(1009, 16, 8, 128)  ->  (2, 1009, 16, 8, 128)
+    get_kv_cache_shape(2003, 16, 8, 128)  ->  (2, 2003, 16, 8, 128)     axis 1 is `block`
+    get_kv_cache_shape(1009, 32, 8, 128)  ->  (2, 1009, 32, 8, 128)     axis 2 is `token`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from longshore.errors import LayoutError
+from longshore.layout.builders import BLOCK, KV, LAYER, TOKEN, from_axes
+from longshore.layout.model import KVLayout
+from longshore.layout.tensors import DeviceTensor
+
+# Two primes, neither of which is any other size.
+_SENTINEL_BLOCKS = 1009
+_OTHER_SENTINEL = 2003
+
+# What back ends raise for sizes they do not serve, or for a question they do not know.
+_REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError, AttributeError)
+
+
+class AttentionBackend(Protocol):
+    """What is asked of a back end. `get_kv_cache_stride_order(include_num_layers_dimension)` may be there too."""
+
+    def get_kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Sequence[int]:
+        """Shape of one layer's cache."""
+
+
+def from_backend(
+    backend: AttentionBackend,
+    tensors: Sequence[DeviceTensor],
+    *,
+    kernel_block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int | None = None,
+    blocks_per_chunk: int = 1,
+    layers: Sequence[int] | None = None,
+    name: str = "kv",
+    ranks: int = 1,
+    rank: int = 0,
+) -> KVLayout:
+    """A layout of one group whose tensors all come from `backend`.
+
+    `kernel_block_size` is what the back end was given as its block size, for all layers; `block_size` (by default
+    the same) is what the block table counts in. For several groups, or back ends, in one layout: `axes_of_backend` and
+    `group_from_axes`.
+
+    Raises:
+        LayoutError: A shape whose axes cannot be told apart, or that is not the tensor's.
+    """
+    axes = [
+        axes_of_backend(
+            backend,
+            tensor,
+            kernel_block_size=kernel_block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+        )
+        for tensor in tensors
+    ]
+    return from_axes(
+        tensors,
+        axes,
+        block_size=kernel_block_size if block_size is None else block_size,
+        blocks_per_chunk=blocks_per_chunk,
+        kernel_block_size=kernel_block_size,
+        layers=layers,
+        name=name,
+        ranks=ranks,
+        rank=rank,
+    )
+
+
+def axes_of_backend(
+    backend: AttentionBackend,
+    tensor: DeviceTensor,
+    *,
+    kernel_block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+) -> tuple[str, ...]:
+    """Name of each axis of `tensor`. One axis more than the back end's shape means a tensor across layers.
+
+    The tensor may have the axes in the back end's order, over any strides, or in the order of memory.
+    """
+    names, sizes = _probe(backend, (kernel_block_size, num_kv_heads, head_size))
+    across_layers = len(tensor.shape) == len(names) + 1
+    if across_layers:
+        names, sizes = [LAYER, *names], [None, *sizes]
+    order = _stride_order(backend, across_layers, len(names))
+    logical = _fits(tensor, sizes)
+    physical = _fits(tensor, [sizes[axis] for axis in order])
+    strides = list(tensor.stride())
+    if physical and (not logical or strides == sorted(strides, reverse=True)):
+        return tuple(names[axis] for axis in order)
+    if logical:
+        return tuple(names)
+    raise LayoutError(
+        f"expected a tensor of axes {names} and sizes {sizes} (None: any), in this order or in the order of "
+        f"memory {order}; got shape {tuple(tensor.shape)}"
+    )
+
+
+def _probe(backend: AttentionBackend, sizes: tuple[int, int, int]) -> tuple[list[str], list[int | None]]:
+    """Name and size of each axis of one layer's cache; the number of blocks is not known here: `None`."""
+    shape = tuple(backend.get_kv_cache_shape(_SENTINEL_BLOCKS, *sizes))
+    answers: list[list[str]] = [[] for _ in shape]
+    for what, arguments in (
+        (BLOCK, (_OTHER_SENTINEL, *sizes)),
+        (TOKEN, (_SENTINEL_BLOCKS, 2 * sizes[0], sizes[1], sizes[2])),
+        ("head", (_SENTINEL_BLOCKS, sizes[0], 2 * sizes[1], sizes[2])),
+        ("dim", (_SENTINEL_BLOCKS, sizes[0], sizes[1], 2 * sizes[2])),
+    ):
+        try:
+            changed = tuple(backend.get_kv_cache_shape(*arguments))
+        except _REFUSALS:
+            continue  # a size that this back end does not serve: the axis keeps no name, which is always safe
+        if len(changed) == len(shape):
+            for answer, before, after in zip(answers, shape, changed, strict=True):
+                if before != after:
+                    answer.append(what)
+    names = _names(answers, shape)
+    return names, [None if name == BLOCK else size for name, size in zip(names, shape, strict=True)]
+
+
+def _names(answers: Sequence[Sequence[str]], shape: Sequence[int]) -> list[str]:
+    pairs = [i for i, answer in enumerate(answers) if not answer and shape[i] == 2]
+    names = []
+    for index, answer in enumerate(answers):
+        if index in pairs:
+            names.append(KV)
+        elif len(answer) == 1:
+            names.append(answer[0])
+        elif BLOCK in answer:
+            raise LayoutError(f"axis {index} of shape {tuple(shape)} mixes blocks with {answer}: no block stands alone")
+        else:
+            names.append("+".join(answer) if answer else f"axis{index}")
+    if names.count(BLOCK) != 1 or len(pairs) > 1 or len(set(names)) != len(names):
+        raise LayoutError(f"cannot tell the axes of shape {tuple(shape)} apart: they look like {names}")
+    return names
+
+
+def _stride_order(backend: AttentionBackend, across_layers: bool, axes: int) -> list[int]:
+    """Which axis comes first in memory, second, ...; the order of the shape where the back end does not say."""
+    ask = getattr(backend, "get_kv_cache_stride_order", None)
+    if ask is None:
+        return list(range(axes))
+    try:
+        order = list(ask(include_num_layers_dimension=across_layers))
+    except _REFUSALS:
+        return list(range(axes))
+    if sorted(order) != list(range(axes)):
+        raise LayoutError(f"expected a stride order of {axes} axes, got {order}")
+    return order
+
+
+def _fits(tensor: DeviceTensor, sizes: Sequence[int | None]) -> bool:
+    return len(tensor.shape) == len(sizes) and all(
+        size is None or size == got for size, got in zip(sizes, tensor.shape, strict=True)
+    )

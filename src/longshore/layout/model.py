@@ -1,0 +1,337 @@
+"""`KVLayout`: where the pages of a block lie on the device, and where in the block image.
+
+    on the device, per reference             in the image of a chunk of 2 blocks
+
+    block 0   block 1   block 2              ┌ rank 0 ─────────────────────────┐┌ rank 1 ──
+    ├ page ┤··├ page ┤··├ page ┤··           │ ref 0  ref 0 │ ref 1  ref 1 │···0││ ref 0 ...
+    └ stride ─┘                              │ blk 0  blk 1 │ blk 0  blk 1 │   0││
+                                             └ 4 KiB-aligned ──────────────────┘└─────────
+
+A rank's part holds each reference's pages of the chunk together, without padding, in the order of the references, so
+that a range of layers is a range of bytes. It is filled up with zeros to a multiple of 4 KiB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.errors import FreedLayoutError, LayoutError
+from longshore.layout.overlap import PagesOf, pools_of
+from longshore.layout.tensors import DeviceTensor, dtype_name
+from longshore.tiers.arena import PAGE, align
+
+U64 = npt.NDArray[np.uint64]
+
+_IMAGE_FORMAT = 1
+
+
+class PageRef(NamedTuple):
+    """One page of each block: the bytes of a block in one layer's buffer, or in a part of it.
+
+    Attributes:
+        tensor: Index into the layout's tensors.
+        offset: Bytes from the tensor's element 0 to block 0's page.
+        stride: Bytes between the pages of consecutive blocks.
+        page_bytes: Bytes of a page, without padding.
+        token_bytes: Bytes per token where the token axis is the outermost of a contiguous page, so that the first
+            tokens of a block can be copied alone; `None` where only whole pages can.
+        layer: Model layer, the unit of layer ranges; never decreasing within a group. `None`: its position there.
+        inner: What lies in the page in memory order, for instance `token:16,head:8,dim:128`. Part of the fingerprint,
+            so that pages of one size and another inner order are told apart.
+    """
+
+    tensor: int
+    offset: int
+    stride: int
+    page_bytes: int
+    token_bytes: int | None = None
+    layer: int | None = None
+    inner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """The layers that share one block table.
+
+    Attributes:
+        name: For messages and tables.
+        block_size: Tokens per block.
+        blocks_per_chunk: Blocks per chunk, hence per block image.
+        refs: The pages of a block, in image order.
+    """
+
+    name: str
+    block_size: int
+    blocks_per_chunk: int
+    refs: tuple[PageRef, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all references, without padding."""
+        return sum(ref.page_bytes for ref in self.refs)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of one rank's part of an image, before its padding."""
+        return self.block_bytes * self.blocks_per_chunk
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one rank's part of an image, with its padding."""
+        return align(self.used_bytes)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Model layer of each reference."""
+        return tuple(i if ref.layer is None else ref.layer for i, ref in enumerate(self.refs))
+
+
+class RefTable(NamedTuple):
+    """The references of one group as arrays of shape `(references,)`, for whole-array planning.
+
+    Attributes:
+        base: uint64, address of block 0's page.
+        stride: uint64, bytes between the pages of consecutive blocks.
+        page: uint64, bytes of a page.
+        image: uint64, bytes from the start of the image to the reference's first page, in this rank's part.
+        token: uint64, bytes per token; 0 where a page cannot be split.
+        layer: int64, model layer, never decreasing.
+    """
+
+    base: U64
+    stride: U64
+    page: U64
+    image: U64
+    token: U64
+    layer: npt.NDArray[np.int64]
+
+
+class KVLayout:
+    """The KV cache of one rank: groups of pages in tensors on one device.
+
+    Attributes:
+        groups: The KV cache groups; their order is the `group` of a `Section`.
+        num_blocks: Blocks that exist; ids are `[0, num_blocks)` in every group.
+        ranks: Ranks whose parts make an image.
+        rank: Which of them this is.
+        device: Where the tensors are, as text.
+        image_bytes: Bytes of the largest group's image: a slot of this size serves every group.
+        pools: Pool of each group. Groups whose pages share bytes share a pool, in which a block id names a slot.
+        fingerprint: SHA-256 (hexadecimal) of what decides an image's bytes: sizes, order and dtypes, never addresses,
+            strides or the number of blocks. Layouts with one fingerprint read each other's images.
+
+    Raises:
+        LayoutError: Sizes that are not positive or do not divide, references outside their tensor, overlapping
+            pages, tensors on different devices, a dtype that cannot be placed.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        tensors: Sequence[DeviceTensor],
+        num_blocks: int,
+        ranks: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.num_blocks = num_blocks
+        self.ranks = ranks
+        self.rank = rank
+        _check_sizes(self)
+        self._generation = 0
+        self._tensors: tuple[DeviceTensor, ...] | None = None
+        self._tables: tuple[RefTable, ...] = ()
+        self._place(tuple(tensors))
+        self.image_bytes = max(self.image_bytes_of(group) for group in range(len(self.groups)))
+        self.num_layers = 1 + max(max(group.layers) for group in self.groups)
+
+    @property
+    def generation(self) -> int:
+        """Changes each time the device memory goes or comes: what was planned in another one must not run."""
+        return self._generation
+
+    @property
+    def freed(self) -> bool:
+        """Whether the device memory is gone."""
+        return self._tensors is None
+
+    @property
+    def tensors(self) -> tuple[DeviceTensor, ...]:
+        """The tensors; `FreedLayoutError` after `free`."""
+        tensors = self._tensors
+        if tensors is None:
+            raise FreedLayoutError(f"the device memory of this layout was freed (generation {self._generation})")
+        return tensors
+
+    def image_bytes_of(self, group: int) -> int:
+        """Bytes of an image of `group`: all ranks' parts."""
+        return self.ranks * self.groups[group].part_bytes
+
+    def table(self, group: int) -> RefTable:
+        """The references of `group` as arrays; `FreedLayoutError` after `free`."""
+        self.check_live()
+        return self._tables[group]
+
+    def check_live(self) -> None:
+        """Raise `FreedLayoutError` when the device memory is gone."""
+        _ = self.tensors
+
+    def free(self) -> None:
+        """Let go of the tensors; plans are refused from now on. Idempotent.
+
+        What is being copied is not waited for: wait for it (`TransferEngine.wait`) before the memory goes.
+        """
+        if self._tensors is not None:
+            self._tensors = None
+            self._tables = ()
+            self._generation += 1
+
+    def take_back(self, tensors: Sequence[DeviceTensor]) -> None:
+        """Describe new tensors of the same geometry after `free`. What was planned before stays refused."""
+        if self._tensors is not None:
+            raise LayoutError("the layout still has its device memory: free() it first")
+        self._place(tuple(tensors), expected=self.fingerprint)
+        self._generation += 1
+
+    def _place(self, tensors: tuple[DeviceTensor, ...], expected: str | None = None) -> None:
+        """Take `tensors`, or raise with nothing changed."""
+        _check_devices(tensors)
+        bases = tuple(_bases(group, tensors, self.num_blocks) for group in self.groups)
+        pages = _flat_pages(self.groups, bases, self.num_blocks)
+        pools = pools_of(pages, self.num_blocks, [group.name for group in self.groups])
+        fingerprint = _fingerprint(self.groups, tensors, self.ranks)
+        if expected not in (None, fingerprint):
+            raise LayoutError(f"expected tensors of layout {expected}, got tensors of {fingerprint}: other dtypes")
+        part = zip(self.groups, bases, strict=True)
+        self._tables = tuple(_table(group, base, self.rank * group.part_bytes) for group, base in part)
+        self.pools = pools
+        self.fingerprint = fingerprint
+        self.device = str(tensors[0].device)
+        self._tensors = tensors
+
+    def __str__(self) -> str:
+        where = "freed" if self.freed else f"on {self.device}"
+        lines = [
+            f"KVLayout {self.fingerprint[:12]}: {self.num_blocks} blocks {where}, rank {self.rank} of {self.ranks}",
+            f"{'group':<12}{'pool':>5}{'tokens':>8}{'blocks/chunk':>14}{'refs':>6}"
+            f"{'bytes/block':>13}{'image bytes':>13}",
+        ]
+        for index, group in enumerate(self.groups):
+            lines.append(
+                f"{group.name:<12}{self.pools[index]:>5}{group.block_size:>8}{group.blocks_per_chunk:>14}"
+                f"{len(group.refs):>6}{group.block_bytes:>13}{self.image_bytes_of(index):>13}"
+            )
+        return "\n".join(lines)
+
+
+def _check_sizes(layout: KVLayout) -> None:
+    sizes = {"num_blocks": layout.num_blocks, "ranks": layout.ranks, "number of groups": len(layout.groups)}
+    for group in layout.groups:
+        sizes[f"block_size of group {group.name!r}"] = group.block_size
+        sizes[f"blocks_per_chunk of group {group.name!r}"] = group.blocks_per_chunk
+        sizes[f"number of references of group {group.name!r}"] = len(group.refs)
+    for what, size in sizes.items():
+        if size <= 0:
+            raise LayoutError(f"{what} must be positive, got {size}")
+    if not 0 <= layout.rank < layout.ranks:
+        raise LayoutError(f"rank {layout.rank} does not lie in [0, {layout.ranks})")
+    for group in layout.groups:
+        for index, ref in enumerate(group.refs):
+            _check_ref(ref, group, f"reference {index} of group {group.name!r}", layout.num_blocks)
+        layers = group.layers
+        if layers[0] < 0 or any(low > high for low, high in itertools.pairwise(layers)):
+            raise LayoutError(f"layers of group {group.name!r} must not be negative or decrease, got {layers}")
+
+
+def _check_ref(ref: PageRef, group: KVGroup, what: str, num_blocks: int) -> None:
+    if ref.page_bytes <= 0 or ref.offset < 0 or ref.stride < 0:
+        raise LayoutError(f"{what}: page_bytes must be positive, offset and stride not negative, got {ref}")
+    if num_blocks > 1 and ref.stride < ref.page_bytes:
+        raise LayoutError(f"{what}: pages of {ref.page_bytes} bytes overlap at a stride of {ref.stride}")
+    if ref.token_bytes is not None and ref.token_bytes * group.block_size != ref.page_bytes:
+        raise LayoutError(
+            f"{what}: {group.block_size} tokens of {ref.token_bytes} bytes do not make a page of {ref.page_bytes}"
+        )
+
+
+def _check_devices(tensors: Sequence[DeviceTensor]) -> None:
+    if not tensors:
+        raise LayoutError("a layout needs at least one tensor")
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise LayoutError(f"tensors must be on one device, got {', '.join(devices)}")
+    for tensor in tensors:
+        dtype_name(tensor)
+
+
+def _bases(group: KVGroup, tensors: Sequence[DeviceTensor], num_blocks: int) -> U64:
+    """Address of block 0's page, per reference; `LayoutError` where a page lies outside its tensor's storage."""
+    bases = np.empty(len(group.refs), dtype=np.uint64)
+    for index, ref in enumerate(group.refs):
+        if not 0 <= ref.tensor < len(tensors):
+            raise LayoutError(f"group {group.name!r}: no tensor {ref.tensor} among {len(tensors)}")
+        tensor = tensors[ref.tensor]
+        storage = tensor.untyped_storage()
+        start = tensor.data_ptr() + ref.offset
+        end = start + (num_blocks - 1) * ref.stride + ref.page_bytes
+        limit = storage.data_ptr() + storage.nbytes()
+        if end > limit:
+            raise LayoutError(
+                f"reference {index} of group {group.name!r}: {num_blocks} blocks end {end - limit} bytes after tensor "
+                f"{ref.tensor} does"
+            )
+        bases[index] = start
+    return bases
+
+
+def _flat_pages(groups: Sequence[KVGroup], bases: Sequence[U64], num_blocks: int) -> PagesOf:
+    refs = [ref for group in groups for ref in group.refs]
+    # One block has no neighbour: whatever stride it was given must not make pages meet that do not.
+    strides = [ref.page_bytes if num_blocks == 1 else ref.stride for ref in refs]
+    return PagesOf(
+        base=np.concatenate(bases).astype(np.int64),
+        stride=np.array(strides, dtype=np.int64),
+        page=np.array([ref.page_bytes for ref in refs], dtype=np.int64),
+        group=np.repeat(np.arange(len(groups)), [len(group.refs) for group in groups]),
+    )
+
+
+def _table(group: KVGroup, base: U64, part: int) -> RefTable:
+    page = np.array([ref.page_bytes for ref in group.refs], dtype=np.uint64)
+    chunk = page * np.uint64(group.blocks_per_chunk)
+    return RefTable(
+        base=base,
+        stride=np.array([ref.stride for ref in group.refs], dtype=np.uint64),
+        page=page,
+        image=np.uint64(part) + np.cumsum(chunk, dtype=np.uint64) - chunk,
+        token=np.array([ref.token_bytes or 0 for ref in group.refs], dtype=np.uint64),
+        layer=np.array(group.layers, dtype=np.int64),
+    )
+
+
+def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ranks: int) -> str:
+    geometry = {
+        "format": _IMAGE_FORMAT,
+        "alignment": PAGE,
+        "ranks": ranks,
+        "groups": [
+            {
+                "block_size": group.block_size,
+                "blocks_per_chunk": group.blocks_per_chunk,
+                "refs": [
+                    [layer, ref.page_bytes, ref.token_bytes, ref.inner, dtype_name(tensors[ref.tensor])]
+                    for layer, ref in zip(group.layers, group.refs, strict=True)
+                ],
+            }
+            for group in groups
+        ],
+    }
+    return hashlib.sha256(json.dumps(geometry, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,18 @@
+"""Reports as one self-contained HTML page. Needs the `report` extra once a figure is made, not before."""
+
+from longshore.report.page import Page
+from longshore.report.plots import Figure, Level, Points, levels, paired_points, stacked_bars
+from longshore.report.theme import RUNS, SOURCES, Colour
+
+__all__ = [
+    "RUNS",
+    "SOURCES",
+    "Colour",
+    "Figure",
+    "Level",
+    "Page",
+    "Points",
+    "levels",
+    "paired_points",
+    "stacked_bars",
+]

@@ -1,0 +1,246 @@
+"""The few kinds of figure that reports need, in one look. Plotly is imported when the first one is made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from longshore.errors import ReportError
+from longshore.report.theme import FONT, MUTED, Colour
+
+
+class Figure(Protocol):
+    """What the page needs of a figure: Plotly's `Figure` has it."""
+
+    def to_json(self) -> str | None:
+        """Data and layout as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """One series of a `paired_points` figure: a value per x, in x order."""
+
+    name: str
+    values: Sequence[float]
+    colour: Colour
+    symbol: str = "circle"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One row of a `levels` figure: a quantity over time, and the limit it must keep."""
+
+    name: str
+    values: Sequence[float]
+    limit: float
+    colour: Colour
+
+
+def stacked_bars(
+    x: Sequence[int], parts: Mapping[str, Sequence[float]], colours: Mapping[str, Colour], *, x_title: str, y_title: str
+) -> Any:
+    """A bar per x, made of `parts` from the bottom up."""
+    figure = _figure(x_title=x_title, y_title=y_title, height=400)
+    for name, values in parts.items():
+        _same_length(name, values, x)
+        figure.add_bar(
+            x=list(x),
+            y=list(values),
+            name=name,
+            marker={"color": colours[name].light, "line": {"width": 0}},
+            hovertemplate="%{y:,}",
+        )
+    figure.update_layout(barmode="stack", bargap=0.18, legend_traceorder="normal")
+    _span(figure, x)
+    return figure
+
+
+def paired_points(
+    x: Sequence[int],
+    before: Points,
+    after: Points,
+    emphasised: Sequence[bool],
+    *,
+    x_title: str,
+    y_title: str,
+    rest: str,
+    marks: Mapping[str, float],
+) -> Any:
+    """Two values per x, joined by a line where `emphasised`, pale where not.
+
+    Args:
+        x: Positions.
+        before: The values to compare with.
+        after: The values of interest.
+        emphasised: Per x, whether the pair is what the figure is about.
+        x_title: Of the axis.
+        y_title: Of the axis.
+        rest: What the pale pairs are, for the legend.
+        marks: By the name of a series, a level to draw across in its colour.
+    """
+    for points in (before, after):
+        _same_length(points.name, points.values, x)
+    _same_length("emphasised", emphasised, x)
+    figure = _figure(x_title=x_title, y_title=y_title, height=430)
+    strong = [i for i, flag in enumerate(emphasised) if flag]
+    pale = [i for i, flag in enumerate(emphasised) if not flag]
+    _join(figure, [x[i] for i in strong], [before.values[i] for i in strong], [after.values[i] for i in strong])
+    for points in (before, after):
+        for chosen, opacity, size, name, rank in (
+            (pale, 0.4, 6, f"{points.name}, {rest}", 2),
+            (strong, 1.0, 9, points.name, 1),
+        ):
+            figure.add_scatter(
+                x=[x[i] for i in chosen],
+                y=[points.values[i] for i in chosen],
+                mode="markers",
+                name=name,
+                legendrank=rank,
+                marker={"color": points.colour.light, "size": size, "symbol": points.symbol, "opacity": opacity},
+                hovertemplate="%{y:,.1f}",
+            )
+        if points.name in marks:
+            _mark(figure, marks[points.name], points)
+    figure.update_layout(margin_r=80)
+    _span(figure, x)
+    return figure
+
+
+def levels(x: Sequence[float], rows: Sequence[Level], *, x_title: str, unit: str) -> Any:
+    """One panel per row: the quantity filled from zero, its limit dashed."""
+    subplots = _plotly("plotly.subplots")
+    figure = subplots.make_subplots(rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.09)
+    _lay_out(figure, height=110 + 125 * len(rows))
+    for number, row in enumerate(rows, start=1):
+        _same_length(row.name, row.values, x)
+        figure.add_scatter(
+            x=list(x),
+            y=list(row.values),
+            name=row.name,
+            mode="lines",
+            line={"color": row.colour.light, "width": 1.8, "shape": "hv"},
+            fill="tozeroy",
+            fillcolor=row.colour.wash().light,
+            hovertemplate=f"%{{y:,.1f}} {unit}",
+            row=number,
+            col=1,
+        )
+        _limit(figure, row, number, unit)
+    figure.update_xaxes(showgrid=False, zeroline=False)
+    figure.update_xaxes(title=_title(x_title), row=len(rows), col=1)
+    figure.update_yaxes(rangemode="tozero", nticks=4)
+    figure.update_layout(showlegend=False, margin_l=64)
+    return figure
+
+
+def plotly_javascript() -> str:
+    """Plotly's own script, to put into a page."""
+    return str(_plotly("plotly.offline").get_plotlyjs())
+
+
+def _plotly(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ReportError(
+            f"figures need plotly 6, which cannot be imported here ({error}): pip install 'longshore[report]' adds it"
+        ) from error
+
+
+def _figure(*, x_title: str, y_title: str, height: int) -> Any:
+    figure = _plotly("plotly.graph_objects").Figure()
+    _lay_out(figure, height=height)
+    figure.update_xaxes(title=_title(x_title), showgrid=False, zeroline=False)
+    figure.update_yaxes(title=_title(y_title), rangemode="tozero", nticks=7)
+    return figure
+
+
+def _span(figure: Any, x: Sequence[int]) -> None:
+    """Show all positions, with as little room beside them in every figure."""
+    if x:
+        figure.update_xaxes(range=[min(x) - 0.8, max(x) + 0.8])
+
+
+def _lay_out(figure: Any, *, height: int) -> None:
+    figure.update_layout(
+        height=height,
+        margin={"l": 64, "r": 16, "t": 36, "b": 48},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": FONT, "size": 13},
+        hovermode="x unified",
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+        separators=".\u2009",
+    )
+
+
+def _title(text: str) -> dict[str, Any]:
+    return {"text": text, "font": {"size": 13, "color": MUTED.light}, "standoff": 8}
+
+
+def _join(figure: Any, x: Sequence[int], top: Sequence[float], bottom: Sequence[float]) -> None:
+    """A thin line from each point of one series to its partner in the other."""
+    xs: list[int | None] = []
+    ys: list[float | None] = []
+    for position, a, b in zip(x, top, bottom, strict=True):
+        xs += [position, position, None]
+        ys += [a, b, None]
+    figure.add_scatter(
+        x=xs,
+        y=ys,
+        mode="lines",
+        line={"color": MUTED.light, "width": 1},
+        opacity=0.45,
+        showlegend=False,
+        hoverinfo="skip",
+    )
+
+
+def _mark(figure: Any, level: float, points: Points) -> None:
+    """A dotted line across at `level`, with its figure in the right margin."""
+    figure.add_hline(y=level, line={"color": points.colour.light, "width": 1.3, "dash": "dot"}, layer="below")
+    figure.add_annotation(
+        text=f"p50 {level:,.0f}",
+        font={"color": points.colour.light, "size": 13},
+        xref="x domain",
+        x=1,
+        xanchor="left",
+        xshift=6,
+        y=level,
+        yanchor="middle",
+        showarrow=False,
+    )
+
+
+def _limit(figure: Any, row: Level, number: int, unit: str) -> None:
+    """Draw the limit; one far above all values is said, not drawn, or the values would vanish."""
+    highest = max(row.values, default=0.0)
+    near = row.limit <= 3 * highest
+    note = f"capacity {row.limit:,.1f} {unit}"
+    if near:
+        line = {"color": MUTED.light, "width": 1.3, "dash": "dash"}
+        figure.add_hline(y=row.limit, line=line, row=number, col=1)
+    figure.update_yaxes(
+        title=_title(unit),
+        range=[0, 1.22 * row.limit if near else 1.3 * highest or 1.0],
+        row=number,
+        col=1,
+    )
+    axis = "" if number == 1 else str(number)
+    figure.add_annotation(
+        text=f"<b>{row.name}</b>   {note}{'' if near else ' (above the scale)'}",
+        xref="paper",
+        yref=f"y{axis} domain",
+        x=0,
+        y=1.02,
+        xanchor="left",
+        yanchor="bottom",
+        showarrow=False,
+    )
+
+
+def _same_length(name: str, values: Sequence[Any], x: Sequence[Any]) -> None:
+    if len(values) != len(x):
+        raise ReportError(f"{name}: expected {len(x)} values, one per position, got {len(values)}")

@@ -1,0 +1,59 @@
+"""`BlockGuard`: device blocks that a job still reads or writes, in a pool that the engine owns.
+
+An engine hands its blocks out again when it likes. Between "the engine let go of this block" and "it is in the
+engine's free list" stands the guard: a block goes through only when no job touches it. What does not get through in
+time is parked, and comes back with a later `reclaim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from longshore.runtime.loop import Runtime
+
+
+class BlockGuard:
+    """Jobs in flight by the device blocks that they touch. Used from one thread, the engine's."""
+
+    def __init__(self, runtime: Runtime, timeout: float) -> None:
+        self._runtime = runtime
+        self._timeout = timeout
+        self._jobs: dict[int, list[int]] = {}
+        self._parked: list[int] = []
+        self.late = 0
+        """Blocks that had to be parked, since the start."""
+
+    def add(self, job: int, blocks: Iterable[int]) -> None:
+        """`job` touches `blocks` until it has ended."""
+        for block in blocks:
+            self._jobs.setdefault(block, []).append(job)
+
+    def settle(self, blocks: Sequence[int]) -> list[int]:
+        """Wait, at most the guard's timeout, for the jobs on `blocks`; returns the free ones, parks the others."""
+        jobs = [job for block in blocks for job in self._jobs.get(block, ())]
+        if jobs:
+            self._runtime.wait_ended(jobs, self._timeout)
+        free = [block for block in blocks if self._is_free(block)]
+        if len(free) < len(blocks):
+            kept = set(free)
+            late = [block for block in blocks if block not in kept]
+            self._parked += late
+            self.late += len(late)
+        return free
+
+    def reclaim(self) -> list[int]:
+        """Parked blocks whose jobs have ended meanwhile."""
+        if not self._parked:
+            return []
+        free = [block for block in self._parked if self._is_free(block)]
+        kept = set(free)
+        self._parked = [block for block in self._parked if block not in kept]
+        return free
+
+    def _is_free(self, block: int) -> bool:
+        live = [job for job in self._jobs.get(block, ()) if self._runtime.in_flight(job)]
+        if live:
+            self._jobs[block] = live
+        else:
+            self._jobs.pop(block, None)
+        return not live

@@ -1,0 +1,92 @@
+"""A block's bytes go down through every tier and come back, on the live layout, before the first request.
+
+Catches what no unit test can: a driver, a file system or an engine's tensor that is not what it seems.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.boundary import FILE, HOST, Key
+from longshore.errors import SelfTestError
+from longshore.runtime.stack import Stack
+
+
+class DeviceBlocks(Protocol):
+    """The engine's pool, as far as the test needs it: whole blocks, as bytes."""
+
+    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
+
+    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Set them."""
+
+
+def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int]) -> None:
+    """Send one chunk, `blocks` of the device that nobody uses, through all tiers. Raises `SelfTestError`.
+
+    The blocks' former bytes are put back, and the tiers left as they were.
+    """
+    key = hashlib.sha256(b"longshore self-test\0" + stack.scope.root).digest()
+    former = device.read(blocks)
+    pattern = np.random.default_rng(7).integers(0, 256, former.shape, dtype=np.uint8)
+    try:
+        device.write(blocks, pattern)
+        _offload(stack, key, blocks)
+        _check(stack, device, key, blocks, pattern, HOST)
+        if stack.file is not None:
+            if not stack.runtime.flush(stack.config.write_timeout):
+                raise SelfTestError("the file tier did not take a block in time")
+            _discard(stack, key, HOST)
+            _check(stack, device, key, blocks, pattern, FILE)
+    finally:
+        device.write(blocks, former)
+        for tier in (HOST, FILE) if stack.file is not None else (HOST,):
+            with stack.runtime.control() as cache:
+                cache.discard([key], tier)
+
+
+def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
+    stack.engine.begin_step(None)
+    with stack.runtime.control() as cache:
+        job = cache.commit([key], blocks, evicting=True).job
+    if job is None or not stack.runtime.wait_ended([job], stack.config.write_timeout):
+        raise SelfTestError("the host tier did not take a block")
+
+
+def _discard(stack: Stack, key: Key, tier: str) -> None:
+    with stack.runtime.control() as cache:
+        if cache.discard([key], tier) != 1:
+            raise SelfTestError(f"a block that was written is not in the {tier} tier")
+
+
+def _check(
+    stack: Stack,
+    device: DeviceBlocks,
+    key: Key,
+    blocks: Sequence[int],
+    pattern: npt.NDArray[np.uint8],
+    tier: str,
+) -> None:
+    device.write(blocks, ~pattern)
+    stack.engine.begin_step(None)
+    with stack.runtime.control() as cache:
+        hold = cache.match([key], stack.runtime.clock()).hold
+        if hold is None:
+            raise SelfTestError(f"a block that was written is not in the {tier} tier")
+        cache.onboard(hold, blocks)
+    try:
+        outcome = stack.runtime.wait_onboarded(hold, stack.config.load_timeout)
+    finally:
+        with stack.runtime.control() as cache:
+            cache.release(hold)
+    if outcome.sources != (tier,):
+        raise SelfTestError(f"a block did not come back from the {tier} tier, but from {outcome.sources or 'nowhere'}")
+    wrong = int((device.read(blocks) != pattern).sum())
+    if wrong:
+        raise SelfTestError(f"{wrong} of {pattern.size} bytes came back wrong from the {tier} tier")

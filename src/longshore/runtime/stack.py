@@ -1,0 +1,143 @@
+"""`Stack`: everything below one engine's device cache, built from a `Config`, a layout and a scope.
+
+Runtime ── TieredCache
+   ├── TransferEngine   device <-> host
+   ├── HostTier         slots in one Arena
+   └── FileTier         (with a file_path)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from longshore.boundary import FILE, HOST, Mover
+from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.config import Config, format_bytes
+from longshore.errors import ConfigError
+from longshore.keys import Scope
+from longshore.layout import KVLayout
+from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.tier_mover import TierMover
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import Tier
+from longshore.tiers.file import FileTier
+from longshore.tiers.host import HostTier
+from longshore.transfer.device.base import Device
+from longshore.transfer.engine import TransferEngine
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What `open_stack` built. A context manager; `close` flushes first, and is idempotent."""
+
+    config: Config
+    layout: KVLayout
+    scope: Scope
+    runtime: Runtime
+    engine: TransferEngine
+    host: HostTier
+    file: Tier | None
+    arena: Arena
+    loop: BackgroundLoop | None
+
+    def close(self, flush_timeout: float = 30.0) -> bool:
+        """Write back what a restart would lose, stop, give everything back; says whether all was written."""
+        if self.loop is not None:
+            self.loop.close()
+        flushed = self.runtime.close(flush_timeout)
+        if not flushed:
+            _log.warning("closed before all blocks were written to the file tier")
+        self.host.close()
+        self.arena.close()
+        return flushed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_stack(
+    config: Config, layout: KVLayout, scope: Scope, device: Device, *, open_file: Callable[..., Tier] = FileTier
+) -> Stack:
+    """Build the tiers of `config` for block images of `layout`.
+
+    `open_file` makes the file tier, with the arguments of `FileTier`: the place for
+    wrappers around it. Raises `ConfigError` when the machine cannot give what is asked for, or a tier cannot
+    hold a single image, and `TierError` when the file tier cannot be opened; nothing stays behind then.
+    """
+    config.check_machine()
+    slots = _slots("host_size", config.host_size, layout.image_bytes)
+    if config.file_path is not None:
+        _slots("file_size", config.file_size, layout.image_bytes)
+    with contextlib.ExitStack() as undo:
+        arena = Arena(slots * layout.image_bytes)
+        undo.callback(arena.close)
+        host = HostTier(arena, slots=slots, image_bytes=layout.image_bytes)
+        file = _open_file(config, layout, scope, arena, open_file)
+        if file is not None:
+            undo.callback(file.close)
+        engine = TransferEngine(layout, device, host)
+        undo.callback(engine.close)
+        cache = _make_cache(config, layout, host, file)
+        movers: list[Mover] = [engine]
+        if file is not None:
+            movers.append(TierMover(file, host))
+        runtime = Runtime(cache, movers, [file] if file is not None else [])
+        loop = BackgroundLoop(runtime) if config.background else None
+        undo.pop_all()
+    return Stack(config, layout, scope, runtime, engine, host, file, arena, loop)
+
+
+def _open_file(
+    config: Config, layout: KVLayout, scope: Scope, arena: Arena, open_file: Callable[..., Tier]
+) -> Tier | None:
+    if config.file_path is None:
+        return None
+    return open_file(
+        config.file_path,
+        capacity=config.file_size,
+        image_bytes=layout.image_bytes,
+        arena=arena,
+        scope=scope.root,
+        threads=config.file_threads,
+    )
+
+
+def _make_cache(config: Config, layout: KVLayout, host: HostTier, file: Tier | None) -> TieredCache:
+    tiers = [TierSpec(HOST, host.slots, host.image_bytes)]
+    if file is not None:
+        tiers.append(TierSpec(FILE, file.slots, file.image_bytes))
+    settings = CacheSettings(
+        blocks_per_chunk=config.blocks_per_chunk,
+        ranks=layout.ranks,
+        offload=config.offload,
+        backup=config.backup,
+        load_timeout=config.load_timeout,
+        write_timeout=config.write_timeout,
+        max_writes=config.max_writes,
+        device_blocks=layout.num_blocks,
+    )
+    cache = TieredCache(tiers, settings, generation=file.generation if file is not None else 0)
+    if file is not None:
+        found = file.recover()
+        adopted = cache.adopt(FILE, ((chunk.slot, chunk.key, chunk.parent) for chunk in found))
+        _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
+    return cache
+
+
+def _slots(setting: str, size: int, image_bytes: int) -> int:
+    slots = size // image_bytes
+    if slots < 1:
+        raise ConfigError(
+            f"{setting} is {format_bytes(size)}, but one block image of this model has {format_bytes(image_bytes)}"
+        )
+    return slots

@@ -1,0 +1,197 @@
+"""The bytes of the file tier: record headers and the superblock. Pure; no I/O. Exact in docs/file-format.md.
+
+    segment   ┌────────┬──────────────┬────────┬──────────────┬──
+              │ header │    image     │ header │    image     │
+              └────────┴──────────────┴────────┴──────────────┴──
+              0        4096           stride   stride + 4096        stride = 4096 + image_bytes
+
+Every page here is 4096 bytes, little-endian, and ends with a checksum of everything before it, so no single bit of
+it can change unseen. An all-zero header page is a slot that was never written.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+from longshore.boundary import Key, Status
+from longshore.errors import FormatError
+from longshore.tiers.arena import PAGE
+from longshore.tiers.ops import KEY_BYTES
+
+VERSION = 1
+"""Of both kinds of page. A superblock of another version is refused; nothing in its directory is touched."""
+
+XXH3_64 = 1
+"""The only checksum algorithm of this version."""
+
+RECORD_MAGIC = b"LNGSHREC"
+SUPERBLOCK_MAGIC = b"LNGSHSUP"
+
+OPENS_LIMIT = 2**24
+"""A segment can be opened fewer times than this: `opens` is the upper part of a 64-bit write sequence number."""
+
+_SERIAL_BITS = 40
+_HAS_PARENT = 1
+_NO_PARENT = bytes(KEY_BYTES)
+_EMPTY = bytes(PAGE)
+
+_PROLOGUE = struct.Struct("<8sI")  # magic, version: the same in every version there will be
+_RECORD = struct.Struct("<8sIHH32s32s32sQQQQQ")
+_SUPERBLOCK = struct.Struct("<8sIIQQQQ")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKED = PAGE - _CHECKSUM.size
+
+
+class RecordHeader(NamedTuple):
+    """What stands before an image: all that is needed to know whose bytes follow, and whether they are whole."""
+
+    key: Key
+    parent: Key | None
+    scope: bytes
+    slot: int
+    generation: int
+    length: int
+    sequence: int
+    payload_checksum: int
+
+
+class Superblock(NamedTuple):
+    """Geometry and generation of a segment.
+
+    `opens` counts the processes that have opened the segment for writing; it is the upper part of their write sequence
+    numbers, so that those grow across restarts without a scan.
+    """
+
+    slots: int
+    image_bytes: int
+    generation: int
+    opens: int
+
+
+class Wanted(NamedTuple):
+    """What a reader came for."""
+
+    key: Key
+    scope: bytes
+    slot: int
+    generation: int
+    length: int
+
+
+class Verdict(NamedTuple):
+    """What `judge` thinks of a header page; `payload_checksum` means something only when `status` is OK."""
+
+    status: Status
+    payload_checksum: int
+
+
+def sequence(opens: int, serial: int) -> int:
+    """Write sequence number of the `serial`th write of the process that opened the segment as its `opens`th."""
+    return opens << _SERIAL_BITS | serial
+
+
+def digest(data: bytes | memoryview) -> int:
+    """xxh3_64 of `data`; lets other threads run meanwhile."""
+    state = xxhash.xxh3_64()
+    state.update(data)  # the object's update, not the one-shot function, gives up the interpreter lock in all releases
+    return int(state.intdigest())
+
+
+def pack_header(header: RecordHeader) -> bytes:
+    """The header page of `header`."""
+    fields = _RECORD.pack(
+        RECORD_MAGIC,
+        VERSION,
+        XXH3_64,
+        0 if header.parent is None else _HAS_PARENT,
+        header.key,
+        _NO_PARENT if header.parent is None else header.parent,
+        header.scope,
+        header.slot,
+        header.generation,
+        header.length,
+        header.sequence,
+        header.payload_checksum,
+    )
+    return _seal(fields)
+
+
+def is_empty(page: bytes) -> bool:
+    """Whether `page` is the header of a slot that was never written."""
+    return page == _EMPTY
+
+
+def parse_header(page: bytes) -> RecordHeader:
+    """The header in `page`; raises `FormatError` unless every bit of it is as `pack_header` would write it."""
+    _check_page("record header", page, RECORD_MAGIC)
+    _, _, algorithm, flags, key, parent, scope, slot, generation, length, written, payload = _RECORD.unpack_from(page)
+    if algorithm != XXH3_64:
+        raise FormatError(f"record header: expected checksum algorithm {XXH3_64}, got {algorithm}")
+    if flags & ~_HAS_PARENT:
+        raise FormatError(f"record header: unknown flags {flags:#06x}")
+    if not flags and parent != _NO_PARENT:
+        raise FormatError("record header: a parent without the flag that says so")
+    if not length:
+        raise FormatError("record header: an image of length 0")
+    _check_padding("record header", page, _RECORD.size)
+    return RecordHeader(key, parent if flags else None, scope, slot, generation, length, written, payload)
+
+
+def judge(page: bytes, wanted: Wanted) -> Verdict:
+    """Whether the image behind `page` is the one that was `wanted`; its bytes are still to be verified."""
+    if is_empty(page):
+        return Verdict(Status.MISMATCH, 0)
+    try:
+        header = parse_header(page)
+    except FormatError:
+        return Verdict(Status.CORRUPT, 0)
+    found = Wanted(header.key, header.scope, header.slot, header.generation, header.length)
+    return Verdict(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum)
+
+
+def pack_superblock(superblock: Superblock) -> bytes:
+    """The superblock page of `superblock`."""
+    return _seal(_SUPERBLOCK.pack(SUPERBLOCK_MAGIC, VERSION, PAGE, *superblock))
+
+
+def parse_superblock(page: bytes) -> Superblock:
+    """The superblock in `page`; raises `FormatError` unless it is whole, and of this version."""
+    _check_page("superblock", page, SUPERBLOCK_MAGIC)
+    _, _, header_bytes, slots, image_bytes, generation, opens = _SUPERBLOCK.unpack_from(page)
+    if header_bytes != PAGE:
+        raise FormatError(f"superblock: expected header pages of {PAGE} bytes, got {header_bytes}")
+    if not slots:
+        raise FormatError("superblock: a segment without slots")
+    if not image_bytes or image_bytes % PAGE:
+        raise FormatError(f"superblock: image_bytes must be a positive multiple of {PAGE}, got {image_bytes}")
+    if opens >= OPENS_LIMIT:
+        raise FormatError(f"superblock: expected fewer than {OPENS_LIMIT} opens, got {opens}")
+    _check_padding("superblock", page, _SUPERBLOCK.size)
+    return Superblock(slots, image_bytes, generation, opens)
+
+
+def _seal(fields: bytes) -> bytes:
+    checked = fields.ljust(_CHECKED, b"\0")
+    return checked + _CHECKSUM.pack(digest(checked))
+
+
+def _check_page(what: str, page: bytes, expected: bytes) -> None:
+    if len(page) != PAGE:
+        raise FormatError(f"{what}: expected {PAGE} bytes, got {len(page)}")
+    magic, version = _PROLOGUE.unpack_from(page)
+    if magic != expected:
+        raise FormatError(f"{what}: expected magic {expected!r}, got {magic!r}")
+    if version != VERSION:
+        raise FormatError(f"{what}: expected format version {VERSION}, got {version}")
+    (stored,) = _CHECKSUM.unpack_from(page, _CHECKED)
+    computed = digest(memoryview(page)[:_CHECKED])
+    if stored != computed:
+        raise FormatError(f"{what}: expected checksum {stored:#018x}, got {computed:#018x}")
+
+
+def _check_padding(what: str, page: bytes, used: int) -> None:
+    if page[used:_CHECKED] != _EMPTY[used:_CHECKED]:
+        raise FormatError(f"{what}: padding that is not zero")

@@ -1,0 +1,283 @@
+"""The file tier: block images on local NVMe that outlive the process, and never a byte that was not written.
+
+Each operation is one vectored call that moves [header, image] between a slot of the segment and the arena. It is a
+cache: nothing is synchronised per record, so a crash may lose or tear the newest ones. Every read therefore verifies
+everything, and what does not verify is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from longshore.boundary import FILE, Status
+from longshore.errors import FormatError, TierClosedError, TierError
+from longshore.tiers.arena import PAGE, Arena, align
+from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
+from longshore.tiers.file import format as fmt
+from longshore.tiers.file.directory import OVERHEAD, Directory
+from longshore.tiers.file.segment import RawIo, Segment, SystemIo
+from longshore.tiers.file.workers import Workers
+from longshore.tiers.ops import check_batch, check_digest, check_generation
+
+_log = logging.getLogger(__name__)
+
+_SCAN_THREADS = 16
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class _Lane(NamedTuple):
+    """Page-aligned memory of one worker: a header page, and room for an image that is not aligned in the arena."""
+
+    header: memoryview
+    bounce: memoryview
+
+
+def capacity_for(slots: int, image_bytes: int) -> int:
+    """The least `capacity` of a `FileTier` with `slots` slots, in bytes."""
+    return OVERHEAD + slots * (PAGE + image_bytes)
+
+
+class FileTier(Tier):
+    """Slots for images of `image_bytes` in one file in `directory`, which this process alone uses until `close`.
+
+    `capacity` bounds the bytes on disk, headers and administration included; they are allocated here, so that a full
+    disk is met at start. Opening keeps what an earlier process wrote, if it wrote images of this size: with less
+    capacity, the slots above are lost; with more, there are more. Images of another size are dropped: it is a cache.
+
+    Attributes:
+        direct: Whether the file system allows direct I/O. If not, pages are dropped from the page cache after each use.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        capacity: int,
+        image_bytes: int,
+        arena: Arena,
+        scope: bytes,
+        threads: int = 4,
+        io: RawIo | None = None,
+    ) -> None:
+        """Open the tier; raises `TierError`, `TierInUseError` or `FormatError`, with the files as they were.
+
+        `scope` is the 32-byte fingerprint that bytes must have been written under to be served. `io` replaces the
+        system calls, for tests.
+        """
+        slots = _slots_within(capacity, image_bytes)
+        check_digest("a scope", scope)
+        if threads <= 0:
+            raise TierError(f"a file tier needs at least one thread, got {threads}")
+        self.name = FILE
+        self.slots = slots
+        self.image_bytes = image_bytes
+        self.arena = arena
+        self._scope = scope
+        self._closed = False
+        self._superblock: fmt.Superblock
+        with contextlib.ExitStack() as resources:
+            self._directory = Directory(directory)
+            resources.callback(self._directory.close)
+            self._segment = self._open_segment(SystemIo() if io is None else io)
+            resources.callback(self._segment.close)
+            self.direct = self._segment.direct
+            self._lanes = [_make_lane(image_bytes) for _ in range(threads)]
+            self._workers = Workers(self._execute, threads, f"longshore-{self.name}")
+            resources.callback(self._workers.close)
+            self._resources = resources.pop_all()
+
+    @property
+    def generation(self) -> int:
+        """The generation last given to `forget`, by this process or an earlier one; 0 at first."""
+        return self._superblock.generation
+
+    def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
+        """Queue `batch`. Generations above `generation` are refused: they have not been made known by `forget`."""
+        if self._closed:
+            raise TierClosedError(f"{self._directory.path}: the file tier was closed")
+        arena_bytes = self.arena.array.nbytes  # raises when the arena was closed under us
+        check_batch(batch, deadline, slots=self.slots, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
+        newest = max((op.generation for op in batch), default=0)
+        if newest > self.generation:
+            # Such a record would outlive a crash without its generation, and could be served after a later reset.
+            raise TierError(f"generation {newest} was never given to forget(), which knows {self.generation}")
+        return self._workers.submit(batch, deadline)
+
+    def poll(self) -> list[TierResult]:
+        """Results since the last call."""
+        return self._workers.poll()
+
+    def cancel(self, ticket: int) -> None:
+        """End what has not begun of `ticket`."""
+        self._workers.cancel(ticket)
+
+    def close(self) -> None:
+        """End what is queued, wait for what has begun, give back threads, files and the lock."""
+        self._closed = True
+        self._resources.close()
+
+    def forget(self, generation: int) -> None:
+        """Serve nothing older than `generation`; that is on the medium when this returns.
+
+        Raises `TierError` when it cannot be stored. Then this process still serves nothing older, but a later one
+        might: the tier's directory must not be opened again.
+        """
+        if self._closed:
+            raise TierClosedError(f"{self._directory.path}: the file tier was closed")
+        check_generation(generation)
+        if generation > self.generation:
+            self._superblock = self._superblock._replace(generation=generation)
+            self._directory.write_superblock(self._superblock)
+
+    def recover(self) -> list[StoredChunk]:
+        """Chunks of our scope and generation, least recently written first; of two with one key, the newer.
+
+        Reads headers only: an image that was torn in a crash is found when it is read.
+        """
+        if self._closed:
+            raise TierClosedError(f"{self._directory.path}: the file tier was closed")
+        with ThreadPoolExecutor(min(_SCAN_THREADS, self.slots)) as pool:
+            ranges = [range(first, self.slots, _SCAN_THREADS) for first in range(min(_SCAN_THREADS, self.slots))]
+            found = [header for headers in pool.map(self._scan, ranges) for header in headers]
+        found.sort(key=lambda header: header.sequence)
+        newest = {header.key: header for header in found}
+        return [StoredChunk(header.slot, header.key, header.parent) for header in found if newest[header.key] is header]
+
+    def _open_segment(self, io: RawIo) -> Segment:
+        path = self._directory.path
+        found = self._directory.read_superblock()
+        if found is None:
+            found = fmt.Superblock(self.slots, self.image_bytes, generation=0, opens=0)
+            erase = True
+        else:
+            erase = found.image_bytes != self.image_bytes
+            if erase:
+                _log.warning(
+                    "%s held images of %d bytes; it starts empty, for images of %d bytes",
+                    path,
+                    found.image_bytes,
+                    self.image_bytes,
+                )
+        if found.opens + 1 >= fmt.OPENS_LIMIT:
+            raise FormatError(f"{path} was opened {found.opens} times, the most it can be; remove the directory")
+        # The file first: whatever a crash leaves of it is a segment of the old geometry, at worst an empty one.
+        segment = Segment(self._directory, self.slots * self._stride, io, erase=erase)
+        self._superblock = fmt.Superblock(self.slots, self.image_bytes, found.generation, found.opens + 1)
+        try:
+            self._directory.write_superblock(self._superblock)
+        except BaseException:
+            segment.close()
+            raise
+        if not segment.direct:
+            _log.warning("%s: the file system has no direct I/O; buffered reads and writes instead", path)
+        return segment
+
+    @property
+    def _stride(self) -> int:
+        return PAGE + self.image_bytes
+
+    def _execute(self, op: TierOp, serial: int, worker: int) -> Status:
+        if op.generation < self.generation:
+            return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
+        lane = self._lanes[worker]
+        try:
+            if op.op is Op.WRITE:
+                return self._write(op, serial, lane)
+            status = self._read(op, lane)
+        except OSError as error:
+            _log.debug("%s of slot %d: %s", op.op.value, op.slot, error)
+            return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
+        forgotten_meanwhile = status is Status.OK and op.generation < self.generation
+        return Status.MISMATCH if forgotten_meanwhile else status
+
+    def _write(self, op: TierOp, serial: int, lane: _Lane) -> Status:
+        image = self.arena.view(op.offset, op.length)
+        body = image
+        if not self._can_move_directly(op):
+            body = lane.bounce[: align(op.length)]
+            body[: op.length] = image
+            body[op.length :] = bytes(len(body) - op.length)
+        header = fmt.RecordHeader(
+            key=op.key,
+            parent=op.parent,
+            scope=self._scope,
+            slot=op.slot,
+            generation=op.generation,
+            length=op.length,
+            sequence=fmt.sequence(self._superblock.opens, serial),
+            payload_checksum=fmt.digest(body[: op.length]),
+        )
+        lane.header[:] = fmt.pack_header(header)
+        self._segment.write([lane.header, body], op.slot * self._stride)
+        return Status.OK
+
+    def _read(self, op: TierOp, lane: _Lane) -> Status:
+        image = self.arena.view(op.offset, op.length)
+        body = image if self._can_move_directly(op) else lane.bounce[: align(op.length)]
+        if self._segment.read([lane.header, body], op.slot * self._stride) < PAGE + op.length:
+            return Status.SHORT
+        wanted = fmt.Wanted(op.key, self._scope, op.slot, op.generation, op.length)
+        verdict = fmt.judge(bytes(lane.header), wanted)
+        if verdict.status is not Status.OK:
+            return verdict.status
+        if not self._payload_is_intact(body[: op.length], verdict.payload_checksum):
+            return Status.CORRUPT
+        if body is not image:
+            image[:] = body[: op.length]
+        return Status.OK
+
+    def _payload_is_intact(self, image: memoryview, checksum: int) -> bool:
+        """Whether `image` is what was written. The one place: a negative control overrides it."""
+        return fmt.digest(image) == checksum
+
+    def _can_move_directly(self, op: TierOp) -> bool:
+        return not self.direct or (op.offset % PAGE == 0 and op.length % PAGE == 0)
+
+    def _scan(self, slots: range) -> list[fmt.RecordHeader]:
+        """The valid headers of `slots` that are of our scope and generation."""
+        page = _make_lane(0).header
+        found = []
+        for slot in slots:
+            try:
+                whole = self._segment.read([page], slot * self._stride) == PAGE
+                header = fmt.parse_header(bytes(page)) if whole and not fmt.is_empty(bytes(page)) else None
+            except FormatError:
+                continue  # torn or rotten: free space
+            except OSError as error:
+                _log.warning("%s: slot %d cannot be read: %s", self._directory.path, slot, error)
+                continue
+            if header is not None and self._is_ours(header, slot):
+                found.append(header)
+        return found
+
+    def _is_ours(self, header: fmt.RecordHeader, slot: int) -> bool:
+        return (
+            header.scope == self._scope
+            and header.generation == self.generation
+            and header.slot == slot
+            and header.length <= self.image_bytes
+        )
+
+
+def _slots_within(capacity: int, image_bytes: int) -> int:
+    if image_bytes <= 0 or image_bytes % PAGE:
+        raise TierError(f"image_bytes must be a positive multiple of {PAGE}, got {image_bytes}")
+    slots = (capacity - OVERHEAD) // (PAGE + image_bytes)
+    if slots <= 0:
+        raise TierError(
+            f"expected a capacity of at least {capacity_for(1, image_bytes)} bytes, "
+            f"for one image of {image_bytes}, got {capacity}"
+        )
+    return slots
+
+
+def _make_lane(image_bytes: int) -> _Lane:
+    memory = memoryview(mmap.mmap(-1, PAGE + image_bytes))
+    return _Lane(memory[:PAGE], memory[PAGE:])

@@ -1,0 +1,157 @@
+"""Threads that carry out the operations of submitted batches, and the books that say how each one ended.
+
+    submit ──► reads  ─┐                      ┌──► ended batches ──► poll
+               writes ─┴─► worker 0 .. n-1 ───┘
+
+Queued reads overtake queued writes, since a request waits for the former and none for the latter; every eighth pick
+takes the oldest write, so that those go on under a constant load of reads. A deadline, a cancellation or a close
+ends queued operations at once, even while every worker is stuck in the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from longshore.boundary import Status
+from longshore.errors import TierClosedError
+from longshore.tiers.base import Op, TierOp, TierResult
+from longshore.tiers.ops import Batch
+
+_log = logging.getLogger(__name__)
+
+_READS_IN_A_ROW = 7
+
+Execute = Callable[[TierOp, int, int], Status]
+"""Carries out an operation, given its serial number in order of submission and the index of the worker."""
+
+
+class _Job(NamedTuple):
+    batch: Batch
+    position: int
+    serial: int
+
+    @property
+    def pending(self) -> bool:
+        return self.batch.pending(self.position)
+
+
+class Workers:
+    """`threads` workers that call `execute`, each one operation at a time."""
+
+    def __init__(self, execute: Execute, threads: int, name: str) -> None:
+        self._execute = execute
+        self._changed = threading.Condition()
+        self._reads: deque[_Job] = deque()
+        self._writes: deque[_Job] = deque()
+        self._picked_reads = 0
+        self._open: dict[int, Batch] = {}
+        self._results: list[TierResult] = []
+        self._tickets = 0
+        self._serials = 0
+        self._closed = False
+        # Daemons: a process that ends without close must not wait for a stuck device.
+        self._threads = [
+            threading.Thread(target=self._work, args=(index,), name=f"{name}-{index}", daemon=True)
+            for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, ops: Sequence[TierOp], deadline: float) -> int:
+        """Queue checked `ops`; a ticket."""
+        with self._changed:
+            if self._closed:
+                raise TierClosedError("the tier was closed")
+            now = time.monotonic()
+            batch = Batch(self._tickets, ops, deadline, now)
+            self._tickets += 1
+            self._open[batch.ticket] = batch
+            if batch.late(now):
+                batch.end_pending(Status.DEADLINE, now)
+            self._enqueue(batch)
+            self._settle(batch)
+            self._changed.notify(len(batch.ops))
+            return batch.ticket
+
+    def poll(self) -> list[TierResult]:
+        """Results since the last call."""
+        with self._changed:
+            now = time.monotonic()
+            for batch in [batch for batch in self._open.values() if batch.late(now)]:
+                self._end_pending(batch, Status.DEADLINE)
+            results, self._results = self._results, []
+            return results
+
+    def cancel(self, ticket: int) -> None:
+        """End what has not begun of `ticket`."""
+        with self._changed:
+            if ticket in self._open:
+                self._end_pending(self._open[ticket], Status.CANCELLED)
+
+    def close(self) -> None:
+        """End what has not begun, wait for what has, and for the threads. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for batch in list(self._open.values()):
+                self._end_pending(batch, Status.TIER_OFF)
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _enqueue(self, batch: Batch) -> None:
+        for index, op in enumerate(batch.ops):
+            queue = self._reads if op.op is Op.READ else self._writes
+            if batch.pending(index):
+                queue.append(_Job(batch, index, self._serials))
+            self._serials += 1
+
+    def _end_pending(self, batch: Batch, status: Status) -> None:
+        if batch.end_pending(status, time.monotonic()):
+            self._reads = deque(job for job in self._reads if job.pending)
+            self._writes = deque(job for job in self._writes if job.pending)
+            self._settle(batch)
+
+    def _settle(self, batch: Batch) -> None:
+        if batch.ended:
+            del self._open[batch.ticket]
+            self._results.append(batch.result())
+
+    def _pick(self) -> _Job | None:
+        """The next job, begun; waits for one; `None` when closed."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._reads or self._writes or self._closed)
+                if not self._reads and not self._writes:
+                    return None
+                job = self._next()
+                now = time.monotonic()
+                if not job.batch.late(now):
+                    job.batch.begin(job.position, now)
+                    return job
+                job.batch.end(job.position, Status.DEADLINE, now)
+                self._settle(job.batch)
+
+    def _next(self) -> _Job:
+        writes_turn = self._picked_reads >= _READS_IN_A_ROW
+        if self._reads and not (self._writes and writes_turn):
+            self._picked_reads += 1
+            return self._reads.popleft()
+        self._picked_reads = 0
+        return self._writes.popleft()
+
+    def _work(self, worker: int) -> None:
+        while (job := self._pick()) is not None:
+            op = job.batch.ops[job.position]
+            try:
+                status = self._execute(op, job.serial, worker)
+            except Exception:  # noqa: BLE001 - a worker that died would leave its batch without a result
+                _log.exception("unexpected error in %s of slot %d", op.op.value, op.slot)
+                status = Status.IO_ERROR
+            with self._changed:
+                job.batch.end(job.position, status, time.monotonic())
+                self._settle(job.batch)

@@ -1,0 +1,125 @@
+"""What every tier does with a batch before and around the moving: check all of it, then keep its books.
+
+    pending ──begin──► begun ──end──► ended with a status
+       └───────────────end────────────►
+
+An operation that is pending can be ended from outside at any time (deadline, cancel, close). One that has begun
+owns its slot and its arena bytes, and only whoever began it can end it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from longshore.boundary import Status
+from longshore.errors import TierError
+from longshore.tiers.base import Op, TierOp, TierResult
+
+KEY_BYTES = 32
+"""Length of a key, of a parent and of a scope fingerprint."""
+
+MAX_GENERATION = 2**64 - 1
+
+
+def check_batch(batch: Sequence[TierOp], deadline: float, *, slots: int, image_bytes: int, arena_bytes: int) -> None:
+    """Raise `TierError` unless every operation of `batch` can be begun."""
+    if math.isnan(deadline):
+        raise TierError("the deadline must be a clock reading, got NaN")
+    for index, op in enumerate(batch):
+        try:
+            _check_op(op, slots, image_bytes, arena_bytes)
+        except TierError as error:
+            raise TierError(f"operation {index} of {len(batch)}: {error}") from None
+
+
+def check_generation(generation: int) -> None:
+    """Raise `TierError` unless `generation` can be stored."""
+    if not 0 <= generation <= MAX_GENERATION:
+        raise TierError(f"a generation lies in [0, 2**64), got {generation}")
+
+
+def check_digest(what: str, digest: bytes) -> None:
+    """Raise `TierError` unless `digest` (named `what` in the message) is 32 bytes."""
+    if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
+        raise TierError(f"{what} has {KEY_BYTES} bytes, got {digest!r}")
+
+
+def _check_op(op: TierOp, slots: int, image_bytes: int, arena_bytes: int) -> None:
+    if not isinstance(op.op, Op):
+        raise TierError(f"expected Op.READ or Op.WRITE, got {op.op!r}")
+    if not 0 <= op.slot < slots:
+        raise TierError(f"slot {op.slot} does not lie in [0, {slots})")
+    if not 0 < op.length <= image_bytes:
+        raise TierError(f"length {op.length} does not lie in [1, {image_bytes}]")
+    if op.offset < 0 or op.offset + op.length > arena_bytes:
+        raise TierError(f"bytes [{op.offset}, {op.offset + op.length}) do not lie within an arena of {arena_bytes}")
+    check_digest("a key", op.key)
+    if op.parent is not None:
+        check_digest("a parent", op.parent)
+    check_generation(op.generation)
+
+
+class Batch:
+    """The books of one submitted batch. Not thread-safe: whoever shares it holds a lock.
+
+    Attributes:
+        ticket: What `submit` returned.
+        ops: The operations, in the order of submission.
+        deadline: Clock reading after which no operation may begin.
+    """
+
+    __slots__ = ("_begun", "_first_begin", "_last_end", "_open", "_statuses", "_submitted", "deadline", "ops", "ticket")
+
+    def __init__(self, ticket: int, ops: Sequence[TierOp], deadline: float, now: float) -> None:
+        self.ticket = ticket
+        self.ops = tuple(ops)
+        self.deadline = deadline
+        self._statuses: list[Status | None] = [None] * len(self.ops)
+        self._begun: set[int] = set()
+        self._open = len(self.ops)
+        self._submitted = now
+        self._first_begin: float | None = None
+        self._last_end = now
+
+    @property
+    def ended(self) -> bool:
+        """Whether every operation has a status."""
+        return self._open == 0
+
+    def pending(self, index: int) -> bool:
+        """Whether operation `index` has neither begun nor ended."""
+        return self._statuses[index] is None and index not in self._begun
+
+    def late(self, now: float) -> bool:
+        """Whether nothing of this batch may begin any more."""
+        return now > self.deadline
+
+    def begin(self, index: int, now: float) -> None:
+        """Operation `index` moves bytes from now on."""
+        self._begun.add(index)
+        if self._first_begin is None:
+            self._first_begin = now
+
+    def end(self, index: int, status: Status, now: float) -> None:
+        """Operation `index` is over. A second status for it is ignored."""
+        if self._statuses[index] is None:
+            self._statuses[index] = status
+            self._open -= 1
+            self._last_end = now
+
+    def end_pending(self, status: Status, now: float) -> bool:
+        """End what has not begun with `status`; whether there was anything."""
+        pending = [index for index in range(len(self.ops)) if self.pending(index)]
+        for index in pending:
+            self.end(index, status, now)
+        return bool(pending)
+
+    def result(self) -> TierResult:
+        """What `poll` reports. Only for a batch that has ended."""
+        statuses = tuple(status for status in self._statuses if status is not None)
+        if len(statuses) != len(self.ops):
+            raise TierError(f"ticket {self.ticket}: {self._open} operations have not ended")
+        moved = sum(op.length for op, status in zip(self.ops, statuses, strict=True) if status is Status.OK)
+        begin = self._last_end if self._first_begin is None else self._first_begin
+        return TierResult(self.ticket, statuses, moved, self._last_end - begin, begin - self._submitted)

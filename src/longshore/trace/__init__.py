@@ -1,0 +1,17 @@
+"""Traces of real traffic: reading them, and turning them into prompts. No torch anywhere below."""
+
+from longshore.trace.mooncake import TRACE_BLOCK_TOKENS, parse_mooncake, read_excerpt, read_mooncake
+from longshore.trace.request import TraceRequest
+from longshore.trace.tokens import tokens_of
+from longshore.trace.workload import Workload, WorkloadRequest
+
+__all__ = [
+    "TRACE_BLOCK_TOKENS",
+    "TraceRequest",
+    "Workload",
+    "WorkloadRequest",
+    "parse_mooncake",
+    "read_excerpt",
+    "read_mooncake",
+    "tokens_of",
+]

@@ -1,0 +1,198 @@
+"""A trace turned into prompts that a model can be asked.
+
+    trace     hash ids   |  17   |  23   |  91   |  40 (partial)      512 tokens each
+                             |       |       |       |
+    workload  tokens     | run17 | run23 | run91 | run4               `block_tokens` each, the last one cut
+
+Every id becomes the same run of tokens wherever it appears (`longshore.trace.tokens`), so prompts share prefixes
+exactly where the trace's did. Lengths shrink by `block_tokens` / 512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from longshore.errors import ConfigError, TraceError
+from longshore.trace.mooncake import TRACE_BLOCK_TOKENS
+from longshore.trace.request import TraceRequest
+from longshore.trace.tokens import check_alphabet, tokens_of
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """One prompt, and what a cache that loses nothing could serve of it.
+
+    Attributes:
+        index: Position in the workload.
+        prompt: Token ids, at least one.
+        output_tokens: How many to generate.
+        hash_ids: The trace's ids, one per block of the prompt.
+        full_blocks: Whole blocks of the prompt; a partial last one is not counted.
+        reusable_blocks: Leading full blocks seen in earlier prompts. The block that ends with the prompt never
+            counts, because a prompt's last token is always computed.
+        returning: Whether those reach beyond the prefix that all requests of the workload share.
+    """
+
+    index: int
+    prompt: tuple[int, ...]
+    output_tokens: int
+    hash_ids: tuple[int, ...]
+    full_blocks: int
+    reusable_blocks: int
+    returning: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts in order of arrival.
+
+    Attributes:
+        requests: At least one.
+        block_tokens: Tokens per block.
+        vocab_size: All token ids are below it.
+        unique_blocks: Different full blocks (content and prefix): the working set.
+        common_blocks: Leading full blocks that all prompts share.
+    """
+
+    requests: tuple[WorkloadRequest, ...]
+    block_tokens: int
+    vocab_size: int
+    unique_blocks: int
+    common_blocks: int
+
+    @classmethod
+    def from_trace(
+        cls,
+        trace: Iterable[TraceRequest],
+        *,
+        vocab_size: int,
+        block_tokens: int = 32,
+        limit: int | None = None,
+        min_new_tokens: int = 1,
+        max_new_tokens: int = 16,
+        trace_block_tokens: int = TRACE_BLOCK_TOKENS,
+    ) -> Workload:
+        """Build prompts from `trace`.
+
+        Args:
+            trace: Read lazily, in order of arrival.
+            vocab_size: Of the model.
+            block_tokens: Tokens that one block of the trace becomes.
+            limit: How many requests to take; `None` takes all.
+            min_new_tokens: The least to generate. An engine may keep nothing of a request that ends with its first
+                token; 2 avoids that.
+            max_new_tokens: The most to generate.
+            trace_block_tokens: Tokens behind one hash id of the trace.
+
+        Raises:
+            ConfigError: An argument is impossible.
+            TraceError: The trace has no request, or one whose ids do not cover its input.
+        """
+        _check(block_tokens, limit, min_new_tokens, max_new_tokens, trace_block_tokens)
+        check_alphabet(vocab_size, block_tokens)
+        shaper = _Shaper(vocab_size, block_tokens, trace_block_tokens)
+        taken = list(islice(trace, limit))
+        if not taken:
+            raise TraceError("expected a trace of at least one request, got none")
+        prompts = [shaper.prompt(request) for request in taken]
+        paths = [request.hash_ids[: len(p) // block_tokens] for request, p in zip(taken, prompts, strict=True)]
+        common = _common_prefix(paths)
+        seen = _Seen()
+        requests = []
+        for index, (source, prompt, path) in enumerate(zip(taken, prompts, paths, strict=True)):
+            reusable = min(seen.add(path), (len(prompt) - 1) // block_tokens)
+            output = max(min_new_tokens, min(max_new_tokens, shaper.length(source.output_length)))
+            requests.append(
+                WorkloadRequest(index, prompt, output, source.hash_ids, len(path), reusable, reusable > common)
+            )
+        return cls(tuple(requests), block_tokens, vocab_size, seen.count, common)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        return iter(self.requests)
+
+    @property
+    def longest_blocks(self) -> int:
+        """Full blocks of the longest prompt."""
+        return max(request.full_blocks for request in self.requests)
+
+    @property
+    def total_blocks(self) -> int:
+        """Full blocks of all prompts, repeats included."""
+        return sum(request.full_blocks for request in self.requests)
+
+
+class _Shaper:
+    """Scales lengths and builds prompts."""
+
+    def __init__(self, vocab_size: int, block_tokens: int, trace_block_tokens: int) -> None:
+        self._vocab_size = vocab_size
+        self._block_tokens = block_tokens
+        self._trace_block_tokens = trace_block_tokens
+        self._runs: dict[int, tuple[int, ...]] = {}
+
+    def length(self, trace_length: int) -> int:
+        """`trace_length` scaled: whole blocks stay whole, a partial block stays partial and never empty."""
+        full, rest = divmod(trace_length, self._trace_block_tokens)
+        partial = max(1, rest * self._block_tokens // self._trace_block_tokens) if rest else 0
+        return full * self._block_tokens + partial
+
+    def prompt(self, request: TraceRequest) -> tuple[int, ...]:
+        length = self.length(request.input_length)
+        blocks = -(-length // self._block_tokens)
+        if length < 1 or len(request.hash_ids) < blocks:
+            raise TraceError(
+                f"request at {request.timestamp_ms} ms: expected input of at least one token and {blocks} hash ids "
+                f"for {request.input_length} tokens, got {len(request.hash_ids)}"
+            )
+        tokens = [token for hash_id in request.hash_ids[:blocks] for token in self._run(hash_id)]
+        return tuple(tokens[:length])
+
+    def _run(self, hash_id: int) -> tuple[int, ...]:
+        run = self._runs.get(hash_id)
+        if run is None:
+            run = self._runs[hash_id] = tokens_of(hash_id, self._block_tokens, self._vocab_size)
+        return run
+
+
+class _Seen:
+    """The tree of full blocks seen so far: an edge is an id, a node is a prefix."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, int], int] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._nodes)
+
+    def add(self, path: tuple[int, ...]) -> int:
+        """Note `path`; how many of its leading blocks were there before."""
+        node, before = 0, len(self._nodes)
+        for hash_id in path:
+            node = self._nodes.setdefault((node, hash_id), len(self._nodes) + 1)
+        return len(path) - (len(self._nodes) - before)
+
+
+def _common_prefix(paths: list[tuple[int, ...]]) -> int:
+    """Length of the prefix that all `paths` have in common."""
+    low, high = min(paths), max(paths)  # whatever these two share, all between them share
+    for i, (a, b) in enumerate(zip(low, high, strict=False)):
+        if a != b:
+            return i
+    return min(len(low), len(high))
+
+
+def _check(block: int, limit: int | None, least: int, most: int, trace_block: int) -> None:
+    """Refuse arguments that make no workload."""
+    if block < 2:
+        raise ConfigError(f"block_tokens: expected at least 2, so that a block can be partial, got {block}")
+    if trace_block < 1:
+        raise ConfigError(f"trace_block_tokens: expected at least 1, got {trace_block}")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit: expected at least 1 request, or none for all, got {limit}")
+    if not 1 <= least <= most:
+        raise ConfigError(f"min_new_tokens, max_new_tokens: expected 1 <= min <= max, got {least} and {most}")

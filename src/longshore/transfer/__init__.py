@@ -1,0 +1,15 @@
+"""The data plane at the device's edge: copies between device pages and block images in the host arena.
+
+rectangles.py  a section's blocks, laid over its chunks
+selection.py   which pages of which blocks move: every id checked, before anything does
+plan.py        from there to arrays of addresses and sizes
+hazards.py     who must wait for whom
+engine.py      the mover: one thread for each direction
+device/        how bytes are copied on one kind of device
+"""
+
+from longshore.transfer.device import CpuDevice, Device, device_for
+from longshore.transfer.engine import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer.host_side import HostMemory, HostSlots
+
+__all__ = ["OFFLOAD", "ONBOARD", "CpuDevice", "Device", "HostMemory", "HostSlots", "TransferEngine", "device_for"]

@@ -1,0 +1,301 @@
+"""Which pages of which blocks a transfer moves, with every id checked.
+
+A `Part` is some chunks of one group, in each of them the same consecutive blocks, and some of their pages: what the
+arrays of a plan, or a gather on the device, are computed from without a loop over blocks or references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.boundary import DEVICE, HOST, Section
+from longshore.errors import PlanError
+from longshore.layout.model import U64, KVLayout
+from longshore.transfer.rectangles import chunks_of, keep_valid, lay_out, set_apart
+
+I64 = npt.NDArray[np.int64]
+
+
+class Part(NamedTuple):
+    """A rectangle of blocks of one group.
+
+    Attributes:
+        group: Index of the group.
+        first_ref: First reference that moves; `widths` says how many.
+        widths: uint64, shape `(references,)`: bytes that move of each page, from its start.
+        blocks: int64, shape `(chunks, subs)`: device blocks.
+        images: int64, shape `(chunks,)`: byte offset of each chunk's image in host memory.
+        sub: Position of `blocks[:, 0]` in its chunk.
+        item: Item of the transfer that `images[0]` belongs to; the others follow.
+    """
+
+    group: int
+    first_ref: int
+    widths: U64
+    blocks: I64
+    images: I64
+    sub: int
+    item: int
+
+    @property
+    def refs(self) -> slice:
+        """The references that move, to index a `RefTable`."""
+        return slice(self.first_ref, self.first_ref + len(self.widths))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that move of each chunk."""
+        return int(self.widths.sum()) * int(self.blocks.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return self.chunk_bytes * len(self.images)
+
+    def cut(self, max_bytes: int) -> Iterator[Part]:
+        """The same in parts of at most `max_bytes`, in order.
+
+        Cuts between chunks, and within one only where it alone is too long: then between references. A part holds at
+        least one reference's pages of one chunk.
+        """
+        if self.nbytes <= max_bytes:
+            yield self
+            return
+        chunks = max(1, max_bytes // self.chunk_bytes)
+        for first in range(0, len(self.images), chunks):
+            rows = slice(first, first + chunks)
+            piece = self._replace(blocks=self.blocks[rows], images=self.images[rows], item=self.item + first)
+            if piece.nbytes <= max_bytes:
+                yield piece
+            else:
+                yield from piece._cut_chunk(max_bytes)
+
+    def _cut_chunk(self, max_bytes: int) -> Iterator[Part]:
+        """One chunk, cut between its references."""
+        ends = np.cumsum(self.widths, dtype=np.int64) * self.blocks.shape[1]
+        first = 0
+        while first < len(ends):
+            before = int(ends[first - 1]) if first else 0
+            stop = max(first + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
+            yield self._replace(first_ref=self.first_ref + first, widths=self.widths[first:stop])
+            first = stop
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Parts to copy together, in item order.
+
+    Attributes:
+        layout: The layout that the ids were checked against.
+        generation: The layout's generation then.
+        into: The tier that is written: `DEVICE` or `HOST`.
+        host_address: Where the host memory starts.
+        parts: What moves.
+    """
+
+    layout: KVLayout
+    generation: int
+    into: str
+    host_address: int
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return sum(part.nbytes for part in self.parts)
+
+    def cut(self, max_bytes: int) -> Iterator[Batch]:
+        """The same in batches of at most `max_bytes`, in order, cut as `Part.cut` does."""
+        taken: list[Part] = []
+        room = max_bytes
+        for part in self.parts:
+            for piece in part.cut(max_bytes):
+                if taken and piece.nbytes > room:
+                    yield replace(self, parts=tuple(taken))
+                    taken, room = [], max_bytes
+                taken.append(piece)
+                room -= piece.nbytes
+        if taken:
+            yield replace(self, parts=tuple(taken))
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What one transfer moves.
+
+    Attributes:
+        whole: All of it. Bytes arrive item by item, in order.
+        item_bytes: int64, shape `(items,)`: bytes that move of each item.
+        item_groups: int64, shape `(items,)`: group of each item.
+    """
+
+    whole: Batch
+    item_bytes: I64
+    item_groups: I64
+
+    def blocks(self) -> dict[int, I64]:
+        """The device blocks that move, by pool."""
+        pools: dict[int, list[I64]] = {}
+        for part in self.whole.parts:
+            pools.setdefault(self.whole.layout.pools[part.group], []).append(part.blocks.ravel())
+        return {pool: np.concatenate(blocks) for pool, blocks in pools.items()}
+
+
+def select(
+    layout: KVLayout,
+    sections: Sequence[Section],
+    images: Sequence[int] | I64,
+    *,
+    into: str,
+    host_address: int,
+    host_bytes: int,
+    valid: Sequence[int] | None = None,
+    layers: tuple[int, int] | None = None,
+    tokens: int | None = None,
+) -> Selection:
+    """Check every id and say what moves.
+
+    Args:
+        layout: Where pages lie.
+        sections: Device blocks per group; empty ones and groups that are left out are fine.
+        images: Byte offset in host memory of each item's image, in the order of the sections' chunks.
+        into: The tier that is written, `DEVICE` or `HOST`: what is written must not be named twice.
+        host_address: Where the host memory starts.
+        host_bytes: Size of the host memory.
+        valid: For each item the sub-blocks that mean something, as a bit mask; other blocks are consumed, and neither
+            read nor written. `None`: all.
+        layers: Half-open range of model layers; `None`: all.
+        tokens: Leading tokens that move of the last block of the last section that has one. `None`, zero or less, or
+            the block size and more mean the whole block, as do pages that cannot be split.
+
+    Raises:
+        PlanError: Ids out of range, repeated where written, or not consumed exactly by both sides.
+        FreedLayoutError: The device memory is gone.
+    """
+    layout.check_live()
+    whole = Batch(layout, layout.generation, into, host_address, ())
+    items = _items_per_section(layout, sections)
+    offsets = np.asarray(images, dtype=np.int64).reshape(-1)
+    if sum(items) != len(offsets) or (valid is not None and len(valid) != len(offsets)):
+        got = f"{len(offsets)} items" if valid is None else f"{len(offsets)} items, {len(valid)} valid masks"
+        raise PlanError(f"the sections' blocks fill {items} chunks, {sum(items)} in all; got {got}")
+    if layers is not None and not 0 <= layers[0] < layers[1] <= layout.num_layers:
+        raise PlanError(f"layers must be a range within [0, {layout.num_layers}), got {layers}")
+    last = max((index for index, count in enumerate(items) if count), default=-1)
+    parts: list[Part] = []
+    item = 0
+    for index, (section, count) in enumerate(zip(sections, items, strict=True)):
+        masks = None if valid is None else valid[item : item + count]
+        pages = _pages(layout, section.group, layers, tokens if index == last else None)
+        parts += _parts(layout, section, pages, images=offsets[item : item + count], valid=masks, item=item)
+        item += count
+    item_bytes = np.zeros(item, dtype=np.int64)
+    for part in parts:
+        item_bytes[part.item : part.item + len(part.images)] += part.chunk_bytes
+    groups = np.array([section.group for section in sections], dtype=np.int64)
+    selection = Selection(replace(whole, parts=tuple(parts)), item_bytes, np.repeat(groups, items))
+    _check_images(selection, offsets, host_bytes)
+    _check_written_once(selection, offsets)
+    return selection
+
+
+class _Pages(NamedTuple):
+    """Which pages of a block move, and how much: of every block, and of a partial last one."""
+
+    first_ref: int
+    widths: U64
+    leading: U64 | None
+
+
+def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[int]:
+    items = []
+    for index, section in enumerate(sections):
+        if not 0 <= section.group < len(layout.groups):
+            raise PlanError(f"section {index}: group {section.group} does not lie in [0, {len(layout.groups)})")
+        if section.first_block < 0:
+            raise PlanError(f"section {index}: first_block must not be negative, got {section.first_block}")
+        per_chunk = layout.groups[section.group].blocks_per_chunk
+        items.append(chunks_of(len(section.blocks), section.first_block % per_chunk, per_chunk))
+    return items
+
+
+def _pages(layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None) -> _Pages:
+    table = layout.table(group)
+    first, stop = np.searchsorted(table.layer, layers).tolist() if layers else (0, len(table.layer))
+    whole, token = table.page[first:stop], table.token[first:stop]
+    if tokens is None or not 0 < tokens < layout.groups[group].block_size or not token.any():
+        return _Pages(first, whole, None)
+    return _Pages(first, whole, np.where(token > 0, token * np.uint64(tokens), whole))
+
+
+def _parts(
+    layout: KVLayout, section: Section, pages: _Pages, *, images: I64, valid: Sequence[int] | None, item: int
+) -> Iterator[Part]:
+    """The parts of one section, whose first chunk is `item`."""
+    per_chunk = layout.groups[section.group].blocks_per_chunk
+    blocks = _block_ids(section, layout.num_blocks)
+    skip = section.first_block % per_chunk
+    rectangles = lay_out(len(blocks), skip, per_chunk)
+    if valid is not None:
+        rectangles = keep_valid(rectangles, valid, per_chunk)
+    last = divmod(skip + len(blocks) - 1, per_chunk)
+    if pages.leading is not None:
+        rectangles = set_apart(rectangles, *last)
+    if not len(pages.widths):
+        return
+    for box in rectangles:
+        chunks, subs = box.stop - box.first, box.high - box.low
+        start = box.first * per_chunk + box.low - skip
+        is_last = (box.stop - 1, box.high - 1) == last
+        yield Part(
+            group=section.group,
+            first_ref=pages.first_ref,
+            widths=pages.leading if is_last and pages.leading is not None else pages.widths,
+            blocks=blocks[start : start + chunks * subs].reshape(chunks, subs),
+            images=images[box.first : box.stop],
+            sub=box.low,
+            item=item + box.first,
+        )
+
+
+def _block_ids(section: Section, num_blocks: int) -> I64:
+    if not len(section.blocks):
+        return np.empty(0, dtype=np.int64)
+    ids = np.asarray(section.blocks)
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise PlanError(f"block ids of group {section.group} must be integers, got {ids.dtype}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= num_blocks:
+        raise PlanError(f"block ids of group {section.group} must lie in [0, {num_blocks}), got {low} to {high}")
+    return ids.astype(np.int64, copy=False)
+
+
+def _check_images(selection: Selection, offsets: I64, host_bytes: int) -> None:
+    layout = selection.whole.layout
+    sizes = np.array([layout.image_bytes_of(group) for group in range(len(layout.groups))], dtype=np.int64)
+    outside = (offsets < 0) | (offsets > host_bytes - sizes[selection.item_groups])
+    if outside.any():
+        bad = int(np.argmax(outside))
+        raise PlanError(
+            f"item {bad}: an image of {sizes[selection.item_groups[bad]]} bytes at {offsets[bad]} does not lie within "
+            f"{host_bytes} bytes of host memory"
+        )
+
+
+def _check_written_once(selection: Selection, offsets: I64) -> None:
+    into = selection.whole.into
+    if into == HOST:
+        if len(np.unique(offsets)) != len(offsets):
+            raise PlanError(f"an image would be written twice: offsets {offsets.tolist()}")
+    elif into == DEVICE:
+        for pool, blocks in selection.blocks().items():
+            counts = np.bincount(blocks)
+            if counts.max() > 1:
+                raise PlanError(f"block {int(counts.argmax())} of device pool {pool} would be written twice")
+    else:
+        raise PlanError(f"bytes go into {DEVICE!r} or {HOST!r}, got {into!r}")

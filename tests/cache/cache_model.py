@@ -1,0 +1,808 @@
+"""A plain model of what `TieredCache` promises, and simulated movers that carry out what it orders.
+
+The model knows nothing of eviction orders, reach counts or copies. It knows what lies *in* every slot of every tier
+and every device block, rank by rank: a tag (key, generation) that is written when a transfer delivers it, and is
+poisoned while one is under way. From the commands and results alone it says what every outcome, miss count and
+in-flight count must be, and it checks after each call that what the cache calls ready really is in place.
+
+Keys are readable: the path of branches from the root, padded to 32 bytes. `chunks("aba")` are the keys of a prompt.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from longshore.boundary import (
+    DEVICE,
+    FILE,
+    HOST,
+    Cancel,
+    Command,
+    Forget,
+    Item,
+    Key,
+    Route,
+    Section,
+    Slot,
+    Status,
+    Transfer,
+    TransferResult,
+    Urgency,
+)
+from longshore.cache import (
+    CacheSettings,
+    DropReason,
+    Hold,
+    MissReason,
+    Onboarding,
+    Outcome,
+    Resident,
+    State,
+    TieredCache,
+    TierSpec,
+    WritePolicy,
+)
+from longshore.errors import CacheError
+
+IMAGE_BYTES = 4096
+LOAD, WRITE = 10.0, 60.0
+FRESH = "zyxwvuts"
+"""A path that no rule uses, for the end of a run."""
+
+
+def key(path: str) -> Key:
+    """The key of the chunk at the end of `path`."""
+    return path.encode().ljust(32, b".")
+
+
+def chunks(path: str) -> list[Key]:
+    """The keys of a prompt, head first."""
+    return [key(path[: i + 1]) for i in range(len(path))]
+
+
+def depth(of: Key) -> int:
+    """How many chunks come before."""
+    return len(of.rstrip(b".")) - 1
+
+
+def above(of: Key) -> list[Key]:
+    """`of` and all its ancestors, head first."""
+    return chunks(of.rstrip(b".").decode())
+
+
+def parent(of: Key) -> Key | None:
+    """The chunk before `of`."""
+    path = above(of)
+    return path[-2] if len(path) > 1 else None
+
+
+class Setup(NamedTuple):
+    """How to build a cache; picklable."""
+
+    host: int
+    file: int | None = None
+    ranks: int = 1
+    per_chunk: int = 1
+    offload: str = "write_through"
+    backup: str = "write_back"
+    max_writes: int = 1024
+    device_blocks: int = 48
+    found: tuple[tuple[int, Key, Key | None], ...] = ()
+    generation: int = 0
+
+    def build(self) -> TieredCache:
+        """A new cache, with what was found in its file tier."""
+        tiers = [TierSpec(HOST, self.host, IMAGE_BYTES)]
+        if self.file is not None:
+            tiers.append(TierSpec(FILE, self.file, IMAGE_BYTES))
+        settings = CacheSettings(
+            blocks_per_chunk=self.per_chunk,
+            ranks=self.ranks,
+            offload=WritePolicy(self.offload),
+            backup=WritePolicy(self.backup),
+            load_timeout=LOAD,
+            write_timeout=WRITE,
+            max_writes=self.max_writes,
+            device_blocks=self.device_blocks,
+        )
+        cache = TieredCache(tiers, settings, generation=self.generation)
+        if self.found:
+            cache.adopt(FILE, self.found)
+        return cache
+
+
+class Call(NamedTuple):
+    """One call of a public method, to be made again."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def replay(setup: Setup, calls: Iterable[Call]) -> list[Any]:
+    """Answers of a new cache to the same calls; errors as their text."""
+    cache = setup.build()
+    answers: list[Any] = []
+    for call in calls:
+        try:
+            answers.append(getattr(cache, call.method)(*call.args, **call.kwargs))
+        except CacheError as error:
+            answers.append(f"{type(error).__name__}: {error}")
+    return answers
+
+
+class Tag(NamedTuple):
+    """What lies in a slot, or (`sub`) in a device block."""
+
+    key: Key
+    generation: int
+    sub: int = -1
+
+
+BAD = "bytes that a reader found unusable"
+POISON = "no bytes, or half-written ones"
+
+
+class Job:
+    """A transfer that the cache has ordered: where its ranks are, and what the cache has been told."""
+
+    def __init__(self, transfer: Transfer, blocks: Sequence[int] = ()) -> None:
+        self.transfer = transfer
+        self.blocks = list(blocks)
+        self.moving = set(range(transfer.ranks))
+        self.untold = set(range(transfer.ranks))
+        self.told = [Status.OK] * len(transfer.items)
+        self.happened: dict[int, tuple[Status, ...]] = {}
+        self.hold: ModelHold | None = None
+
+    def tell(self, result: TransferResult) -> bool:
+        """Merge a result. Bad bytes on one rank outweigh a late or cancelled part of another."""
+        self.untold.discard(result.rank)
+        for i, new in enumerate(result.statuses):
+            old = self.told[i]
+            if old is Status.OK or (new.condemns_source and not old.condemns_source):
+                self.told[i] = new
+        return not self.untold
+
+
+class ModelHold:
+    """What the model expects of one hold."""
+
+    def __init__(self, keys: Sequence[Key], start: int, request: str | None) -> None:
+        self.keys = list(keys)
+        self.start = start
+        self.request = request
+        self.excused = False
+        self.onboarded = False
+        self.parts: list[Job] = []
+        self.blocks: list[int] = []
+        self.skip = 0
+        self.sources: list[str] = []
+        self.cut: list[MissReason] = []
+        self.outcome: Outcome | None = None
+
+    def conclude(self, unfinished: MissReason) -> list[MissReason]:
+        """Fix the outcome; the misses."""
+        arrived, misses = 0, []
+        for part in self.parts:
+            for status in part.told:
+                if part.untold:
+                    reason: MissReason | None = unfinished
+                else:
+                    reason = None if status is Status.OK else MissReason(status.value)
+                if reason is None and not misses:
+                    arrived += 1
+                elif misses and reason in (None, MissReason.CANCELLED):
+                    misses.append(MissReason.BEHIND)
+                else:
+                    assert reason is not None
+                    misses.append(reason)
+        self.outcome = Outcome(arrived, tuple(self.sources[:arrived]))
+        return misses + self.cut
+
+
+class World:
+    """One cache under test, the movers below it, and the model beside it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.cache = setup.build()
+        self.calls: list[Call] = []
+        self.answers: list[Any] = []
+        self.now = 0.0
+        self.generation = setup.generation
+        self.sizes = {HOST: setup.host} | ({FILE: setup.file} if setup.file is not None else {})
+        self.content: dict[tuple[str, int, int], Any] = {}
+        self.secret: set[tuple[str, int, int]] = set()  # found bad, and the cache does not know yet
+        self.fault: dict[tuple[str, int], Status] = {}  # found bad, and the cache has been told
+        self.device = [[POISON] * setup.device_blocks for _ in range(setup.ranks)]
+        self.free_blocks = list(range(setup.device_blocks))
+        self.jobs: dict[int, Job] = {}
+        self.ended: dict[int, Job] = {}
+        self.lenders: list[ModelHold] = []  # holds whose device blocks are in use
+        self.results: list[TransferResult] = []
+        self.holds: dict[Hold, ModelHold] = {}
+        self.peeks: list[tuple[Key, bool]] = []
+        self.misses: Counter[MissReason] = Counter()
+        self.hits: Counter[str] = Counter()
+        self.last_job = 0
+        self.resident: dict[tuple[Key, str], Resident] = {}
+        for slot, found, its_parent in setup.found:
+            if all(any(f == a for _, f, _ in setup.found) for a in above(found)) and parent(found) == its_parent:
+                for rank in range(setup.ranks):
+                    self.content[FILE, slot, rank] = Tag(found, setup.generation)
+        self.sound = True
+        """Whether the last check went well, so that there is a point in going on."""
+        self.look()
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the cache, and record it."""
+        self.sound = False
+        self.calls.append(Call(method, args, kwargs))
+        answer = getattr(self.cache, method)(*args, **kwargs)
+        self.answers.append(answer)
+        return answer
+
+    def refused(self, error: type[CacheError], method: str, *args: Any, **kwargs: Any) -> None:
+        """Call the cache, which must raise `error` and change nothing at all."""
+        self.sound = False
+        before = pickle.dumps(self.cache)
+        self.calls.append(Call(method, args, kwargs))
+        with pytest.raises(error) as info:
+            getattr(self.cache, method)(*args, **kwargs)
+        assert info.value.args[0], "an error says what was expected and what came"
+        assert pickle.dumps(self.cache) == before, f"{method} raised {info.value!r} and changed something"
+        self.answers.append(f"{type(info.value).__name__}: {info.value}")
+        self.sound = True
+
+    def settle(self) -> None:
+        """Take the commands of the last call, and check everything."""
+        for command in self.call("take"):
+            self.receive(command)
+        self.look()
+        self.check()
+        self.sound = True
+
+    def match(self, path: str, start: int, request: str | None) -> Hold | None:
+        keys = chunks(path)
+        length = 0
+        while start + length < len(keys) and self.is_ready(keys[start + length]):
+            length += 1
+        self.misses.update(self.reason(each) for each in keys[start + length :])
+        found = self.call("match", keys, self.now, start=start, request=request)
+        assert (found.start, found.length) == (start, length)
+        assert [run.tier for run in found.runs for _ in range(run.chunks)] == [
+            HOST if self.is_ready(each, HOST) else FILE for each in keys[start : start + length]
+        ]
+        if length:
+            assert found.hold not in self.holds
+            self.holds[found.hold] = ModelHold(keys[start : start + length], start, request)
+        else:
+            assert found.hold is None
+        self.settle()
+        return found.hold
+
+    def peek(self, of: Key) -> None:
+        answer = self.call("peek", of).value
+        if self.is_ready(of):
+            self.peeks.append((of, False))
+            assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
+        else:
+            assert answer == ("absent" if self.is_absent(of) else "in_flight")
+        self.settle()
+
+    def onboard(self, hold: Hold, count: int, skip: int, short: int) -> None:
+        """Onboard the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
+        model, per_chunk = self.holds[hold], self.setup.per_chunk
+        blocks = self.take_blocks(count * per_chunk - skip - short)
+        if not blocks:
+            return
+        keys = model.keys[:count]
+        leading = next((i for i, each in enumerate(keys) if not self.is_ready(each)), count)
+        sources = [HOST if self.is_ready(each, HOST) else FILE for each in keys[:leading]]
+        before, free = dict(self.resident), self.free(HOST)
+        answer: Onboarding = self.call("onboard", hold, tuple(blocks), skip=skip)
+        assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
+        for each in keys[answer.chunks :]:
+            if self.reason(each) is not MissReason.BEHIND:
+                model.cut.append(self.reason(each))
+            else:
+                model.cut.append(MissReason.BEHIND if self.is_ready(each, HOST) else MissReason.NO_ROOM)
+        cold = [each for each in keys[:leading] if (each, HOST) not in before]
+        assert answer.chunks == leading or free < len(cold), "chunks were left out although there was room"
+        model.onboarded, model.blocks, model.skip = True, blocks, skip
+        model.sources = sources[: answer.chunks]
+        self.lenders.append(model)
+        self.settle()
+        model.parts = [self.jobs[part.job] for part in answer.parts]
+        for part, job in zip(answer.parts, model.parts, strict=True):
+            job.hold = model
+            assert len(job.transfer.items) == part.chunks
+        assert [i.key for job in model.parts for i in job.transfer.items] == keys[: answer.chunks]
+        used = [b for job in model.parts for s in job.transfer.sections for b in s.blocks]
+        assert used == blocks[: max(0, answer.chunks * per_chunk - skip)]
+        if not model.parts:
+            self.conclude(model, MissReason.CANCELLED)
+        self.check()
+
+    def give_up(self, hold: Hold) -> None:
+        model = self.holds[hold]
+        answer = self.call("give_up", hold)
+        if model.outcome is None:
+            self.conclude(model, MissReason.DEADLINE)
+        assert answer == model.outcome
+        self.settle()
+
+    def release(self, hold: Hold) -> None:
+        self.call("release", hold)
+        self.let_go(hold)
+        self.settle()
+
+    def abort(self, request: str) -> None:
+        mine = [hold for hold, model in self.holds.items() if model.request == request]
+        assert self.call("abort", request) == len(mine)
+        for hold in mine:
+            self.let_go(hold)
+        self.settle()
+
+    def let_go(self, hold: Hold) -> None:
+        model = self.holds.pop(hold)
+        if model.onboarded and model.outcome is None:
+            self.conclude(model, MissReason.CANCELLED)
+
+    def commit(self, path: str, first: int, evicting: bool) -> None:
+        keys, per_chunk = chunks(path), self.setup.per_chunk
+        blocks = self.take_blocks((len(keys) - first) * per_chunk)
+        if not blocks:
+            return
+        for i, block in enumerate(blocks):
+            for rank in self.device:
+                rank[block] = Tag(keys[first + i // per_chunk], self.generation, i % per_chunk)
+        wanted = self.setup.offload == "write_through" or evicting
+        before = self.before_store(keys, first)
+        offload = self.call("commit", keys, tuple(blocks), first=first, evicting=evicting)
+        accepted = self.after_store(before, offload.accepted) if wanted else 0
+        if not wanted:
+            assert (offload.job, offload.accepted) == (None, ())
+        self.settle()
+        if offload.job is None:
+            self.free_blocks += blocks
+            return
+        job = self.jobs[offload.job]
+        known = before.known - first
+        mine = blocks[known * per_chunk : (known + accepted) * per_chunk]
+        assert job.transfer.sections == (Section(0, before.known * per_chunk, tuple(mine)),)
+        assert tuple(item.destination for item in job.transfer.items) == tuple(p.slot for p in offload.accepted)
+        job.blocks = blocks
+
+    def offer(self, path: str, first: int) -> None:
+        keys = chunks(path)
+        before = self.before_store(keys, first)
+        offload = self.call("offer", keys, first=first)
+        self.after_store(before, offload.accepted)
+        if offload.job is not None:  # the host moves the bytes: the cache gives no command for it
+            items = tuple(
+                Item(keys[p.position], parent(keys[p.position]), None, p.slot, 0) for p in offload.accepted
+            )
+            self.receive(
+                Transfer(
+                    offload.job,
+                    Route(DEVICE, HOST),
+                    items,
+                    urgency=Urgency.WRITE,
+                    deadline=self.now + WRITE,
+                    generation=self.generation,
+                    ranks=self.setup.ranks,
+                ),
+                commanded=False,
+            )
+        self.settle()
+
+    class Before(NamedTuple):
+        keys: list[Key]
+        known: int
+        orphan: bool
+        must: bool
+        drops: Counter[DropReason]
+
+    def before_store(self, keys: list[Key], first: int) -> World.Before:
+        known = first
+        while known < len(keys) and not self.is_absent(keys[known]):
+            known += 1
+        fresh = len(keys) - known
+        orphan = fresh > 0 and known > 0 and self.is_absent(keys[known - 1])
+        allowed = fresh <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
+        must = not orphan and allowed and fresh <= self.free(HOST)
+        return World.Before(keys, known, orphan, must, self.cache.counters.drops[HOST].copy())
+
+    def after_store(self, before: World.Before, accepted: Sequence[Any]) -> int:
+        """What was accepted is the leading part of what no tier had; the rest is counted, for the right reason."""
+        count, fresh = len(accepted), len(before.keys) - before.known
+        assert [p.position for p in accepted] == list(range(before.known, before.known + count))
+        dropped = self.cache.counters.drops[HOST] - before.drops
+        assert dropped.total() == fresh - count
+        assert not before.must or count == fresh, "chunks were dropped although there was room"
+        if before.orphan:
+            assert count == 0
+            assert set(dropped) == {DropReason.ORPHAN}
+        elif count < fresh:
+            assert set(dropped) <= {DropReason.NO_ROOM, DropReason.BACKPRESSURE}
+        return count
+
+    def discard(self, path: str, tier: str) -> int:
+        before = set(self.resident)
+        removed = self.call("discard", chunks(path), tier)
+        self.settle()
+        gone = before - set(self.resident)
+        assert removed == len({(each, where) for each, where in gone if where == tier})
+        assert all(each in chunks(path) for each, where in gone if where == tier)
+        return int(removed)
+
+    def reset(self) -> None:
+        self.generation += 1
+        assert self.call("reset") == self.generation
+        for model in self.holds.values():
+            model.excused = True
+            if model.onboarded and model.outcome is None:
+                self.misses.update([MissReason.CANCELLED] * sum(len(job.told) for job in model.parts) + model.cut)
+            if model.onboarded:
+                model.outcome = Outcome(0, ())
+        self.peeks = [(each, True) for each, _ in self.peeks]
+        assert not self.cache.residents()
+        self.settle()
+        assert self.cache.generation == self.generation
+
+    def end_step(self) -> None:
+        self.call("end_step")
+        self.peeks.clear()
+        self.settle()
+
+    def flush(self) -> bool:
+        done = self.call("flush")
+        self.settle()
+        assert done == (not self.jobs)
+        return bool(done)
+
+    def tick(self) -> None:
+        self.now += 1.0
+        self.call("tick", self.now)
+        self.settle()
+
+    # ------------------------------------------------------------------ movers
+
+    def receive(self, command: Command, *, commanded: bool = True) -> None:
+        """A command of the cache: checked, and under way."""
+        match command:
+            case Cancel():
+                assert 0 < command.job <= self.last_job
+            case Forget():
+                assert command.generation == self.generation
+            case Transfer():
+                self.check_transfer(command, commanded)
+                self.jobs[command.job] = Job(command)
+                for item in command.items:
+                    if item.destination is not None:
+                        self.spoil(item.destination)
+                if command.route.destination == DEVICE:
+                    for rank in self.device:
+                        for block in command.sections[0].blocks:
+                            rank[block] = POISON
+
+    def check_transfer(self, t: Transfer, commanded: bool) -> None:
+        assert t.job not in self.jobs
+        self.last_job = max(self.last_job, t.job)
+        assert (t.generation, t.ranks) == (self.generation, self.setup.ranks)
+        writing = t.urgency is Urgency.WRITE
+        assert writing == (str(t.route) in ("device->host", "host->file"))
+        assert str(t.route) in self.cache.counters.routes
+        assert t.deadline == self.now + (WRITE if writing else LOAD)
+        assert t.items
+        if commanded:
+            assert len(t.sections) == (1 if DEVICE in t.route else 0)
+        for section in t.sections:
+            assert section.first_block // self.setup.per_chunk == depth(t.items[0].key)
+        for item in t.items:
+            assert item.parent == parent(item.key)
+            self.check_side(item.source, t.route.source)
+            self.check_side(item.destination, t.route.destination)
+            self.check_order(t, item)
+        if writing:
+            assert len(t.items) + self.writing(t.route) <= self.setup.max_writes
+
+    def check_side(self, slot: Slot | None, tier: str) -> None:
+        assert (slot is None) == (tier == DEVICE)
+        if slot is not None:
+            assert (slot.tier, slot.pool) == (tier, 0)
+            assert 0 <= slot.index < self.sizes[tier]
+
+    def check_order(self, t: Transfer, item: Item) -> None:
+        """Invariant 4: whoever writes a slot is alone with it, unless the other comes first by `after`."""
+        for other in self.jobs.values():
+            for theirs in other.transfer.items:
+                slots = {s for s in (theirs.source, theirs.destination) if s is not None}
+                clash = item.destination in slots or (theirs.destination is not None and theirs.destination == item.source)
+                assert not clash or other.transfer.job in t.after, f"{t} and {other.transfer} share a slot"
+
+    def writing(self, route: Route) -> int:
+        return sum(
+            len(job.told)
+            for job in self.jobs.values()
+            if job.transfer.route == route and job.transfer.urgency is Urgency.WRITE
+        )
+
+    def spoil(self, slot: Slot) -> None:
+        """`slot` is about to be written."""
+        self.fault.pop((slot.tier, slot.index), None)
+        for rank in range(self.setup.ranks):
+            self.content[slot.tier, slot.index, rank] = POISON
+            self.secret.discard((slot.tier, slot.index, rank))
+
+    def runnable(self) -> list[tuple[Job, int]]:
+        """Jobs and ranks that can end now: all that they come after has."""
+        return [
+            (job, rank)
+            for job in self.jobs.values()
+            if not any(self.jobs[each].moving for each in job.transfer.after if each in self.jobs)
+            for rank in sorted(job.moving)
+        ]
+
+    def deliver(self, job: Job, rank: int, wanted: Sequence[Status]) -> None:
+        """One rank of `job` ends; item by item as `wanted`, as far as that is possible. The result waits for `apply`."""
+        self.sound = False
+        t = job.transfer
+        statuses = self.behind_failures(job) or [
+            self.possible(t, i, item, rank, wanted[i % len(wanted)]) for i, item in enumerate(t.items)
+        ]
+        for i, (item, status) in enumerate(zip(t.items, statuses, strict=True)):
+            if status is Status.OK:
+                self.copy(t, i, item, rank)
+            elif self.reads_slot(t) and status.condemns_source and item.source is not None:
+                at = (item.source.tier, item.source.index, rank)
+                if isinstance(self.content[at], Tag):
+                    self.content[at] = BAD
+                    self.secret.add(at)
+        job.moving.discard(rank)
+        job.happened[rank] = tuple(statuses)
+        self.results.append(TransferResult(t.job, tuple(statuses), statuses.count(Status.OK) * IMAGE_BYTES, rank=rank))
+        self.sound = True
+
+    def behind_failures(self, job: Job) -> list[Status] | None:
+        """What the runtime reports for a job behind one that failed: leading items move, the rest does not."""
+        failed: dict[Slot, Status] = {}
+        for each in job.transfer.after:
+            upstream = self.ended.get(each) or self.jobs.get(each)
+            assert upstream is not None
+            for statuses in upstream.happened.values():
+                for item, status in zip(upstream.transfer.items, statuses, strict=True):
+                    if status is not Status.OK and item.destination is not None:
+                        failed.setdefault(item.destination, status)
+        statuses = [failed.get(item.source, Status.OK) if item.source else Status.OK for item in job.transfer.items]
+        first = next((i for i, status in enumerate(statuses) if status is not Status.OK), None)
+        if first is None:
+            return None
+        return statuses[:first] + [Status.CANCELLED if s is Status.OK else s for s in statuses[first:]]
+
+    def possible(self, t: Transfer, index: int, item: Item, rank: int, wanted: Status) -> Status:
+        """Checks that what the cache wants read is there. Bad bytes are noticed, until the cache should know itself."""
+        if item.source is None:
+            for sub, block in self.blocks_of(t, index):
+                assert self.device[rank][block] == Tag(item.key, t.generation, sub)
+            return wanted
+        at = (item.source.tier, item.source.index, rank)
+        content = self.content[at]
+        if content == BAD:
+            return Status.CORRUPT if at in self.secret or wanted is not Status.OK else wanted
+        assert content == Tag(item.key, t.generation), f"{t} reads {content!r} from {item.source}"
+        return wanted
+
+    def copy(self, t: Transfer, index: int, item: Item, rank: int) -> None:
+        """The bytes of one item go over, whatever they are."""
+        source = None if item.source is None else self.content[item.source.tier, item.source.index, rank]
+        if item.destination is not None:
+            tag = Tag(item.key, t.generation) if source is None else source
+            self.content[item.destination.tier, item.destination.index, rank] = tag
+            return
+        for sub, block in self.blocks_of(t, index):
+            self.device[rank][block] = source._replace(sub=sub) if isinstance(source, Tag) else BAD
+
+    def blocks_of(self, t: Transfer, index: int) -> list[tuple[int, int]]:
+        """(sub-block, device block) of item `index`."""
+        if not t.sections:
+            return []
+        per_chunk, section = self.setup.per_chunk, t.sections[0]
+        skip = section.first_block % per_chunk
+        places = range(index * per_chunk, (index + 1) * per_chunk)
+        return [(p % per_chunk, section.blocks[p - skip]) for p in places if 0 <= p - skip < len(section.blocks)]
+
+    @staticmethod
+    def reads_slot(t: Transfer) -> bool:
+        """Whether a failure of this transfer is its source's fault."""
+        return t.urgency is not Urgency.WRITE and t.route.source != DEVICE
+
+    def apply(self, results: Sequence[TransferResult]) -> None:
+        """Tell the cache."""
+        for result in results:
+            self.results.remove(result)
+        self.call("apply", tuple(results), self.now)
+        for result in results:
+            job = self.jobs[result.job]
+            if job.tell(result):
+                self.finish(job)
+        for model in self.holds.values():
+            if model.parts and model.outcome is None and not any(part.untold for part in model.parts):
+                self.conclude(model, MissReason.CANCELLED)
+        self.reclaim()
+        self.settle()
+
+    def finish(self, job: Job) -> None:
+        """All ranks have been told of."""
+        t = job.transfer
+        del self.jobs[t.job]
+        self.ended[t.job] = job
+        for i, item in enumerate(t.items):
+            if item.source is not None:
+                at = (item.source.tier, item.source.index)
+                if job.told[i] is Status.OK and at in self.fault:
+                    job.told[i] = self.fault[at]  # what was read is known to be bad
+                elif self.reads_slot(t) and job.told[i].condemns_source:
+                    self.excuse(item.key)
+                    if any((*at, rank) in self.secret for rank in range(self.setup.ranks)):
+                        self.fault[at] = job.told[i]
+                    self.secret -= {(*at, rank) for rank in range(self.setup.ranks)}
+            elif job.told[i] is not Status.OK:
+                self.excuse(item.key)
+        self.free_blocks += job.blocks
+
+    def excuse(self, lost: Key) -> None:
+        """Bytes of `lost` are known to be unusable: what is held through it may go."""
+        for model in self.holds.values():
+            model.excused |= lost in above(model.keys[-1])
+        self.peeks = [(each, excused or lost in above(each)) for each, excused in self.peeks]
+
+    # ------------------------------------------------------------------ checks
+
+    def look(self) -> None:
+        """What the cache says it has."""
+        residents = self.cache.residents()
+        self.resident = {(r.key, r.slot.tier): r for r in residents}
+        assert len(self.resident) == len(residents)
+
+    def is_ready(self, of: Key, tier: str | None = None) -> bool:
+        tiers = (HOST, FILE) if tier is None else (tier,)
+        return any((r := self.resident.get((of, t))) is not None and r.state is State.READY for t in tiers)
+
+    def is_absent(self, of: Key) -> bool:
+        return (of, HOST) not in self.resident and (of, FILE) not in self.resident
+
+    def reason(self, of: Key) -> MissReason:
+        if self.is_absent(of):
+            return MissReason.ABSENT
+        return MissReason.BEHIND if self.is_ready(of) else MissReason.IN_FLIGHT
+
+    def free(self, tier: str) -> int:
+        stats = next(s for s in self.cache.stats() if s.name == tier)
+        return stats.slots - stats.used
+
+    def take_blocks(self, count: int) -> list[int]:
+        """Device blocks, in no particular order; none if there are not enough."""
+        if count < 1 or len(self.free_blocks) < count:
+            return []
+        return [self.free_blocks.pop((7 * i) % len(self.free_blocks)) for i in range(count)]
+
+    def conclude(self, model: ModelHold, unfinished: MissReason) -> None:
+        """The outcome is due: what it claims must lie in the device blocks."""
+        self.misses.update(model.conclude(unfinished))
+        assert model.outcome is not None
+        self.hits.update(model.outcome.sources)
+        position = model.skip
+        for block in model.blocks:
+            chunk, sub = divmod(position, self.setup.per_chunk)
+            if chunk < model.outcome.chunks:
+                for rank in self.device:
+                    assert rank[block] == Tag(model.keys[chunk], self.generation, sub)
+            position += 1
+        self.reclaim()
+
+    def reclaim(self) -> None:
+        """Device blocks come back when the outcome is known and no job writes them any more."""
+        for model in list(self.lenders):
+            if model.outcome is not None and not any(part.untold for part in model.parts):
+                self.free_blocks += model.blocks
+                self.lenders.remove(model)
+
+    def check(self) -> None:
+        """Everything that holds after each call."""
+        self.cache.check_integrity()
+        self.check_residents()
+        self.check_capacity()
+        self.check_books()
+
+    def check_residents(self) -> None:
+        for (each, tier), r in self.resident.items():
+            assert 0 <= r.slot.index < self.sizes[tier]
+            assert r.parent == parent(each)
+            if r.parent is not None:  # invariant 6, for this tier and all colder ones together
+                assert (r.parent, FILE) in self.resident or (tier == HOST and (r.parent, HOST) in self.resident)
+            if r.state is State.READY:  # invariant 1
+                for rank in range(self.setup.ranks):
+                    at = (tier, r.slot.index, rank)
+                    there = self.content.get(at, POISON)
+                    assert there == Tag(each, self.generation) or (there == BAD and at in self.secret)
+            else:
+                assert r.state is State.FILLING
+        for model in self.holds.values():
+            assert model.excused or all(map(self.is_ready, model.keys)), "a held chunk is gone"
+        for each, excused in self.peeks:
+            assert excused or self.is_ready(each), "a chunk that was peeked at is gone"
+
+    def check_capacity(self) -> None:
+        """Invariant 7: what is taken is exactly what is resident, or touched by a job in flight."""
+        taken: dict[str, set[int]] = {tier: set() for tier in self.sizes}
+        for r in self.resident.values():
+            taken[r.slot.tier].add(r.slot.index)
+        for job in self.jobs.values():
+            for item in job.transfer.items:
+                for slot in (item.source, item.destination):
+                    if slot is not None:
+                        taken[slot.tier].add(slot.index)
+        ready = Counter(tier for (_, tier), r in self.resident.items() if r.state is State.READY)
+        for stats in self.cache.stats():
+            assert (stats.slots, stats.used) == (self.sizes[stats.name], len(taken[stats.name]))
+            assert stats.ready == ready[stats.name]
+
+    def check_books(self) -> None:
+        assert self.cache.jobs_in_flight == len(self.jobs)
+        assert all(map(self.cache.in_flight, self.jobs))
+        assert self.cache.held == len(self.holds) + len(self.peeks)
+        assert +self.cache.counters.misses == +self.misses
+        assert +self.cache.counters.hits == +self.hits
+        for hold, model in self.holds.items():
+            if model.onboarded:
+                assert self.cache.outcome(hold) == model.outcome
+        for job in self.jobs.values():
+            if job.transfer.route.destination == FILE:
+                assert self.writing(job.transfer.route) <= self.setup.max_writes
+
+    # ------------------------------------------------------------------ the end
+
+    def settle_all(self) -> None:
+        """Every job in flight ends well, and whatever that brings about."""
+        for _ in range(100):
+            for job, rank in self.runnable():
+                self.deliver(job, rank, [Status.OK])
+            if self.results:
+                self.apply(list(self.results))
+            elif not self.jobs:
+                return
+        raise AssertionError(f"the cache orders more and more: {list(self.jobs.values())[-1].transfer}")
+
+    def drain(self) -> None:
+        """Let go of everything, wait for everything: then nothing is held, and all slots are free or ready."""
+        for hold in list(self.holds):
+            self.release(hold)
+        self.end_step()
+        self.settle_all()
+        while not self.flush():
+            self.settle_all()
+        assert (self.cache.held, self.cache.jobs_in_flight) == (0, 0)
+        assert sorted(self.free_blocks) == list(range(self.setup.device_blocks))
+        for stats in self.cache.stats():
+            assert stats.used == stats.ready, "a slot is neither free nor ready"
+
+    def evict_all(self) -> None:
+        """Nothing is held: then all of it can make way."""
+        leaves = {above(each)[-1].rstrip(b".").decode() for each, _ in self.resident}
+        for tier in self.sizes:
+            for leaf in sorted(leaves, key=lambda path: (-len(path), path)):
+                self.discard(leaf, tier)
+            assert self.free(tier) == self.sizes[tier], f"something in the {tier} tier cannot be evicted"
+        self.offer(FRESH[: self.setup.host], 0)
+        self.settle_all()
+        assert not self.resident or self.cache.stats()[0].ready == min(self.setup.host, self.setup.max_writes)

@@ -1,0 +1,279 @@
+"""Random paths over `TieredCache`, against the model in `cache_model`, with movers that fail, dawdle and reorder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import cache_model
+import pytest
+from cache_model import FRESH, Setup, World, above, chunks, key, parent, replay
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from longshore.boundary import FILE, HOST, Status, TransferResult
+from longshore.cache import EDGES, Hold, State
+from longshore.cache import flow as flow_module
+from longshore.errors import CacheError, HoldError, JobError
+
+LEAVES = ("aaaaa", "aaaab", "aaabb", "aabaa", "abaaa", "abbba", "baaaa", "babab", "bbbaa", "ccccc")
+PATHS = tuple(sorted({leaf[:n] for leaf in LEAVES for n in range(1, 6)}))
+FAILURES = tuple(status for status in Status if status is not Status.OK)
+PATTERNS = (
+    *[(Status.OK,)] * 10,
+    *[(failure,) for failure in FAILURES],
+    *[(Status.OK, failure) for failure in FAILURES],
+    *[(failure, Status.OK) for failure in FAILURES],
+)
+REQUESTS = (None, "one", "two")
+
+paths = st.sampled_from(PATHS)
+long_paths = st.sampled_from(LEAVES)
+small = st.integers(0, 7)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    file = draw(st.sampled_from((None, 0, 1, 2, 3, 5, 8)))
+    found = draw(st.lists(st.sampled_from(PATHS), unique=True, max_size=file)) if file else []
+    return Setup(
+        host=draw(st.integers(0, 6)),
+        file=file,
+        ranks=draw(st.integers(1, 2)),
+        per_chunk=draw(st.integers(1, 2)),
+        offload=draw(st.sampled_from(("write_through", "write_back"))),
+        backup=draw(st.sampled_from(("write_through", "write_back"))),
+        max_writes=draw(st.sampled_from((1024, 1, 3))),
+        found=tuple((slot, key(path), parent(key(path))) for slot, path in enumerate(found)),
+        generation=draw(st.sampled_from((0, 3))),
+    )
+
+
+class Tiers(RuleBasedStateMachine):
+    """Everything that an engine, its movers, and a careless caller can do."""
+
+    world: World
+
+    @initialize(setup=setups())
+    def build(self, setup: Setup) -> None:
+        self.world = World(setup)
+        self.gone: list[Hold] = []
+        self.world.check()
+
+    # reading
+
+    @rule(path=long_paths, start=st.sampled_from((0, 0, 0, 1, 2)), request=st.sampled_from(REQUESTS))
+    def match(self, path: str, start: int, request: str | None) -> None:
+        self.world.match(path, start, request)
+
+    @rule(path=paths)
+    def peek(self, path: str) -> None:
+        self.world.peek(key(path))
+
+    @precondition(lambda self: any(not m.onboarded for m in self.world.holds.values()))
+    @rule(pick=small, leave=st.sampled_from((0, 0, 1, 2)), skip=st.integers(0, 1), short=st.integers(0, 1))
+    def onboard(self, pick: int, leave: int, skip: int, short: int) -> None:
+        """The held chunks, or some of them; with two blocks a chunk, also parts of the first and last."""
+        holds = [hold for hold, model in self.world.holds.items() if not model.onboarded]
+        hold = holds[pick % len(holds)]
+        count, spare = max(1, len(self.world.holds[hold].keys) - leave), self.world.setup.per_chunk - 1
+        self.world.onboard(hold, count, skip * spare, short * spare)
+
+    @rule(path=long_paths)
+    def match_and_onboard(self, path: str) -> None:
+        hold = self.world.match(path, 0, None)
+        if hold is not None:
+            self.world.onboard(hold, len(self.world.holds[hold].keys), 0, 0)
+
+    @precondition(lambda self: any(m.onboarded for m in self.world.holds.values()))
+    @rule(pick=small)
+    def give_up(self, pick: int) -> None:
+        holds = [hold for hold, model in self.world.holds.items() if model.onboarded]
+        self.world.give_up(holds[pick % len(holds)])
+
+    @precondition(lambda self: self.world.holds)
+    @rule(pick=small)
+    def release(self, pick: int) -> None:
+        holds = list(self.world.holds)
+        hold = holds[pick % len(holds)]
+        self.world.release(hold)
+        self.gone.append(hold)
+
+    @rule(request=st.sampled_from(REQUESTS[1:]))
+    def abort(self, request: str) -> None:
+        self.gone += [hold for hold, model in self.world.holds.items() if model.request == request]
+        self.world.abort(request)
+
+    # writing
+
+    @rule(path=paths, first=st.sampled_from((0, 0, 1, 2)), evicting=st.booleans())
+    def commit(self, path: str, first: int, evicting: bool) -> None:
+        self.world.commit(path, min(first, len(path) - 1), evicting)
+
+    @rule(path=long_paths)
+    def commit_and_settle(self, path: str) -> None:
+        self.world.commit(path, 0, True)
+        self.world.settle_all()
+
+    @rule(path=paths, first=st.sampled_from((0, 0, 1)))
+    def offer(self, path: str, first: int) -> None:
+        self.world.offer(path, first)
+
+    @rule(path=paths, tier=st.sampled_from((HOST, FILE)))
+    def discard(self, path: str, tier: str) -> None:
+        if tier in self.world.sizes:
+            self.world.discard(path, tier)
+
+    @rule()
+    def flush(self) -> None:
+        self.world.flush()
+
+    # life
+
+    @rule()
+    def end_step(self) -> None:
+        self.world.end_step()
+
+    @rule()
+    def tick(self) -> None:
+        self.world.tick()
+
+    @rule(really=st.sampled_from((False, False, False, True)))
+    def reset(self, really: bool) -> None:
+        if really:
+            self.world.reset()
+
+    # movers
+
+    @precondition(lambda self: self.world.runnable())
+    @rule(pick=small, pattern=st.sampled_from(PATTERNS))
+    def end_late(self, pick: int, pattern: tuple[Status, ...]) -> None:
+        """One rank of one job ends; the cache does not hear of it yet."""
+        runnable = self.world.runnable()
+        self.world.deliver(*runnable[pick % len(runnable)], pattern)
+
+    @precondition(lambda self: self.world.runnable())
+    @rule(pick=small, pattern=st.sampled_from(PATTERNS))
+    def end_now(self, pick: int, pattern: tuple[Status, ...]) -> None:
+        runnable = self.world.runnable()
+        self.world.deliver(*runnable[pick % len(runnable)], pattern)
+        self.world.apply(self.world.results[-1:])
+
+    @precondition(lambda self: self.world.results)
+    @rule(first=small, count=st.integers(1, 4), backwards=st.booleans())
+    def tell(self, first: int, count: int, backwards: bool) -> None:
+        """The cache hears of some of what happened, in one order or the other."""
+        results = self.world.results
+        first %= len(results)
+        told = results[first : first + count]
+        self.world.apply(told[::-1] if backwards else told)
+
+    @precondition(lambda self: self.world.jobs)
+    @rule()
+    def all_end_well(self) -> None:
+        self.world.settle_all()
+
+    # misuse
+
+    @rule(kind=st.integers(0, 23), pick=small)
+    def misuse(self, kind: int, pick: int) -> None:
+        """A call that breaks the contract is a typed error, and changes nothing."""
+        for error, method, args, kwargs in self.wrong_calls(pick)[kind : kind + 1]:
+            self.world.refused(error, method, *args, **kwargs)
+
+    def wrong_calls(self, pick: int) -> list[tuple[type[CacheError], str, tuple[Any, ...], dict[str, Any]]]:
+        world, keys = self.world, chunks("aab")
+        size, per_chunk = world.setup.device_blocks, world.setup.per_chunk
+        gone = self.gone[pick % len(self.gone)] if self.gone else Hold(10**9)
+        calls: list[tuple[type[CacheError], str, tuple[Any, ...], dict[str, Any]]] = [
+            (HoldError, "release", (gone,), {}),
+            (HoldError, "outcome", (gone,), {}),
+            (HoldError, "give_up", (gone,), {}),
+            (HoldError, "onboard", (gone, (0,)), {}),
+            (HoldError, "release", (None,), {}),
+            (CacheError, "match", (keys, world.now), {"start": 4}),
+            (CacheError, "match", (keys, world.now), {"start": -1}),
+            (CacheError, "match", ([keys[0], keys[0]], world.now), {}),
+            (CacheError, "commit", (keys, tuple(range(3 * per_chunk - 1))), {}),
+            (CacheError, "commit", (keys, (-1, *range(3 * per_chunk - 1))), {}),
+            (CacheError, "commit", (keys, (*range(3 * per_chunk - 1), size)), {}),
+            (CacheError, "commit", (keys, (*range(1, 3 * per_chunk), 1)), {}),
+            (CacheError, "offer", (keys,), {"first": 5}),
+            (CacheError, "discard", (keys, "attic"), {}),
+            (CacheError, "adopt", ("attic", ()), {}),
+            (CacheError, "adopt", (HOST, ((0, key("y"), None), (0, key("x"), None))), {}),
+            (CacheError, "adopt", (HOST, ((world.setup.host, key("y"), None),)), {}),
+            (JobError, "apply", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
+        ]
+        for each, _ in list(world.resident)[pick : pick + 1]:  # a path that is no chain of keys
+            calls.append((CacheError, "offer", ([key("y"), each],), {}))
+            calls.append((CacheError, "match", ([key("y"), each], world.now), {"start": 1}))
+        for hold, model in list(world.holds.items())[:1]:
+            calls += self.wrong_onboards(hold, len(model.keys), model.onboarded)
+        if world.jobs:
+            calls += self.wrong_results(list(world.jobs)[pick % len(world.jobs)])
+        return calls[pick % 8 :] + calls[: pick % 8]
+
+    def wrong_onboards(self, hold: Hold, held: int, onboarded: bool) -> list[Any]:
+        per_chunk = self.world.setup.per_chunk
+        if onboarded:
+            return [(HoldError, "onboard", (hold, (0,)), {})]
+        return [
+            (HoldError, "outcome", (hold,), {}),
+            (HoldError, "give_up", (hold,), {}),
+            (CacheError, "onboard", (hold, ()), {}),
+            (CacheError, "onboard", (hold, (-1,)), {}),
+            (CacheError, "onboard", (hold, (self.world.setup.device_blocks,)), {}),
+            (CacheError, "onboard", (hold, (0,)), {"skip": per_chunk}),
+            (CacheError, "onboard", (hold, tuple(range(held * per_chunk + 1))), {}),
+        ]
+
+    def wrong_results(self, number: int) -> list[Any]:
+        """Results that nobody waits for; together with a right one, which must not be taken in either."""
+        job = self.world.jobs[number]
+        statuses = (Status.OK,) * len(job.told)
+        ranks = job.transfer.ranks
+        waiting = min(job.untold)
+        right = TransferResult(number, statuses, rank=waiting)
+        wrong = [
+            (right, TransferResult(number, statuses, rank=ranks)),
+            (right, TransferResult(number, statuses, rank=-1)),
+            (right, right),
+            (right, TransferResult(10**9, statuses)),
+            (TransferResult(number, (*statuses, Status.OK), rank=waiting),),
+            (TransferResult(number, statuses[1:], rank=waiting),),
+        ]
+        wrong += [(TransferResult(number, statuses, rank=rank),) for rank in set(range(ranks)) - job.untold]
+        return [(JobError, "apply", (results, self.world.now), {}) for results in wrong]
+
+    def teardown(self) -> None:
+        world = getattr(self, "world", None)
+        if world is None or not world.sound:
+            return
+        world.drain()
+        world.evict_all()
+        assert replay(world.setup, world.calls) == world.answers, "the same calls gave another log"
+
+
+@pytest.fixture(autouse=True)
+def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts here have five chunks: let them be loaded in several parts, too."""
+    monkeypatch.setattr(flow_module, "LOAD_BATCH", 2)
+
+
+def profile() -> settings:
+    """Five times the profile's examples: 500 in CI, of up to 100 steps."""
+    current = settings()
+    return settings(current, max_examples=5 * current.max_examples, stateful_step_count=100)
+
+
+def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]]) -> None:
+    run_state_machine_as_test(Tiers, settings=profile())
+    assert set(edges_taken) == set(EDGES), "a legal edge was never taken, or an illegal one was"

@@ -1,0 +1,53 @@
+"""Hypothesis profiles, and the coverage of the cache's table of states.
+
+    pytest                                 "ci": the same examples on every run
+    HYPOTHESIS_PROFILE=soak pytest ...     new examples on every run, twenty times as many
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from longshore.cache import EDGES, State
+
+Edge = tuple[State, State]
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
+settings.register_profile("soak", max_examples=2000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+_EDGES_TAKEN = pytest.StashKey[Counter[Edge]]()
+
+
+@pytest.fixture
+def edges_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Edge]]:
+    """How often each edge of the table of states is taken in this test; shown at the end of the run."""
+    from longshore.cache.index import Copy
+
+    taken: Counter[Edge] = Counter()
+    move = Copy.move
+
+    def counted(copy: Copy, to: State) -> None:
+        before = copy.state
+        move(copy, to)
+        taken[before, to] += 1
+
+    monkeypatch.setattr(Copy, "move", counted)
+    yield taken
+    request.config.stash.setdefault(_EDGES_TAKEN, Counter()).update(taken)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how often each legal edge was taken."""
+    taken = config.stash.get(_EDGES_TAKEN, None)
+    if taken is None:
+        return
+    covered = sum(taken[edge] > 0 for edge in EDGES)
+    terminalreporter.section(f"state table: {covered} of {len(EDGES)} legal edges taken")
+    for edge, meaning in EDGES.items():
+        before, after = edge
+        terminalreporter.write_line(f"{before.value:>8} -> {after.value:<8} {taken[edge]:>9,}  {meaning}")

@@ -1,0 +1,72 @@
+"""A small model and a small workload, served over tiers and by the oracle: what the adapter's tests share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longshore.cache import Counters
+from longshore.cli.demo_model import DemoOptions
+from longshore.cli.demo_result import DemoResult, RunRecord
+from longshore.cli.demo_runs import Demo, run_resident, run_tiered
+from longshore.config import Config
+from longshore.engines.transformers import tiered
+from longshore.tiers.base import Tier
+from longshore.tiers.file import FileTier
+
+SESSIONS, TURNS = 8, 4
+
+
+@dataclass(frozen=True)
+class Served:
+    """A run over tiers and the oracle's run of the same hits; the tiers' books after the last request."""
+
+    tiered: RunRecord
+    resident: RunRecord
+    counters: Counters
+    held: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether every token and log-probability is the same, bit for bit."""
+        return DemoResult({}, self.tiered, self.resident, self.resident, {}).bit_exact
+
+    @property
+    def restored(self) -> int:
+        return sum(self.tiered.restored_blocks.values())
+
+
+def write_workload(path: Path) -> Path:
+    """Sessions that take turns; each prompt is the one before it, and two blocks more."""
+    lines = []
+    for turn in range(TURNS):
+        for session in range(SESSIONS):
+            ids = [0, *range(100 * (session + 1), 100 * (session + 1) + 3 + 2 * turn)]
+            lines.append({"timestamp": 0, "input_length": 512 * len(ids) - 100, "output_length": 64, "hash_ids": ids})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def make_demo(tmp_path: Path, **options: Any) -> Demo:
+    small = {"layers": 2, "width": 128, "block_tokens": 16, "max_new_tokens": 4, "host_share": 0.3, "device": "cpu"}
+    return Demo(DemoOptions(**{"workload": write_workload(tmp_path / "workload.jsonl"), **small, **options}))
+
+
+def serve(
+    tmp_path: Path, *, open_file: Callable[..., Tier] = FileTier, dtype: str = "float32", **settings: Any
+) -> Served:
+    """Serve the workload over all tiers, then through the oracle."""
+    demo = make_demo(tmp_path, dtype=dtype)
+    config = Config.make(**{**demo.config(tmp_path).model_dump(), **settings})
+    with tiered(demo.model, config, open_file=open_file) as tiers:
+        run, hits = run_tiered(demo, tiers, lambda: None)
+        assert tiers.stack is not None
+        assert tiers.stack.runtime.flush(30.0)
+        with tiers.stack.runtime.control() as cache:
+            cache.check_integrity()
+            counters, held = cache.counters.copy(), cache.held
+            assert cache.jobs_in_flight == 0
+    return Served(run, run_resident(demo, hits, lambda: None), counters, held)

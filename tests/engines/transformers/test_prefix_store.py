@@ -1,0 +1,98 @@
+"""`PrefixStore` gives back what it was given, bit for bit, through a window smaller than the prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig
+
+from longshore.config import Config
+from longshore.engines.transformers import PrefixStore
+from longshore.errors import CacheError, EngineError
+
+
+def make_model(seed: int = 0, **settings: Any) -> Any:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, **settings,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model()
+
+
+def prefill(model: Any, tokens: list[int]) -> DynamicCache:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), past_key_values=DynamicCache(), use_cache=True).past_key_values
+
+
+def bits(cache: DynamicCache, tokens: int) -> list[bytes]:
+    states = [s for layer in cache.layers for s in (layer.keys, layer.values)]
+    return [s[:, :, :tokens].contiguous().numpy().tobytes() for s in states]
+
+
+@pytest.fixture(params=[1, 2])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Config]:
+    yield Config.make(host_size="1MiB", file_path=tmp_path / "kv", file_size="4MiB", blocks_per_chunk=request.param)
+
+
+def test_what_goes_in_comes_out(model: Any, config: Config) -> None:
+    tokens = [int(t) for t in torch.randint(0, 256, (500,))]
+    cache = prefill(model, tokens)
+    with PrefixStore(model, config, block_size=16, window=8) as store:
+        kept = store.store_prefix(tokens, cache)
+        assert kept == 500 // (16 * config.blocks_per_chunk) * 16 * config.blocks_per_chunk
+        restored, n = store.restore_prefix(tokens)
+        assert n == kept
+        assert bits(restored, n) == bits(cache, n)
+        assert store.restore_prefix([1, *tokens])[1] == 0
+        _, part = store.restore_prefix(tokens[:100])
+        assert part == 96
+
+
+def test_it_survives_a_restart_but_not_other_weights(model: Any, config: Config) -> None:
+    tokens = [int(t) for t in torch.randint(0, 256, (200,))]
+    cache = prefill(model, tokens)
+    with PrefixStore(model, config, block_size=16) as store:
+        kept = store.store_prefix(tokens, cache)
+    with PrefixStore(model, config, block_size=16) as store:
+        restored, n = store.restore_prefix(tokens)
+        assert n == kept
+        assert bits(restored, n) == bits(cache, n)
+    with PrefixStore(make_model(seed=1), config, block_size=16) as store:
+        assert store.restore_prefix(tokens)[1] == 0
+
+
+def test_generation_goes_on_from_it(model: Any, config: Config) -> None:
+    tokens = [int(t) for t in torch.randint(0, 256, (130,))]
+    with PrefixStore(model, config, block_size=16) as store:
+        store.store_prefix(tokens, prefill(model, tokens))
+        restored, n = store.restore_prefix(tokens[:-1])
+    assert n == 128
+    with torch.no_grad():
+        ours = model(torch.tensor([tokens[n:]]), past_key_values=restored).logits
+        theirs = model(torch.tensor([tokens[n:]]), past_key_values=prefill(model, tokens[:n])).logits
+    assert torch.allclose(ours, theirs)
+
+
+def test_a_cache_that_is_too_short_is_refused(model: Any, config: Config) -> None:
+    with PrefixStore(model, config, block_size=16) as store, pytest.raises(CacheError, match="at least 40 tokens"):
+        store.store_prefix([1] * 40, prefill(model, [1] * 39))
+
+
+def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+    settings = Gemma3TextConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=16,
+    )  # fmt: skip
+    gemma = AutoModelForCausalLM.from_config(settings)
+    with pytest.raises(EngineError, match="sliding_attention"):
+        PrefixStore(gemma, Config.make(host_size="1MiB"))

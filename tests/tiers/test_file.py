@@ -1,0 +1,290 @@
+"""The file tier on a real disk: bounds, restarts, rot, torn records."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longshore.boundary import Status
+from longshore.errors import FormatError, TierClosedError, TierError
+from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
+from longshore.testing.tier_harness import image, key
+from longshore.tiers.arena import PAGE
+from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.file import FileTier, capacity_for
+from longshore.tiers.file.format import parse_superblock
+
+IMAGE = TierTests.image_bytes
+STRIDE = PAGE + IMAGE
+SLOTS = TierTests.slots
+
+Opener = Callable[..., FileTier]
+
+
+def on_disk(directory: Path) -> int:
+    """Bytes that the directory and all in it take, by length or by allocation, whichever is more."""
+    stats = [path.stat() for path in [directory, *directory.iterdir()]]
+    return sum(max(stat.st_size, stat.st_blocks * 512) for stat in stats)
+
+
+class TestCapacity:
+    @pytest.mark.parametrize("slots", [1, 2, 9])
+    @pytest.mark.parametrize("surplus", [0, 1, STRIDE - 1])
+    def test_is_a_bound_on_everything_on_disk(
+        self, harness_of: Callable[..., TierHarness], directory: Path, slots: int, surplus: int
+    ) -> None:
+        capacity = capacity_for(slots, IMAGE) + surplus
+        harness = harness_of(capacity=capacity)
+        assert harness.tier.slots == slots
+        for slot in range(slots):
+            harness.store(slot, slot)
+        harness.tier.forget(1)
+        assert on_disk(directory) <= capacity
+
+    def test_all_of_it_is_taken_at_start(self, opener: Opener, directory: Path) -> None:
+        opener()
+        assert (directory / "segment").stat().st_blocks * 512 >= SLOTS * STRIDE
+
+    def test_too_little_for_one_image_is_refused_with_the_figures(self, opener: Opener) -> None:
+        least = capacity_for(1, IMAGE)
+        with pytest.raises(TierError, match=f"at least {least} bytes, for one image of {IMAGE}, got {least - 1}"):
+            opener(capacity=least - 1)
+
+    def test_more_than_the_disk_has_is_met_at_start(
+        self, opener: Opener, harness: TierHarness, directory: Path
+    ) -> None:
+        harness.store(0, 0)
+        harness.tier.close()
+        space = os.statvfs(directory)
+        capacity = 2 * space.f_blocks * space.f_frsize
+        with pytest.raises(TierError, match=r"room for \d+ more bytes .* the file system has \d+ free"):
+            opener(capacity=capacity)
+        harness.reopen()
+        harness.assert_serves(0, 0)
+
+    def test_a_disk_that_fills_up_while_allocating_gives_back_what_it_took(
+        self, opener: Opener, harness: TierHarness, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        harness.store(0, 0)
+        harness.tier.close()
+        allocate = os.posix_fallocate
+
+        def fill_up(fd: int, offset: int, nbytes: int) -> None:
+            allocate(fd, offset, nbytes - STRIDE)
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", fill_up)
+            with pytest.raises(TierError, match=r"could not allocate .* No space left"):
+                opener(slots=2 * SLOTS)
+        assert (directory / "segment").stat().st_size == SLOTS * STRIDE
+        harness.reopen()
+        harness.assert_serves(0, 0)
+
+    @pytest.mark.parametrize(
+        "changes", [{"image_bytes": PAGE + 1}, {"scope": b"x"}, {"threads": 0}, {"image_bytes": 0}]
+    )
+    def test_impossible_settings_leave_no_directory(
+        self, opener: Opener, directory: Path, changes: dict[str, object]
+    ) -> None:
+        with pytest.raises(TierError):
+            opener(**changes)
+        assert not directory.exists()
+
+
+class TestRestart:
+    def test_another_scope_recovers_nothing_and_is_never_served(self, harness: TierHarness, opener: Opener) -> None:
+        harness.store(0, 0)
+        harness.tier.close()
+        harness.tier = opener(scope=bytes(32))
+        assert harness.tier.recover() == []
+        assert harness.load(0, 0)[0] is Status.MISMATCH
+        harness.tier.close()
+        harness.tier = opener()
+        assert harness.tier.recover() == [StoredChunk(0, key(0), None)]
+
+    @pytest.mark.parametrize("slots", [3, SLOTS, 13])
+    def test_another_capacity_keeps_what_still_has_a_slot(
+        self, harness: TierHarness, opener: Opener, directory: Path, slots: int
+    ) -> None:
+        for slot in range(SLOTS):
+            harness.store(slot, slot)
+        harness.tier.close()
+        harness.tier = opener(slots=slots)
+        assert (directory / "segment").stat().st_size == slots * STRIDE
+        kept = range(min(slots, SLOTS))
+        assert [chunk.slot for chunk in harness.tier.recover()] == list(kept)
+        for slot in kept:
+            harness.assert_serves(slot, slot)
+        harness.store(slots - 1, 99)
+        harness.assert_serves(slots - 1, 99)
+
+    def test_what_was_shrunk_away_does_not_come_back(self, harness: TierHarness, opener: Opener) -> None:
+        harness.store(SLOTS - 1, 0)
+        for slots in (SLOTS - 1, SLOTS):
+            harness.tier.close()
+            harness.tier = opener(slots=slots)
+        assert harness.tier.recover() == []
+        assert harness.load(SLOTS - 1, 0)[0] is Status.MISMATCH
+
+    def test_images_of_another_size_start_empty_but_keep_the_generation(
+        self, harness: TierHarness, opener: Opener, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        harness.tier.forget(5)
+        harness.store(0, 0, length=PAGE)
+        harness.tier.close()
+        with caplog.at_level(logging.WARNING):
+            harness.tier = opener(image_bytes=2 * PAGE)
+        assert [record.getMessage() for record in caplog.records if "starts empty" in record.getMessage()]
+        assert len(caplog.records) == 1
+        assert harness.tier.generation == 5
+        assert harness.tier.recover() == []
+        assert harness.load(0, 0, length=PAGE)[0] is Status.MISMATCH
+
+    def test_another_version_is_refused_and_nothing_touched(self, opener: Opener, directory: Path) -> None:
+        opener().close()
+        page = bytearray((directory / "superblock").read_bytes())
+        page[8] = 2
+        (directory / "superblock").write_bytes(page)
+        before = {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
+        with pytest.raises(FormatError, match=r"version 1, got 2.*Nothing was touched; remove the directory"):
+            opener(slots=2)
+        assert {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"} == before
+
+    @pytest.mark.parametrize("damage", [0, 1, PAGE - 1, PAGE + 1])
+    def test_a_superblock_of_the_wrong_length_is_refused(self, opener: Opener, directory: Path, damage: int) -> None:
+        opener().close()
+        whole = (directory / "superblock").read_bytes()
+        (directory / "superblock").write_bytes((whole + b"\0")[:damage])
+        with pytest.raises(FormatError):
+            opener()
+
+    def test_a_lost_superblock_or_segment_is_an_empty_tier(self, harness: TierHarness, directory: Path) -> None:
+        for name in ("superblock", "segment"):
+            harness.store(0, 0)
+            harness.tier.close()
+            (directory / name).unlink()
+            harness.reopen()
+            assert harness.tier.recover() == []
+            assert harness.load(0, 0)[0] is Status.MISMATCH
+
+    def test_every_open_is_counted_on_disk(self, opener: Opener, directory: Path) -> None:
+        for opens in (1, 2, 3):
+            opener().close()
+            assert parse_superblock((directory / "superblock").read_bytes()).opens == opens
+
+    def test_a_generation_is_on_disk_before_forget_returns(self, opener: Opener, directory: Path) -> None:
+        tier = opener()
+        tier.forget(7)
+        assert parse_superblock((directory / "superblock").read_bytes()).generation == 7
+
+    def test_a_generation_that_was_not_made_known_is_refused(self, harness: TierHarness) -> None:
+        with pytest.raises(TierError, match=r"generation 1 was never given to forget\(\), which knows 0"):
+            harness.tier.submit([harness.op(Op.WRITE, 0, 0, generation=1)], 1e18)
+
+    def test_a_late_write_of_a_forgotten_generation_does_not_reach_the_disk(self, harness: TierHarness) -> None:
+        harness.tier.forget(1)
+        harness.store(0, 0)
+        assert harness.run(harness.op(Op.WRITE, 0, 1, generation=0)) == (Status.CANCELLED,)
+        harness.assert_serves(0, 0)
+
+    def test_what_pads_an_image_on_disk_is_zero(self, harness_of: Callable[..., TierHarness], directory: Path) -> None:
+        harness = harness_of(threads=1)
+        unaligned = harness.offset(0) + 1
+        harness.store(0, 0, offset=unaligned)
+        harness.store(1, 1, offset=unaligned, length=PAGE + 1)
+        record = (directory / "segment").read_bytes()[STRIDE : 2 * STRIDE]
+        assert record[PAGE : 2 * PAGE + 1] == image(1, PAGE + 1).tobytes()
+        assert record[2 * PAGE + 1 :] == bytes(IMAGE - PAGE - 1)
+
+    def test_closed_is_closed(self, opener: Opener) -> None:
+        tier = opener()
+        tier.close()
+        with pytest.raises(TierClosedError):
+            tier.forget(1)
+        with pytest.raises(TierClosedError):
+            tier.recover()
+
+
+class BelievesEverything(FileTier):
+    """The negative control: without checksums, rot is served."""
+
+    def _payload_is_intact(self, image: memoryview, checksum: int) -> bool:
+        return True
+
+
+class TestRot:
+    BITS = (0, 7, 8 * PAGE - 1, 8 * PAGE, 8 * IMAGE - 1, 8 * IMAGE // 2 + 3)
+
+    @pytest.mark.parametrize("bit", BITS)
+    def test_one_bit_of_an_image(self, harness: TierHarness, directory: Path, bit: int) -> None:
+        harness.store(2, 0)
+        flip_image_bit(directory, 2, bit)
+        assert harness.load(2, 0)[0] is Status.CORRUPT
+        flip_image_bit(directory, 2, bit)
+        harness.assert_serves(2, 0)
+
+    def test_one_bit_of_an_image_is_served_without_checksums(
+        self, harness_of: Callable[..., TierHarness], directory: Path
+    ) -> None:
+        harness = harness_of(kind=BelievesEverything)
+        harness.store(2, 0)
+        flip_image_bit(directory, 2, 0)
+        status, found = harness.load(2, 0)
+        assert status is Status.OK
+        assert (found != image(0, IMAGE)).sum() == 1
+
+    @pytest.mark.parametrize("bit", [0, 8 * 8, 8 * 16, 8 * 48, 8 * 112, 8 * 144, 8 * 2000, 8 * PAGE - 1])
+    def test_one_bit_of_a_header(self, harness: TierHarness, directory: Path, bit: int) -> None:
+        harness.store(2, 0)
+        flip_header_bit(directory, 2, bit)
+        assert harness.load(2, 0)[0] is Status.CORRUPT
+        assert harness.tier.recover() == []
+
+    def test_a_record_in_the_wrong_slot(self, harness: TierHarness, directory: Path) -> None:
+        harness.store(0, 0)
+        with (directory / "segment").open("r+b") as segment:
+            record = segment.read(STRIDE)
+            segment.seek(3 * STRIDE)
+            segment.write(record)
+            os.fsync(segment.fileno())
+        assert harness.load(3, 0)[0] is Status.MISMATCH
+        assert harness.tier.recover() == [StoredChunk(0, key(0), None)]
+        harness.store(0, 1)
+        assert harness.tier.recover() == [StoredChunk(0, key(1), None)]
+
+
+class TestTornRecords:
+    SECTOR = 512
+
+    def test_any_mixture_of_two_records_is_a_miss(self, harness: TierHarness, directory: Path) -> None:
+        segment = os.open(directory / "segment", os.O_RDWR)
+        records = []
+        for number in (0, 1):
+            harness.store(1, number)
+            records.append(os.pread(segment, STRIDE, STRIDE))
+        served = []
+        for torn in range(0, STRIDE + 1, self.SECTOR):
+            os.pwrite(segment, records[1][:torn] + records[0][torn:], STRIDE)
+            os.fsync(segment)
+            for number in (0, 1):
+                status, found = harness.load(1, number)
+                assert status in {Status.OK, Status.CORRUPT, Status.MISMATCH}
+                if status is Status.OK:
+                    np.testing.assert_array_equal(found, image(number, IMAGE))
+                    served.append((torn, number))
+        os.close(segment)
+        # The last sectors of a header page are the same zeros in both, except for the checksum in the very last.
+        assert served == [(0, 0), (STRIDE, 1)]
+
+    @pytest.mark.parametrize("left", [0, 1, 511, PAGE, PAGE + 1, 2 * PAGE + 17, STRIDE - 1])
+    def test_a_truncated_segment_is_short(self, harness: TierHarness, directory: Path, left: int) -> None:
+        harness.store(SLOTS - 1, 0)
+        os.truncate(directory / "segment", (SLOTS - 1) * STRIDE + left)
+        assert harness.load(SLOTS - 1, 0)[0] is Status.SHORT
+        assert len(harness.tier.recover()) == (left >= PAGE)
+        harness.reopen()
+        assert harness.load(SLOTS - 1, 0)[0] in {Status.CORRUPT, Status.MISMATCH}

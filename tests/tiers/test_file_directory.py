@@ -1,0 +1,114 @@
+"""The file tier's directory: ours alone, and only one process's at a time."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longshore.errors import FormatError, TierError, TierInUseError
+from longshore.testing import TierTests
+from longshore.tiers.file import FileTier, capacity_for
+from longshore.tiers.file.format import Superblock, pack_superblock
+
+IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
+
+Opener = Callable[..., FileTier]
+
+
+class TestOwnership:
+    def test_only_we_can_read(self, opener: Opener, directory: Path) -> None:
+        opener()
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()} == {
+            "lock": 0o600,
+            "segment": 0o600,
+            "superblock": 0o600,
+        }
+
+    def test_a_directory_that_others_can_write_is_refused(self, opener: Opener, directory: Path) -> None:
+        directory.mkdir()
+        directory.chmod(0o770)
+        with pytest.raises(TierError, match=f"0770.*chmod 700 {directory}"):
+            opener()
+
+    def test_a_directory_of_another_user_is_refused(
+        self, opener: Opener, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        directory.mkdir(mode=0o700)
+        me = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+        with pytest.raises(TierError, match=f"^{directory} belongs to user {me}; expected user {me + 1}"):
+            opener()
+
+    def test_a_symbolic_link_to_a_directory_is_refused(self, opener: Opener, directory: Path, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        directory.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(TierError, match="symbolic link"):
+            opener()
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+
+    @pytest.mark.parametrize("name", ["lock", "segment", "superblock", "superblock.new"])
+    @pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to"])
+    def test_a_link_in_place_of_a_file_is_refused(
+        self, opener: Opener, directory: Path, tmp_path: Path, name: str, kind: str
+    ) -> None:
+        precious = tmp_path / "precious"
+        precious.write_bytes(pack_superblock(Superblock(SLOTS, IMAGE, 0, 0)))
+        before = precious.read_bytes()
+        directory.mkdir(mode=0o700)
+        getattr(directory / name, kind)(precious)
+        with pytest.raises(TierError, match=r"symbolic link|2 links"):
+            opener()
+        assert precious.read_bytes() == before
+
+    def test_a_pipe_in_place_of_a_file_is_refused(self, opener: Opener, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        os.mkfifo(directory / "segment")
+        with pytest.raises(TierError, match="regular file"):
+            opener()
+
+    def test_a_file_in_place_of_the_directory_is_refused(self, opener: Opener, directory: Path) -> None:
+        directory.write_text("not a directory")
+        with pytest.raises(TierError, match=str(directory)):
+            opener()
+
+
+class TestLock:
+    def test_a_second_opener_is_told_what_to_do(self, opener: Opener, directory: Path) -> None:
+        opener()
+        with pytest.raises(TierInUseError, match=rf"{directory} .*process id {os.getpid()}\).*{directory}/rank0"):
+            opener()
+
+    def test_close_gives_the_directory_back(self, opener: Opener) -> None:
+        opener().close()
+        opener()
+
+    def test_a_failed_open_gives_the_directory_back(self, opener: Opener, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        (directory / "superblock").write_bytes(b"not ours")
+        with pytest.raises(FormatError):
+            opener()
+        (directory / "superblock").unlink()
+        opener()
+
+    def test_it_dies_with_the_process(self, opener: Opener, directory: Path) -> None:
+        program = (
+            "import sys, time; from pathlib import Path; from longshore.tiers.arena import Arena;"
+            "from longshore.tiers.file import FileTier;"
+            f"tier = FileTier(Path({str(directory)!r}), capacity={capacity_for(SLOTS, IMAGE)}, image_bytes={IMAGE},"
+            "arena=Arena(4096), scope=bytes(32)); print('open', flush=True); time.sleep(600)"
+        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as holder:
+            try:
+                assert holder.stdout is not None
+                assert holder.stdout.readline() == b"open\n"
+                with pytest.raises(TierInUseError, match=f"process id {holder.pid}"):
+                    opener()
+            finally:
+                holder.send_signal(signal.SIGKILL)
+        opener()

@@ -1,0 +1,149 @@
+"""A CPU device whose copies wait at a gate, and a compute side that is done when the test says so."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from longshore.boundary import HOST
+from longshore.layout import KVLayout
+from longshore.transfer import CpuDevice
+from longshore.transfer.device.base import Event, Stream
+from longshore.transfer.device.cpu import CpuStream, copy_pieces
+from longshore.transfer.plan import describe
+from longshore.transfer.selection import Batch
+
+PATIENCE = 10.0
+"""Seconds until something that must happen counts as not happening."""
+
+A_MOMENT = 0.15
+"""Seconds for something that must not happen to happen."""
+
+
+class Work(Event):
+    """Something that the compute side is at until the test says `done`."""
+
+    def __init__(self) -> None:
+        self.finished = threading.Event()
+        self.waited_for = threading.Event()
+        self.waits = 0
+
+    def done(self) -> None:
+        self.finished.set()
+
+    def passed(self) -> bool:
+        return self.finished.is_set()
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.waited_for.set()
+        if not self.finished.wait(PATIENCE):
+            raise TimeoutError("compute was never done")
+
+
+class Compute:
+    """The compute side: pieces of work, one after the other."""
+
+    def __init__(self) -> None:
+        self.given: list[Work] = []
+
+    def start(self) -> Work:
+        self.given.append(Work())
+        return self.given[-1]
+
+
+class Gate:
+    """Copies in one direction: how many batches may pass, and which have arrived."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open = 1 << 30
+        self.arrived = 0
+
+    def shut(self, after: int = 0) -> None:
+        with self._changed:
+            self._open = self.arrived + after
+
+    def open(self) -> None:
+        with self._changed:
+            self._open = 1 << 30
+            self._changed.notify_all()
+
+    def pass_through(self) -> None:
+        with self._changed:
+            self.arrived += 1
+            number = self.arrived
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: number <= self._open, PATIENCE):
+                raise TimeoutError("the gate was never opened")
+
+    def wait_arrived(self, count: int, timeout: float = PATIENCE) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.arrived >= count, timeout)
+
+
+class GatedDevice(CpuDevice):
+    """Copies wait at `gates[into]`; `log` says in which order they began and ended; `faults` may raise."""
+
+    def __init__(self) -> None:
+        self.gates = {"host": Gate(), "device": Gate()}
+        self.log: list[str] = []
+        self.fault: Callable[[str, Batch | None], None] = lambda step, batch: None
+        self.closed = 0
+
+    def stream(self, layout: KVLayout, into: str) -> Stream:
+        return GatedStream(self, into)
+
+    def mark(self, compute: object) -> Event:
+        return compute.given[-1] if isinstance(compute, Compute) else super().mark(compute)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class GatedStream(CpuStream):
+    def __init__(self, device: GatedDevice, into: str) -> None:
+        super().__init__()
+        self.device = device
+        self.into = into
+
+    def bind(self) -> None:
+        self.device.fault("bind", None)
+
+    def copy(self, batch: Batch) -> None:
+        self.device.log.append(f"{self.into} begins")
+        self.device.gates[self.into].pass_through()
+        self.device.fault("copy", batch)
+        super().copy(batch)
+        self.device.log.append(f"{self.into} ends")
+
+    def finish(self) -> float:
+        self.device.fault("finish", None)
+        return super().finish()
+
+
+class SlowDevice(CpuDevice):
+    """Copies in two halves with a pause before, between and after, so that what is not ordered shows."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def stream(self, layout: KVLayout, into: str) -> Stream:
+        return SlowStream(random.Random(self.random.random()))
+
+
+class SlowStream(CpuStream):
+    def __init__(self, pauses: random.Random) -> None:
+        super().__init__()
+        self.pauses = pauses
+
+    def copy(self, batch: Batch) -> None:
+        device, host, size = describe(batch)
+        source, destination = (device, host) if batch.into == HOST else (host, device)
+        half = len(size) // 2
+        for part in (slice(0, half), slice(half, None)):
+            time.sleep(self.pauses.choice([0.0, 0.0002, 0.001]))
+            copy_pieces(source[part], destination[part], size[part])
+        time.sleep(self.pauses.choice([0.0, 0.0005]))

@@ -1,0 +1,395 @@
+"""The engine as a mover: results per item, refusals that change nothing, cancel, deadline, failure, close."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gated import PATIENCE, GatedDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
+
+from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, Slot, Status, Transfer
+from longshore.errors import FreedLayoutError, LayoutError, PlanError, TierClosedError
+from longshore.layout import KVLayout, from_rows
+from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.transfer.selection import Batch
+
+OK = Status.OK
+
+
+class Rig:
+    """An engine over gated copies, with a clock that the test sets."""
+
+    def __init__(self, layout: KVLayout | None = None, slots: int = 8, **options: Any) -> None:
+        self.pools = Pools(layout or flat(16), slots)
+        self.model = Model(self.pools)
+        self.device = GatedDevice()
+        self.now = 0.0
+        self.engine = TransferEngine(self.pools.layout, self.device, self.pools.host, clock=lambda: self.now, **options)
+
+    def offload(self, job: int, blocks: tuple[int, ...], slots: list[int], **fields: Any) -> None:
+        self.engine.submit(transfer(job, OFFLOAD, [Section(0, 0, blocks)], slots, **fields))
+
+    def onboard(self, job: int, blocks: tuple[int, ...], slots: list[int], **fields: Any) -> None:
+        self.engine.submit(transfer(job, ONBOARD, [Section(0, 0, blocks)], slots, **fields))
+
+    def expect(self, into: str, blocks: tuple[int, ...], slots: list[int]) -> None:
+        self.model.move([Section(0, 0, blocks)], self.pools.images(slots), into=into)
+
+    def results(self, *jobs: int) -> list[Any]:
+        assert self.engine.wait(jobs, PATIENCE)
+        return sorted(self.engine.poll(), key=lambda result: result.job)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    for gate in made.device.gates.values():
+        gate.open()
+    made.engine.close()
+
+
+def test_it_is_a_mover(rig: Rig) -> None:
+    mover: Mover = rig.engine
+    assert mover.routes == {Route(DEVICE, HOST), Route(HOST, DEVICE)}
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_offload_then_onboard_into_other_blocks(data: st.DataObject) -> None:
+    """Same bytes in other blocks; padding, neighbours, guard bytes and other slots untouched; image padding zero."""
+    layout = data.draw(layouts())
+    parts = data.draw(sections(layout))
+    there = data.draw(st.composite(lambda draw: elsewhere(draw, layout, parts))())
+    items = chunks_of(layout, parts)
+    pools = Pools(layout, slots=items + 2, seed=data.draw(st.integers(0, 99)))
+    slots = data.draw(st.permutations(range(items + 2)))[:items]
+    valid = [
+        (1 << layout.groups[section.group].blocks_per_chunk) - 1
+        for section in parts
+        for _ in range(chunks_of(layout, [section]))
+    ]
+    model = Model(pools)
+    engine = TransferEngine(layout, CpuDevice(), pools.host, max_batch_bytes=data.draw(st.integers(1, 9000)))
+    try:
+        engine.submit(transfer(1, OFFLOAD, parts, slots, valid=valid))
+        assert engine.wait([1], PATIENCE)
+        model.move(parts, pools.images(slots), into=HOST)
+        model.check(pools)
+        for tensor in pools.tensors:
+            tensor.bitwise_not_()
+        model.device = pools.device_bytes()
+        engine.submit(transfer(2, ONBOARD, there, slots, valid=valid))
+        assert engine.wait([2], PATIENCE)
+        model.move(there, pools.images(slots), into=DEVICE)
+        model.check(pools)
+        out, back = engine.poll()
+        assert out.statuses == back.statuses == (OK,) * items
+        moved = sum(len(section.blocks) * layout.groups[section.group].block_bytes for section in parts)
+        assert out.bytes == back.bytes == moved
+    finally:
+        engine.close()
+
+
+def test_results_say_job_bytes_seconds_and_rank() -> None:
+    rig = Rig(KVLayout(flat(16).groups, flat(16).tensors, 16, ranks=2, rank=1))
+    rig.device.gates[HOST].shut()
+    rig.offload(7, (3, 4), [1, 2])
+    assert rig.device.gates[HOST].wait_arrived(1)
+    rig.device.gates[HOST].open()
+    (result,) = rig.results(7)
+    assert (result.job, result.statuses, result.bytes, result.rank) == (7, (OK, OK), 96, 1)
+    assert result.seconds > 0
+    assert result.queued_seconds == 0.0
+    rig.engine.close()
+
+
+def test_seconds_in_the_queue_are_those_before_the_copy(rig: Rig) -> None:
+    rig.device.gates[HOST].shut()
+    rig.offload(1, (3,), [1])
+    assert rig.device.gates[HOST].wait_arrived(1)
+    rig.offload(2, (4,), [2])
+    rig.now = 5.0
+    rig.device.gates[HOST].open()
+    assert [result.queued_seconds for result in rig.results(1, 2)] == [0.0, 5.0]
+
+
+def test_a_result_comes_when_the_copy_has_ended_not_when_it_was_submitted(rig: Rig) -> None:
+    rig.device.gates[HOST].shut()
+    rig.offload(1, (3,), [1])
+    assert rig.device.gates[HOST].wait_arrived(1)
+    assert rig.engine.poll() == []
+    assert not rig.engine.wait([1], 0)
+    rig.device.gates[HOST].open()
+    assert [result.statuses for result in rig.results(1)] == [(OK,)]
+    assert rig.engine.poll() == []
+
+
+def test_a_transfer_of_nothing_ends_too(rig: Rig) -> None:
+    rig.engine.submit(Transfer(1, OFFLOAD, ()))
+    (result,) = rig.results(1)
+    assert (result.statuses, result.bytes) == ((), 0)
+
+
+def test_jobs_of_one_direction_end_in_order(rig: Rig) -> None:
+    for job in range(8):
+        rig.offload(job, (job,), [job])
+    assert rig.engine.wait(range(8), PATIENCE)
+    assert [result.job for result in rig.engine.poll()] == list(range(8))
+
+
+def test_source_and_destination_ids_are_not_confused(rig: Rig) -> None:
+    rig.onboard(1, (9, 1), [2, 6])
+    rig.expect(DEVICE, (9, 1), [2, 6])
+    rig.results(1)
+    rig.offload(2, (12,), [3])
+    rig.expect(HOST, (12,), [3])
+    rig.results(2)
+    rig.model.check(rig.pools)
+
+
+def item(source: Slot | None, destination: Slot | None, valid: int = 1) -> Item:
+    return Item(b"k" * 32, None, source, destination, valid)
+
+
+HERE = Slot(HOST, 0, 1)
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("a route of another mover", {"route": Route(HOST, FILE)}),
+    ("a route from the device to itself", {"route": Route(DEVICE, DEVICE)}),
+    ("no host side", {"items": (item(None, None),)}),
+    ("two host sides", {"items": (item(HERE, HERE),)}),
+    ("the sides exchanged", {"items": (item(HERE, None),)}),
+    ("a slot of another tier", {"items": (item(None, Slot(FILE, 0, 1)),)}),
+    ("a slot of another pool", {"items": (item(None, Slot(HOST, 1, 1)),)}),
+    ("a slot beyond the pool", {"items": (item(None, Slot(HOST, 0, 8)),)}),
+    ("a negative slot", {"items": (item(None, Slot(HOST, 0, -1)),)}),
+    ("no valid sub-block", {"items": (item(None, HERE, 0),)}),
+    ("an item too many", {"items": (item(None, HERE), item(None, Slot(HOST, 0, 2)))}),
+    ("an item too few", {"items": ()}),
+    ("one slot twice", {"items": (item(None, HERE),) * 2, "sections": (Section(0, 0, (3, 4)),)}),
+    ("a block beyond the pool", {"sections": (Section(0, 0, (16,)),)}),
+    ("a group that does not exist", {"sections": (Section(1, 0, (3,)),)}),
+    ("layers that do not exist", {"layers": (0, 9)}),
+    ("a job that is in flight", {"job": 99}),
+]
+
+
+@pytest.mark.parametrize(("why", "changes"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_does_not_fit_is_refused_and_changes_nothing(rig: Rig, why: str, changes: dict[str, Any]) -> None:
+    rig.device.gates[HOST].shut()
+    rig.offload(99, (0,), [0])
+    rig.expect(HOST, (0,), [0])
+    good: dict[str, Any] = {
+        "job": 1,
+        "route": OFFLOAD,
+        "items": (item(None, HERE),),
+        "sections": (Section(0, 0, (3,)),),
+    }
+    with pytest.raises(PlanError):
+        rig.engine.submit(Transfer(**(good | changes)))
+    rig.device.gates[HOST].open()
+    assert [result.job for result in rig.results(99, 1)] == [99]
+    rig.model.check(rig.pools)
+    rig.engine.submit(Transfer(**good))
+    rig.expect(HOST, (3,), [1])
+    assert [result.statuses for result in rig.results(1)] == [(OK,)]
+    rig.model.check(rig.pools)
+
+
+def test_a_job_id_is_free_again_when_it_has_ended(rig: Rig) -> None:
+    rig.offload(1, (3,), [1])
+    rig.results(1)
+    rig.offload(1, (4,), [1])
+    assert len(rig.results(1)) == 1
+
+
+def test_slots_must_hold_an_image() -> None:
+    big = Pools(flat(4, 5000), slots=2)
+    with pytest.raises(LayoutError, match="an image has 12288 bytes, a host slot only 4096"):
+        TransferEngine(big.layout, CpuDevice(), Pools(flat(4), 2).host)
+
+
+def test_cancel_is_heard_between_batches() -> None:
+    rig = Rig(max_batch_bytes=100)  # two blocks of 48 bytes a batch
+    gate = rig.device.gates[HOST]
+    gate.shut(after=1)
+    rig.offload(1, (0, 2, 4, 6, 8), [0, 1, 2, 3, 4])
+    assert gate.wait_arrived(2)
+    rig.engine.cancel(1)
+    gate.open()
+    (result,) = rig.results(1)
+    assert result.statuses == (OK, OK, OK, OK, Status.CANCELLED)
+    assert result.bytes == 4 * 48
+    rig.expect(HOST, (0, 2, 4, 6), [0, 1, 2, 3])
+    rig.model.host[rig.pools.host.offset(4) + 48 :][: 4096 - 48] = 0
+    rig.model.check(rig.pools)
+    rig.engine.close()
+
+
+def test_a_job_that_is_cancelled_in_the_queue_moves_nothing(rig: Rig) -> None:
+    gate = rig.device.gates[HOST]
+    gate.shut()
+    rig.offload(1, (0,), [0])
+    assert gate.wait_arrived(1)
+    rig.offload(2, (1,), [1])
+    rig.engine.cancel(2)
+    rig.engine.cancel(2)
+    rig.engine.cancel(12345)
+    gate.open()
+    first, second = rig.results(1, 2)
+    assert (first.statuses, second.statuses, second.bytes) == ((OK,), (Status.CANCELLED,), 0)
+    rig.expect(HOST, (0,), [0])
+    rig.model.check(rig.pools)
+
+
+def test_cancel_after_the_end_is_ignored(rig: Rig) -> None:
+    rig.offload(1, (0,), [0])
+    assert [result.statuses for result in rig.results(1)] == [(OK,)]
+    rig.engine.cancel(1)
+    assert rig.engine.poll() == []
+
+
+def test_what_has_not_begun_by_the_deadline_does_not_begin() -> None:
+    rig = Rig(max_batch_bytes=48)
+    gate = rig.device.gates[DEVICE]
+    gate.shut(after=1)
+    rig.onboard(1, (0, 1, 2), [0, 1, 2], deadline=3.0)
+    rig.onboard(2, (5,), [5], deadline=3.0)
+    rig.onboard(3, (6,), [6], deadline=9.0)
+    assert gate.wait_arrived(2)
+    rig.now = 4.0
+    gate.open()
+    first, second, third = rig.results(1, 2, 3)
+    assert first.statuses == (OK, OK, Status.DEADLINE)
+    assert (second.statuses, second.bytes) == ((Status.DEADLINE,), 0)
+    assert third.statuses == (OK,)
+    rig.expect(DEVICE, (0, 1), [0, 1])
+    rig.expect(DEVICE, (6,), [6])
+    rig.model.check(rig.pools)
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("step", ["bind", "copy", "finish"])
+def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str) -> None:
+    def fail_once(at: str, batch: Batch | None) -> None:
+        if at == step:
+            rig.device.fault = lambda at, batch: None
+            raise RuntimeError("the device fell off the bus")
+
+    rig.device.fault = fail_once
+    rig.offload(1, (0, 1), [0, 1])
+    rig.offload(2, (2,), [2])
+    first, second = rig.results(1, 2)
+    assert (first.statuses, first.bytes) == ((Status.IO_ERROR, Status.IO_ERROR), 0)
+    assert second.statuses == (OK,)
+
+
+def test_a_failed_batch_fails_all_items() -> None:
+    rig = Rig(max_batch_bytes=48)
+
+    def fail_second(at: str, batch: Batch | None) -> None:
+        if batch is not None and batch.parts[0].item == 1:
+            raise RuntimeError("no")
+
+    rig.device.fault = fail_second
+    rig.onboard(1, (0, 1, 2), [0, 1, 2])
+    (result,) = rig.results(1)
+    # What the batches before it brought is not trusted: the device may have failed earlier than it said.
+    assert (result.statuses, result.bytes) == ((Status.IO_ERROR,) * 3, 0)
+    rig.engine.close()
+
+
+def test_close_waits_for_what_has_begun_and_ends_the_rest() -> None:
+    rig = Rig()
+    before = threading.active_count()
+    gate = rig.device.gates[HOST]
+    gate.shut()
+    rig.offload(1, (0,), [0])
+    rig.offload(2, (1,), [1])
+    assert gate.wait_arrived(1)
+    closing = threading.Thread(target=rig.engine.close)
+    closing.start()
+    with pytest.raises(TierClosedError):
+        while closing.is_alive():
+            rig.engine.begin_step()
+    gate.open()
+    closing.join(PATIENCE)
+    rig.engine.close()
+    assert [(result.job, result.statuses) for result in rig.engine.poll()] == [(1, (OK,)), (2, (Status.TIER_OFF,))]
+    assert threading.active_count() == before - 2
+    assert rig.device.closed >= 1
+    rig.expect(HOST, (0,), [0])
+    rig.model.check(rig.pools)
+
+
+def test_after_close_only_results_can_be_had() -> None:
+    rig = Rig()
+    rig.engine.close()
+    with pytest.raises(TierClosedError):
+        rig.offload(1, (0,), [0])
+    with pytest.raises(TierClosedError):
+        rig.engine.begin_step()
+    assert rig.engine.wait([1], 0)
+    assert rig.engine.poll() == []
+
+
+def test_jobs_against_freed_memory_are_refused_or_move_nothing(rig: Rig) -> None:
+    gate = rig.device.gates[HOST]
+    gate.shut()
+    rig.offload(1, (0,), [0])
+    assert gate.wait_arrived(1)
+    rig.onboard(2, (5,), [5])
+    rig.offload(3, (6,), [6])
+    assert rig.engine.wait([2], PATIENCE)
+    rig.expect(DEVICE, (5,), [5])
+    tensors = rig.pools.layout.tensors
+    rig.pools.layout.free()
+    with pytest.raises(FreedLayoutError):
+        rig.offload(4, (0,), [0])
+    rig.pools.layout.take_back(tensors)
+    gate.open()
+    statuses = {result.job: result.statuses for result in rig.results(1, 2, 3)}
+    assert statuses[3] == (Status.TIER_OFF,)
+    assert statuses[1] == (Status.TIER_OFF,)  # it was begun, but its addresses were of the memory that went
+    rig.model.host[48:4096] = 0  # only the padding of its slot was written
+    rig.model.check(rig.pools)
+    rig.offload(5, (7,), [7])
+    rig.expect(HOST, (7,), [7])
+    assert [result.statuses for result in rig.results(5)] == [(OK,)]
+
+
+def test_partial_blocks_and_ranges_of_layers() -> None:
+    layout = flat(16, 24, refs=4)
+    rig = Rig(layout)
+    parts = [Section(0, 0, (1, 2))]
+    rig.engine.submit(transfer(1, OFFLOAD, parts, [0, 1], layers=(1, 3)))
+    rig.model.move(parts, rig.pools.images([0, 1]), into=HOST, layers=(1, 3))
+    rig.engine.submit(transfer(2, ONBOARD, parts, [2, 3], tokens=2))
+    rig.model.move(parts, rig.pools.images([2, 3]), into=DEVICE, tokens=2)
+    assert [result.bytes for result in rig.results(1, 2)] == [96, 192]
+    rig.model.check(rig.pools)
+    rig.engine.close()
+
+
+def test_float_payloads_keep_their_bits() -> None:
+    payload = torch.tensor([float("nan"), -0.0, float("-inf"), 1e-45] * 16).view(16, 4)
+    rows = torch.zeros(16, 4)
+    layout = from_rows(rows, pages_per_block=2, block_size=1)
+    pools = Pools(layout, slots=16)
+    rows.copy_(payload)
+    engine = TransferEngine(layout, CpuDevice(), pools.host)
+    everything = tuple(range(16))
+    engine.submit(transfer(1, OFFLOAD, [Section(0, 0, everything)], everything))
+    assert engine.wait([1], PATIENCE)
+    rows.fill_(float("nan"))
+    engine.submit(transfer(2, ONBOARD, [Section(0, 0, everything[::-1])], everything))
+    assert engine.wait([2], PATIENCE)
+    engine.close()
+    assert torch.equal(rows.view(torch.int32), payload.flip(0).view(torch.int32))

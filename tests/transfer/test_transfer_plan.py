@@ -1,0 +1,291 @@
+"""Plans: ids consumed exactly or refused, runs merged, batches bounded, and the bytes where the image wants them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections
+
+from longshore.boundary import DEVICE, HOST, Section
+from longshore.errors import FreedLayoutError, PlanError
+from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
+from longshore.transfer.device.cpu import copy_pieces
+from longshore.transfer.plan import Plan, describe, expand, plan
+from longshore.transfer.selection import select
+
+
+def make_plan(pools: Pools, parts: Any, slots: Any, into: str = HOST, **options: Any) -> Plan:
+    return plan(
+        pools.layout,
+        parts,
+        pools.images(slots),
+        into=into,
+        host_address=pools.arena.address,
+        host_bytes=pools.arena.nbytes,
+        **options,
+    )
+
+
+def run(made: Plan) -> None:
+    for start, stop in made.batches:
+        copy_pieces(made.source[start:stop], made.destination[start:stop], made.size[start:stop])
+
+
+def test_ids_expand_to_the_golden_vector() -> None:
+    assert expand([0, 1, 3], 4, skip=1).tolist() == [1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]
+
+
+def test_ids_expand_to_nothing_and_to_themselves() -> None:
+    assert expand([], 4).tolist() == []
+    assert expand([5, 2], 1).tolist() == [5, 2]
+    assert expand([7], 3, skip=3).tolist() == []
+
+
+@pytest.mark.parametrize(("ids", "factor", "skip"), [([0], 0, 0), ([0], 4, 5), ([0], 4, -1), ([-1], 4, 0)])
+def test_ids_that_cannot_expand_are_refused(ids: list[int], factor: int, skip: int) -> None:
+    with pytest.raises(PlanError):
+        expand(ids, factor, skip)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_offload_then_onboard_into_other_blocks(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    parts = data.draw(sections(layout))
+    items = chunks_of(layout, parts)
+    pools = Pools(layout, slots=items + 2, seed=data.draw(st.integers(0, 99)))
+    slots = data.draw(st.permutations(range(items + 2)))[:items]
+    there = data.draw(st.composite(lambda draw: elsewhere(draw, layout, parts))())
+    model = Model(pools)
+    options = {"max_descriptors": data.draw(st.integers(1, 40)), "max_bytes": data.draw(st.integers(1, 9000))}
+
+    run(make_plan(pools, parts, slots, HOST, **options))
+    model.move(parts, pools.images(slots), into=HOST)
+    _ignore_padding(model, pools)
+    model.check(pools)
+
+    for tensor in pools.tensors:
+        tensor.bitwise_not_()
+    model.device = pools.device_bytes()
+    run(make_plan(pools, there, slots, DEVICE, **options))
+    model.move(there, pools.images(slots), into=DEVICE)
+    model.check(pools)
+
+
+def _ignore_padding(model: Model, pools: Pools) -> None:
+    """A plan has no part in the padding's zeros: the engine writes them."""
+    differs = model.host != pools.arena.array
+    assert (model.host[differs] == 0).all()
+    model.host[differs] = pools.arena.array[differs]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_ranges_of_layers_leading_tokens_and_holes(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    parts = data.draw(sections(layout))
+    items = chunks_of(layout, parts)
+    pools = Pools(layout, slots=items + 1)
+    slots = data.draw(st.permutations(range(items + 1)))[:items]
+    low = data.draw(st.integers(0, layout.num_layers - 1))
+    layers = data.draw(st.none() | st.tuples(st.just(low), st.integers(low + 1, layout.num_layers)))
+    tokens = data.draw(st.none() | st.integers(-1, 17))
+    per_item = [
+        (1 << layout.groups[section.group].blocks_per_chunk) - 1
+        for section in parts
+        for _ in range(chunks_of(layout, [section]))
+    ]
+    valid = data.draw(st.none() | st.tuples(*(st.integers(1, full) for full in per_item)))
+    into = data.draw(st.sampled_from([DEVICE, HOST]))
+    model = Model(pools)
+    options: dict[str, Any] = {"layers": layers, "tokens": tokens, "valid": valid}
+
+    run(make_plan(pools, parts, slots, into, **options))
+    model.move(parts, pools.images(slots), into=into, **options)
+
+    if into == HOST:
+        _ignore_padding(model, pools)
+    model.check(pools)
+
+
+def test_two_groups_with_an_empty_one_between() -> None:
+    tensors = [torch.zeros(100 * 24, dtype=torch.uint8) for _ in range(3)]
+    groups = [
+        KVGroup("full", 16, 4, (PageRef(0, 0, 24, 24),)),
+        KVGroup("none", 16, 2, (PageRef(1, 0, 24, 24),)),
+        KVGroup("window", 16, 3, (PageRef(2, 0, 24, 24),)),
+    ]
+    pools = Pools(KVLayout(groups, tensors, 100), slots=8)
+    parts = [Section(0, 6, tuple(range(50, 57))), Section(1, 5, ()), Section(2, 4, (9, 8, 7, 6))]
+    model = Model(pools)
+
+    made = make_plan(pools, parts, [5, 0, 3, 1, 6], HOST)
+
+    run(made)
+    model.move(parts, pools.images([5, 0, 3, 1, 6]), into=HOST)
+    _ignore_padding(model, pools)
+    model.check(pools)
+    # Group 0 from logical block 6 on: 2 blocks, 4 blocks, 1 block; group 2 from 4 on: 2 and 2, which run backwards.
+    assert [int(size) // 24 for size in made.size] == [2, 4, 1, 1, 1, 1, 1]
+
+
+def test_runs_that_are_adjacent_on_both_sides_are_one_copy() -> None:
+    pools = Pools(flat(64, 4096, refs=1), slots=64)
+    made = make_plan(pools, [Section(0, 0, (8, 9, 10, 20, 30, 31))], [4, 5, 6, 7, 1, 2], HOST)
+    assert [int(size) // 4096 for size in made.size] == [3, 1, 2]
+    apart = make_plan(pools, [Section(0, 0, (8, 9, 10))], [4, 6, 5], HOST)
+    assert [int(size) // 4096 for size in apart.size] == [1, 1, 1]
+
+
+def test_a_row_that_holds_all_pages_of_a_block_is_one_copy() -> None:
+    rows = torch.zeros(10, 12 * 40, dtype=torch.uint8)
+    pools = Pools(from_rows(rows, pages_per_block=12, block_size=4), slots=4)
+    made = make_plan(pools, [Section(0, 0, (7, 2))], [0, 3], DEVICE)
+    assert made.size.tolist() == [480, 480]
+    assert (made.destination - np.uint64(rows.data_ptr())).tolist() == [7 * 480, 2 * 480]
+
+
+def test_arrays_are_uint64_and_batches_are_bounded() -> None:
+    pools = Pools(flat(200, 8, refs=3), slots=100)
+    made = make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST)
+    assert made.source.dtype == made.destination.dtype == made.size.dtype == np.uint64
+    assert made.batches == ((0, 300),)
+    few = make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST, max_descriptors=128)
+    assert few.batches == ((0, 128), (128, 256), (256, 300))
+    light = make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST, max_bytes=240)
+    assert light.batches == tuple((start, start + 30) for start in range(0, 300, 30))
+    # One block is longer than a batch may be: it is cut between its references.
+    lighter = make_plan(pools, [Section(0, 0, (3, 5))], [0, 1], HOST, max_bytes=17)
+    assert lighter.batches == ((0, 2), (2, 3), (3, 5), (5, 6))
+
+
+def test_no_batch_has_more_than_4096_descriptors() -> None:
+    pools = Pools(flat(200, 1, refs=50), slots=100)
+    made = make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST)
+    assert [stop - start for start, stop in made.batches] == [4096, 904]
+
+
+REFUSED: list[tuple[str, list[Section], list[int], dict[str, Any]]] = [
+    ("an item too few", [Section(0, 0, (1, 2, 3))], [0], {}),
+    ("an item too many", [Section(0, 0, (1, 2))], [0, 1], {}),
+    ("an unaligned start that needs one more", [Section(0, 1, (1, 2))], [0], {}),
+    ("no section for an item", [], [0], {}),
+    ("a block beyond the pool", [Section(0, 0, (1, 16))], [0], {}),
+    ("a negative block", [Section(0, 0, (-1, 1))], [0], {}),
+    ("a block that is no integer", [Section(0, 0, (1.5, 1))], [0], {}),  # type: ignore[arg-type]
+    ("a block beyond 64 bits", [Section(0, 0, (1 << 70, 1))], [0], {}),
+    ("a group that does not exist", [Section(1, 0, (1, 2))], [0], {}),
+    ("a negative group", [Section(-1, 0, (1, 2))], [0], {}),
+    ("a negative first block", [Section(0, -2, (1, 2))], [0], {}),
+    ("an image beyond the host", [Section(0, 0, (1, 2))], [4], {}),
+    ("an image before the host", [Section(0, 0, (1, 2))], [-1], {}),
+    ("layers backwards", [Section(0, 0, (1, 2))], [0], {"layers": (1, 1)}),
+    ("layers beyond the last", [Section(0, 0, (1, 2))], [0], {"layers": (0, 3)}),
+    ("a mask of nothing", [Section(0, 0, (1, 2))], [0], {"valid": [0]}),
+    ("a mask of more sub-blocks than there are", [Section(0, 0, (1, 2))], [0], {"valid": [4]}),
+    ("a mask too few", [Section(0, 0, (1, 2))], [0], {"valid": []}),
+    ("no room in a batch", [Section(0, 0, (1, 2))], [0], {"max_bytes": 0}),
+    ("no descriptors in a batch", [Section(0, 0, (1, 2))], [0], {"max_descriptors": 0}),
+    ("neither tier", [Section(0, 0, (1, 2))], [0], {"into": "file"}),
+]
+
+
+@pytest.mark.parametrize(("why", "parts", "images", "options"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_does_not_fit_is_refused(why: str, parts: Any, images: list[int], options: dict[str, Any]) -> None:
+    layout = flat(16, 24, refs=2, blocks_per_chunk=2)
+    with pytest.raises(PlanError):
+        plan(
+            layout,
+            parts,
+            [image * 4096 for image in images],
+            **{"into": HOST, "host_address": 0, "host_bytes": 4 * 4096, **options},
+        )
+
+
+def test_what_is_written_may_not_be_named_twice() -> None:
+    layout = flat(16, 24, refs=1, blocks_per_chunk=2)
+    twice = [Section(0, 0, (1, 2, 3, 1))]
+
+    def attempt(parts: list[Section], images: list[int], into: str) -> None:
+        select(layout, parts, images, into=into, host_address=0, host_bytes=1 << 20)
+
+    with pytest.raises(PlanError, match="block 1 of device pool 0 would be written twice"):
+        attempt(twice, [0, 4096], DEVICE)
+    with pytest.raises(PlanError, match="image would be written twice"):
+        attempt([Section(0, 0, (1, 2, 3, 4))], [4096, 4096], HOST)
+    attempt(twice, [0, 4096], HOST)  # to read twice is fine
+    attempt([Section(0, 0, (1, 2, 3, 4))], [4096, 4096], DEVICE)
+
+
+def test_blocks_of_one_id_in_groups_apart_are_not_one_block() -> None:
+    tensors = [torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)]
+    groups = [KVGroup(name, 16, 1, (PageRef(i, 0, 24, 24),)) for i, name in enumerate("ab")]
+    parts = [Section(0, 0, (3,)), Section(1, 0, (3,))]
+    apart = KVLayout(groups, tensors, 16)
+    select(apart, parts, [0, 4096], into=DEVICE, host_address=0, host_bytes=1 << 20)
+    shared = KVLayout(groups, [tensors[0], tensors[0]], 16)
+    with pytest.raises(PlanError, match="block 3 of device pool 0"):
+        select(shared, parts, [0, 4096], into=DEVICE, host_address=0, host_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("tokens", [None, -1, 0, 16, 17])
+def test_these_token_counts_mean_the_whole_block(tokens: int | None) -> None:
+    layout = from_rows(torch.zeros(8, 4 * 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
+    selection = select(layout, [Section(0, 0, (1,))], [0], into=HOST, host_address=0, host_bytes=4096, tokens=tokens)
+    assert selection.whole.nbytes == 256
+
+
+def test_only_the_last_block_is_partial() -> None:
+    layout = from_rows(torch.zeros(8, 4 * 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
+    made = plan(layout, [Section(0, 0, (1, 2))], [0, 4096], into=HOST, host_address=0, host_bytes=8192, tokens=5)
+    assert made.size.tolist() == [256, 20, 20, 20, 20]
+
+
+def test_pages_that_cannot_be_split_are_copied_whole() -> None:
+    pages = (PageRef(0, 0, 64, 64, token_bytes=4), PageRef(1, 0, 8, 8))
+    tensors = [torch.zeros(8 * 64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)]
+    layout = KVLayout((KVGroup("kv", 16, 1, pages),), tensors, 8)
+    made = plan(layout, [Section(0, 0, (1,))], [0], into=HOST, host_address=0, host_bytes=4096, tokens=5)
+    assert made.size.tolist() == [20, 8]
+
+
+def test_item_bytes_are_what_moves_of_each() -> None:
+    layout = flat(16, 24, refs=2, blocks_per_chunk=4)
+    selection = select(
+        layout,
+        [Section(0, 3, (1, 2, 3, 4, 5, 6))],
+        [0, 4096, 8192],
+        into=HOST,
+        host_address=0,
+        host_bytes=12288,
+        valid=[8, 0b1011, 1],
+    )
+    assert selection.item_bytes.tolist() == [48, 3 * 48, 48]
+    assert selection.blocks()[0].tolist() == [1, 2, 3, 5, 6]
+
+
+def test_plans_against_freed_memory_are_refused() -> None:
+    layout = flat(16)
+    parts = [Section(0, 0, (1,))]
+    batch = select(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096).whole
+    layout.free()
+    with pytest.raises(FreedLayoutError):
+        plan(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096)
+    with pytest.raises(FreedLayoutError):
+        plan(layout, [], [], into=HOST, host_address=0, host_bytes=4096)
+    layout.take_back([torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)])
+    plan(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096)
+    with pytest.raises(FreedLayoutError, match="generation 0"):
+        describe(batch)
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = "import sys, longshore.layout, longshore.transfer.plan, longshore.transfer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
