@@ -65,14 +65,19 @@ def chunks(path: str) -> list[Key]:
     return [key(path[: i + 1]) for i in range(len(path))]
 
 
+def path_of(of: Key) -> str:
+    """The path that a key stands for."""
+    return of.rstrip(b".").decode()
+
+
 def depth(of: Key) -> int:
     """How many chunks come before."""
-    return len(of.rstrip(b".")) - 1
+    return len(path_of(of)) - 1
 
 
 def above(of: Key) -> list[Key]:
     """`of` and all its ancestors, head first."""
-    return chunks(of.rstrip(b".").decode())
+    return chunks(path_of(of))
 
 
 def parent(of: Key) -> Key | None:
@@ -264,11 +269,14 @@ class World:
 
     def settle(self) -> None:
         """Take the commands of the last call, and check everything."""
+        self.carry()
+        self.check()
+
+    def carry(self) -> None:
+        """Take the commands of the last call to the movers."""
         for command in self.call("take"):
             self.receive(command)
         self.look()
-        self.check()
-        self.sound = True
 
     def match(self, path: str, start: int, request: str | None) -> Hold | None:
         keys = chunks(path)
@@ -310,17 +318,15 @@ class World:
         before, free = dict(self.resident), self.free(HOST)
         answer: Onboarding = self.call("onboard", hold, tuple(blocks), skip=skip)
         assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
-        for each in keys[answer.chunks :]:
-            if self.reason(each) is not MissReason.BEHIND:
-                model.cut.append(self.reason(each))
-            else:
-                model.cut.append(MissReason.BEHIND if self.is_ready(each, HOST) else MissReason.NO_ROOM)
+        for each in keys[answer.chunks : leading]:
+            model.cut.append(MissReason.BEHIND if (each, HOST) in before else MissReason.NO_ROOM)
+        model.cut += [self.reason(each) for each in keys[leading:]]
         cold = [each for each in keys[:leading] if (each, HOST) not in before]
         assert answer.chunks == leading or free < len(cold), "chunks were left out although there was room"
         model.onboarded, model.blocks, model.skip = True, blocks, skip
         model.sources = sources[: answer.chunks]
         self.lenders.append(model)
-        self.settle()
+        self.carry()
         model.parts = [self.jobs[part.job] for part in answer.parts]
         for part, job in zip(answer.parts, model.parts, strict=True):
             job.hold = model
@@ -723,6 +729,7 @@ class World:
         self.check_residents()
         self.check_capacity()
         self.check_books()
+        self.sound = True
 
     def check_residents(self) -> None:
         for (each, tier), r in self.resident.items():
@@ -761,8 +768,9 @@ class World:
         assert self.cache.jobs_in_flight == len(self.jobs)
         assert all(map(self.cache.in_flight, self.jobs))
         assert self.cache.held == len(self.holds) + len(self.peeks)
-        assert +self.cache.counters.misses == +self.misses
-        assert +self.cache.counters.hits == +self.hits
+        misses, hits = +self.cache.counters.misses, +self.cache.counters.hits
+        assert misses == +self.misses, f"{misses - self.misses} too many, {self.misses - misses} too few"
+        assert hits == +self.hits
         for hold, model in self.holds.items():
             if model.onboarded:
                 assert self.cache.outcome(hold) == model.outcome
@@ -798,7 +806,7 @@ class World:
 
     def evict_all(self) -> None:
         """Nothing is held: then all of it can make way."""
-        leaves = {above(each)[-1].rstrip(b".").decode() for each, _ in self.resident}
+        leaves = {path_of(each) for each, _ in self.resident}
         for tier in self.sizes:
             for leaf in sorted(leaves, key=lambda path: (-len(path), path)):
                 self.discard(leaf, tier)

@@ -13,7 +13,7 @@ from typing import Any
 
 import cache_model
 import pytest
-from cache_model import FRESH, Setup, World, above, chunks, key, parent, replay
+from cache_model import FRESH, Setup, World, chunks, key, parent, path_of, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -23,7 +23,7 @@ from longshore.cache import EDGES, Hold, State
 from longshore.cache import flow as flow_module
 from longshore.errors import CacheError, HoldError, JobError
 
-LEAVES = ("aaaaa", "aaaab", "aaabb", "aabaa", "abaaa", "abbba", "baaaa", "babab", "bbbaa", "ccccc")
+LEAVES = ("aaaaa", "aaaab", "aabaa", "abaaa", "baaaa", "babab")
 PATHS = tuple(sorted({leaf[:n] for leaf in LEAVES for n in range(1, 6)}))
 FAILURES = tuple(status for status in Status if status is not Status.OK)
 PATTERNS = (
@@ -41,10 +41,10 @@ small = st.integers(0, 7)
 
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
-    file = draw(st.sampled_from((None, 0, 1, 2, 3, 5, 8)))
+    file = draw(st.sampled_from((None, 0, 1, 2, 3, 5, 8, 12)))
     found = draw(st.lists(st.sampled_from(PATHS), unique=True, max_size=file)) if file else []
     return Setup(
-        host=draw(st.integers(0, 6)),
+        host=draw(st.sampled_from((0, 1, 2, 3, 4, 5, 6, 8))),
         file=file,
         ranks=draw(st.integers(1, 2)),
         per_chunk=draw(st.integers(1, 2)),
@@ -86,11 +86,22 @@ class Tiers(RuleBasedStateMachine):
         count, spare = max(1, len(self.world.holds[hold].keys) - leave), self.world.setup.per_chunk - 1
         self.world.onboard(hold, count, skip * spare, short * spare)
 
-    @rule(path=long_paths)
-    def match_and_onboard(self, path: str) -> None:
-        hold = self.world.match(path, 0, None)
+    @rule(path=long_paths, request=st.sampled_from(REQUESTS))
+    def match_and_onboard(self, path: str, request: str | None) -> None:
+        hold = self.world.match(path, 0, request)
         if hold is not None:
             self.world.onboard(hold, len(self.world.holds[hold].keys), 0, 0)
+
+    @precondition(lambda self: self.world.resident)
+    @rule(pick=st.integers(0, 15), skip=st.integers(0, 1))
+    def come_back(self, pick: int, skip: int) -> None:
+        """A prompt that some tier knows, or is about to."""
+        known = list(self.world.resident)
+        tail, _ = known[pick % len(known)]
+        hold = self.world.match(path_of(tail), 0, None)
+        if hold is not None:
+            skip = min(skip, self.world.setup.per_chunk - 1)
+            self.world.onboard(hold, len(self.world.holds[hold].keys), skip, 0)
 
     @precondition(lambda self: any(m.onboarded for m in self.world.holds.values()))
     @rule(pick=small)
@@ -105,11 +116,6 @@ class Tiers(RuleBasedStateMachine):
         hold = holds[pick % len(holds)]
         self.world.release(hold)
         self.gone.append(hold)
-
-    @rule(request=st.sampled_from(REQUESTS[1:]))
-    def abort(self, request: str) -> None:
-        self.gone += [hold for hold, model in self.world.holds.items() if model.request == request]
-        self.world.abort(request)
 
     # writing
 
@@ -131,24 +137,16 @@ class Tiers(RuleBasedStateMachine):
         if tier in self.world.sizes:
             self.world.discard(path, tier)
 
-    @rule()
-    def flush(self) -> None:
-        self.world.flush()
-
     # life
 
-    @rule()
-    def end_step(self) -> None:
-        self.world.end_step()
-
-    @rule()
-    def tick(self) -> None:
-        self.world.tick()
-
-    @rule(really=st.sampled_from((False, False, False, True)))
-    def reset(self, really: bool) -> None:
-        if really:
-            self.world.reset()
+    @rule(what=st.sampled_from(("end_step", "end_step", "tick", "flush", "abort one", "abort two", "reset")))
+    def upkeep(self, what: str) -> None:
+        verb, _, request = what.partition(" ")
+        if verb == "abort":
+            self.gone += [hold for hold, model in self.world.holds.items() if model.request == request]
+            self.world.abort(request)
+        else:
+            getattr(self.world, verb)()
 
     # movers
 

@@ -208,6 +208,12 @@ def test_scales_are_pages_beside_their_values() -> None:
     assert [ref.page_bytes for ref in layout.groups[0].refs] == [40, 40, 32, 32]
 
 
+def test_keys_and_values_in_tensors_apart_stand_together_by_layer() -> None:
+    tensors = [torch.zeros(10, 4, 5) for _ in range(4)]
+    layout = from_axes(tensors, ("block", "token", "dim"), block_size=4, layers=[0, 1, 0, 1])
+    assert [(ref.layer, ref.tensor) for ref in layout.groups[0].refs] == [(0, 0), (0, 2), (1, 1), (1, 3)]
+
+
 def test_packed_four_bit_pages_are_not_split() -> None:
     packed = torch.zeros(10, 4, 5, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     assert from_axes([packed], ("block", "token", "dim"), block_size=4).groups[0].refs[0].token_bytes is None

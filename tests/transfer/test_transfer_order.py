@@ -228,7 +228,10 @@ def test_end_step_does_not_hang_on_jobs_that_fail_or_are_cancelled() -> None:
     rig.engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (3,))], [7]))
     rig.engine.submit(transfer(2, OFFLOAD, [Section(0, 0, (3,))], [7]))
     rig.engine.cancel(2)
-    rig.engine.end_step()
+    step = threading.Thread(target=rig.engine.end_step, daemon=True)
+    step.start()
+    step.join(PATIENCE)
+    assert not step.is_alive()
     rig.finish(1, 2)
     assert Status.OK not in [status for result in rig.engine.poll() for status in result.statuses]
 

@@ -161,6 +161,8 @@ def test_arrays_are_uint64_and_batches_are_bounded() -> None:
     assert few.batches == ((0, 128), (128, 256), (256, 300))
     light = make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST, max_bytes=240)
     assert light.batches == tuple((start, start + 30) for start in range(0, 300, 30))
+    exact = make_plan(pools, [Section(0, 0, (3, 5)), Section(0, 0, (9,))], [0, 1, 2], HOST, max_bytes=72)
+    assert exact.batches == ((0, 9),)
     # One block is longer than a batch may be: it is cut between its references.
     lighter = make_plan(pools, [Section(0, 0, (3, 5))], [0, 1], HOST, max_bytes=17)
     assert lighter.batches == ((0, 2), (2, 3), (3, 5), (5, 6))

@@ -59,6 +59,10 @@ class CacheSettings:
     max_writes: int = 1024
     device_blocks: int | None = None
 
+    def __post_init__(self) -> None:
+        if min(self.blocks_per_chunk, self.ranks, self.max_writes) < 1:
+            raise CacheError(f"blocks_per_chunk, ranks and max_writes are at least 1, got {self}")
+
 
 class Flow:
     """Jobs in flight over one `Store`, and the commands that wait to be taken."""
@@ -86,19 +90,18 @@ class Flow:
         `first_block` is the logical index of `blocks[0]`, a block of the first chunk.
         """
         path = self._pin(keys)
+        left: list[Entry] = []
         cold = [entry for entry in path if entry.copies[0] is None]
         room = self._demand_room(len(cold))
         if room < len(cold):
             cut = path.index(cold[room])
             self._unpin(path[cut:])
-            path, cold = path[:cut], cold[:room]
+            path, left = path[:cut], path[cut:]
         load = Load()
         for batch in _batches(path):
             blocks, first_block = self._order_batch(load, batch, blocks, first_block)
-        for key in keys[len(path) :]:
-            entry = self.store.index.get(key)
-            ready = entry is not None and entry.warmest_ready() is not None
-            load.cut.append(MissReason.NO_ROOM if ready else MissReason.ABSENT)
+        load.cut = [MissReason.NO_ROOM if entry.copies[0] is None else MissReason.BEHIND for entry in left]
+        load.cut += [self.store.miss(key) for key in keys[len(path) + len(left) :]]
         return load
 
     def abandon(self, load: Load) -> None:
@@ -350,6 +353,7 @@ class Flow:
         """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""
         store = self.store
         writing = job.transfer.urgency is Urgency.WRITE
+        job.blame_sources()
         if writing and job.destinations[0] is not None:
             self._writing[job.destinations[0].tier] -= len(job.statuses)
         for copy, status in zip(job.destinations, job.statuses, strict=True):
@@ -358,10 +362,10 @@ class Flow:
                     self._drop(copy.tier, 1, DropReason.WRITE_FAILED)
                     if copy.tier > 0:
                         store.keep_dirty(copy.entry)
-                store.fail(copy)
+                store.fail(copy, status)
         for source, status in zip(job.sources, job.statuses, strict=True):
             if source is not None:
-                store.unread(source, condemn=status.condemns_source and not writing)
+                store.unread(source, status if status.condemns_source and not writing else None)
         arrivals = zip(job.destinations, job.statuses, strict=True)
         for copy, status in reversed(list(arrivals)):  # tails first, so that heads are the most recently used
             if copy is not None and status is Status.OK:

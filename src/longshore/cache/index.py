@@ -11,17 +11,20 @@ that have a copy in tier `t` or colder are closed under "parent of", for every `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from longshore.boundary import Key
+from longshore.boundary import Key, Status
 from longshore.cache.states import State, step
 from longshore.errors import CacheError
 
 
 class Copy:
-    """One slot's worth of one chunk. `writer` is the job that fills it, `readers` the jobs that read it."""
+    """One slot's worth of one chunk. `writer` is the job that fills it, `readers` the jobs that read it.
 
-    __slots__ = ("entry", "readers", "slot", "state", "tier", "writer")
+    `fault` is set once its bytes are known to be no good: what jobs still read from it is no good either.
+    """
+
+    __slots__ = ("entry", "fault", "readers", "slot", "state", "tier", "writer")
 
     def __init__(self, entry: Entry, tier: int, slot: int) -> None:
         self.entry = entry
@@ -30,6 +33,7 @@ class Copy:
         self.state = State.FREE
         self.readers = 0
         self.writer: int | None = None
+        self.fault: Status | None = None
 
     def move(self, to: State) -> None:
         """Change state; raises `StateError` for an edge that the table does not have."""
@@ -89,9 +93,19 @@ class Index:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
+    def __getitem__(self, key: Key) -> Entry:
+        return self._entries[key]
+
     def get(self, key: Key) -> Entry | None:
         """The entry of `key`, if any tier has a live copy."""
         return self._entries.get(key)
+
+    def check_path(self, keys: Sequence[Key], first: int) -> None:
+        """Raise `CacheError` if one of `keys[first:]` is known as the child of another key than the one before it."""
+        for i in range(first, len(keys)):
+            entry = self._entries.get(keys[i])
+            if entry is not None and entry.parent_key != (keys[i - 1] if i else None):
+                raise CacheError(f"key {i} of a path, {keys[i].hex()[:12]}, does not follow the one before it")
 
     def accepts(self, parent: Key | None, tier: int) -> bool:
         """Whether a child of `parent` may get a copy in `tier` without becoming an orphan."""

@@ -99,10 +99,17 @@ class Job:
             raise JobError(f"job {result.job} has {len(self.statuses)} items, its result {len(result.statuses)}")
 
     def report(self, result: TransferResult) -> bool:
-        """Merge one rank's result; says whether it was the last."""
+        """Merge one rank's result; says whether it was the last. Bad bytes on one rank outweigh any other failure."""
         self.check(result)
         self.waiting.discard(result.rank)
         for i, status in enumerate(result.statuses):
-            if self.statuses[i] is Status.OK:
+            known = self.statuses[i]
+            if known is Status.OK or (status.condemns_source and not known.condemns_source):
                 self.statuses[i] = status
         return not self.waiting
+
+    def blame_sources(self) -> None:
+        """What was read from a source that turned out unusable meanwhile has not arrived, whatever its mover says."""
+        for i, source in enumerate(self.sources):
+            if source is not None and source.fault is not None and self.statuses[i] is Status.OK:
+                self.statuses[i] = source.fault

@@ -91,9 +91,7 @@ class TieredCache:
             if entry is None or entry.warmest_ready() is None:
                 break
             path.append(entry)
-        for key in keys[start + len(path) :]:
-            reason = MissReason.ABSENT if index.get(key) is None else MissReason.IN_FLIGHT
-            self.counters.misses[reason] += 1
+        self.counters.misses.update(self._store.miss(key) for key in keys[start + len(path) :])
         if not path:
             return Match(start, 0, (), None)
         self._store.touch(path)
@@ -212,20 +210,22 @@ class TieredCache:
     def adopt(self, tier: str, found: Iterable[tuple[int, Key, Key | None]]) -> int:
         """Take in what a persistent tier holds at start: (slot, key, parent), oldest first; says how many.
 
-        Chunks whose parents are gone cannot be reached: their slots stay free.
+        Chunks whose parents are gone cannot be reached: their slots stay free. Two chunks in one slot, or two of one
+        key, are a `CacheError`, and nothing is taken in.
         """
         level = self._tier(tier)
         known = list(found)
         children: dict[Key | None, list[tuple[int, Key]]] = {}
         for slot, key, parent in known:
             children.setdefault(parent, []).append((slot, key))
-        adopted: dict[Key, None] = {}
-        parents: list[Key | None] = [None]
-        for parent in parents:
-            for slot, key in children.get(parent, ()):
-                self._store.adopt(key, parent, level, slot)
-                adopted[key] = None
-                parents.append(key)
+        reachable: list[tuple[int, Key, Key | None]] = []
+        queue: list[Key | None] = [None]
+        for parent in queue:
+            ours = children.pop(parent, [])
+            reachable += [(slot, key, parent) for slot, key in ours]
+            queue += [key for _, key in ours]
+        self._store.adopt(level, reachable)
+        adopted = {key for _, key, _ in reachable}
         self._store.age(level, [key for _, key, _ in known if key in adopted])
         return len(adopted)
 
@@ -314,9 +314,9 @@ class TieredCache:
         self._flow.now = max(self._flow.now, now)
 
     def _hold(self, hold: Hold) -> HoldRecord:
-        record = self._holds.get(hold.id)
+        record = self._holds.get(hold.id) if isinstance(hold, Hold) else None
         if record is None:
-            raise HoldError(f"hold {hold.id} is unknown, or was released before")
+            raise HoldError(f"expected a hold of this cache that was not released, got {hold!r}")
         return record
 
     def _load(self, hold: Hold) -> Load:
@@ -340,12 +340,12 @@ class TieredCache:
         names = [self._store.levels[copy.tier].name for entry in path if (copy := entry.warmest_ready())]
         return tuple(Run(name, len(list(run))) for name, run in groupby(names))
 
-    @staticmethod
-    def _check_path(keys: Sequence[Key], first: int) -> None:
+    def _check_path(self, keys: Sequence[Key], first: int) -> None:
         if not 0 <= first <= len(keys):
             raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")
         if len(set(keys)) != len(keys):
             raise CacheError(f"the {len(keys)} keys of a path differ, only {len(set(keys))} do")
+        self._store.index.check_path(keys, first)
 
     def _check_blocks(self, blocks: Sequence[int]) -> None:
         limit = self.settings.device_blocks

@@ -3,7 +3,7 @@
 Everything above (`writing`, `manager`) goes through these few verbs; each leaves the books whole:
 
     place    a slot for a chunk that a job will fill          FREE    -> FILLING
-    adopt    a chunk that was found at start                  FREE    -> READY
+    adopt    chunks that were found at start                  FREE    -> READY
     arrive   the job filled it                                FILLING -> READY
     fail, lose  its bytes are no good                         any -> FREE or DRAINING, its descendants too
     unread   a reader has let go of it                        DRAINING -> FREE when it was the last
@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longshore.boundary import Key, Slot
+from longshore.boundary import Key, Slot, Status
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.index import Copy, Entry, Index, coldest_without
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import State
-from longshore.cache.types import Counters, TierStats
+from longshore.cache.types import Counters, MissReason, TierStats
 from longshore.errors import CacheError
 
 
@@ -63,15 +63,31 @@ class Store:
         self._note(copy.entry)
         return copy
 
-    def adopt(self, key: Key, parent: Key | None, tier: int, slot: int) -> None:
-        """Take in a chunk found in `slot` at start. The caller has seen to it that its parent came first."""
-        self.levels[tier].pool.claim([slot])
-        self.index.add(key, parent, tier, slot).move(State.READY)
-        self.levels[tier].policy.insert(key)
+    def adopt(self, tier: int, found: Sequence[tuple[int, Key, Key | None]]) -> None:
+        """Take in chunks found in slots of `tier` at start, as (slot, key, parent), parents first: all or none."""
+        for _, key, parent in found:
+            entry = self.index.get(key)
+            if entry is not None and (entry.copies[tier] is not None or entry.parent_key != parent):
+                raise CacheError(f"chunk {key.hex()[:12]} is known already, in tier {tier} or as another's child")
+        if len({key for _, key, _ in found}) != len(found):
+            raise CacheError(f"the {len(found)} chunks to adopt have different keys, two of these have the same")
+        self.levels[tier].pool.claim([slot for slot, _, _ in found])
+        for slot, key, parent in found:
+            self.index.add(key, parent, tier, slot).move(State.READY)
+            self.levels[tier].policy.insert(key)
+            self._note(self.index[key])
 
     def age(self, tier: int, keys: Sequence[Key]) -> None:
-        """Put adopted chunks in order of age, oldest first."""
-        for key in keys:
+        """Put adopted chunks in order of age, oldest first; but tails before heads, as `touch` does."""
+        newest_first: dict[Key, None] = {}
+        for key in reversed(keys):
+            path: list[Key] = []
+            entry: Entry | None = self.index[key]
+            while entry is not None and entry.key not in newest_first:
+                path.append(entry.key)
+                entry = entry.parent
+            newest_first.update(dict.fromkeys(reversed(path)))
+        for key in reversed(newest_first):
             self.levels[tier].policy.touch(key)
 
     def copies(self) -> list[Copy]:
@@ -89,9 +105,10 @@ class Store:
         self.levels[copy.tier].policy.insert(copy.entry.key)
         self._note(copy.entry)
 
-    def fail(self, copy: Copy) -> None:
+    def fail(self, copy: Copy, fault: Status) -> None:
         """The writer has ended without putting the bytes in place."""
         copy.writer = None
+        copy.fault = fault
         if copy.state is State.DRAINING:
             self._settle(copy)
         else:
@@ -102,13 +119,21 @@ class Store:
         entry.backup_failed = True
         self._note(entry)
 
-    def unread(self, copy: Copy, *, condemn: bool) -> None:
-        """A reader has let go of `copy`; having found it unusable, if it is to be condemned."""
+    def unread(self, copy: Copy, fault: Status | None = None) -> None:
+        """A reader has let go of `copy`; having found it unusable, if there is a `fault`."""
         copy.readers -= 1
+        copy.fault = copy.fault or fault
         if copy.state is State.DRAINING:
             self._settle(copy)
-        elif condemn:
+        elif fault is not None:
             self.lose(copy)
+
+    def miss(self, key: Key) -> MissReason:
+        """Why a request that got no further than to some chunk before `key` does without it."""
+        entry = self.index.get(key)
+        if entry is None:
+            return MissReason.ABSENT
+        return MissReason.IN_FLIGHT if entry.warmest_ready() is None else MissReason.BEHIND
 
     def lose(self, copy: Copy) -> None:
         """Take a live copy, and what would be out of reach without it, out of the index."""

@@ -31,32 +31,27 @@ class WritePolicy(enum.Enum):
         return slots if self is WritePolicy.THROUGH else slots // 4
 
 
-def backup_path(store: Store, entry: Entry) -> list[Entry]:
-    """`entry` and those of its ancestors that the file tier lacks, heads first; empty if one of them cannot go there.
-
-    Heads go first because the file tier alone must be closed over prefixes: it is all that a restart finds.
-    """
-    path: list[Entry] = []
-    step: Entry | None = entry
-    while step is not None and step.coldest < 1:
-        if step.key not in store.dirty:
-            return []
-        path.append(step)
-        step = step.parent
-    return path[::-1]
-
-
 def to_clean(store: Store, wanted: int) -> list[Entry]:
-    """At most `wanted` dirty entries to copy to the file tier now: coldest first, but each after its ancestors."""
+    """At most `wanted` dirty entries to copy to the file tier now: coldest first, but each after its ancestors.
+
+    Heads go first because the file tier alone must be closed over prefixes: it is all that a restart finds. An entry
+    whose parent is still on its way to the file tier waits for it: should that write fail, the entry's host copy must
+    still be there.
+    """
     chosen: dict[Key, Entry] = {}
+    stuck: set[Key] = set()
     if wanted <= 0:
         return []
     for key in store.levels[0].policy.candidates():
-        entry = store.dirty.get(key)
-        if entry is None or key in chosen:
-            continue
-        for step in backup_path(store, entry):
-            chosen.setdefault(step.key, step)
+        path: list[Entry] = []
+        step = store.dirty.get(key)
+        while step is not None and step.key in store.dirty and step.key not in chosen and step.key not in stuck:
+            path.append(step)
+            step = step.parent
+        if step is None or step.key in chosen or step.ready(1) is not None:
+            chosen.update((entry.key, entry) for entry in reversed(path))
+        else:
+            stuck.update(entry.key for entry in path)
         if len(chosen) >= wanted:
             break
     return list(chosen.values())[:wanted]

@@ -21,7 +21,7 @@ from longshore.cache import Counters
 from longshore.cli.demo_model import DemoOptions, load_model
 from longshore.cli.demo_result import DemoResult, OccupancySample, RequestRecord, RouteTotal, RunRecord
 from longshore.config import Config, format_bytes
-from longshore.engines.transformers import Tiers, refuse, replaying, tiered
+from longshore.engines.transformers import Tiers, recording, refuse, replaying, tiered
 from longshore.errors import ConfigError, EngineError
 from longshore.tiers.arena import align
 from longshore.tiers.file import capacity_for
@@ -135,22 +135,32 @@ def run_resident(demo: Demo, hits: Sequence[int], advance: Callable[[], None]) -
     """The oracle: a device cache that never evicts, its matches cut to `hits`."""
     blocks = demo.workload.total_blocks + sum(2 + r.output_tokens // demo.options.block_tokens for r in demo.workload)
     with replaying(hits):
-        return _plain_run(demo, "resident", 2 * blocks, advance)
+        answers, seconds = _plain_run(demo, 2 * blocks, advance)
+    return _plain_record(demo, "resident", answers, hits, seconds)
 
 
 def run_recompute(demo: Demo, advance: Callable[[], None]) -> RunRecord:
     """The small device cache and nothing below it."""
-    return _plain_run(demo, "recompute", demo.device_blocks, advance)
+    with recording() as hits:
+        answers, seconds = _plain_run(demo, demo.device_blocks, advance)
+    return _plain_record(demo, "recompute", answers, hits, seconds)
 
 
-def _plain_run(demo: Demo, name: str, device_blocks: int, advance: Callable[[], None]) -> RunRecord:
+def _plain_run(demo: Demo, device_blocks: int, advance: Callable[[], None]) -> tuple[list[Any], float]:
     with _engine(demo, device_blocks) as ask:
         began = time.perf_counter()
-        records = []
+        answers = []
         for request in demo.workload:
-            records.append(_record(demo, request, ask(request), ()))
+            answers.append(ask(request))
             advance()
-    return RunRecord(name, tuple(records), (), {}, {}, {}, time.perf_counter() - began)
+        return answers, time.perf_counter() - began
+
+
+def _plain_record(demo: Demo, name: str, answers: Sequence[Any], hits: Sequence[int], seconds: float) -> RunRecord:
+    """The record of a run without tiers; the last of `hits` belong to its answers, those before to the warm-up."""
+    sources = [("device",) * hit for hit in hits[-len(answers) :]]
+    requests = tuple(_record(demo, *each) for each in zip(demo.workload, answers, sources, strict=True))
+    return RunRecord(name, requests, (), {}, {}, {}, seconds)
 
 
 @contextmanager

@@ -132,10 +132,9 @@ def _probe(backend: AttentionBackend, sizes: tuple[int, int, int]) -> tuple[list
 
 
 def _names(answers: Sequence[Sequence[str]], shape: Sequence[int]) -> list[str]:
-    pairs = [i for i, answer in enumerate(answers) if not answer and shape[i] == 2]
     names = []
     for index, answer in enumerate(answers):
-        if index in pairs:
+        if not answer and shape[index] == 2:
             names.append(KV)
         elif len(answer) == 1:
             names.append(answer[0])
@@ -143,7 +142,7 @@ def _names(answers: Sequence[Sequence[str]], shape: Sequence[int]) -> list[str]:
             raise LayoutError(f"axis {index} of shape {tuple(shape)} mixes blocks with {answer}: no block stands alone")
         else:
             names.append("+".join(answer) if answer else f"axis{index}")
-    if names.count(BLOCK) != 1 or len(pairs) > 1 or len(set(names)) != len(names):
+    if names.count(BLOCK) != 1 or len(set(names)) != len(names):
         raise LayoutError(f"cannot tell the axes of shape {tuple(shape)} apart: they look like {names}")
     return names
 

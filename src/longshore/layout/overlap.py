@@ -73,8 +73,9 @@ def _shared(pages: PagesOf, first: int, others: slice, num_blocks: int) -> _Shar
     gap = pages.base[others] - pages.base[first]
     # With one stride s, page m of the other starts gap + (m - n) * s bytes after page n of the first. No page is
     # longer than its stride, so only two shifts m - n can bring them together: to the right of it, and to the left.
+    # The first of them always has its two blocks, because the other starts before our last page ends.
     shift, right = -(gap // stride), gap % stride
-    meets_right = (right < pages.page[first]) & (shift > -num_blocks)
+    meets_right = right < pages.page[first]
     meets_left = (stride - right < pages.page[others]) & (shift - 1 > -num_blocks)
     same = meets_right & (shift == 0)
     other = (meets_right & (shift != 0)) | meets_left

@@ -179,7 +179,17 @@ class Runtime:
                     self._running[command.job].mover.cancel(command.job)
             case Forget():
                 for tier in self._tiers:
-                    tier.forget(command.generation)
+                    self._forget(tier, command.generation)
+
+    def _forget(self, tier: Tier, generation: int) -> None:
+        """A tier that cannot make a reset durable must not be written in the new generation, nor read: it is off."""
+        try:
+            tier.forget(generation)
+        except LongshoreError:
+            _log.exception(
+                "the %s tier is off: it could not forget what was before generation %d", tier.name, generation
+            )
+            tier.close()
 
     def _start(self, waiting: _Waiting) -> None:
         """Submit the leading items whose upstream arrived: a chunk is of no use without those before it."""

@@ -25,7 +25,7 @@ from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.tier_mover import TierMover
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
-from longshore.tiers.file import FileTier
+from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.host import HostTier
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
@@ -75,9 +75,10 @@ def open_stack(
     hold a single image, and `TierError` when the file tier cannot be opened; nothing stays behind then.
     """
     config.check_machine()
-    slots = _slots("host_size", config.host_size, layout.image_bytes)
+    _check_size("host_size", config.host_size, layout.image_bytes)
     if config.file_path is not None:
-        _slots("file_size", config.file_size, layout.image_bytes)
+        _check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
+    slots = config.host_size // layout.image_bytes
     with contextlib.ExitStack() as undo:
         arena = Arena(slots * layout.image_bytes)
         undo.callback(arena.close)
@@ -134,10 +135,8 @@ def _make_cache(config: Config, layout: KVLayout, host: HostTier, file: Tier | N
     return cache
 
 
-def _slots(setting: str, size: int, image_bytes: int) -> int:
-    slots = size // image_bytes
-    if slots < 1:
+def _check_size(setting: str, size: int, least: int) -> None:
+    if size < least:
         raise ConfigError(
-            f"{setting} is {format_bytes(size)}, but one block image of this model has {format_bytes(image_bytes)}"
+            f"{setting} is {format_bytes(size)}, but one block image of this model needs {format_bytes(least)}"
         )
-    return slots

@@ -10,7 +10,7 @@ with PrefixStore(model, Config.make(host_size="8GiB")) as store:
 
 from longshore.engines.transformers.allocator import PromptRecord
 from longshore.engines.transformers.attach import Tiers, refuse, tiered
-from longshore.engines.transformers.oracle import replaying
+from longshore.engines.transformers.oracle import recording, replaying
 from longshore.engines.transformers.prefix_store import PrefixStore
 
-__all__ = ["PrefixStore", "PromptRecord", "Tiers", "refuse", "replaying", "tiered"]
+__all__ = ["PrefixStore", "PromptRecord", "Tiers", "recording", "refuse", "replaying", "tiered"]

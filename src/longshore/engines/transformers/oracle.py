@@ -36,3 +36,20 @@ def replaying(hits: Iterable[int]) -> Iterator[None]:
 
     with replaced_allocator(ReplayingAllocator):
         yield
+
+
+@contextmanager
+def recording() -> Iterator[list[int]]:
+    """Within this block, how many blocks each prompt matches on the device of a stock engine is appended to a list."""
+    hits: list[int] = []
+
+    class RecordingAllocator(FullAttentionCacheAllocator):
+        """A stock allocator that keeps count."""
+
+        def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
+            blocks: list[int] = super().match_prefix_blocks(prompt_ids)
+            hits.append(len(blocks))
+            return blocks
+
+    with replaced_allocator(RecordingAllocator):
+        yield hits

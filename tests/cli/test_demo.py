@@ -1,0 +1,91 @@
+"""`longshore demo`: the facts that it prints, its defaults, and what it says to impossible wishes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import Gemma3TextConfig
+from typer.testing import CliRunner
+
+from longshore.cli.app import app
+from longshore.cli.demo_model import DemoOptions
+from longshore.cli.demo_runs import Demo, run_demo
+from longshore.errors import ConfigError, EngineError
+
+SMALL = {"layers": 2, "width": 128, "device": "cpu"}
+
+
+def test_the_runs_and_their_json(tmp_path: Path) -> None:
+    result = run_demo(DemoOptions(**SMALL, block_tokens=16), tmp_path, Console(quiet=True))
+    facts = result.as_json()
+    assert list(facts) == ["bit_exact", "requests", "restored_blocks", "ttft_ms", "tokens", "routes", "misses"]
+    assert facts["bit_exact"] is True
+    assert facts["requests"] >= 60
+    restored = facts["restored_blocks"]
+    assert restored["file"] >= 0.2 * (restored["file"] + restored["host"]) > 0
+    assert set(facts["ttft_ms"]) == {"recompute", "tiered"}
+    assert sum(facts["tokens"].values()) == sum(r.prompt_tokens for r in result.resident.requests)
+    assert set(facts["routes"]) == {"device->host", "host->device", "host->file", "file->host"}
+    assert all(route["bytes"] > 0 for route in facts["routes"].values())
+    assert facts["misses"]["absent"] > 0
+    assert facts["misses"]["corrupt"] == 0
+    json.dumps(facts)
+
+
+def test_the_defaults_outgrow_the_device_and_the_host() -> None:
+    demo = Demo(DemoOptions(**SMALL))
+    assert len(demo.workload) >= 60
+    assert demo.device_blocks <= 0.25 * demo.workload.unique_blocks
+    assert demo.host_blocks <= 0.5 * demo.workload.unique_blocks
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": Path("/nowhere")}, ConfigError, "config.json"),
+        ({"workload": Path("/nowhere")}, ConfigError, "no such file"),
+        ({"device_share": 0.01}, ConfigError, "the longest request needs .* --device-share at least"),
+    ],
+)
+def test_impossible_wishes(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Demo(DemoOptions(**{**SMALL, **options}))
+
+
+def test_a_model_with_sliding_windows_is_refused_with_the_reason(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = Gemma3TextConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=16,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "gemma")
+    with pytest.raises(EngineError, match="sliding_attention layers, and transformers shares prefixes only"):
+        Demo(DemoOptions(**SMALL, model=tmp_path / "gemma"))
+
+
+def test_a_local_model_is_served(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    settings = Qwen2Config(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "qwen")
+    options = DemoOptions(model=tmp_path / "qwen", device="cpu", requests=40, block_tokens=16)
+    result = run_demo(options, tmp_path, Console(quiet=True))
+    assert result.bit_exact
+    assert sum(result.tiered.restored_blocks.values()) > 0
+
+
+def test_help_teaches() -> None:
+    output = CliRunner().invoke(app, ["demo", "--help"]).output
+    for word in ("tiered", "resident", "recompute", "--device-share", "--report", "--json"):
+        assert word in output
