@@ -1,7 +1,7 @@
 """Hypothesis profiles, and the coverage of the cache's table of states.
 
-    pytest                                 "ci": the same examples on every run
-    HYPOTHESIS_PROFILE=soak pytest ...     new examples on every run, twenty times as many
+pytest                                 "ci": the same examples on every run
+HYPOTHESIS_PROFILE=soak pytest ...     new examples on every run, twenty times as many
 """
 
 import os
@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from longshore.cache import EDGES, State
+
+pytest.register_assert_rewrite("cache_model")
 
 Edge = tuple[State, State]
 

@@ -26,8 +26,8 @@ class LongshoreCollector(Collector):
         self._runtime = runtime
 
     def collect(self) -> Iterable[Metric]:
-        """All metric families, read in one go under the runtime's lock."""
-        with self._runtime.control() as cache:
+        """All metric families, read in one go under the runtime's lock; also after its end."""
+        with self._runtime.observe() as cache:
             return [*_counters(cache.counters), *_gauges(cache.stats(), cache.held, cache.jobs_in_flight)]
 
 

@@ -394,9 +394,7 @@ class World:
         offload = self.call("offer", keys, first=first)
         self.after_store(before, offload.accepted)
         if offload.job is not None:  # the host moves the bytes: the cache gives no command for it
-            items = tuple(
-                Item(keys[p.position], parent(keys[p.position]), None, p.slot, 0) for p in offload.accepted
-            )
+            items = tuple(Item(keys[p.position], parent(keys[p.position]), None, p.slot, 0) for p in offload.accepted)
             self.receive(
                 Transfer(
                     offload.job,
@@ -533,7 +531,9 @@ class World:
         for other in self.jobs.values():
             for theirs in other.transfer.items:
                 slots = {s for s in (theirs.source, theirs.destination) if s is not None}
-                clash = item.destination in slots or (theirs.destination is not None and theirs.destination == item.source)
+                clash = item.destination in slots or (
+                    theirs.destination is not None and theirs.destination == item.source
+                )
                 assert not clash or other.transfer.job in t.after, f"{t} and {other.transfer} share a slot"
 
     def writing(self, route: Route) -> int:
@@ -578,6 +578,20 @@ class World:
         job.happened[rank] = tuple(statuses)
         self.results.append(TransferResult(t.job, tuple(statuses), statuses.count(Status.OK) * IMAGE_BYTES, rank=rank))
         self.sound = True
+
+    def on(self, route: str) -> list[Job]:
+        """Jobs in flight on `"host->file"` or another route, oldest first."""
+        return [job for job in self.jobs.values() if str(job.transfer.route) == route]
+
+    def end(self, job: Job, *statuses: Status) -> None:
+        """All ranks of `job` end, item by item as `statuses` (which repeat), and the cache hears of it."""
+        for rank in sorted(job.moving):
+            self.deliver(job, rank, statuses or (Status.OK,))
+        self.apply([result for result in self.results if result.job == job.transfer.job])
+
+    def where(self, path: str) -> dict[str, str]:
+        """States of the chunk at the end of `path`, by tier."""
+        return {t: r.state.value for t in self.sizes if (r := self.resident.get((key(path), t))) is not None}
 
     def behind_failures(self, job: Job) -> list[Status] | None:
         """What the runtime reports for a job behind one that failed: leading items move, the rest does not."""

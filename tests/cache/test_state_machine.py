@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 
 import cache_model
 import pytest
-from cache_model import FRESH, Setup, World, chunks, key, parent, path_of, replay
+from cache_model import Setup, World, chunks, key, parent, path_of, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -266,12 +267,59 @@ def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow_module, "LOAD_BATCH", 2)
 
 
-def profile() -> settings:
-    """Five times the profile's examples: 500 in CI, of up to 100 steps."""
-    current = settings()
-    return settings(current, max_examples=5 * current.max_examples, stateful_step_count=100)
-
-
 def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]]) -> None:
-    run_state_machine_as_test(Tiers, settings=profile())
+    profile = settings()
+    run_state_machine_as_test(
+        Tiers, settings=settings(profile, max_examples=8 * profile.max_examples, stateful_step_count=100)
+    )
     assert set(edges_taken) == set(EDGES), "a legal edge was never taken, or an illegal one was"
+
+
+def busy_world(seed: int) -> World:
+    """A fixed random life of some hundred calls."""
+    dice = random.Random(seed)
+    world = World(Setup(host=4, file=6, ranks=2, per_chunk=2, backup=dice.choice(("write_through", "write_back"))))
+    for _ in range(60):
+        path = dice.choice(PATHS)
+        match dice.randrange(7):
+            case 0 | 1:
+                world.commit(path, 0, dice.random() < 0.5)
+            case 2:
+                hold = world.match(path, 0, dice.choice(REQUESTS))
+                if hold is not None:
+                    world.onboard(hold, len(world.holds[hold].keys), 0, 0)
+            case 3:
+                world.settle_all()
+            case 4:
+                world.peek(key(path))
+            case 5:
+                for job, rank in world.runnable()[:1]:
+                    world.deliver(job, rank, dice.choice(PATTERNS))
+                    world.apply(world.results[-1:])
+            case _:
+                world.end_step()
+                world.abort("one")
+    return world
+
+
+def digest(answers: list[Any]) -> str:
+    return hashlib.sha256("\n".join(map(repr, answers)).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "20240229"])
+def test_the_same_calls_give_the_same_log_in_another_process(hash_seed: str) -> None:
+    lives = [busy_world(seed) for seed in range(5)]
+    script = (
+        "import pickle, sys, cache_model, test_state_machine as t\n"
+        "t.flow_module.LOAD_BATCH = 2\n"
+        "for setup, calls in pickle.load(sys.stdin.buffer):\n"
+        "    print(t.digest(cache_model.replay(setup, calls)))\n"
+    )
+    replayed = subprocess.run(
+        [sys.executable, "-c", script],
+        input=pickle.dumps([(world.setup, world.calls) for world in lives]),
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(cache_model.__file__).parent)},
+        capture_output=True,
+        check=True,
+    )
+    assert replayed.stdout.decode().split() == [digest(world.answers) for world in lives]

@@ -14,15 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from longshore.boundary import (
     Cancel,
     Command,
     Forget,
-    Key,
     Mover,
     Route,
+    Slot,
     Status,
     Transfer,
     TransferResult,
@@ -40,11 +40,11 @@ _NAP_SECONDS = (20e-6, 1e-3)
 
 @dataclass(slots=True)
 class _Waiting:
-    """A transfer whose upstream jobs have not all ended; `failures` are those of their items that did not arrive."""
+    """A transfer whose upstream jobs have not all ended; `failures` are the slots that they did not fill."""
 
     transfer: Transfer
     pending: set[int]
-    failures: dict[Key, Status] = field(default_factory=dict)
+    failures: dict[Slot, Status]
 
 
 @dataclass(slots=True)
@@ -79,6 +79,8 @@ class Runtime:
         self._waiting: dict[int, _Waiting] = {}
         self._running: dict[int, _Running] = {}
         self._results: list[TransferResult] = []
+        self._failures: dict[int, dict[Slot, Status]] = {}
+        """Slots that were not filled, by job; kept until the cache knows that the job has ended."""
         self._closed = False
 
     @contextmanager
@@ -88,9 +90,17 @@ class Runtime:
             if self._closed:
                 raise TierClosedError("the runtime was closed")
             self._cache.tick(self.clock())
+            try:
+                yield self._cache
+            finally:
+                self._pump()
+                self.wakeup.set()
+
+    @contextmanager
+    def observe(self) -> Iterator[TieredCache]:
+        """The cache, to look at and not to change: nothing moves because of it, and it works after `close`, too."""
+        with self._lock:
             yield self._cache
-            self._pump()
-        self.wakeup.set()
 
     def pump(self) -> bool:
         """Make what progress there is to make, without waiting; says whether anything is in flight."""
@@ -101,8 +111,10 @@ class Runtime:
     def wait_onboarded(self, hold: Hold, timeout: float) -> Outcome:
         """Wait until the onboarding of `hold` has ended, at most `timeout` seconds; then what has arrived is it."""
         self._wait(lambda: self._cache.outcome(hold) is not None, timeout)
-        with self.control() as cache:
-            return cache.outcome(hold) or cache.give_up(hold)
+        with self._lock:
+            outcome = self._cache.outcome(hold) or self._cache.give_up(hold)
+            self._pump()
+        return outcome
 
     def in_flight(self, job: int) -> bool:
         """Whether `job` has not ended; nothing is, once the runtime is closed."""
@@ -124,8 +136,8 @@ class Runtime:
                 return True
             flushed = self.flush(flush_timeout)
             self._closed = True
-            for waiting in list(self._waiting.values()):
-                self._end_waiting(waiting, Status.TIER_OFF)
+            for job in list(self._waiting):
+                self._end_waiting(job, Status.TIER_OFF)
             for mover in self._movers:
                 mover.close()
             self._pump()
@@ -145,6 +157,7 @@ class Runtime:
                     return True
                 self._pump()
             if self.clock() >= deadline:
+                self.wakeup.set()
                 return False
             time.sleep(nap)
             nap = min(2 * nap, longest)
@@ -162,19 +175,21 @@ class Runtime:
                 return
             results, self._results = self._results, []
             self._cache.apply(results, now)
+            self._failures = {job: slots for job, slots in self._failures.items() if job in self._running}
 
     def _dispatch(self, command: Command) -> None:
         match command:
             case Transfer():
                 pending = {job for job in command.after if job in self._waiting or job in self._running}
-                waiting = _Waiting(command, pending)
+                failures = {slot: how for job in command.after for slot, how in self._failures.get(job, {}).items()}
+                waiting = _Waiting(command, pending, failures)
                 if pending:
                     self._waiting[command.job] = waiting
                 else:
                     self._start(waiting)
             case Cancel():
                 if command.job in self._waiting:
-                    self._end_waiting(self._waiting[command.job], Status.CANCELLED)
+                    self._end_waiting(command.job, Status.CANCELLED)
                 elif command.job in self._running:
                     self._running[command.job].mover.cancel(command.job)
             case Forget():
@@ -195,7 +210,10 @@ class Runtime:
         """Submit the leading items whose upstream arrived: a chunk is of no use without those before it."""
         transfer = waiting.transfer
         self._waiting.pop(transfer.job, None)
-        statuses = [waiting.failures.get(item.key, Status.OK) for item in transfer.items]
+        statuses = [
+            Status.OK if item.source is None else waiting.failures.get(item.source, Status.OK)
+            for item in transfer.items
+        ]
         usable = leading_ok(statuses)
         tail = tuple(Status.CANCELLED if status is Status.OK else status for status in statuses[usable:])
         if not usable:
@@ -208,25 +226,25 @@ class Runtime:
                 raise PlanError(f"no mover serves the route {transfer.route}")
             mover.submit(transfer if whole else truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
         except LongshoreError as error:
-            closed = isinstance(error, TierClosedError)
-            if not closed:
+            if not isinstance(error, TierClosedError):
                 _log.exception("job %d on %s was refused by its mover", transfer.job, transfer.route)
-            self._end(transfer, (Status.TIER_OFF if closed else Status.IO_ERROR,) * len(statuses))
+            self._end(transfer, (Status.TIER_OFF,) * len(statuses))  # its sources were not touched, and stay good
         else:
             self._running[transfer.job] = _Running(transfer, mover, tail, transfer.ranks)
 
     def _expire(self, now: float) -> None:
-        for waiting in list(self._waiting.values()):
-            if waiting.transfer.deadline <= now:
-                self._end_waiting(waiting, Status.DEADLINE)
+        for job in [job for job, waiting in self._waiting.items() if waiting.transfer.deadline <= now]:
+            self._end_waiting(job, Status.DEADLINE)
         for running in self._running.values():
             if running.transfer.deadline <= now and not running.expired:
                 running.expired = True
                 running.mover.cancel(running.transfer.job)
 
-    def _end_waiting(self, waiting: _Waiting, status: Status) -> None:
-        self._waiting.pop(waiting.transfer.job, None)
-        self._end(waiting.transfer, (status,) * len(waiting.transfer.items))
+    def _end_waiting(self, job: int, status: Status) -> None:
+        """End `job`, unless the end of one that it waited for has done so already."""
+        waiting = self._waiting.pop(job, None)
+        if waiting is not None:
+            self._end(waiting.transfer, (status,) * len(waiting.transfer.items))
 
     def _end(self, transfer: Transfer, statuses: tuple[Status, ...]) -> None:
         """End a transfer that no mover has, on all ranks."""
@@ -236,9 +254,10 @@ class Runtime:
 
     def _collect(self, result: TransferResult) -> None:
         running = self._running[result.job]
-        statuses = result.statuses + running.tail
+        statuses = result.statuses
         if running.expired:  # it was cancelled because its time was up
             statuses = tuple(Status.DEADLINE if s is Status.CANCELLED else s for s in statuses)
+        statuses += running.tail
         self._results.append(
             TransferResult(result.job, statuses, result.bytes, result.seconds, result.queued_seconds, result.rank)
         )
@@ -248,11 +267,15 @@ class Runtime:
             del self._running[result.job]
 
     def _release_dependents(self, transfer: Transfer, statuses: Sequence[Status], *, last: bool = True) -> None:
-        """Tell those that wait for `transfer` which items failed; start them if this was its last rank."""
+        """Tell those that wait for `transfer` which slots it did not fill; start them if this was its last rank."""
+        failures = {
+            item.destination: status
+            for item, status in zip(transfer.items, statuses, strict=True)
+            if item.destination is not None and status is not Status.OK
+        }
+        self._failures[transfer.job] = failures | self._failures.get(transfer.job, {})
         for waiting in [w for w in self._waiting.values() if transfer.job in w.pending]:
-            for item, status in zip(transfer.items, statuses, strict=True):
-                if status is not Status.OK:
-                    waiting.failures.setdefault(item.key, status)
+            waiting.failures = failures | waiting.failures
             if last:
                 waiting.pending.discard(transfer.job)
                 if not waiting.pending:
@@ -275,7 +298,7 @@ class BackgroundLoop:
         self._thread.join()
 
     def _run(self) -> None:
-        busy = False
+        busy = True
         while not self._stopping:
             self._runtime.wakeup.wait(_NAP_SECONDS[1] if busy else None)
             self._runtime.wakeup.clear()

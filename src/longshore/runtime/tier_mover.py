@@ -70,4 +70,4 @@ def truncated(transfer: Transfer, items: int, blocks_per_chunk: int) -> Transfer
         return replace(transfer, items=kept)
     (section,) = transfer.sections
     blocks = items * blocks_per_chunk - section.first_block % blocks_per_chunk
-    return replace(transfer, items=kept, sections=(section._replace(blocks=section.blocks[:blocks]),))
+    return replace(transfer, items=kept, sections=(section._replace(blocks=section.blocks[:blocks]),), tokens=None)

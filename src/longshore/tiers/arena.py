@@ -2,11 +2,13 @@
 
 Everything below the device reads and writes through it, by byte offset: the transfer engine at one edge, tiers at
 the other. The mapping has the exact size asked for (rounded up to a page), starts on a page boundary, and is given
-back by `close`, never by a finaliser.
+back by `close`, never by a finaliser. Its pages are touched at start, huge ones where the system allows: a copy into a
+page that does not exist yet runs at a fraction of memory speed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import Any
 
@@ -36,9 +38,12 @@ class Arena:
         if nbytes <= 0:
             raise TierError(f"an arena needs a positive number of bytes, got {nbytes}")
         self.nbytes = align(nbytes)
-        self._mapping: mmap.mmap | None = mmap.mmap(-1, self.nbytes)
+        self._mapping: mmap.mmap | None = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         array: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
         self.address: int = array.__array_interface__["data"][0]
+        array[::PAGE] = 0
         self._array: npt.NDArray[np.uint8] | None = array
 
     @property
@@ -58,8 +63,6 @@ class Arena:
         """Give the memory back. Idempotent. Views that are still held keep the mapping alive until they go."""
         self._array = None
         if self._mapping is not None:
-            try:
+            with contextlib.suppress(BufferError):  # a view is still exported: the mapping goes with the last of them
                 self._mapping.close()
-            except BufferError:  # a view is still exported: the mapping goes with the last of them
-                pass
             self._mapping = None

@@ -88,21 +88,21 @@ class Tier(ABC):
 
     @abstractmethod
     def poll(self) -> list[TierResult]:
-        """Results that arrived since the last call, without waiting. Callable after `close`, to collect the last ones."""
+        """Results that arrived since the last call, without waiting. After `close`, too: the last ones."""
 
     @abstractmethod
     def cancel(self, ticket: int) -> None:
-        """Operations of `ticket` that have not begun end as `Status.CANCELLED`. An unknown or ended ticket is ignored."""
+        """What has not begun of `ticket` ends as `Status.CANCELLED`. An unknown or ended ticket is ignored."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what has begun, end what has not as `Status.TIER_OFF`, give back every resource. Idempotent."""
+        """Wait for what has begun, end the rest as `Status.TIER_OFF`, give back every resource. Idempotent."""
 
     def recover(self) -> list[StoredChunk]:
         """What survived from an earlier process, least recently written first. Empty for tiers that do not outlive it."""
         return []
 
-    def forget(self, generation: int) -> None:
+    def forget(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
         """From now on, also after a restart, serve nothing written before `generation`."""
 
     @property

@@ -57,10 +57,9 @@ def slots_of(transfer: Transfer, host: HostSlots) -> list[int]:
 
 def zero_padding(selection: Selection) -> None:
     """Zero the padding of the images that are written: a slot's former owner may have had data there."""
-    whole = selection.whole
-    for part in whole.parts:
-        group = whole.layout.groups[part.group]
+    layout = selection.whole.layout
+    for image, index in zip(selection.images.tolist(), selection.item_groups.tolist(), strict=True):
+        group = layout.groups[index]
         if group.part_bytes > group.used_bytes:
-            first = whole.host_address + whole.layout.rank * group.part_bytes + group.used_bytes
-            for image in part.images.tolist():
-                ctypes.memset(first + image, 0, group.part_bytes - group.used_bytes)
+            first = selection.whole.host_address + image + layout.rank * group.part_bytes + group.used_bytes
+            ctypes.memset(first, 0, group.part_bytes - group.used_bytes)

@@ -130,11 +130,13 @@ class Selection:
 
     Attributes:
         whole: All of it. Bytes arrive item by item, in order.
+        images: int64, shape `(items,)`: byte offset of each item's image in host memory.
         item_bytes: int64, shape `(items,)`: bytes that move of each item.
         item_groups: int64, shape `(items,)`: group of each item.
     """
 
     whole: Batch
+    images: I64
     item_bytes: I64
     item_groups: I64
 
@@ -198,9 +200,9 @@ def select(
     for part in parts:
         item_bytes[part.item : part.item + len(part.images)] += part.chunk_bytes
     groups = np.array([section.group for section in sections], dtype=np.int64)
-    selection = Selection(replace(whole, parts=tuple(parts)), item_bytes, np.repeat(groups, items))
-    _check_images(selection, offsets, host_bytes)
-    _check_written_once(selection, offsets)
+    selection = Selection(replace(whole, parts=tuple(parts)), offsets, item_bytes, np.repeat(groups, items))
+    _check_images(selection, host_bytes)
+    _check_written_once(selection)
     return selection
 
 
@@ -275,23 +277,23 @@ def _block_ids(section: Section, num_blocks: int) -> I64:
     return ids.astype(np.int64, copy=False)
 
 
-def _check_images(selection: Selection, offsets: I64, host_bytes: int) -> None:
-    layout = selection.whole.layout
+def _check_images(selection: Selection, host_bytes: int) -> None:
+    layout, images = selection.whole.layout, selection.images
     sizes = np.array([layout.image_bytes_of(group) for group in range(len(layout.groups))], dtype=np.int64)
-    outside = (offsets < 0) | (offsets > host_bytes - sizes[selection.item_groups])
+    outside = (images < 0) | (images > host_bytes - sizes[selection.item_groups])
     if outside.any():
         bad = int(np.argmax(outside))
         raise PlanError(
-            f"item {bad}: an image of {sizes[selection.item_groups[bad]]} bytes at {offsets[bad]} does not lie within "
+            f"item {bad}: an image of {sizes[selection.item_groups[bad]]} bytes at {images[bad]} does not lie within "
             f"{host_bytes} bytes of host memory"
         )
 
 
-def _check_written_once(selection: Selection, offsets: I64) -> None:
+def _check_written_once(selection: Selection) -> None:
     into = selection.whole.into
     if into == HOST:
-        if len(np.unique(offsets)) != len(offsets):
-            raise PlanError(f"an image would be written twice: offsets {offsets.tolist()}")
+        if len(np.unique(selection.images)) != len(selection.images):
+            raise PlanError(f"an image would be written twice: offsets {selection.images.tolist()}")
     elif into == DEVICE:
         for pool, blocks in selection.blocks().items():
             counts = np.bincount(blocks)
