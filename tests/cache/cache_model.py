@@ -297,14 +297,15 @@ class World:
         self.settle()
         return found.hold
 
-    def peek(self, of: Key) -> None:
-        answer = self.call("peek", of).value
+    def peek(self, of: Key) -> str:
+        answer = str(self.call("peek", of).value)
         if self.is_ready(of):
             self.peeks.append((of, False))
             assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
         else:
             assert answer == ("absent" if self.is_absent(of) else "in_flight")
         self.settle()
+        return answer
 
     def onboard(self, hold: Hold, count: int, skip: int, short: int) -> None:
         """Onboard the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
@@ -423,7 +424,7 @@ class World:
         fresh = len(keys) - known
         orphan = fresh > 0 and known > 0 and self.is_absent(keys[known - 1])
         allowed = fresh <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
-        must = not orphan and allowed and fresh <= self.free(HOST)
+        must = not orphan and allowed and fresh <= self.room_for(keys[:known])
         return World.Before(keys, known, orphan, must, self.cache.counters.drops[HOST].copy())
 
     def after_store(self, before: World.Before, accepted: Sequence[Any]) -> int:
@@ -560,7 +561,7 @@ class World:
         ]
 
     def deliver(self, job: Job, rank: int, wanted: Sequence[Status]) -> None:
-        """One rank of `job` ends; item by item as `wanted`, as far as that is possible. The result waits for `apply`."""
+        """One rank of `job` ends; item by item as `wanted`, as far as possible. The result waits for `apply`."""
         self.sound = False
         t = job.transfer
         statuses = self.behind_failures(job) or [
@@ -705,6 +706,17 @@ class World:
         if self.is_absent(of):
             return MissReason.ABSENT
         return MissReason.BEHIND if self.is_ready(of) else MissReason.IN_FLIGHT
+
+    def room_for(self, path: Sequence[Key]) -> int:
+        """Host slots that chunks behind `path` can count on: with one tier, all that nothing needs."""
+        if self.setup.file is not None:
+            return self.free(HOST)
+        needed = set(path)
+        needed.update(each for model in self.holds.values() for each in above(model.keys[-1]))
+        needed.update(each for peeked, _ in self.peeks for each in above(peeked))
+        for job in self.jobs.values():
+            needed.update(each for item in job.transfer.items for each in above(item.key))
+        return self.free(HOST) + sum(each not in needed for each, _ in self.resident)
 
     def free(self, tier: str) -> int:
         stats = next(s for s in self.cache.stats() if s.name == tier)

@@ -1,0 +1,184 @@
+"""A chunk never outlives its parents, in each tier and all colder ones together."""
+
+import pytest
+from cache_model import Setup, World, chunks, key, path_of
+
+from longshore.boundary import FILE, HOST, Status
+from longshore.cache.index import Index
+from longshore.errors import CacheError
+
+
+def filled(setup: Setup, *paths: str) -> World:
+    """A world in which these paths were offloaded, and backed up if the policy is to do so."""
+    world = World(setup)
+    for path in paths:
+        world.commit(path, 0, False)
+        world.settle_all()
+    return world
+
+
+def on(world: World, tier: str) -> list[str]:
+    return sorted(path_of(each) for each, where in world.resident if where == tier)
+
+
+def test_tails_go_before_heads() -> None:
+    world = filled(Setup(host=3), "abc")
+    for newcomer, left in (("x", ["a", "ab", "x"]), ("y", ["a", "x", "y"])):
+        world.commit(newcomer, 0, False)
+        world.settle_all()
+        assert on(world, HOST) == left
+
+
+def test_the_head_of_a_path_stays_even_if_it_was_used_least() -> None:
+    world = World(Setup(host=3))
+    for path, first in (("a", 0), ("ab", 1), ("abc", 2)):  # heads are the oldest
+        world.commit(path, first, False)
+        world.settle_all()
+    world.commit("x", 0, False)
+    assert on(world, HOST) == ["a", "ab", "x"]
+
+
+def test_old_heads_go_as_soon_as_their_tails_have() -> None:
+    world = World(Setup(host=3))
+    for path in ("a", "ab", "abc"):
+        world.commit(path, 0, False)
+        world.settle_all()
+    world.commit("xyz", 0, False)
+    assert on(world, HOST) == ["x", "xy", "xyz"]
+
+
+def test_several_go_together_from_tail_to_head() -> None:
+    world = filled(Setup(host=3), "abc")
+    world.commit("xyz", 0, False)
+    assert on(world, HOST) == ["x", "xy", "xyz"]
+
+
+def test_a_branch_keeps_the_trunk() -> None:
+    world = filled(Setup(host=4), "ab", "ac")
+    world.match("ac", 0, None)
+    world.commit("xy", 0, False)
+    assert on(world, HOST) == ["a", "ac", "x", "xy"]
+
+
+def test_backups_go_heads_first() -> None:
+    world = World(Setup(host=4, file=4, backup="write_through"))
+    world.commit("abc", 0, False)
+    world.end(world.on("device->host")[0])
+    (backup,) = world.on("host->file")
+    assert [item.key for item in backup.transfer.items] == chunks("abc")
+
+
+def test_a_backup_that_fails_in_the_middle_takes_what_is_behind_it() -> None:
+    world = World(Setup(host=4, file=4, backup="write_through"))
+    world.commit("abc", 0, False)
+    world.end(world.on("device->host")[0])
+    world.end(world.on("host->file")[0], Status.OK, Status.NO_SPACE, Status.OK)
+    assert on(world, FILE) == ["a"]
+    assert on(world, HOST) == ["a", "ab", "abc"]
+
+
+def test_an_offload_that_fails_in_the_middle_takes_what_is_behind_it() -> None:
+    world = World(Setup(host=4))
+    world.commit("abc", 0, False)
+    world.end(world.on("device->host")[0], Status.OK, Status.IO_ERROR, Status.OK)
+    assert on(world, HOST) == ["a"]
+    assert world.cache.counters.lost[HOST] == 2
+
+
+def test_a_corrupt_parent_takes_its_subtree() -> None:
+    world = filled(Setup(host=4, file=4, backup="write_through"), "ab", "ac")
+    for path in ("ab", "ac"):
+        world.discard(path, HOST)
+    hold = world.match("ab", 0, None)
+    assert hold is not None
+    world.onboard(hold, 2, 0, 0)
+    world.end(world.on("file->host")[0], Status.CORRUPT, Status.OK)
+    assert not world.resident
+    world.end(world.on("host->device")[0])
+    assert world.cache.outcome(hold) == (0, ())
+    world.drain()
+
+
+def test_children_survive_a_corrupt_parent_that_has_a_good_copy() -> None:
+    world = filled(Setup(host=4, file=4, backup="write_through"), "ab")
+    world.discard("ab", HOST)
+    hold = world.match("a", 0, None)
+    assert hold is not None
+    world.onboard(hold, 1, 0, 0)
+    world.end(world.on("file->host")[0])
+    world.end(world.on("host->device")[0], Status.CORRUPT)  # the host copy is bad, that in the file is not
+    assert on(world, HOST) == []
+    assert on(world, FILE) == ["a", "ab"]
+
+
+def test_a_hold_on_the_tail_keeps_the_whole_path() -> None:
+    world = filled(Setup(host=3), "abc")
+    hold = world.match("abc", 0, None)
+    assert hold is not None
+    world.commit("xyz", 0, False)
+    assert on(world, HOST) == ["a", "ab", "abc"]
+    world.release(hold)
+    world.commit("xyz", 0, False)
+    assert on(world, HOST) == ["x", "xy", "xyz"]
+
+
+def test_a_hold_on_the_head_lets_the_tail_go() -> None:
+    world = filled(Setup(host=3), "abc")
+    world.match("a", 0, None)
+    world.commit("xyz", 0, False)
+    assert on(world, HOST) == ["a", "x", "xy"]
+
+
+def test_a_chunk_in_a_colder_tier_keeps_its_parent_in_that_tier_or_a_colder_one() -> None:
+    world = filled(Setup(host=4, file=4, backup="write_through"), "ab")
+    assert world.discard("a", FILE) == 0
+    assert world.discard("a", HOST) == 1
+    assert world.discard("ab", FILE) == 1  # the tail goes; the head must stay for the tail's host copy
+    assert (on(world, HOST), on(world, FILE)) == (["ab"], ["a"])
+    assert world.discard("a", FILE) == 0
+    assert world.discard("ab", HOST) == 1
+    assert world.discard("a", FILE) == 1
+
+
+def test_a_chunk_of_which_no_tier_has_the_parent_is_not_taken() -> None:
+    world = World(Setup(host=4))
+    world.commit("ab", 1, False)
+    assert not world.resident
+    assert world.cache.counters.drops[HOST].total() == 1
+
+
+def test_keys_that_do_not_follow_one_another_are_refused() -> None:
+    world = filled(Setup(host=4), "ab")
+    for method, args in (
+        ("match", (chunks("ab")[::-1], 0.0)),
+        ("offer", (chunks("ab")[::-1],)),
+        ("offer", ([key("x"), key("a")],)),
+        ("commit", ([key("x"), key("ab")], (0, 1))),
+    ):
+        world.refused(CacheError, method, *args)
+
+
+def test_the_index_refuses_orphans_and_second_copies() -> None:
+    index = Index(2)
+    index.add(key("a"), None, 0, 0)
+    with pytest.raises(CacheError, match="has no parent in tier 1 or colder"):
+        index.add(key("ab"), key("a"), 1, 0)
+    with pytest.raises(CacheError, match="has no parent in tier 0 or colder"):
+        index.add(key("xy"), key("x"), 0, 0)
+    with pytest.raises(CacheError, match="already has a copy in tier 0"):
+        index.add(key("a"), None, 0, 1)
+    assert len(index) == 1
+    index.check_integrity()
+
+
+def test_integrity_notices_a_child_that_lies_colder_than_its_parent() -> None:
+    index = Index(2)
+    index.add(key("a"), None, 1, 0)
+    index.add(key("ab"), key("a"), 1, 1)
+    head = index[key("a")]
+    copy = head.copies[1]
+    assert copy is not None
+    copy.tier = 0
+    head.copies = [copy, None]
+    with pytest.raises(CacheError, match="lies colder than its parent"):
+        index.check_integrity()

@@ -1,0 +1,97 @@
+"""Slots: every operation is all or nothing, and no id is trusted."""
+
+import pickle
+
+import pytest
+
+from longshore.cache.pool import SlotPool
+from longshore.errors import CacheError, CapacityError
+
+
+def test_the_lowest_slots_go_first() -> None:
+    pool = SlotPool(4)
+    assert pool.allocate(2) == [0, 1]
+    assert pool.allocate(2) == [2, 3]
+    assert (pool.free_count, pool.used) == (0, 4)
+
+
+def test_what_came_back_last_goes_out_first() -> None:
+    pool = SlotPool(3)
+    pool.allocate(3)
+    pool.free(1)
+    pool.free(0)
+    assert pool.allocate(1) == [0]
+    assert pool.allocate(1) == [1]
+
+
+def test_allocating_nothing_gives_nothing() -> None:
+    pool = SlotPool(3)
+    assert pool.allocate(0) == []
+    assert pool.free_count == 3
+
+
+@pytest.mark.parametrize("count", [-1, -3])
+def test_a_negative_count_is_refused(count: int) -> None:
+    pool = SlotPool(3)
+    with pytest.raises(CacheError, match=f"cannot allocate {count} slots"):
+        pool.allocate(count)
+    assert pool.free_count == 3
+
+
+def test_more_than_there_is_changes_nothing() -> None:
+    pool = SlotPool(3)
+    pool.allocate(2)
+    with pytest.raises(CapacityError, match="2 slots were asked for, 1 of 3 are free"):
+        pool.allocate(2)
+    assert pool.allocate(1) == [2]
+
+
+@pytest.mark.parametrize("index", [-1, 3, 2])
+def test_a_slot_that_is_not_taken_cannot_be_freed(index: int) -> None:
+    pool = SlotPool(3)
+    pool.allocate(2)
+    with pytest.raises(CacheError, match=f"slot {index} of 3 is not taken"):
+        pool.free(index)
+    assert pool.free_count == 1
+    pool.check_integrity()
+
+
+def test_a_double_free_is_refused() -> None:
+    pool = SlotPool(3)
+    pool.allocate(3)
+    pool.free(1)
+    with pytest.raises(CacheError, match="slot 1 of 3 is not taken"):
+        pool.free(1)
+    assert pool.allocate(1) == [1]
+
+
+def test_claimed_slots_are_taken_and_the_others_are_not() -> None:
+    pool = SlotPool(5)
+    pool.claim([3, 0])
+    assert pool.allocate(3) == [1, 2, 4]
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("indices", [[1, 4], [-1], [2, 2], [2, 0]])
+def test_claiming_what_is_taken_or_does_not_exist_changes_nothing(indices: list[int]) -> None:
+    pool = SlotPool(4)
+    pool.claim([0])
+    before = pickle.dumps(pool)
+    with pytest.raises(CacheError, match="must be free, distinct and below 4"):
+        pool.claim(indices)
+    assert pickle.dumps(pool) == before
+
+
+def test_a_pool_may_be_empty_but_not_less() -> None:
+    assert SlotPool(0).allocate(0) == []
+    with pytest.raises(CacheError, match="zero or more slots, got -1"):
+        SlotPool(-1)
+
+
+def test_integrity_notices_a_slot_that_is_free_and_taken() -> None:
+    pool = SlotPool(2)
+    pool.allocate(2)
+    pool.free(0)
+    pool._taken[0] = 1
+    with pytest.raises(CacheError, match="the free list has 1 slots, the marks say 0"):
+        pool.check_integrity()

@@ -1,0 +1,259 @@
+"""When chunks are written to a colder tier, and what becomes of those that cannot be."""
+
+import pytest
+from cache_model import Setup, World, key, path_of
+
+from longshore.boundary import FILE, HOST, Status
+from longshore.cache import CacheSettings, DropReason, Offload, TieredCache, TierSpec, WritePolicy
+from longshore.cache.writing import to_clean
+from longshore.errors import CacheError
+
+NO_ROOM, BACKPRESSURE, ORPHAN, WRITE_FAILED = (
+    DropReason.NO_ROOM,
+    DropReason.BACKPRESSURE,
+    DropReason.ORPHAN,
+    DropReason.WRITE_FAILED,
+)
+
+
+def store(world: World, *paths: str) -> World:
+    """Offload these paths; their backups, if any were ordered, stay under way."""
+    for path in paths:
+        world.commit(path, 0, True)
+        for job in world.on("device->host"):
+            world.end(job)
+    return world
+
+
+def drops(world: World, tier: str = HOST) -> dict[DropReason, int]:
+    return {reason: n for reason, n in world.cache.counters.drops[tier].items() if n}
+
+
+def backed_up(world: World) -> list[str]:
+    """Chunks on their way into the file tier, in order."""
+    return [path_of(item.key) for job in world.on("host->file") for item in job.transfer.items]
+
+
+def test_write_through_offloads_what_is_complete() -> None:
+    world = World(Setup(host=4))
+    world.commit("ab", 0, False)
+    assert world.where("ab") == {HOST: "filling"}
+
+
+def test_write_back_waits_for_the_engine_to_evict() -> None:
+    world = World(Setup(host=4, offload="write_back"))
+    world.commit("ab", 0, False)
+    assert world.where("ab") == {}
+    world.commit("ab", 0, True)
+    assert world.where("ab") == {HOST: "filling"}
+
+
+def test_what_a_tier_has_or_is_getting_is_not_written_again() -> None:
+    world = World(Setup(host=4))
+    world.commit("ab", 0, False)
+    world.commit("abc", 0, False)
+    first, second = world.on("device->host")
+    assert [path_of(item.key) for item in second.transfer.items] == ["abc"]
+    world.end(second)
+    world.end(first)
+    assert world.call("commit", [key("a")], (0,)) == Offload(None, ())
+
+
+def test_write_through_backs_up_what_is_ready() -> None:
+    world = store(World(Setup(host=4, file=4, backup="write_through")), "ab")
+    assert backed_up(world) == ["a", "ab"]
+
+
+def test_write_back_keeps_a_quarter_free_or_safe() -> None:
+    world = store(World(Setup(host=8, file=8)), "abcdef")
+    assert backed_up(world) == []  # two of eight are free
+    store(world, "x")
+    assert backed_up(world) == ["a"]  # one is free, so one must be safe; heads go first
+    store(world, "y")
+    assert backed_up(world) == ["a", "x"]  # "ab" is colder, but waits for "a"
+
+
+def test_what_is_not_backed_up_is_spared_while_a_backup_is_under_way() -> None:
+    world = store(World(Setup(host=2, file=4)), "a", "b")
+    world.commit("c", 0, True)
+    assert backed_up(world) == ["a"]
+    assert drops(world) == {BACKPRESSURE: 1}
+    world.end(world.on("host->file")[0])
+    store(world, "c")
+    assert world.where("a") == {FILE: "ready"}
+    assert (world.where("b"), world.where("c")) == ({HOST: "ready"}, {HOST: "ready"})
+
+
+@pytest.mark.parametrize("file", [None, 0])
+def test_without_a_file_tier_to_help_the_coldest_is_dropped(file: int | None) -> None:
+    world = store(World(Setup(host=2, file=file)), "a", "b", "c")
+    assert world.where("a") == {}
+    assert world.where("c") == {HOST: "ready"}
+    assert drops(world) == {}
+
+
+def test_a_backup_that_failed_is_not_tried_again_and_blocks_nothing() -> None:
+    world = store(World(Setup(host=2, file=4, backup="write_through")), "a")
+    world.end(world.on("host->file")[0], Status.NO_SPACE)
+    assert drops(world, FILE) == {WRITE_FAILED: 1}
+    world.end_step()
+    world.flush()
+    assert backed_up(world) == []
+    world.commit("ab", 0, True)  # nor what is behind it: the file tier alone could not reach it
+    world.end(world.on("device->host")[0])
+    assert backed_up(world) == []
+    store(world, "xy")
+    assert world.where("a") == {}
+
+
+def test_siblings_that_fail_together_are_both_left_alone() -> None:
+    world = store(World(Setup(host=4, file=4, backup="write_through")), "ab")
+    world.end(world.on("host->file")[0], Status.DEADLINE)
+    world.end_step()
+    assert backed_up(world) == []
+
+
+def test_a_chunk_waits_for_the_backup_of_its_parent() -> None:
+    world = store(World(Setup(host=2, file=4, backup="write_through")), "a")
+    store(world, "ab")
+    assert backed_up(world) == ["a"]
+    world.end(world.on("host->file")[0])
+    assert backed_up(world) == ["ab"]
+
+
+def test_a_held_chunk_survives_the_failed_backup_of_its_parent() -> None:
+    world = store(World(Setup(host=2, file=4, backup="write_through")), "a", "ab")
+    slow = world.on("host->file")[0]
+    for job in world.on("host->file")[1:]:
+        world.end(job)
+    assert world.match("ab", 0, None) is not None
+    world.commit("c", 0, True)  # would like the slot of "ab"
+    world.end(slow, Status.IO_ERROR)
+    assert world.where("ab") == {HOST: "ready"}
+
+
+def test_a_file_tier_smaller_than_the_host_tier_comes_to_rest() -> None:
+    world = World(Setup(host=4, file=2, backup="write_through"))
+    for path in ("a", "b", "c", "d"):
+        world.commit(path, 0, False)
+        world.settle_all()
+    assert world.cache.counters.routes["host->file"].chunks == 2
+    assert world.flush()
+
+
+def test_the_file_tier_makes_room_from_what_the_host_tier_has_not() -> None:
+    world = World(Setup(host=2, file=3, backup="write_through"))
+    for path in ("a", "b", "c", "d"):
+        world.commit(path, 0, False)
+        world.settle_all()
+    assert world.where("c") == world.where("d") == {HOST: "ready", FILE: "ready"}
+    assert sum(world.where(path) == {FILE: "ready"} for path in "ab") == 1
+
+
+@pytest.mark.parametrize(("limit", "taken"), [(3, 3), (1, 1)])
+def test_offloads_in_flight_are_bounded_and_the_rest_is_counted(limit: int, taken: int) -> None:
+    world = World(Setup(host=8, max_writes=limit))
+    world.commit("abcde", 0, False)
+    assert len(world.on("device->host")[0].transfer.items) == taken
+    assert drops(world) == {BACKPRESSURE: 5 - taken}
+    world.commit("xyz", 0, False)
+    assert drops(world) == {BACKPRESSURE: 5 - taken + 3}
+    world.end(world.on("device->host")[0])
+    world.commit("abcde", 0, False)
+    assert world.where("abcde"[: taken + 1]) == {HOST: "filling"}
+
+
+def test_backups_in_flight_are_bounded_and_the_rest_is_left_for_later() -> None:
+    world = World(Setup(host=8, file=8, backup="write_through", max_writes=3))
+    store(world, "abc", "xyz")
+    assert backed_up(world) == ["a", "ab", "abc"]
+    assert drops(world, FILE) == {}
+    world.settle_all()
+    assert world.where("xyz") == {HOST: "ready", FILE: "ready"}
+
+
+def test_offers_count_as_writes_in_flight() -> None:
+    world = World(Setup(host=8, max_writes=2))
+    world.offer("abc", 0)
+    world.commit("x", 0, False)
+    assert drops(world) == {BACKPRESSURE: 2}
+
+
+def test_no_room_is_counted_as_such() -> None:
+    world = store(World(Setup(host=1)), "a")
+    world.match("a", 0, None)
+    world.commit("x", 0, False)
+    assert drops(world) == {NO_ROOM: 1}
+
+
+def test_an_orphan_is_counted_as_such() -> None:
+    world = World(Setup(host=4))
+    world.commit("abc", 2, False)
+    assert drops(world) == {ORPHAN: 1}
+
+
+def test_a_failed_offload_is_counted_and_invisible() -> None:
+    world = World(Setup(host=4))
+    world.commit("a", 0, False)
+    world.end(world.on("device->host")[0], Status.IO_ERROR)
+    assert drops(world) == {WRITE_FAILED: 1}
+    assert world.where("a") == {}
+    assert world.match("a", 0, None) is None
+
+
+def test_flush_orders_all_that_a_restart_would_lose() -> None:
+    world = store(World(Setup(host=8, file=8, max_writes=3)), "abc", "xy")
+    assert backed_up(world) == []
+    assert not world.flush()
+    assert len(backed_up(world)) == 3
+    world.settle_all()
+    assert not world.flush()
+    world.settle_all()
+    assert world.flush()
+    assert all(world.where(path)[FILE] == "ready" for path in ("abc", "xy"))
+
+
+def test_cleaning_does_not_climb_the_same_stuck_path_again_and_again() -> None:
+    """One failed backup at the head of a long path must not make each call quadratic in its length."""
+    world = store(World(Setup(host=40, file=40, backup="write_through", device_blocks=64)), "a")
+    world.end(world.on("host->file")[0], Status.NO_SPACE)
+    store(world, "a" * 30)
+    climbed = 0
+
+    class Counted(dict):  # type: ignore[type-arg]
+        def __contains__(self, each: object) -> bool:
+            nonlocal climbed
+            climbed += 1
+            return super().__contains__(each)
+
+    books = world.cache._store
+    books.dirty = Counted(books.dirty)
+    assert to_clean(books, 30) == []
+    assert climbed <= 3 * 30
+
+
+@pytest.mark.parametrize("name", ["blocks_per_chunk", "ranks", "max_writes"])
+def test_settings_that_cannot_work_are_refused(name: str) -> None:
+    with pytest.raises(CacheError, match="at least 1"):
+        CacheSettings(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [],
+        [TierSpec("a", 1, 1), TierSpec("b", 1, 1), TierSpec("c", 1, 1)],
+        [TierSpec("a", 1, 1), TierSpec("a", 1, 1)],
+        [TierSpec("device", 1, 1)],
+        [TierSpec("a", -1, 1)],
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(tiers: list[TierSpec]) -> None:
+    with pytest.raises(CacheError):
+        TieredCache(tiers)
+
+
+def test_a_policy_knows_when_it_wants_a_chunk() -> None:
+    assert [WritePolicy.THROUGH.wants(evicting=e) for e in (False, True)] == [True, True]
+    assert [WritePolicy.BACK.wants(evicting=e) for e in (False, True)] == [False, True]
+    assert (WritePolicy.THROUGH.clean_target(10), WritePolicy.BACK.clean_target(10)) == (10, 2)
