@@ -67,6 +67,7 @@ def test_peek_sees_every_state_and_protects_what_is_ready() -> None:
     assert world.discard("x", FILE) == 1
     assert world.discard("x", HOST) == 0
     world.end_step()
+    world.settle_all()
     assert world.discard("x", HOST) == 1
 
 

@@ -213,18 +213,24 @@ class Store:
                 raise CacheError(f"chunk {entry.key.hex()[:12]} is wrongly marked as dirty or clean")
 
     def _victims(self, tier: int, count: int, *, spare_dirty: bool) -> list[Copy]:
+        """At most `count` copies that may go, coldest first; an old head goes as soon as the last of its tails has."""
         plan = Eviction(tier)
+        refused: set[Key] = set()
         for key in self.levels[tier].policy.candidates():
+            entry = self.index.get(key)
+            while entry is not None and len(plan.copies) < count:
+                copy = entry.copies[tier]
+                if copy is None or self._is_spared(entry, tier, spare_dirty) or not plan.take(copy):
+                    refused.add(entry.key)
+                    break
+                entry = entry.parent if entry.parent is not None and entry.parent.key in refused else None
             if len(plan.copies) == count:
                 break
-            entry = self.index.get(key)
-            copy = entry.copies[tier] if entry is not None else None
-            if entry is None or copy is None or (tier == 0 and spare_dirty and key in self.dirty):
-                continue
-            if tier > 0 and entry.copies[0] is not None:
-                continue  # it would only have to be written again
-            plan.take(copy)
         return plan.copies
+
+    def _is_spared(self, entry: Entry, tier: int, spare_dirty: bool) -> bool:
+        """In the file tier, what the host tier has too is spared: it would only have to be written again."""
+        return spare_dirty and entry.key in self.dirty if tier == 0 else entry.copies[0] is not None
 
     def _detach(self, copy: Copy) -> None:
         self.index.drop(copy)

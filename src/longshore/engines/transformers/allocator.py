@@ -26,7 +26,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 )
 
 from longshore.boundary import DEVICE, Key
-from longshore.errors import LongshoreError
+from longshore.errors import EngineError, LongshoreError
 from longshore.keys import KeyChain, chain
 from longshore.runtime.guard import BlockGuard
 from longshore.runtime.stack import Stack
@@ -69,6 +69,10 @@ class TieredLedger(BlockLedger):
         self._evicting(list(self.cached_blocks))
         return self._leaving(super().evict_cached_blocks())
 
+    def drop_cached_blocks(self) -> list[int]:
+        """Evict all cached blocks as worthless; those that may go to the pool now."""
+        return self._leaving(super().evict_cached_blocks())
+
     def evict_oldest(self, count: int, keep: set[int]) -> list[int]:
         """Evict up to `count` cached blocks that are not in `keep`, least recently released first."""
         victims = [block for block in self.cached_blocks if block not in keep][:count]
@@ -105,14 +109,21 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def register_cache_tensor(self, *args: Any, **kwargs: Any) -> None:
         """The device cache exists: build the tiers for it."""
         super().register_cache_tensor(*args, **kwargs)
-        self._stack = type(self).open_stack(self)
-        if self._stack is not None:
-            self._guard = BlockGuard(self._stack.runtime, self._stack.config.write_timeout)
+        self.attach(type(self).open_stack(self))
+
+    def attach(self, stack: Stack | None) -> None:
+        """From here on, `stack` is below the device cache; with `None`, nothing is."""
+        self._stack = stack
+        if stack is not None:
+            self._guard = BlockGuard(stack.runtime, stack.config.write_timeout)
             self.ledger = TieredLedger(self._leaving, self._offload_evicted)
 
-    def detach(self) -> None:
-        """The tiers are closed: go on as a stock allocator."""
-        self._stack = None
+    def forget(self) -> None:
+        """Evict all cached blocks of the device, without offloading them. No request may be active."""
+        if self.block_table:
+            raise EngineError(f"{len(self.block_table)} requests are active: the engine must be idle")
+        if isinstance(self.ledger, TieredLedger):
+            self.pool.free_blocks(self.index, self.ledger.drop_cached_blocks())
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """Blocks of the longest prefix that is on the device, or comes up from the tiers in time."""

@@ -65,15 +65,21 @@ class Tiers:
         return {DEVICE: self._allocator.used_bytes, **{tier.name: tier.used * tier.image_bytes for tier in tiers}}
 
     def reset(self) -> None:
-        """Forget all blocks, here and on disk, for instance because the weights change. The engine must be idle."""
-        if self.stack is not None:
-            with self.stack.runtime.control() as cache:
-                cache.reset()
+        """Forget all blocks, on the device, in memory and on disk, because weights or adapters have changed.
+
+        The tiers open again under the scope of the model as it is now. Raises `EngineError` while requests are active.
+        """
+        if self.stack is None or self._allocator is None:
+            return
+        self._allocator.forget()
+        with self.stack.runtime.control() as cache:
+            cache.reset()
+        self._allocator.attach(self.open(self._allocator))
 
     def close(self) -> None:
         """Write back what a restart would lose, and close the tiers. Idempotent."""
         if self._allocator is not None:
-            self._allocator.detach()
+            self._allocator.attach(None)
         if self.stack is not None:
             self.stack.close()
             self.stack = None
@@ -82,6 +88,8 @@ class Tiers:
         """Build the tiers for an allocator's tensor, and test them. Returns `None`, loudly, when that fails."""
         self.close()
         self._allocator = allocator
+        if not allocator.use_block_sharing:
+            _log.warning("block sharing is off in the engine's configuration: the tiers will never be asked")
         rows = allocator._copy_view
         layout = from_rows(
             rows,
@@ -119,8 +127,8 @@ def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileT
     """Within this block, continuous batching of `model` keeps evicted blocks in the tiers of `config`.
 
     A cache that is made later replaces the one before it: what is in the file tier stays, what is in the host tier
-    is written back first. Weights must not change without `Tiers.reset`. `open_file` makes the file tier, with the
-    arguments of `FileTier`.
+    is written back first. After a change of weights or adapters call `Tiers.reset`.
+    `open_file` makes the file tier, with the arguments of `FileTier`.
 
     Raises:
         ConfigError: The machine cannot give what `config` asks for.

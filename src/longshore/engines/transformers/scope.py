@@ -35,8 +35,17 @@ def model_scope(model: Any, layout: KVLayout, *, salt: str) -> Scope:
         group=group.name,
         ranks=layout.ranks,
         attention=str(model.config._attn_implementation),
+        lora=_active_adapters(model),
         salt=salt,
     )
+
+
+def _active_adapters(model: Any) -> str:
+    """Names of the adapters in force; their weights are among the model's."""
+    try:
+        return ",".join(model.active_adapters()) if getattr(model, "_hf_peft_config_loaded", False) else ""
+    except (AttributeError, ValueError):
+        return ""
 
 
 def config_digest(config: Any) -> str:

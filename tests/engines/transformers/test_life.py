@@ -1,0 +1,122 @@
+"""Restarts, resets and changed weights: what may be served afterwards, and what never."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from serving import make_demo
+
+from longshore.cli.demo_result import DemoResult, RunRecord
+from longshore.cli.demo_runs import _engine, run_resident, run_tiered
+from longshore.config import Config
+from longshore.engines.transformers import Tiers, replaying, tiered
+from longshore.errors import ConfigError, EngineError, TierInUseError
+
+
+def equal(ours: RunRecord, theirs: RunRecord) -> bool:
+    return DemoResult({}, ours, theirs, theirs, {}).bit_exact
+
+
+def test_a_restart_serves_what_the_first_engine_stored(tmp_path: Path) -> None:
+    demo = make_demo(tmp_path)
+    config = demo.config(tmp_path)
+    with tiered(demo.model, config) as tiers:
+        _, before = run_tiered(demo, tiers, lambda: None)
+    with tiered(demo.model, config) as tiers:
+        run, after = run_tiered(demo, tiers, lambda: None)
+    assert run.requests[0].file_tokens > 0
+    assert run.restored_blocks["file"] > run.restored_blocks["host"]
+    with replaying([*before, *after[1:]]), _engine(demo, 4 * demo.workload.total_blocks) as ask:  # one warm-up only
+        for request in demo.workload:
+            ask(request)
+        answers = [ask(request) for request in demo.workload]
+    assert [tuple(answer.generated_tokens) for answer in answers] == [request.tokens for request in run.requests]
+    assert [tuple(answer.logprobs) for answer in answers] == [request.logprobs for request in run.requests]
+
+
+def test_changed_weights_are_never_served_the_old_blocks(tmp_path: Path) -> None:
+    demo = make_demo(tmp_path)
+    config = demo.config(tmp_path)
+    original = {name: tensor.clone() for name, tensor in demo.model.state_dict().items()}
+    with tiered(demo.model, config) as tiers:
+        run_tiered(demo, tiers, lambda: None)
+    with torch.no_grad():
+        demo.model.model.layers[0].mlp.up_proj.weight[3, 5] += 0.5
+    with tiered(demo.model, config) as tiers:
+        run, hits = run_tiered(demo, tiers, lambda: None)
+        assert run.requests[0].file_tokens == 0
+    assert equal(run, run_resident(demo, hits, lambda: None))
+    demo.model.load_state_dict(original)
+    with tiered(demo.model, config) as tiers:
+        run, hits = run_tiered(demo, tiers, lambda: None)
+        assert run.requests[0].file_tokens == 0  # the run in between was of another scope, and took the slots
+
+
+def test_a_reset_forgets_on_the_device_in_memory_and_on_disk(tmp_path: Path) -> None:
+    demo = make_demo(tmp_path)
+    first, second = demo.workload.requests[0], demo.workload.requests[8]
+    with tiered(demo.model, demo.config(tmp_path)) as tiers, _engine(demo, demo.device_blocks) as ask:
+        ask(first)
+        ask(second)
+        assert len(tiers.records[-1].sources) > 1
+        with torch.no_grad():
+            demo.model.model.layers[0].mlp.up_proj.weight[3, 5] += 0.5
+        tiers.reset()
+        ask(second)
+        assert tiers.records[-1].sources == ()
+        ask(second)
+        assert len(tiers.records[-1].sources) > 1
+    with tiered(demo.model, demo.config(tmp_path)) as tiers, _engine(demo, demo.device_blocks) as ask:
+        ask(second)
+        assert set(tiers.records[-1].sources) == {"file"}
+
+
+def test_two_engines_in_one_directory(tmp_path: Path) -> None:
+    demo = make_demo(tmp_path)
+    config = demo.config(tmp_path)
+    with tiered(demo.model, config) as tiers, _engine(demo, demo.device_blocks):
+        other = Tiers(demo.model, config)
+        assert tiers._allocator is not None
+        with pytest.raises(TierInUseError, match="sub-directory"):
+            other.open(tiers._allocator)
+        other._allocator = None
+
+
+def test_one_block_of_tiers_at_a_time(tmp_path: Path) -> None:
+    demo = make_demo(tmp_path)
+    config = Config.make(host_size="16MiB")
+    with (
+        tiered(demo.model, config),
+        pytest.raises(EngineError, match="replaced already"),
+        tiered(demo.model, config),
+    ):
+        pass
+
+
+def test_sizes_that_cannot_be(tmp_path: Path) -> None:
+    demo = make_demo(tmp_path)
+    with pytest.raises(ConfigError, match="host_size"), tiered(demo.model, Config.make(host_size="900TiB")):
+        pass
+
+
+def test_a_failed_self_test_turns_the_tiers_off_loudly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longshore.engines.transformers.allocator import RowBlocks
+
+    honest = RowBlocks.read
+
+    def dishonest(self: RowBlocks, blocks: list[int]) -> object:
+        data = honest(self, blocks).copy()
+        data[0, 0] ^= 1
+        return data
+
+    demo = make_demo(tmp_path)
+    monkeypatch.setattr(RowBlocks, "read", dishonest)
+    with tiered(demo.model, demo.config(tmp_path)) as tiers, _engine(demo, demo.device_blocks) as ask:
+        ask(demo.workload.requests[0])
+        assert tiers.stack is None
+        assert "came back wrong" in str(tiers.failure)
+        assert "TIERS ARE OFF" in caplog.text
