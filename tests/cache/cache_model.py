@@ -611,7 +611,10 @@ class World:
         return statuses[:first] + [Status.CANCELLED if s is Status.OK else s for s in statuses[first:]]
 
     def possible(self, t: Transfer, index: int, item: Item, rank: int, wanted: Status) -> Status:
-        """Checks that what the cache wants read is there. Bad bytes are noticed, until the cache should know itself."""
+        """Checks that what the cache wants read is there.
+
+        Bad bytes are noticed in the file tier, which has checksums, and elsewhere until the cache should know of them.
+        """
         if item.source is None:
             for sub, block in self.blocks_of(t, index):
                 assert self.device[rank][block] == Tag(item.key, t.generation, sub)
@@ -619,7 +622,8 @@ class World:
         at = (item.source.tier, item.source.index, rank)
         content = self.content[at]
         if content == BAD:
-            return Status.CORRUPT if at in self.secret or wanted is not Status.OK else wanted
+            noticed = at in self.secret or item.source.tier == FILE
+            return Status.CORRUPT if noticed and wanted is Status.OK else wanted
         assert content == Tag(item.key, t.generation), f"{t} reads {content!r} from {item.source}"
         return wanted
 
