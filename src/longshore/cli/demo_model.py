@@ -24,17 +24,23 @@ class DemoOptions:
     max_new_tokens: int = 8
     device_share: float = 0.25
     host_share: float = 0.25
-    layers: int = 8
+    layers: int = 6
     width: int = 512
+
+
+def prepare_environment(attention: str) -> None:
+    """Settings that the numeric libraries read when they are loaded: call it before torch is imported."""
+    # Threads that spin while they wait starve those of a busy machine, and the figures with them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if attention == "sdpa":
+        # oneMKL picks kernels by the alignment of its inputs, unless told to keep to one: bits would differ.
+        os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 
 def load_model(options: DemoOptions) -> Any:
     """The model in evaluation mode, on its device. Raises `ConfigError` or `EngineError`, with what is missing."""
-    if options.attention == "sdpa":
-        # oneMKL picks kernels by the alignment of its inputs, unless told to keep to one: bits would differ.
-        os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
     try:
-        import torch  # noqa: PLC0415 - after MKL_CBWR
+        import torch  # noqa: PLC0415 - an extra, and slow
         import transformers  # noqa: PLC0415
     except ImportError as error:
         raise EngineError(f"{error}; the demo needs: pip install 'longshore[transformers]'") from error
