@@ -13,9 +13,12 @@ from hypothesis import HealthCheck, settings
 
 from longshore.cache import EDGES, State
 
-pytest.register_assert_rewrite("cache_model")
+pytest.register_assert_rewrite("cache_model", "cache_movers")
 
 Edge = tuple[State, State]
+
+# Bits are compared: oneMKL must not pick its kernels by the alignment of its inputs. Read when torch is loaded.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)

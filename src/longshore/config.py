@@ -13,10 +13,13 @@ import tomllib
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from longshore.cache.writing import WritePolicy
 from longshore.errors import ConfigError
+
+_CGROUP = Path("/sys/fs/cgroup")
+_SIZE = "a size is a whole number of bytes, or text such as '64GiB' or '1.5TB'"
 
 
 class Config(BaseModel):
@@ -37,10 +40,24 @@ class Config(BaseModel):
     background: bool = Field(True, description="move blocks between the engine's steps, in a thread")
     salt: str = Field("", description="part of every key: tenants with different salts never share blocks")
 
+    @field_validator("host_size", "file_size", mode="before")
+    @classmethod
+    def _no_booleans(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError(_SIZE)
+        return value
+
+    @field_validator("file_path")
+    @classmethod
+    def _at_home(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser()
+
     @model_validator(mode="after")
     def _file_tier_is_whole(self) -> Self:
         if (self.file_path is None) != (self.file_size == 0):
-            raise ValueError("file_path and file_size go together: give both, or neither")
+            raise ValueError(
+                f"file_path and file_size go together: give both, or neither; got {self.file_path} and {self.file_size}"
+            )
         return self
 
     @classmethod
@@ -54,11 +71,7 @@ class Config(BaseModel):
     @classmethod
     def from_toml(cls, path: Path, **overrides: Any) -> Config:
         """A configuration from the table `[longshore]` of a TOML file, or from its top level; flags override it."""
-        try:
-            table = tomllib.loads(path.read_text())
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {error}") from error
-        return cls.make(**{**table.get("longshore", table), **overrides})
+        return cls.make(**{**read_toml(path), **overrides})
 
     def check_machine(self) -> None:
         """Raise `ConfigError` if the machine cannot give what is asked for, with the figure that was found."""
@@ -74,8 +87,8 @@ class Config(BaseModel):
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
         if not existing.is_dir():
             raise ConfigError(f"file_path is {path}, but {existing} is not a directory")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigError(f"file_path is {path}, but {existing} is not writable")
+        if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"file_path is {path}, but {existing} is not writable, or not readable")
         ours = sum(f.stat().st_blocks * 512 for f in path.iterdir() if f.is_file()) if path.is_dir() else 0
         free = shutil.disk_usage(existing).free + ours
         if self.file_size > free:
@@ -84,17 +97,32 @@ class Config(BaseModel):
             )
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, not yet checked; raises `ConfigError` if it is none."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    settings = table.get("longshore", table)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: longshore is a table of settings, got {settings!r}")
+    return settings
+
+
 def available_memory() -> int:
-    """Bytes of memory that a new mapping can get without swapping: `MemAvailable`, or the cgroup's limit if lower."""
-    with Path("/proc/meminfo").open() as file:
-        fields = dict(line.split(":", 1) for line in file)
+    """Bytes of memory that a new mapping can get without swapping: `MemAvailable`, or the cgroup's limit if lower.
+
+    What a cgroup uses includes its page cache; the inactive part of that makes way when memory is asked for.
+    """
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        limit = _CGROUP.joinpath("memory.max").read_text().strip()
+        used = int(_CGROUP.joinpath("memory.current").read_text())
+        pages = dict(line.split() for line in _CGROUP.joinpath("memory.stat").read_text().splitlines())
+        return available if limit == "max" else min(available, int(limit) - used + int(pages["inactive_file"]))
+    except (OSError, ValueError, KeyError):
         return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
 def format_bytes(count: float) -> str:
@@ -114,4 +142,5 @@ def _explain(detail: Any) -> str:
         return f"{key!r} is not a setting; {hint}"
     about = Config.model_fields[key].description if key in Config.model_fields else None
     given = "" if key == "settings" else f" = {detail['input']!r}"
-    return f"{key}{given}: {detail['msg']}" + (f" ({about})" if about else "")
+    allowed = _SIZE if detail["type"].startswith("byte_size") else detail["msg"].removeprefix("Value error, ")
+    return f"{key}{given}: {allowed}" + (f" ({about})" if about else "")

@@ -75,8 +75,8 @@ class KeyChain:
     __slots__ = ("_pending", "_tip", "chunk_bytes", "keys")
 
     def __init__(self, root: Key, chunk_tokens: int) -> None:
-        if len(root) != KEY_BYTES:
-            raise TokenError(f"a root has {KEY_BYTES} bytes, got {len(root)}")
+        if not isinstance(root, bytes) or len(root) != KEY_BYTES:
+            raise TokenError(f"a root has {KEY_BYTES} bytes, got {root!r}")
         if chunk_tokens < 1:
             raise TokenError(f"a chunk has at least one token, got chunk_tokens={chunk_tokens}")
         self.chunk_bytes = 4 * chunk_tokens
@@ -113,6 +113,8 @@ def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 2**32):
             raise TokenError(f"token ids lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}")
         return tokens.astype("<u4").tobytes()
+    if isinstance(tokens, (bytes, bytearray, str)):  # `array` would take bytes for machine words
+        raise TokenError(f"tokens are a sequence of integers, got {type(tokens).__name__}")
     try:
         packed = array("I", tokens)
     except (OverflowError, TypeError) as error:

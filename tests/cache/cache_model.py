@@ -1,21 +1,20 @@
-"""A plain model of what `TieredCache` promises, and simulated movers that carry out what it orders.
+"""A plain model of what `TieredCache` promises.
 
-The model knows nothing of eviction orders, reach counts or copies. It knows what lies *in* every slot of every tier
-and every device block, rank by rank: a tag (key, generation) that is written when a transfer delivers it, and is
-poisoned while one is under way. From the commands and results alone it says what every outcome, miss count and
-in-flight count must be, and it checks after each call that what the cache calls ready really is in place.
-
-Keys are readable: the path of branches from the root, padded to 32 bytes. `chunks("aba")` are the keys of a prompt.
+The model knows nothing of eviction orders, reach counts or copies. From the commands and results alone, and from what
+the simulated movers have in place, it says what every outcome, miss count and in-flight count must be, and it checks
+after each call that what the cache calls ready really is there.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
+from cache_movers import BAD, POISON, Job, Movers, Tag
+from cache_setup import FRESH, LOAD, WRITE, Call, Setup, above, chunks, depth, key, parent, path_of
 
 from longshore.boundary import (
     DEVICE,
@@ -34,145 +33,8 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import (
-    CacheSettings,
-    DropReason,
-    Hold,
-    MissReason,
-    Onboarding,
-    Outcome,
-    Resident,
-    State,
-    TieredCache,
-    TierSpec,
-    WritePolicy,
-)
+from longshore.cache import DropReason, Hold, MissReason, Onboarding, Outcome, Resident, State
 from longshore.errors import CacheError
-
-IMAGE_BYTES = 4096
-LOAD, WRITE = 10.0, 60.0
-FRESH = "zyxwvuts"
-"""A path that no rule uses, for the end of a run."""
-
-
-def key(path: str) -> Key:
-    """The key of the chunk at the end of `path`."""
-    return path.encode().ljust(32, b".")
-
-
-def chunks(path: str) -> list[Key]:
-    """The keys of a prompt, head first."""
-    return [key(path[: i + 1]) for i in range(len(path))]
-
-
-def path_of(of: Key) -> str:
-    """The path that a key stands for."""
-    return of.rstrip(b".").decode()
-
-
-def depth(of: Key) -> int:
-    """How many chunks come before."""
-    return len(path_of(of)) - 1
-
-
-def above(of: Key) -> list[Key]:
-    """`of` and all its ancestors, head first."""
-    return chunks(path_of(of))
-
-
-def parent(of: Key) -> Key | None:
-    """The chunk before `of`."""
-    path = above(of)
-    return path[-2] if len(path) > 1 else None
-
-
-class Setup(NamedTuple):
-    """How to build a cache; picklable."""
-
-    host: int
-    file: int | None = None
-    ranks: int = 1
-    per_chunk: int = 1
-    offload: str = "write_through"
-    backup: str = "write_back"
-    max_writes: int = 1024
-    device_blocks: int = 48
-    found: tuple[tuple[int, Key, Key | None], ...] = ()
-    generation: int = 0
-
-    def build(self) -> TieredCache:
-        """A new cache, with what was found in its file tier."""
-        tiers = [TierSpec(HOST, self.host, IMAGE_BYTES)]
-        if self.file is not None:
-            tiers.append(TierSpec(FILE, self.file, IMAGE_BYTES))
-        settings = CacheSettings(
-            blocks_per_chunk=self.per_chunk,
-            ranks=self.ranks,
-            offload=WritePolicy(self.offload),
-            backup=WritePolicy(self.backup),
-            load_timeout=LOAD,
-            write_timeout=WRITE,
-            max_writes=self.max_writes,
-            device_blocks=self.device_blocks,
-        )
-        cache = TieredCache(tiers, settings, generation=self.generation)
-        if self.found:
-            cache.adopt(FILE, self.found)
-        return cache
-
-
-class Call(NamedTuple):
-    """One call of a public method, to be made again."""
-
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def replay(setup: Setup, calls: Iterable[Call]) -> list[Any]:
-    """Answers of a new cache to the same calls; errors as their text."""
-    cache = setup.build()
-    answers: list[Any] = []
-    for call in calls:
-        try:
-            answers.append(getattr(cache, call.method)(*call.args, **call.kwargs))
-        except CacheError as error:
-            answers.append(f"{type(error).__name__}: {error}")
-    return answers
-
-
-class Tag(NamedTuple):
-    """What lies in a slot, or (`sub`) in a device block."""
-
-    key: Key
-    generation: int
-    sub: int = -1
-
-
-BAD = "bytes that a reader found unusable"
-POISON = "no bytes, or half-written ones"
-
-
-class Job:
-    """A transfer that the cache has ordered: where its ranks are, and what the cache has been told."""
-
-    def __init__(self, transfer: Transfer, blocks: Sequence[int] = ()) -> None:
-        self.transfer = transfer
-        self.blocks = list(blocks)
-        self.moving = set(range(transfer.ranks))
-        self.untold = set(range(transfer.ranks))
-        self.told = [Status.OK] * len(transfer.items)
-        self.happened: dict[int, tuple[Status, ...]] = {}
-        self.hold: ModelHold | None = None
-
-    def tell(self, result: TransferResult) -> bool:
-        """Merge a result. Bad bytes on one rank outweigh a late or cancelled part of another."""
-        self.untold.discard(result.rank)
-        for i, new in enumerate(result.statuses):
-            old = self.told[i]
-            if old is Status.OK or (new.condemns_source and not old.condemns_source):
-                self.told[i] = new
-        return not self.untold
 
 
 class ModelHold:
@@ -222,25 +84,18 @@ class World:
         self.now = 0.0
         self.generation = setup.generation
         self.sizes = {HOST: setup.host} | ({FILE: setup.file} if setup.file is not None else {})
-        self.content: dict[tuple[str, int, int], Any] = {}
-        self.secret: set[tuple[str, int, int]] = set()  # found bad, and the cache does not know yet
-        self.fault: dict[tuple[str, int], Status] = {}  # found bad, and the cache has been told
-        self.device = [[POISON] * setup.device_blocks for _ in range(setup.ranks)]
         self.free_blocks = list(range(setup.device_blocks))
-        self.jobs: dict[int, Job] = {}
-        self.ended: dict[int, Job] = {}
+        self.movers = Movers(setup)
+        self.jobs, self.ended, self.results = self.movers.jobs, self.movers.ended, self.movers.results
+        self.secret, self.fault = self.movers.secret, self.movers.fault
+        self.runnable, self.on = self.movers.runnable, self.movers.on
         self.lenders: list[ModelHold] = []  # holds whose device blocks are in use
-        self.results: list[TransferResult] = []
         self.holds: dict[Hold, ModelHold] = {}
         self.peeks: list[tuple[Key, bool]] = []
         self.misses: Counter[MissReason] = Counter()
         self.hits: Counter[str] = Counter()
         self.last_job = 0
         self.resident: dict[tuple[Key, str], Resident] = {}
-        for slot, found, its_parent in setup.found:
-            if all(any(f == a for _, f, _ in setup.found) for a in above(found)) and parent(found) == its_parent:
-                for rank in range(setup.ranks):
-                    self.content[FILE, slot, rank] = Tag(found, setup.generation)
         self.sound = True
         """Whether the last check went well, so that there is a point in going on."""
         self.look()
@@ -330,7 +185,6 @@ class World:
         self.carry()
         model.parts = [self.jobs[part.job] for part in answer.parts]
         for part, job in zip(answer.parts, model.parts, strict=True):
-            job.hold = model
             assert len(job.transfer.items) == part.chunks
         assert [i.key for job in model.parts for i in job.transfer.items] == keys[: answer.chunks]
         used = [b for job in model.parts for s in job.transfer.sections for b in s.blocks]
@@ -370,7 +224,7 @@ class World:
         if not blocks:
             return
         for i, block in enumerate(blocks):
-            for rank in self.device:
+            for rank in self.movers.device:
                 rank[block] = Tag(keys[first + i // per_chunk], self.generation, i % per_chunk)
         wanted = self.setup.offload == "write_through" or evicting
         before = self.before_store(keys, first)
@@ -491,14 +345,7 @@ class World:
                 assert command.generation == self.generation
             case Transfer():
                 self.check_transfer(command, commanded)
-                self.jobs[command.job] = Job(command)
-                for item in command.items:
-                    if item.destination is not None:
-                        self.spoil(item.destination)
-                if command.route.destination == DEVICE:
-                    for rank in self.device:
-                        for block in command.sections[0].blocks:
-                            rank[block] = POISON
+                self.movers.begin(command)
 
     def check_transfer(self, t: Transfer, commanded: bool) -> None:
         assert t.job not in self.jobs
@@ -544,45 +391,11 @@ class World:
             if job.transfer.route == route and job.transfer.urgency is Urgency.WRITE
         )
 
-    def spoil(self, slot: Slot) -> None:
-        """`slot` is about to be written."""
-        self.fault.pop((slot.tier, slot.index), None)
-        for rank in range(self.setup.ranks):
-            self.content[slot.tier, slot.index, rank] = POISON
-            self.secret.discard((slot.tier, slot.index, rank))
-
-    def runnable(self) -> list[tuple[Job, int]]:
-        """Jobs and ranks that can end now: all that they come after has."""
-        return [
-            (job, rank)
-            for job in self.jobs.values()
-            if not any(self.jobs[each].moving for each in job.transfer.after if each in self.jobs)
-            for rank in sorted(job.moving)
-        ]
-
     def deliver(self, job: Job, rank: int, wanted: Sequence[Status]) -> None:
         """One rank of `job` ends; item by item as `wanted`, as far as possible. The result waits for `apply`."""
         self.sound = False
-        t = job.transfer
-        statuses = self.behind_failures(job) or [
-            self.possible(t, i, item, rank, wanted[i % len(wanted)]) for i, item in enumerate(t.items)
-        ]
-        for i, (item, status) in enumerate(zip(t.items, statuses, strict=True)):
-            if status is Status.OK:
-                self.copy(t, i, item, rank)
-            elif self.reads_slot(t) and status.condemns_source and item.source is not None:
-                at = (item.source.tier, item.source.index, rank)
-                if isinstance(self.content[at], Tag):
-                    self.content[at] = BAD
-                    self.secret.add(at)
-        job.moving.discard(rank)
-        job.happened[rank] = tuple(statuses)
-        self.results.append(TransferResult(t.job, tuple(statuses), statuses.count(Status.OK) * IMAGE_BYTES, rank=rank))
+        self.movers.deliver(job, rank, wanted)
         self.sound = True
-
-    def on(self, route: str) -> list[Job]:
-        """Jobs in flight on `"host->file"` or another route, oldest first."""
-        return [job for job in self.jobs.values() if str(job.transfer.route) == route]
 
     def end(self, job: Job, *statuses: Status) -> None:
         """All ranks of `job` end, item by item as `statuses` (which repeat), and the cache hears of it."""
@@ -593,63 +406,6 @@ class World:
     def where(self, path: str) -> dict[str, str]:
         """States of the chunk at the end of `path`, by tier."""
         return {t: r.state.value for t in self.sizes if (r := self.resident.get((key(path), t))) is not None}
-
-    def behind_failures(self, job: Job) -> list[Status] | None:
-        """What the runtime reports for a job behind one that failed: leading items move, the rest does not."""
-        failed: dict[Slot, Status] = {}
-        for each in job.transfer.after:
-            upstream = self.ended.get(each) or self.jobs.get(each)
-            assert upstream is not None
-            for statuses in upstream.happened.values():
-                for item, status in zip(upstream.transfer.items, statuses, strict=True):
-                    if status is not Status.OK and item.destination is not None:
-                        failed.setdefault(item.destination, status)
-        statuses = [failed.get(item.source, Status.OK) if item.source else Status.OK for item in job.transfer.items]
-        first = next((i for i, status in enumerate(statuses) if status is not Status.OK), None)
-        if first is None:
-            return None
-        return statuses[:first] + [Status.CANCELLED if s is Status.OK else s for s in statuses[first:]]
-
-    def possible(self, t: Transfer, index: int, item: Item, rank: int, wanted: Status) -> Status:
-        """Checks that what the cache wants read is there.
-
-        Bad bytes are noticed in the file tier, which has checksums, and elsewhere until the cache should know of them.
-        """
-        if item.source is None:
-            for sub, block in self.blocks_of(t, index):
-                assert self.device[rank][block] == Tag(item.key, t.generation, sub)
-            return wanted
-        at = (item.source.tier, item.source.index, rank)
-        content = self.content[at]
-        if content == BAD:
-            noticed = at in self.secret or item.source.tier == FILE
-            return Status.CORRUPT if noticed and wanted is Status.OK else wanted
-        assert content == Tag(item.key, t.generation), f"{t} reads {content!r} from {item.source}"
-        return wanted
-
-    def copy(self, t: Transfer, index: int, item: Item, rank: int) -> None:
-        """The bytes of one item go over, whatever they are."""
-        source = None if item.source is None else self.content[item.source.tier, item.source.index, rank]
-        if item.destination is not None:
-            tag = Tag(item.key, t.generation) if source is None else source
-            self.content[item.destination.tier, item.destination.index, rank] = tag
-            return
-        for sub, block in self.blocks_of(t, index):
-            self.device[rank][block] = source._replace(sub=sub) if isinstance(source, Tag) else BAD
-
-    def blocks_of(self, t: Transfer, index: int) -> list[tuple[int, int]]:
-        """(sub-block, device block) of item `index`."""
-        if not t.sections:
-            return []
-        per_chunk, section = self.setup.per_chunk, t.sections[0]
-        skip = section.first_block % per_chunk
-        places = range(index * per_chunk, (index + 1) * per_chunk)
-        return [(p % per_chunk, section.blocks[p - skip]) for p in places if 0 <= p - skip < len(section.blocks)]
-
-    @staticmethod
-    def reads_slot(t: Transfer) -> bool:
-        """Whether a failure of this transfer is its source's fault."""
-        return t.urgency is not Urgency.WRITE and t.route.source != DEVICE
 
     def apply(self, results: Sequence[TransferResult]) -> None:
         """Tell the cache."""
@@ -676,10 +432,10 @@ class World:
                 at = (item.source.tier, item.source.index)
                 if job.told[i] is Status.OK and at in self.fault:
                     job.told[i] = self.fault[at]  # what was read is known to be bad
-                elif self.reads_slot(t) and job.told[i].condemns_source:
+                elif self.movers.reads_slot(t) and job.told[i].condemns_source:
                     self.excuse(item.key)
                     if any((*at, rank) in self.secret for rank in range(self.setup.ranks)):
-                        self.fault[at] = job.told[i]
+                        self.fault.setdefault(at, job.told[i])
                     self.secret -= {(*at, rank) for rank in range(self.setup.ranks)}
             elif job.told[i] is not Status.OK:
                 self.excuse(item.key)
@@ -741,7 +497,7 @@ class World:
         for block in model.blocks:
             chunk, sub = divmod(position, self.setup.per_chunk)
             if chunk < model.outcome.chunks:
-                for rank in self.device:
+                for rank in self.movers.device:
                     assert rank[block] == Tag(model.keys[chunk], self.generation, sub)
             position += 1
         self.reclaim()
@@ -770,7 +526,7 @@ class World:
             if r.state is State.READY:  # invariant 1
                 for rank in range(self.setup.ranks):
                     at = (tier, r.slot.index, rank)
-                    there = self.content.get(at, POISON)
+                    there = self.movers.content.get(at, POISON)
                     assert there == Tag(each, self.generation) or (there == BAD and at in self.secret)
             else:
                 assert r.state is State.FILLING

@@ -1,7 +1,8 @@
 """A chunk never outlives its parents, in each tier and all colder ones together."""
 
 import pytest
-from cache_model import Setup, World, chunks, key, path_of
+from cache_model import World
+from cache_setup import Setup, chunks, key, path_of
 
 from longshore.boundary import FILE, HOST, Status
 from longshore.cache.index import Index

@@ -1,7 +1,8 @@
 """From a match to device blocks: joining, cutting, failing, giving up. The model checks each outcome, too."""
 
 import pytest
-from cache_model import LOAD, Setup, World, key, path_of
+from cache_model import World
+from cache_setup import LOAD, Setup, key, path_of
 
 from longshore.boundary import FILE, HOST, Cancel, Status, Urgency
 from longshore.cache import Hold, MissReason, Run, flow

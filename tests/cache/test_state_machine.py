@@ -9,12 +9,11 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import cache_model
 import pytest
-from cache_model import Setup, World, chunks, key, parent, path_of, replay
+from cache_model import World
+from cache_setup import Setup, chunks, key, parent, path_of, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -165,6 +164,16 @@ class Tiers(RuleBasedStateMachine):
         self.world.deliver(*runnable[pick % len(runnable)], pattern)
         self.world.apply(self.world.results[-1:])
 
+    @precondition(lambda self: self.world.setup.ranks == 2 and self.world.runnable())
+    @rule(pick=small, one=st.sampled_from(FAILURES), other=st.sampled_from(FAILURES))
+    def end_unevenly(self, pick: int, one: Status, other: Status) -> None:
+        """Both ranks of a job fail, each in its own way."""
+        runnable = self.world.runnable()
+        job, _ = runnable[pick % len(runnable)]
+        for rank, status in zip(sorted(job.moving), (one, other), strict=False):
+            self.world.deliver(job, rank, [status])
+        self.world.apply([result for result in self.world.results if result.job == job.transfer.job])
+
     @precondition(lambda self: self.world.results)
     @rule(first=small, count=st.integers(1, 4), backwards=st.booleans())
     def tell(self, first: int, count: int, backwards: bool) -> None:
@@ -310,15 +319,15 @@ def digest(answers: list[Any]) -> str:
 def test_the_same_calls_give_the_same_log_in_another_process(hash_seed: str) -> None:
     lives = [busy_world(seed) for seed in range(5)]
     script = (
-        "import pickle, sys, cache_model, test_state_machine as t\n"
+        "import pickle, sys, cache_setup, test_state_machine as t\n"
         "t.flow_module.LOAD_BATCH = 2\n"
         "for setup, calls in pickle.load(sys.stdin.buffer):\n"
-        "    print(t.digest(cache_model.replay(setup, calls)))\n"
+        "    print(t.digest(cache_setup.replay(setup, calls)))\n"
     )
     replayed = subprocess.run(
         [sys.executable, "-c", script],
         input=pickle.dumps([(world.setup, world.calls) for world in lives]),
-        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(cache_model.__file__).parent)},
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         check=True,
     )

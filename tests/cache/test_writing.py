@@ -1,7 +1,8 @@
 """When chunks are written to a colder tier, and what becomes of those that cannot be."""
 
 import pytest
-from cache_model import Setup, World, key, path_of
+from cache_model import World
+from cache_setup import Setup, key, path_of
 
 from longshore.boundary import FILE, HOST, Status
 from longshore.cache import CacheSettings, DropReason, Offload, TieredCache, TierSpec, WritePolicy

@@ -179,7 +179,7 @@ class Flow:
             known += 1
         fresh = self._admit(keys, known)
         if not fresh:
-            return Offload(None, ())
+            return Offload(None, (), known)
         job = self.new_id()
         copies = [store.place(keys[i], keys[i - 1] if i else None, 0, job) for i in range(known, known + fresh)]
         sections: tuple[Section, ...] = ()
@@ -188,7 +188,8 @@ class Flow:
             mine = blocks[(known - first) * per_chunk : (known - first + fresh) * per_chunk]
             sections = (Section(0, known * per_chunk, tuple(mine)),)
         self._order(job, None, copies, sections=sections, command=blocks is not None)
-        return Offload(job, tuple(Placement(known + i, store.slot(copy)) for i, copy in enumerate(copies)))
+        placed = tuple(Placement(known + i, store.slot(copy)) for i, copy in enumerate(copies))
+        return Offload(job, placed, known + fresh)
 
     def clean(self, at_least: int = 0) -> None:
         """Order backups until the target of the write policy (or `at_least` entries) is safe to evict."""
@@ -208,14 +209,12 @@ class Flow:
         self._order(job, sources, [store.place(entry.key, entry.parent_key, 1, job) for entry in chosen])
 
     def _backup_room(self, chosen: Sequence[Entry]) -> int:
-        """Make room in the file tier for a leading part of `chosen`, but not at the cost of their ancestors."""
-        pinned = [c for e in chosen if e.parent is not None and (c := e.parent.copies[1]) is not None]
-        for copy in pinned:
-            copy.readers += 1
+        """Make room in the file tier for a leading part of `chosen`.
+
+        Their ancestors stay: each is in the host tier, too, and spared; or has a child there, and is needed.
+        """
         room = self.store.room(1, len(chosen), spare_dirty=False)
         self.store.make_room(1, room, spare_dirty=False)
-        for copy in pinned:
-            copy.readers -= 1
         return room
 
     def _admit(self, keys: Sequence[Key], known: int) -> int:

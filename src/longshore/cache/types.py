@@ -103,10 +103,14 @@ class Placement(NamedTuple):
 
 
 class Offload(NamedTuple):
-    """What `commit` or `offer` accepted; `job` is `None` when nothing was."""
+    """What `commit` or `offer` accepted; `job` is `None` when nothing was.
+
+    `kept` counts the leading chunks of the path that a tier has or will have, those of earlier calls included.
+    """
 
     job: int | None
     accepted: tuple[Placement, ...]
+    kept: int = 0
 
 
 @dataclass(slots=True)
@@ -153,7 +157,7 @@ class Counters:
 
 
 class TierStats(NamedTuple):
-    """Slots of one tier: all, taken (in flight included), and how many of them could be evicted now."""
+    """Slots of one tier: all, taken (in flight included), and ready (it can go, unless held or being read)."""
 
     name: str
     slots: int

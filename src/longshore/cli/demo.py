@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import json
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from longshore.errors import ConfigError, EngineError
 
 
 class DeviceChoice(enum.StrEnum):
@@ -67,6 +71,12 @@ def demo(
             "--dir", help="Where the file tier puts a directory of its own, removed at the end; default: here."
         ),
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of tier settings; those of the demo's sizes that it names win.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="One tier setting, as in --set offload=write_back; repeatable.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -78,10 +88,15 @@ def demo(
     """
     from longshore.cli.demo_model import DemoOptions, prepare_environment  # noqa: PLC0415
 
-    prepare_environment(attention.value)
-    from longshore.cli.demo_runs import run_demo  # noqa: PLC0415 - torch is slow to import
+    prepare_environment()
+    try:
+        from longshore.cli.demo_runs import run_demo  # noqa: PLC0415 - torch is slow to import
+    except ImportError as error:
+        raise EngineError(f"{error}; the demo needs: pip install 'longshore[transformers]'") from error
     from longshore.cli.demo_table import render  # noqa: PLC0415
 
+    if report is not None:
+        check_report(report)
     options = DemoOptions(
         model=model,
         device=device.value,
@@ -93,6 +108,8 @@ def demo(
         max_new_tokens=max_new_tokens,
         device_share=device_share,
         host_share=host_share,
+        config=config,
+        settings=dict(map(_setting, settings or ())),
     )
     console = Console(stderr=True)
     with _scratch(directory or Path.cwd()) as scratch:
@@ -105,15 +122,39 @@ def demo(
         from longshore.cli.demo_report import write_report  # noqa: PLC0415 - plotly is an extra
 
         console.print(f"report: {write_report(result, report)}")
-    if not result.bit_exact:
-        raise typer.Exit(1)
+    if not result.bit_exact or not sum(result.tiered.restored_blocks.values()):
+        raise typer.Exit(1)  # nothing restored would show nothing
+
+
+def check_report(directory: Path) -> None:
+    """Raise before the work, not after it, if no report could be written."""
+    from longshore.report import plotly_javascript  # noqa: PLC0415 - plotly is an extra
+
+    plotly_javascript()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--report {directory}: {error}") from error
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: expected KEY=VALUE")
+    return key, value
 
 
 @contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
-    parent.mkdir(parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(prefix="longshore-demo-", dir=parent))
+    """A directory of its own, removed at the end, also when the process is told to terminate."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix="longshore-demo-", dir=parent))
+    except OSError as error:
+        raise ConfigError(f"--dir {parent}: {error}") from error
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield path
     finally:
+        signal.signal(signal.SIGTERM, former)
         shutil.rmtree(path, ignore_errors=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +25,25 @@ class DemoOptions:
     max_new_tokens: int = 8
     device_share: float = 0.25
     host_share: float = 0.25
+    config: Path | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
     layers: int = 6
     width: int = 512
 
 
-def prepare_environment(attention: str) -> None:
+def prepare_environment() -> None:
     """Settings that the numeric libraries read when they are loaded: call it before torch is imported."""
     # Threads that spin while they wait starve those of a busy machine, and the figures with them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if attention == "sdpa":
-        # oneMKL picks kernels by the alignment of its inputs, unless told to keep to one: bits would differ.
-        os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+    # oneMKL picks kernels by the alignment of its inputs, unless told to keep to one: bits would differ now and then.
+    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 
 def load_model(options: DemoOptions) -> Any:
     """The model in evaluation mode, on its device. Raises `ConfigError` or `EngineError`, with what is missing."""
-    try:
-        import torch  # noqa: PLC0415 - an extra, and slow
-        import transformers  # noqa: PLC0415
-    except ImportError as error:
-        raise EngineError(f"{error}; the demo needs: pip install 'longshore[transformers]'") from error
+    import torch  # noqa: PLC0415 - an extra, and slow
+    import transformers  # noqa: PLC0415
+
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     device = _device(options.device, torch)
     dtype = _dtype(options.dtype, device, torch)

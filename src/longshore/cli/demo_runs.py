@@ -5,6 +5,7 @@ Requests go one at a time: then equal hit lengths make equal batches, and runs c
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from longshore.cache import Counters
 from longshore.cli.demo_model import DemoOptions, load_model
 from longshore.cli.demo_result import DemoResult, OccupancySample, RequestRecord, RouteTotal, RunRecord
-from longshore.config import Config, format_bytes
+from longshore.config import Config, format_bytes, read_toml
 from longshore.engines.transformers import Tiers, recording, refuse, replaying, tiered
 from longshore.errors import ConfigError, EngineError
 from longshore.tiers.arena import align
@@ -28,6 +29,7 @@ from longshore.tiers.file import capacity_for
 from longshore.trace import Workload, WorkloadRequest, read_excerpt, read_mooncake
 
 _TIMEOUT = 600.0
+_BATCHING_OPTIONS = inspect.signature(ContinuousBatchingConfig).parameters  # they grow with transformers' versions
 _WARM_UP_TOKEN = 3
 
 
@@ -59,11 +61,13 @@ class Demo:
     def config(self, directory: Path) -> Config:
         """Tiers: `host_blocks` in memory, room for the whole working set and all answers on disk."""
         blocks = self.workload.unique_blocks + sum(2 + r.output_tokens for r in self.workload)
-        return Config.make(
-            host_size=self.host_blocks * self.image_bytes,
-            file_path=directory / "kv",
-            file_size=capacity_for(blocks, self.image_bytes),
-        )
+        sizes = {
+            "host_size": self.host_blocks * self.image_bytes,
+            "file_path": directory / "kv",
+            "file_size": capacity_for(blocks, self.image_bytes),
+        }
+        table = read_toml(self.options.config) if self.options.config is not None else {}
+        return Config.make(**{**sizes, **table, **self.options.settings})
 
     def setup(self, direct: bool) -> dict[str, str]:
         """What a reader wants to know of this demo."""
@@ -112,23 +116,25 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
     """The run over `tiers`, which stay open; also the hit length in blocks of each lookup, for the oracle."""
     samples: list[OccupancySample] = []
     answers: list[Any] = []
+    served: list[tuple[str, ...]] = []
     with _engine(demo, demo.device_blocks) as ask:
-        before, looked_up = _snapshot(tiers), len(tiers.records)
+        before, warm_up = _snapshot(tiers), [len(record.sources) for record in tiers.records]
         began = time.perf_counter()
         for request in demo.workload:
             answers.append(ask(request))
+            served.append(tiers.records[-1].sources)
             samples.append(_sample(tiers, time.perf_counter() - began, request.index))
             advance()
         seconds = time.perf_counter() - began
-    after, records = _snapshot(tiers), tiers.records
-    served = [record.sources for record in records[looked_up:]]
-    if len(served) != len(answers):
-        raise EngineError(f"{len(answers)} requests made {len(served)} lookups: the runs cannot be compared")
+        lookups = tiers.lookups - len(warm_up)
+    after = _snapshot(tiers)
+    if lookups != len(answers):
+        raise EngineError(f"{len(answers)} requests made {lookups} lookups: the runs cannot be compared")
     requests = tuple(_record(demo, *each) for each in zip(demo.workload, answers, served, strict=True))
     restored = {tier: sum(sources.count(tier) for sources in served) for tier in ("host", "file")}
     routes, misses = _routes(before, after), _misses(before, after)
     run = RunRecord("tiered", requests, tuple(samples), routes, restored, misses, seconds)
-    return run, [len(record.sources) for record in records]
+    return run, [*warm_up, *map(len, served)]
 
 
 def run_resident(demo: Demo, hits: Sequence[int], advance: Callable[[], None]) -> RunRecord:
@@ -167,16 +173,17 @@ def _plain_record(demo: Demo, name: str, answers: Sequence[Any], hits: Sequence[
 def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[WorkloadRequest], Any]]:
     """transformers' continuous batching with a device cache of `device_blocks`; yields a function that asks it."""
     generation: Any = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
-    batching = ContinuousBatchingConfig(
-        page_size=demo.options.block_tokens,
-        num_blocks=device_blocks,
-        max_batch_tokens=max(demo.longest, 64),
-        max_requests_per_batch=8,
-        use_async_batching=False,
-        use_cuda_graph=False,
-        auto_switch_to_flash=False,
-        return_logprobs=True,
-    )
+    options: dict[str, Any] = {
+        "page_size": demo.options.block_tokens,
+        "num_blocks": device_blocks,
+        "max_batch_tokens": max(demo.longest, 64),
+        "max_requests_per_batch": 8,
+        "use_async_batching": False,
+        "use_cuda_graph": False,
+        "return_logprobs": True,
+        "auto_switch_to_flash": False,
+    }
+    batching = ContinuousBatchingConfig(**{key: options[key] for key in options if key in _BATCHING_OPTIONS})
     manager = demo.model.init_continuous_batching(generation, batching)
     manager.start()
 

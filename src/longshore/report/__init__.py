@@ -1,7 +1,15 @@
 """Reports as one self-contained HTML page. Needs the `report` extra once a figure is made, not before."""
 
 from longshore.report.page import Page
-from longshore.report.plots import Figure, Level, Points, levels, paired_points, stacked_bars
+from longshore.report.plots import (
+    Figure,
+    Level,
+    Points,
+    levels,
+    paired_points,
+    plotly_javascript,
+    stacked_bars,
+)
 from longshore.report.theme import RUNS, SOURCES, Colour
 
 __all__ = [
@@ -14,5 +22,6 @@ __all__ = [
     "Points",
     "levels",
     "paired_points",
+    "plotly_javascript",
     "stacked_bars",
 ]

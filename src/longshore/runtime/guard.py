@@ -50,6 +50,12 @@ class BlockGuard:
         self._parked = [block for block in self._parked if block not in kept]
         return free
 
+    def drain(self) -> None:
+        """Wait, at most the guard's timeout, for all jobs; what is parked is the pool's own business from here on."""
+        self._runtime.wait_ended([job for jobs in self._jobs.values() for job in jobs], self._timeout)
+        self._jobs.clear()
+        self._parked.clear()
+
     def _is_free(self, block: int) -> bool:
         live = [job for job in self._jobs.get(block, ()) if self._runtime.in_flight(job)]
         if live:

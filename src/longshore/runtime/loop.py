@@ -130,17 +130,20 @@ class Runtime:
         return self._wait(self._cache.flush, timeout)
 
     def close(self, flush_timeout: float = 30.0) -> bool:
-        """Flush, then close all movers, so that nothing is in flight; says whether all was flushed. Idempotent."""
+        """Flush, then close all movers, so that nothing is in flight; says whether all was flushed. Idempotent.
+
+        The lock is free while this waits, so that whoever else asks is not held up.
+        """
+        flushed = self._closed or self.flush(flush_timeout)
         with self._lock:
             if self._closed:
-                return True
-            flushed = self.flush(flush_timeout)
+                return flushed
             self._closed = True
             for job in list(self._waiting):
                 self._end_waiting(job, Status.TIER_OFF)
-            for mover in self._movers:
-                mover.close()
-            self._pump()
+        for mover in self._movers:
+            mover.close()
+        self.pump()
         self.wakeup.set()
         return flushed
 

@@ -35,6 +35,7 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int]) -> None
     key = hashlib.sha256(b"longshore self-test\0" + stack.scope.root).digest()
     former = device.read(blocks)
     pattern = np.random.default_rng(7).integers(0, 256, former.shape, dtype=np.uint8)
+    _clear(stack, key)  # the file tier may have found it again, from an earlier start
     try:
         device.write(blocks, pattern)
         _offload(stack, key, blocks)
@@ -46,9 +47,13 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int]) -> None
             _check(stack, device, key, blocks, pattern, FILE)
     finally:
         device.write(blocks, former)
-        for tier in (HOST, FILE) if stack.file is not None else (HOST,):
-            with stack.runtime.control() as cache:
-                cache.discard([key], tier)
+        _clear(stack, key)
+
+
+def _clear(stack: Stack, key: Key) -> None:
+    for tier in (HOST, FILE) if stack.file is not None else (HOST,):
+        with stack.runtime.control() as cache:
+            cache.discard([key], tier)
 
 
 def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:

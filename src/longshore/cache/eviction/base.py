@@ -1,7 +1,7 @@
 """The seam for eviction policies.
 
 A policy knows keys and the order in which they should go; it knows nothing of slots, states, holds or prefixes.
-The cache asks for candidates, coldest first, and takes those that may go (`longshore.cache.room`).
+The cache asks for candidates, coldest first, and takes those that may go (`longshore.cache.store`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,11 @@ with PrefixStore(model, Config.make(host_size="8GiB")) as store:
     cache, n = store.restore_prefix(tokens)
 """
 
+# ruff: noqa: E402 - what is missing is named before it is imported
+from longshore.engines.transformers import contract
+
+contract.load()
+
 from longshore.engines.transformers.allocator import PromptRecord
 from longshore.engines.transformers.attach import Tiers, refuse, tiered
 from longshore.engines.transformers.oracle import recording, replaying

@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 )
 
 from longshore.boundary import DEVICE, Key
+from longshore.engines.transformers.contract import check_allocator
 from longshore.errors import EngineError, LongshoreError
 from longshore.keys import KeyChain, chain
 from longshore.runtime.guard import BlockGuard
@@ -52,13 +53,34 @@ class _Chunk:
     blocks: tuple[int, ...]
 
 
+class Owner(Protocol):
+    """Who has the tiers of an allocator."""
+
+    def admit(self, config: Any) -> bool:
+        """Whether a cache for a model of this configuration object is to have tiers; those before it are closed."""
+
+    def open(self, allocator: TieredAllocator) -> Stack | None:
+        """The tiers for an allocator whose tensor exists; `None` if they are off."""
+
+
 class TieredLedger(BlockLedger):
     """transformers' ledger, whose blocks pass `leaving` on their way back to the pool."""
 
-    def __init__(self, leaving: Callable[[list[int]], list[int]], evicting: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self,
+        leaving: Callable[[list[int]], list[int]],
+        evicting: Callable[[list[int]], None],
+        forgotten: Callable[[], None],
+    ) -> None:
         super().__init__()
         self._leaving = leaving
         self._evicting = evicting
+        self._forgotten = forgotten
+
+    def reset(self) -> None:
+        """Forget everything; the pool is about to take all blocks back."""
+        super().reset()
+        self._forgotten()
 
     def release(self, block_id: int, no_cache: bool = False) -> bool:
         """Drop a reference; whether the block may go to the pool now."""
@@ -86,37 +108,43 @@ class TieredLedger(BlockLedger):
 class TieredAllocator(FullAttentionCacheAllocator):
     """transformers' full-attention allocator over a `Stack`.
 
-    transformers makes it, from a class in its registry: `over` gives the class that asks `open_stack` for its tiers.
+    transformers makes it, from a class in its registry: `over` gives the class whose instances ask `owner` for tiers.
     """
 
-    open_stack: Callable[[TieredAllocator], Stack | None]
+    owner: Owner
 
     @classmethod
-    def over(cls, open_stack: Callable[[TieredAllocator], Stack | None]) -> type[TieredAllocator]:
-        """The class whose instances get their tiers from `open_stack`, which may refuse with `None`."""
-        return type(cls.__name__, (cls,), {"open_stack": staticmethod(open_stack)})
+    def over(cls, owner: Owner) -> type[TieredAllocator]:
+        """The class whose instances get their tiers from `owner`."""
+        return type(cls.__name__, (cls,), {"owner": owner})
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(config=config, **kwargs)
+        self._admitted = self.owner.admit(config)
+        self._compute: torch.Stream | None = None
         self._stack: Stack | None = None
         self._chains: dict[str, KeyChain] = {}
         self._chunks: dict[Key, _Chunk] = {}
         self._key_of: dict[int, Key] = {}
         self.records: deque[PromptRecord] = deque(maxlen=4096)
+        self.lookups = 0
 
     # ------------------------------------------------------------------ what transformers calls
 
     def register_cache_tensor(self, *args: Any, **kwargs: Any) -> None:
         """The device cache exists: build the tiers for it."""
         super().register_cache_tensor(*args, **kwargs)
-        self.attach(type(self).open_stack(self))
+        check_allocator(self)
+        if self._admitted:
+            self.attach(self.owner.open(self))
 
     def attach(self, stack: Stack | None) -> None:
-        """From here on, `stack` is below the device cache; with `None`, nothing is."""
+        """From here on, `stack` is below the device cache; with `None`, nothing is. The one before is closed."""
+        self._reclaim()
         self._stack = stack
         if stack is not None:
             self._guard = BlockGuard(stack.runtime, stack.config.write_timeout)
-            self.ledger = TieredLedger(self._leaving, self._offload_evicted)
+            self.ledger = TieredLedger(self._leaving, self._offload_evicted, self._forgotten)
 
     def forget(self) -> None:
         """Evict all cached blocks of the device, without offloading them. No request may be active."""
@@ -135,6 +163,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 blocks, sources = blocks + onboarded, sources + tiers
             except LongshoreError:
                 _log.exception("a prompt is recomputed: its blocks could not be looked up")
+        self.lookups += 1
         self.records.append(PromptRecord(len(prompt_ids), self.tokens_per_page, tuple(sources)))
         return blocks
 
@@ -146,6 +175,16 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 self._commit_request(self._stack, request_id, token_ids)
             except LongshoreError:
                 _log.exception("blocks were not offloaded")
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer's keys and values, written and read: on the stream that copies must be ordered with."""
+        self._note_compute()
+        return super().update(*args, **kwargs)
+
+    def get_cache_for_block_table(self, layer_idx: int) -> Any:
+        """A layer's pages, for a kernel on the stream that copies must be ordered with."""
+        self._note_compute()
+        return super().get_cache_for_block_table(layer_idx)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """A request is over. Its blocks are released tail first, so that a prefix's head is evicted last."""
@@ -181,7 +220,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             blocks = self._take_blocks(wanted, reserve=self._blocks_for(len(prompt)) - len(present), keep=present)
             if not blocks:
                 return [], []
-            stack.engine.begin_step(None)
+            stack.engine.begin_step(self._compute)
             with stack.runtime.control() as cache:
                 order = cache.onboard(match.hold, blocks, skip=skip)
                 at = -skip
@@ -192,18 +231,21 @@ class TieredAllocator(FullAttentionCacheAllocator):
             outcome = stack.runtime.wait_onboarded(match.hold, stack.config.load_timeout)
             filled = [tier for tier in outcome.sources for _ in range(per_chunk)][skip : skip + len(blocks)]
         finally:
+            self._give_blocks(blocks[len(filled) :])
             with stack.runtime.control() as cache:
                 cache.release(match.hold)
-            self._give_blocks(blocks[len(filled) :])
         return self._register(prompt, present, blocks[: len(filled)]), filled
 
     def _take_blocks(self, wanted: int, reserve: int, keep: Sequence[int]) -> list[int]:
-        """Up to `wanted` free blocks, cached ones evicted for them so that `reserve` blocks can be had in all."""
+        """Up to `wanted` free blocks, cached ones evicted so that `reserve` blocks, the whole request, can be had.
+
+        None if they cannot: onboarding for a request that cannot run would only take blocks from those that do.
+        """
         self._reclaim()
         missing = reserve - self._obtainable()
         if missing > 0 and isinstance(self.ledger, TieredLedger):
             self._give_blocks(self.ledger.evict_oldest(missing, set(keep)), settled=True)
-        count = min(wanted, self._obtainable())
+        count = wanted if self._obtainable() >= reserve else 0
         while self.pool.count_free_blocks(self.index) < count:
             self.pool.allocate_sector(self.index)
         blocks: list[int] = self.pool.get_free_blocks(self.index, count)
@@ -276,7 +318,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     def _commit(self, stack: Stack, keys: Sequence[Key], blocks: Sequence[int], first: int, *, evicting: bool) -> None:
         per_chunk = stack.config.blocks_per_chunk
-        stack.engine.begin_step(None)
+        stack.engine.begin_step(self._compute)
         with stack.runtime.control() as cache:
             offload = cache.commit(keys, blocks, first=first, evicting=evicting)
             if offload.job is not None:
@@ -293,6 +335,17 @@ class TieredAllocator(FullAttentionCacheAllocator):
             for each in chunk.blocks if chunk is not None else (block,):
                 self._key_of.pop(each, None)
         return self._guard.settle(blocks)
+
+    def _forgotten(self) -> None:
+        """transformers resets its cache: all blocks go to the pool at once, so no job may touch one any more."""
+        self._chains.clear()
+        self._chunks.clear()
+        self._key_of.clear()
+        self._guard.drain()
+
+    def _note_compute(self) -> None:
+        if self._copy_view.device.type != "cpu":
+            self._compute = torch.accelerator.current_stream()
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.tokens_per_page)

@@ -34,9 +34,21 @@ def refuse(model: Any) -> str | None:
     others = sorted(set(groups) - {"full_attention"})
     if others:
         return f"it has {', '.join(others)} layers, and transformers shares prefixes only between full-attention ones"
+    if (kind := _rope_of_the_whole_prompt(config)) is not None:
+        return f"its rotary embedding is {kind!r}: the keys of a block depend on the length of the prompt around it"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return "it keeps latents, not keys and values (MLA), which transformers does not page in one row per block"
     if getattr(model, "_tp_size", None) not in (None, 1):
         return f"it is split over {model._tp_size} devices, and this adapter serves one"
     return None
+
+
+def _rope_of_the_whole_prompt(config: Any) -> str | None:
+    """The kind of rotary embedding, if it changes with the length of the prompt."""
+    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in settings.values() if isinstance(value, dict)]
+    kinds = [each.get("rope_type", each.get("type")) for each in (settings, *nested)]
+    return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
 
 
 class Tiers:
@@ -50,6 +62,20 @@ class Tiers:
         self._allocator: TieredAllocator | None = None
         self.failure: Exception | None = None
         """Why there are no tiers, if they could not be opened or failed their self-test."""
+
+    def admit(self, config: Any) -> bool:
+        """Whether a cache is this model's. If so it takes the place of the one before, whose tiers are closed."""
+        if config is not self.model.config.get_text_config():
+            _log.warning("another model than the one given to tiered() is served: without tiers")
+            return False
+        self.close()
+        self._allocator = None
+        return True
+
+    @property
+    def lookups(self) -> int:
+        """Prompts looked up since the device cache was made."""
+        return self._allocator.lookups if self._allocator is not None else 0
 
     @property
     def records(self) -> tuple[PromptRecord, ...]:
@@ -78,11 +104,11 @@ class Tiers:
 
     def close(self) -> None:
         """Write back what a restart would lose, and close the tiers. Idempotent."""
-        if self._allocator is not None:
-            self._allocator.attach(None)
         if self.stack is not None:
             self.stack.close()
             self.stack = None
+        if self._allocator is not None:
+            self._allocator.attach(None)
 
     def open(self, allocator: TieredAllocator) -> Stack | None:
         """Build the tiers for an allocator's tensor, and test them. Returns `None`, loudly, when that fails."""
@@ -139,8 +165,12 @@ def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileT
     config.check_machine()
     if (reason := refuse(model)) is not None:
         raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
+    if getattr(model, "_cached_continuous_batching_manager", None) is not None:
+        raise EngineError(
+            "the model keeps a manager of an earlier session: destroy_cached_continuous_batching_manager()"
+        )
     tiers = Tiers(model, config, open_file)
-    with replaced_allocator(TieredAllocator.over(tiers.open)):
+    with replaced_allocator(TieredAllocator.over(tiers)):
         try:
             yield tiers
         finally:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import transformers
-
-from longshore.errors import ContractError
+from longshore.errors import ContractError, EngineError
 
 SUPPORTED = "transformers >= 5.18, < 5.24"
 
@@ -24,6 +22,8 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         *("self", "bytes_per_sector", "non_trash_bytes", "cache_tensor", "pool"),
     ),
     "FullAttentionCacheAllocator.match_prefix_blocks": ("self", "prompt_ids"),
+    "FullAttentionCacheAllocator.mark_complete_blocks": ("self", "request_id", "token_ids", "new_new_blocks"),
+    "FullAttentionCacheAllocator.get_cache_for_block_table": ("self", "layer_idx"),
     "FullAttentionCacheAllocator.free_blocks": ("self", "request_id", "no_cache"),
     "BlockLedger.release": ("self", "block_id", "no_cache"),
     "BlockLedger.evict_cached_blocks": ("self",),
@@ -35,13 +35,21 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "CachePool.allocate_sector": ("self", "index"),
     "compute_block_hash": ("parent_hash", "tokens"),
 }
+_ALLOCATOR_FIELDS = (
+    *("_copy_view", "block_table", "blocks_per_sector", "bytes_per_block", "index", "ledger", "num_blocks"),
+    *("pages_per_block", "pool", "tokens_per_page", "use_block_sharing"),
+)
 _LEDGER_FIELDS = ("hash_to_block", "block_to_hash", "cached_blocks")
 
 
 def load() -> dict[str, Any]:
     """The internals in use, by name; raises `ContractError` if one cannot be found."""
     try:
-        from transformers.generation.continuous_batching.cache import (  # noqa: PLC0415 - a probe
+        import transformers  # noqa: PLC0415 - a probe, like the others
+    except ImportError as error:
+        raise EngineError(f"{error}; the adapter needs: pip install 'longshore[transformers]'") from error
+    try:
+        from transformers.generation.continuous_batching.cache import (  # noqa: PLC0415
             ATTN_TYPE_TO_ALLOCATOR,
             group_layers_by_attn_type,
         )
@@ -64,6 +72,7 @@ def load() -> dict[str, Any]:
         "FullAttentionCacheAllocator": FullAttentionCacheAllocator,
         "compute_block_hash": compute_block_hash,
         "group_layers_by_attn_type": group_layers_by_attn_type,
+        "version": transformers.__version__,
     }
 
 
@@ -77,8 +86,19 @@ def check() -> None:
     moved += [f"BlockLedger has no {name}" for name in _LEDGER_FIELDS if not hasattr(found["BlockLedger"](), name)]
     if moved:
         raise ContractError(
-            f"the internals of transformers {transformers.__version__} have moved (Longshore works with {SUPPORTED}): "
+            f"the internals of transformers {found['version']} have moved (Longshore works with {SUPPORTED}): "
             + "; ".join(moved)
+        )
+
+
+def check_allocator(allocator: Any) -> None:
+    """Raise `ContractError` unless an allocator whose tensor exists has all that is relied on."""
+    missing = [name for name in _ALLOCATOR_FIELDS if not hasattr(allocator, name)]
+    if not hasattr(allocator.pool, "num_free_sectors"):
+        missing.append("pool.num_free_sectors")
+    if missing:
+        raise ContractError(
+            f"an allocator of transformers has no {', '.join(missing)} (Longshore works with {SUPPORTED})"
         )
 
 

@@ -60,6 +60,7 @@ class PrefixStore:
             blocks_per_chunk=self._chunk,
             name="dynamic_cache",
         )
+        self._busy: list[int] = []
         self._stack = open_stack(config, layout, model_scope(model, layout, salt=config.salt), device_for(layout))
         try:
             self_test(self._stack, RowBlocks(rows), range(self._chunk))
@@ -74,6 +75,7 @@ class PrefixStore:
         """
         if not tokens:
             return 0
+        self._check_states(cache)
         sequences, length = _states(cache)[0][0].shape[0], cache.get_seq_length()
         if length < len(tokens) or sequences != 1:
             raise CacheError(
@@ -84,15 +86,16 @@ class PrefixStore:
         for first in range(0, len(keys), self._blocks // self._chunk):
             part = keys[: first + self._blocks // self._chunk]
             blocks = range((len(part) - first) * self._chunk)
+            self._wait_idle()
             self._fill(cache, first * self._chunk, len(blocks))
             self._stack.engine.begin_step(None)
             with self._stack.runtime.control() as control:
                 offload = control.commit(part, blocks, first=first, evicting=True)
-            if offload.job is not None and not self._stack.runtime.wait_ended(
-                [offload.job], self._stack.config.write_timeout
-            ):
-                raise CacheError("the tiers did not take a block in time")
-            kept = len(part)
+                self._busy = [offload.job] if offload.job is not None else []
+            kept = offload.kept
+            if kept < len(part):
+                break
+        self._wait_idle()
         return kept * self._chunk * self._block_size
 
     def restore_prefix(self, tokens: Sequence[int]) -> tuple[DynamicCache, int]:
@@ -127,20 +130,37 @@ class PrefixStore:
     def _restore_window(self, keys: Sequence[bytes], start: int) -> int:
         """Onboard what follows `start` into the window; how many chunks arrived."""
         runtime = self._stack.runtime
+        self._wait_idle()
         self._stack.engine.begin_step(None)
         with runtime.control() as control:
             match = control.match(keys, runtime.clock(), start=start)
             if match.hold is None:
                 return 0
             order = control.onboard(match.hold, range(match.length * self._chunk))
+            self._busy = [part.job for part in order.parts]
         try:
             outcome = runtime.wait_onboarded(match.hold, self._stack.config.load_timeout)
         finally:
             with runtime.control() as control:
                 control.release(match.hold)
-        if not runtime.wait_ended([part.job for part in order.parts], self._stack.config.load_timeout):
-            raise CacheError("a copy onto the device does not end")
+        self._wait_idle()
         return outcome.chunks
+
+    def _wait_idle(self) -> None:
+        """No job may touch the window while it is written; raises `CacheError` if one does not end."""
+        if not self._stack.runtime.wait_ended(self._busy, self._stack.config.write_timeout):
+            raise CacheError("a copy from or to the device does not end")
+        self._busy = []
+
+    def _check_states(self, cache: DynamicCache) -> None:
+        """Raise `CacheError` unless `cache` has the model's layers, heads, head size and dtype."""
+        layers, _, _, heads, dim = self._shape
+        expected = (layers, (heads, dim), self._pages.dtype)
+        states = _states(cache)
+        for tensor in (tensor for pair in states for tensor in pair):
+            found = (len(states), (tensor.shape[1], tensor.shape[3]), tensor.dtype)
+            if found != expected:
+                raise CacheError(f"expected a cache of (layers, (heads, head size), dtype) {expected}, got {found}")
 
     def _fill(self, cache: DynamicCache, first_block: int, blocks: int) -> None:
         """Copy tokens of `cache`, shape `(1, heads, tokens, head_dim)` per layer, into the first rows of the window."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "_commit_hash"})
+_ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 _PIECE = 64 << 20
 
 
@@ -34,18 +35,29 @@ def model_scope(model: Any, layout: KVLayout, *, salt: str) -> Scope:
         blocks_per_chunk=group.blocks_per_chunk,
         group=group.name,
         ranks=layout.ranks,
-        attention=str(model.config._attn_implementation),
-        lora=_active_adapters(model),
+        attention=_computed_by(model),
+        lora=adapters_digest(model),
         salt=salt,
     )
 
 
-def _active_adapters(model: Any) -> str:
-    """Names of the adapters in force; their weights are among the model's."""
-    try:
-        return ",".join(model.active_adapters()) if getattr(model, "_hf_peft_config_loaded", False) else ""
-    except (AttributeError, ValueError):
-        return ""
+def adapters_digest(model: Any) -> str:
+    """Which adapters are in force, and how strongly: all that they add to the weights but their weights."""
+    state = [
+        (name, [repr(getattr(module, field, None)) for field in _ADAPTER_FIELDS])
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer")
+    ]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest() if state else ""
+
+
+def _computed_by(model: Any) -> str:
+    """The code and the kind of device that compute the bytes: their numerics differ."""
+    import torch  # noqa: PLC0415 - the model's owner has it
+    import transformers  # noqa: PLC0415
+
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{model.config._attn_implementation} on {model.device.type}, {versions}"
 
 
 def config_digest(config: Any) -> str:

@@ -1,0 +1,172 @@
+"""Simulated movers below a `TieredCache`: what lies in every slot of every tier and in every device block, by rank.
+
+A tag (key, generation) is written where a transfer delivers it; while one is under way, or after it failed, there is
+poison. A reader that finds bytes bad makes them so for good: `secret` until the cache has been told, `fault` after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cache_setup import IMAGE_BYTES, Setup, above, parent
+
+from longshore.boundary import DEVICE, FILE, Item, Key, Slot, Status, Transfer, TransferResult, Urgency
+
+
+class Tag(NamedTuple):
+    """What lies in a slot, or (`sub`) in a device block."""
+
+    key: Key
+    generation: int
+    sub: int = -1
+
+
+BAD = "bytes that a reader found unusable"
+POISON = "no bytes, or half-written ones"
+
+
+class Job:
+    """A transfer that the cache has ordered: where its ranks are, and what the cache has been told."""
+
+    def __init__(self, transfer: Transfer, blocks: Sequence[int] = ()) -> None:
+        self.transfer = transfer
+        self.blocks = list(blocks)
+        self.moving = set(range(transfer.ranks))
+        self.untold = set(range(transfer.ranks))
+        self.told = [Status.OK] * len(transfer.items)
+        self.happened: dict[int, tuple[Status, ...]] = {}
+
+    def tell(self, result: TransferResult) -> bool:
+        """Merge a result. Bad bytes on one rank outweigh a late or cancelled part of another."""
+        self.untold.discard(result.rank)
+        for i, new in enumerate(result.statuses):
+            old = self.told[i]
+            if old is Status.OK or (new.condemns_source and not old.condemns_source):
+                self.told[i] = new
+        return not self.untold
+
+
+class Movers:
+    """Everything below the cache. `results` are those that it has not been told of."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.content: dict[tuple[str, int, int], Any] = {}
+        self.secret: set[tuple[str, int, int]] = set()
+        self.fault: dict[tuple[str, int], Status] = {}
+        self.device = [[POISON] * setup.device_blocks for _ in range(setup.ranks)]
+        self.jobs: dict[int, Job] = {}
+        self.ended: dict[int, Job] = {}
+        self.results: list[TransferResult] = []
+        keys = {found for _, found, _ in setup.found}
+        for slot, found, its_parent in setup.found:
+            if keys.issuperset(above(found)) and parent(found) == its_parent:
+                for rank in range(setup.ranks):
+                    self.content[FILE, slot, rank] = Tag(found, setup.generation)
+
+    def begin(self, t: Transfer) -> None:
+        """`t` is under way: what it writes is poison from now on."""
+        self.jobs[t.job] = Job(t)
+        for item in t.items:
+            if item.destination is not None:
+                self.spoil(item.destination)
+        if t.route.destination == DEVICE:
+            for rank in self.device:
+                for block in t.sections[0].blocks:
+                    rank[block] = POISON
+
+    def spoil(self, slot: Slot) -> None:
+        """`slot` is about to be written."""
+        self.fault.pop((slot.tier, slot.index), None)
+        for rank in range(self.setup.ranks):
+            self.content[slot.tier, slot.index, rank] = POISON
+            self.secret.discard((slot.tier, slot.index, rank))
+
+    def runnable(self) -> list[tuple[Job, int]]:
+        """Jobs and ranks that can end now: all that they come after has."""
+        return [
+            (job, rank)
+            for job in self.jobs.values()
+            if not any(self.jobs[each].moving for each in job.transfer.after if each in self.jobs)
+            for rank in sorted(job.moving)
+        ]
+
+    def on(self, route: str) -> list[Job]:
+        """Jobs in flight on `"host->file"` or another route, oldest first."""
+        return [job for job in self.jobs.values() if str(job.transfer.route) == route]
+
+    def deliver(self, job: Job, rank: int, wanted: Sequence[Status]) -> None:
+        """One rank of `job` ends; item by item as `wanted`, as far as possible. The result waits for `apply`."""
+        t = job.transfer
+        behind = self.behind_failures(job)
+        statuses = [
+            self.possible(t, i, item, rank, wanted[i % len(wanted)])
+            for i, item in enumerate(t.items[: len(t.items) - len(behind)])
+        ] + behind
+        for i, (item, status) in enumerate(zip(t.items, statuses, strict=True)):
+            if status is Status.OK:
+                self.copy(t, i, item, rank)
+            elif self.reads_slot(t) and status.condemns_source and item.source is not None:
+                at = (item.source.tier, item.source.index, rank)
+                if isinstance(self.content[at], Tag):
+                    self.content[at] = BAD
+                    self.secret.add(at)
+        job.moving.discard(rank)
+        job.happened[rank] = tuple(statuses)
+        self.results.append(TransferResult(t.job, tuple(statuses), statuses.count(Status.OK) * IMAGE_BYTES, rank=rank))
+
+    def behind_failures(self, job: Job) -> list[Status]:
+        """What the runtime reports for the items that it does not submit: those from the first failure upstream on."""
+        failed: dict[Slot, Status] = {}
+        for each in job.transfer.after:
+            upstream = self.ended.get(each) or self.jobs.get(each)
+            assert upstream is not None
+            for statuses in upstream.happened.values():
+                for item, status in zip(upstream.transfer.items, statuses, strict=True):
+                    if status is not Status.OK and item.destination is not None:
+                        failed.setdefault(item.destination, status)
+        statuses = [failed.get(item.source, Status.OK) if item.source else Status.OK for item in job.transfer.items]
+        first = next((i for i, status in enumerate(statuses) if status is not Status.OK), len(statuses))
+        return [Status.CANCELLED if status is Status.OK else status for status in statuses[first:]]
+
+    def possible(self, t: Transfer, index: int, item: Item, rank: int, wanted: Status) -> Status:
+        """Checks that what the cache wants read is there.
+
+        Bad bytes are noticed in the file tier, which has checksums, and elsewhere until the cache should know of them.
+        """
+        if item.source is None:
+            for sub, block in self.blocks_of(t, index):
+                assert self.device[rank][block] == Tag(item.key, t.generation, sub)
+            return wanted
+        at = (item.source.tier, item.source.index, rank)
+        content = self.content[at]
+        if content == BAD:
+            noticed = at in self.secret or item.source.tier == FILE
+            return Status.CORRUPT if noticed and wanted is Status.OK else wanted
+        assert content == Tag(item.key, t.generation), f"{t} reads {content!r} from {item.source}"
+        return wanted
+
+    def copy(self, t: Transfer, index: int, item: Item, rank: int) -> None:
+        """The bytes of one item go over, whatever they are."""
+        source = None if item.source is None else self.content[item.source.tier, item.source.index, rank]
+        if item.destination is not None:
+            tag = Tag(item.key, t.generation) if source is None else source
+            self.content[item.destination.tier, item.destination.index, rank] = tag
+            return
+        for sub, block in self.blocks_of(t, index):
+            self.device[rank][block] = source._replace(sub=sub) if isinstance(source, Tag) else BAD
+
+    def blocks_of(self, t: Transfer, index: int) -> list[tuple[int, int]]:
+        """(sub-block, device block) of item `index`."""
+        if not t.sections:
+            return []
+        per_chunk, section = self.setup.per_chunk, t.sections[0]
+        skip = section.first_block % per_chunk
+        places = range(index * per_chunk, (index + 1) * per_chunk)
+        return [(p % per_chunk, section.blocks[p - skip]) for p in places if 0 <= p - skip < len(section.blocks)]
+
+    @staticmethod
+    def reads_slot(t: Transfer) -> bool:
+        """Whether a failure of this transfer is its source's fault."""
+        return t.urgency is not Urgency.WRITE and t.route.source != DEVICE

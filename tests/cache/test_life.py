@@ -1,0 +1,238 @@
+"""From a restart to a reset: what is found, what is forgotten, and what a chunk goes through in between."""
+
+import pickle
+
+import pytest
+from cache_model import World
+from cache_setup import Setup, chunks, key, parent, path_of
+
+from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
+from longshore.cache import MissReason, Outcome
+from longshore.errors import CacheError, HoldError, JobError
+
+BOTH = Setup(host=4, file=4, backup="write_through")
+
+
+def found(*paths: str) -> tuple[tuple[int, bytes, bytes | None], ...]:
+    """What a file tier holds at start: these chunks, oldest first, in slots from the top."""
+    return tuple((len(paths) - 1 - i, key(path), parent(key(path))) for i, path in enumerate(paths))
+
+
+def load(world: World, path: str) -> Outcome | None:
+    hold = world.match(path, 0, None)
+    assert hold is not None
+    world.onboard(hold, len(world.holds[hold].keys), 0, 0)
+    world.settle_all()
+    outcome: Outcome | None = world.cache.outcome(hold)
+    world.release(hold)
+    return outcome
+
+
+def test_a_chunk_goes_all_the_way_down_and_back_and_is_gone_in_the_end() -> None:
+    world = World(Setup(host=1, file=1))
+    assert world.where("a") == {}
+    world.commit("a", 0, True)
+    assert world.where("a") == {HOST: "filling"}
+    world.settle_all()
+    assert world.where("a") == {HOST: "ready"}
+    world.flush()
+    assert world.where("a") == {HOST: "ready", FILE: "filling"}
+    world.settle_all()
+    assert world.where("a") == {HOST: "ready", FILE: "ready"}
+    world.commit("x", 0, True)
+    assert (world.where("a"), world.where("x")) == ({FILE: "ready"}, {HOST: "filling"})
+    world.settle_all()
+    hold = world.match("a", 0, None)
+    assert hold is not None
+    world.onboard(hold, 1, 0, 0)
+    assert (world.where("a"), world.where("x")) == ({HOST: "filling", FILE: "ready"}, {})
+    world.settle_all()
+    assert world.where("a") == {HOST: "ready", FILE: "ready"}
+    assert world.cache.outcome(hold) == (1, (FILE,))
+    world.release(hold)
+    world.commit("y", 0, True)
+    assert world.where("a") == {FILE: "ready"}
+    world.settle_all()
+    world.flush()
+    assert world.where("a") == {}
+    world.drain()
+    world.evict_all()
+
+
+def test_what_a_restart_finds_can_be_matched() -> None:
+    world = World(BOTH._replace(found=found("a", "ab", "abc"), generation=7))
+    assert world.cache.generation == 7
+    assert load(world, "abc") == (3, (FILE,) * 3)
+
+
+def test_chunks_whose_parents_are_gone_leave_their_slots_free() -> None:
+    world = World(BOTH._replace(found=found("a", "xy", "xyz", "ac")))
+    assert sorted(path_of(each) for each, _ in world.resident) == ["a", "ac"]
+    assert world.free(FILE) == 2
+    world.commit("xyz", 0, False)
+    world.settle_all()
+    assert world.where("xy") == {HOST: "ready", FILE: "ready"}
+    world.drain()
+
+
+def test_what_was_written_last_before_a_restart_goes_last_after_it() -> None:
+    world = World(Setup(host=2, file=4, backup="write_through", found=found("b", "a", "ab", "c")))
+    for newcomer, left in (("x", ["a", "ab", "c", "x"]), ("y", ["a", "c", "x", "y"]), ("z", ["c", "x", "y", "z"])):
+        world.commit(newcomer, 0, False)
+        world.settle_all()
+        assert sorted(path_of(each) for each, tier in world.resident if tier == FILE) == left
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ((0, key("a"), None), (0, key("b"), None)),
+        ((0, key("a"), None), (1, key("a"), None)),
+        ((0, key("a"), None), (4, key("b"), None)),
+        ((0, key("a"), None), (-1, key("b"), None)),
+        ((0, key("c"), None), (1, key("a"), None)),
+        ((0, key("c"), None), (1, key("x"), None)),
+    ],
+    ids=["one slot twice", "one key twice", "slot too high", "slot too low", "taken slot", "known key"],
+)
+def test_what_cannot_have_been_found_is_refused_as_a_whole(bad: tuple[tuple[int, bytes, bytes | None], ...]) -> None:
+    world = World(BOTH._replace(found=((1, key("x"), None),)))
+    world.refused(CacheError, "adopt", FILE, bad)
+
+
+def test_chunks_that_claim_to_be_their_own_ancestors_are_left_out() -> None:
+    world = World(BOTH)
+    assert world.cache.adopt(FILE, [(0, key("a"), key("b")), (1, key("b"), key("a")), (2, key("c"), key("c"))]) == 0
+    assert world.free(FILE) == 4
+
+
+def test_a_restart_into_the_warmest_tier_knows_what_is_not_backed_up() -> None:
+    world = World(BOTH)
+    assert world.cache.adopt(HOST, [(3, key("a"), None)]) == 1
+    world.cache.check_integrity()
+    world.cache.tick(0.0)
+    (backup,) = world.cache.take()
+    assert isinstance(backup, Transfer)
+    assert [item.source.index for item in backup.items if item.source] == [3]
+
+
+def test_a_reset_forgets_everything_and_waits_for_slots_in_use() -> None:
+    world = World(BOTH)
+    world.commit("ab", 0, False)
+    world.settle_all()
+    world.discard("ab", HOST)
+    hold = world.match("ab", 0, None)
+    assert hold is not None
+    world.onboard(hold, 2, 0, 0)
+    world.commit("x", 0, False)
+    in_flight = list(world.jobs)
+    world.generation += 1
+    assert world.cache.reset() == 1
+    assert world.cache.take() == [*map(Cancel, in_flight), Forget(1)]
+    assert world.cache.residents() == []
+    assert [(s.used, s.ready) for s in world.cache.stats()] == [(3, 0), (2, 0)]
+
+
+def test_results_of_jobs_from_before_a_reset_free_their_slots_and_nothing_else() -> None:
+    world = World(BOTH)
+    world.commit("abc", 0, False)
+    world.reset()
+    world.commit("a", 0, False)
+    old, new = world.on("device->host")
+    world.end(old)
+    assert world.where("a") == {HOST: "filling"}
+    assert world.where("ab") == {}
+    world.end(new, Status.IO_ERROR)
+    assert world.where("a") == {}
+    world.drain()
+
+
+def test_an_onboarding_from_before_a_reset_has_brought_nothing() -> None:
+    world = World(BOTH)
+    world.commit("ab", 0, False)
+    world.settle_all()
+    over, amid, before = (world.match("ab", 0, None) for _ in range(3))
+    assert over is not None
+    assert amid is not None
+    world.onboard(over, 2, 0, 0)
+    world.settle_all()
+    assert world.cache.outcome(over) == (2, (HOST, HOST))
+    world.onboard(amid, 2, 0, 0)
+    world.reset()
+    assert world.cache.outcome(over) == world.cache.outcome(amid) == (0, ())
+    world.settle_all()
+    assert world.cache.outcome(amid) == (0, ())
+    assert world.cache.counters.misses[MissReason.CANCELLED] == 2
+    world.give_up(amid)
+    assert before is not None
+    world.onboard(before, 2, 0, 0)
+    assert world.cache.outcome(before) == (0, ())
+    world.drain()
+
+
+def test_a_reset_lets_go_of_what_was_peeked_at() -> None:
+    world = World(BOTH)
+    world.commit("a", 0, False)
+    world.settle_all()
+    world.peek(key("a"))
+    world.reset()
+    assert world.cache.held == 1
+    world.end_step()
+    assert world.cache.held == 0
+
+
+def test_commands_come_once_and_in_order() -> None:
+    cache = BOTH.build()
+    first = cache.commit([key("a")], (0,)).job
+    second = cache.commit([key("b")], (1,)).job
+    cache.reset()
+    commands = cache.take()
+    assert [c.job for c in commands if isinstance(c, Transfer)] == [first, second]
+    assert commands[2:] == [Cancel(first or 0), Cancel(second or 0), Forget(1)]
+    assert cache.take() == []
+
+
+def test_commands_and_results_survive_a_pipe() -> None:
+    world = World(BOTH._replace(per_chunk=2))
+    world.commit("ab", 0, False)
+    for job in world.jobs.values():
+        assert pickle.loads(pickle.dumps(job.transfer)) == job.transfer  # noqa: S301
+
+
+def test_time_does_not_run_backwards() -> None:
+    cache = BOTH.build()
+    cache.tick(5.0)
+    cache.match(chunks("a"), 3.0)
+    cache.commit(chunks("a"), (0,))
+    (offload,) = cache.take()
+    assert isinstance(offload, Transfer)
+    assert offload.deadline == 65.0
+
+
+def test_holds_are_released_once() -> None:
+    world = World(BOTH)
+    world.commit("a", 0, False)
+    world.settle_all()
+    first, second = world.match("a", 0, None), world.match("a", 0, "mine")
+    assert first is not None
+    assert second is not None
+    world.release(first)
+    world.refused(HoldError, "release", first)
+    world.refused(HoldError, "onboard", first, (0,))
+    assert world.discard("a", HOST) == 1  # the file has it, too
+    assert world.discard("a", FILE) == 0  # the other hold keeps it
+    world.abort("mine")
+    world.refused(HoldError, "release", second)
+    assert world.discard("a", FILE) == 1
+
+
+def test_a_result_is_taken_once() -> None:
+    world = World(BOTH._replace(ranks=2))
+    world.commit("a", 0, False)
+    (job,) = world.jobs.values()
+    world.deliver(job, 0, [Status.OK])
+    (result,) = world.results
+    world.apply([result])
+    world.refused(JobError, "apply", (result,), 0.0)
+    world.settle_all()
+    world.refused(JobError, "apply", (result,), 0.0)

@@ -1,0 +1,652 @@
+"""The loop between the planes: order, failures upstream, deadlines, cancels, ranks, and an end that leaves nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longshore.boundary import DEVICE, FILE, HOST, Cancel, Item, Route, Slot, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, Hold, MissReason, TieredCache, TierSpec, WritePolicy, flow
+from longshore.errors import CacheError, PlanError, TierClosedError, TierError
+from longshore.runtime import BackgroundLoop, Runtime, TierMover
+from longshore.tiers.arena import Arena
+from longshore.tiers.file import FileTier, capacity_for
+from longshore.tiers.host import HostTier
+from scripted import Scripted
+
+IMAGE = 4096
+DOWN, UP = Route(DEVICE, HOST), Route(HOST, DEVICE)
+OUT, IN = Route(HOST, FILE), Route(FILE, HOST)
+
+
+def path(length: int, first: int = 0) -> list[bytes]:
+    return [bytes([first + i]) * 32 for i in range(length)]
+
+
+class Rig:
+    """A runtime over scripted movers, with a clock that stands still."""
+
+    def __init__(self, *, with_files: bool = True, **settings: Any) -> None:
+        self.now = 100.0
+        self.device = Scripted(DOWN, UP)
+        self.files = Scripted(OUT, IN)
+        settings = {"load_timeout": 5.0, "write_timeout": 7.0, **settings}
+        self.cache = TieredCache(
+            [TierSpec(HOST, 8, IMAGE), TierSpec(FILE, 8, IMAGE)], CacheSettings(backup=WritePolicy.THROUGH, **settings)
+        )
+        self.runtime = Runtime(
+            self.cache, [self.device, self.files] if with_files else [self.device], clock=lambda: self.now
+        )
+
+    def store(self, keys: list[bytes]) -> None:
+        """`keys` lie in the file tier, and in no other."""
+        blocks = range(len(keys) * self.cache.settings.blocks_per_chunk)
+        with self.runtime.control() as cache:
+            cache.commit(keys, list(blocks))
+        for mover in (self.device, self.files):
+            mover.end()
+            self.runtime.pump()
+        with self.runtime.control() as cache:
+            assert cache.discard(keys, HOST) == len(keys)
+        self.device.submitted.clear()
+        self.files.submitted.clear()
+
+    def load(self, keys: list[bytes], blocks: list[int], skip: int = 0) -> Hold:
+        with self.runtime.control() as cache:
+            hold = cache.match(keys, self.now).hold
+            assert hold is not None
+            cache.onboard(hold, blocks, skip=skip)
+        return hold
+
+    def misses(self) -> dict[str, int]:
+        return {reason.value: n for reason, n in self.cache.counters.misses.items() if n}
+
+    def check_idle(self) -> None:
+        assert not self.runtime.pump()
+        assert self.cache.jobs_in_flight == 0
+        self.cache.check_integrity()
+        for stats in self.cache.stats():
+            assert stats.used == stats.ready
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_transfer_waits_for_those_that_it_comes_after(rig: Rig) -> None:
+    rig.store(path(2))
+    hold = rig.load(path(2), [5, 6])
+    (reading,) = rig.files.submitted
+    assert rig.device.submitted == []
+    rig.runtime.pump()
+    assert rig.device.submitted == []
+    rig.files.end()
+    rig.runtime.pump()
+    (copying,) = rig.device.submitted
+    assert copying.after == (reading.job,)
+    assert copying.sections[0].blocks == (5, 6)
+    rig.device.end()
+    assert rig.runtime.wait_onboarded(hold, 0.0) == (2, (FILE, FILE))
+    rig.check_idle()
+
+
+def test_two_requests_for_the_same_chunks_share_one_read(rig: Rig) -> None:
+    rig.store(path(2))
+    first, second = rig.load(path(2), [1, 2]), rig.load(path(2), [3, 4])
+    assert len(rig.files.submitted) == 1
+    rig.files.end()
+    rig.runtime.pump()
+    assert [t.sections[0].blocks for t in rig.device.submitted] == [(1, 2), (3, 4)]
+    rig.device.end()
+    rig.device.end()
+    assert rig.runtime.wait_onboarded(first, 0.0) == rig.runtime.wait_onboarded(second, 0.0) == (2, (FILE, FILE))
+
+
+@pytest.mark.parametrize(
+    ("per_chunk", "skip", "blocks", "left"),
+    [(1, 0, [4, 5, 6], (4,)), (2, 0, [4, 5, 6, 7, 8], (4, 5)), (2, 1, [4, 5, 6, 7, 8], (4,))],
+)
+def test_what_failed_upstream_is_not_copied_nor_what_is_behind_it(
+    per_chunk: int, skip: int, blocks: list[int], left: tuple[int, ...]
+) -> None:
+    rig = Rig(blocks_per_chunk=per_chunk)
+    rig.store(path(3))
+    hold = rig.load(path(3), blocks, skip)
+    rig.files.end(Status.OK, Status.CORRUPT, Status.OK)
+    rig.runtime.pump()
+    (copying,) = rig.device.submitted
+    assert [item.key for item in copying.items] == path(1)
+    assert copying.sections[0].blocks == left
+    rig.device.end()
+    assert rig.runtime.wait_onboarded(hold, 0.0).chunks == 1
+    assert rig.misses() == {"corrupt": 1, "behind": 1}
+    rig.check_idle()
+
+
+def test_a_failure_of_the_first_item_upstream_leaves_nothing_to_copy(rig: Rig) -> None:
+    rig.store(path(2))
+    hold = rig.load(path(2), [1, 2])
+    rig.files.end(Status.IO_ERROR, Status.OK)
+    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.device.submitted == []
+    assert rig.misses() == {"io_error": 1, "behind": 1}
+    rig.check_idle()
+
+
+# deadlines and cancels
+
+
+def test_what_has_not_begun_by_its_deadline_ends_then(rig: Rig) -> None:
+    rig.store(path(1))
+    hold = rig.load(path(1), [1])
+    rig.now += 4.9
+    assert rig.runtime.pump()
+    assert rig.files.cancelled == []
+    rig.now += 0.2
+    rig.runtime.pump()
+    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.files.cancelled == [rig.files.submitted[0].job]  # it has begun, as far as anyone knows here
+    rig.runtime.pump()
+    assert len(rig.files.cancelled) == 1
+    assert rig.misses() == {"deadline": 1}
+    rig.files.end(Status.CANCELLED)
+    rig.check_idle()
+    assert [r.slot.tier for r in rig.cache.residents()] == [FILE]
+
+
+def test_what_was_cancelled_because_time_was_up_missed_its_deadline(rig: Rig) -> None:
+    rig.store(path(2))
+    hold = rig.load(path(2), [1, 2])
+    rig.files.end()
+    rig.runtime.pump()
+    rig.now += 6.0
+    rig.runtime.pump()
+    assert rig.device.cancelled == [rig.device.submitted[0].job]
+    rig.device.end(Status.OK, Status.CANCELLED)
+    assert rig.runtime.wait_onboarded(hold, 0.0) == (1, (FILE,))
+    assert rig.misses() == {"deadline": 1}
+    rig.check_idle()
+
+
+def test_what_was_not_submitted_did_not_miss_a_deadline(rig: Rig) -> None:
+    rig.store(path(3))
+    hold = rig.load(path(3), [1, 2, 3])
+    rig.files.end(Status.OK, Status.CORRUPT, Status.OK)
+    rig.runtime.pump()
+    rig.now += 6.0
+    rig.runtime.pump()
+    rig.device.end(Status.CANCELLED)
+    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.misses() == {"deadline": 1, "corrupt": 1, "behind": 1}
+
+
+def test_writes_have_a_deadline_of_their_own(rig: Rig) -> None:
+    with rig.runtime.control() as cache:
+        cache.commit(path(1), [0])
+    rig.now += 6.9
+    rig.runtime.pump()
+    assert rig.device.cancelled == []
+    rig.now += 0.2
+    rig.runtime.pump()
+    assert len(rig.device.cancelled) == 1
+
+
+def test_the_clock_of_a_deadline_starts_when_work_is_ordered(rig: Rig) -> None:
+    rig.now += 1000.0
+    with rig.runtime.control() as cache:
+        cache.commit(path(1), [0])
+    rig.runtime.pump()
+    assert rig.device.submitted[0].deadline == rig.now + 7.0
+    assert rig.device.cancelled == []
+
+
+def test_a_cancelled_transfer_that_waits_is_never_submitted(rig: Rig) -> None:
+    rig.store(path(1))
+    hold = rig.load(path(1), [1])
+    with rig.runtime.control() as cache:
+        cache.release(hold)
+    rig.files.end()
+    rig.check_idle()
+    assert rig.device.submitted == []
+    assert {r.slot.tier for r in rig.cache.residents()} == {HOST, FILE}  # what was on its way in is there for the next
+
+
+def test_a_cancelled_transfer_that_runs_still_ends(rig: Rig) -> None:
+    rig.store(path(1))
+    hold = rig.load(path(1), [1])
+    rig.files.end()
+    rig.runtime.pump()
+    (copying,) = rig.device.submitted
+    with rig.runtime.control() as cache:
+        cache.release(hold)
+    assert rig.device.cancelled == [copying.job]
+    assert rig.runtime.in_flight(copying.job)
+    assert not rig.runtime.wait_ended([copying.job], 0.0)
+    rig.device.end(Status.CANCELLED)
+    assert rig.runtime.wait_ended([copying.job], 0.0)
+    rig.check_idle()
+
+
+def test_waiting_ends_at_its_deadline_with_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "LOAD_BATCH", 1)
+    rig = Rig()
+    rig.runtime.clock = time.monotonic
+    rig.store(path(3))
+    hold = rig.load(path(3), [1, 2, 3])
+    rig.files.end()
+    rig.runtime.pump()
+    rig.device.end()
+    begin = time.monotonic()
+    assert rig.runtime.wait_onboarded(hold, 0.02) == (1, (FILE,))
+    assert 0.02 <= time.monotonic() - begin < 2.0
+    assert rig.misses() == {"deadline": 2}
+    while rig.files.open:
+        rig.files.end()
+    rig.check_idle()
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    "error", [TierError("no"), PlanError("no"), TierClosedError("no")], ids=lambda e: type(e).__name__
+)
+def test_a_load_that_its_mover_refuses_is_a_miss_and_nothing_is_copied_from_its_slots(error: Any) -> None:
+    rig = Rig()
+    rig.store(path(2))
+    rig.files.refuse = error
+    hold = rig.load(path(2), [1, 2])
+    rig.runtime.pump()
+    assert rig.device.submitted == [], "bytes that never came were copied to the device"
+    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.misses() == {"tier_off": 2}
+    assert {r.slot.tier for r in rig.cache.residents()} == {FILE}, "a refusal is not the fault of the stored bytes"
+    rig.check_idle()
+
+
+def test_a_copy_that_its_mover_refuses_is_a_miss_and_the_host_tier_keeps_its_chunk(rig: Rig) -> None:
+    rig.store(path(1))
+    rig.device.refuse = PlanError("block 99 does not exist")
+    hold = rig.load(path(1), [1])
+    rig.files.end()
+    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert {r.slot.tier for r in rig.cache.residents()} == {HOST, FILE}
+    rig.check_idle()
+
+
+def test_a_route_that_nobody_serves_is_a_miss() -> None:
+    rig = Rig(with_files=False)
+    with rig.runtime.control() as cache:
+        cache.commit(path(1), [0])
+    rig.device.end()
+    rig.check_idle()
+    assert rig.cache.counters.drops[FILE].total() == 1
+    assert [r.slot.tier for r in rig.cache.residents()] == [HOST]
+
+
+# ranks
+
+
+def test_a_transfer_ends_when_all_ranks_have(rig: Rig) -> None:
+    rig = Rig(ranks=2)
+    rig.store(path(2))
+    hold = rig.load(path(2), [1, 2])
+    rig.files.end(rank=0)
+    rig.runtime.pump()
+    assert rig.device.submitted == []
+    rig.files.end(rank=1)
+    rig.runtime.pump()
+    assert len(rig.device.submitted) == 1
+    rig.device.end(rank=0)
+    rig.runtime.pump()
+    assert rig.cache.outcome(hold) is None
+    rig.device.end(Status.OK, Status.SHORT, rank=1)
+    assert rig.runtime.wait_onboarded(hold, 0.0) == (1, (FILE,))
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_on_one_rank_counts_for_those_who_join_before_the_other_has_ended(failing: int) -> None:
+    rig = Rig(ranks=2)
+    rig.store(path(2))
+    first = rig.load(path(2), [1, 2])
+    how = (Status.OK, Status.CORRUPT)
+    rig.files.end(*(how if failing == 0 else (Status.OK,)), rank=0)
+    rig.runtime.pump()
+    second = rig.load(path(2), [3, 4])
+    rig.files.end(*(how if failing == 1 else (Status.OK,)), rank=1)
+    rig.runtime.pump()
+    assert [len(copying.items) for copying in rig.device.submitted] == [1, 1]
+    rig.device.end()
+    rig.device.end()
+    assert rig.runtime.wait_onboarded(first, 0.0) == rig.runtime.wait_onboarded(second, 0.0) == (1, (FILE,))
+    rig.check_idle()
+
+
+# the cache's contract, as far as the loop keeps it
+
+
+class StubCache:
+    """Gives out commands, and keeps what comes back."""
+
+    def __init__(self, *commands: Any) -> None:
+        self.commands = list(commands)
+        self.results: list[TransferResult] = []
+        self.settings = CacheSettings()
+
+    def take(self) -> list[Any]:
+        commands, self.commands = self.commands, []
+        return commands
+
+    def apply(self, results: list[TransferResult], now: float) -> None:
+        self.results += results
+
+    def tick(self, now: float) -> None: ...
+
+    def flush(self) -> bool:
+        return False
+
+
+def in_chain(*jobs: int) -> list[Transfer]:
+    """Transfers that come one after the other, from slot to slot."""
+    return [
+        Transfer(
+            job,
+            Route(HOST, HOST),
+            (Item(path(1)[0], None, Slot(HOST, 0, i), Slot(HOST, 0, i + 1), 1),),
+            deadline=10.0,
+            after=jobs[i - 1 : i] if i else (),
+        )
+        for i, job in enumerate(jobs)
+    ]
+
+
+@pytest.mark.parametrize("end", ["deadline", "close"])
+def test_each_transfer_of_a_chain_ends_once(end: str) -> None:
+    cache, mover, now = StubCache(*in_chain(1, 2, 3, 4)), Scripted(Route(HOST, HOST)), 0.0
+    runtime = Runtime(cache, [mover], clock=lambda: now)  # type: ignore[arg-type]
+    runtime.pump()
+    if end == "close":
+        runtime.close(0.0)
+    else:
+        now = 11.0
+        runtime.pump()
+        assert mover.cancelled == [1]
+        mover.end(Status.CANCELLED)
+        runtime.pump()
+    assert sorted(result.job for result in cache.results) == [1, 2, 3, 4]
+
+
+def test_a_failure_passes_through_a_whole_chain() -> None:
+    cache, mover = StubCache(*in_chain(1, 2, 3)), Scripted(Route(HOST, HOST))
+    runtime = Runtime(cache, [mover], clock=lambda: 0.0)  # type: ignore[arg-type]
+    runtime.pump()
+    mover.end(Status.SHORT)
+    runtime.pump()
+    assert [(r.job, r.statuses) for r in cache.results] == [(job, (Status.SHORT,)) for job in (1, 2, 3)]
+    assert len(mover.submitted) == 1
+
+
+def test_a_cancel_of_what_has_ended_is_ignored() -> None:
+    runtime = Runtime(StubCache(Cancel(7)), [])  # type: ignore[arg-type]
+    assert not runtime.pump()
+
+
+def test_what_was_ordered_before_an_error_is_under_way_all_the_same(rig: Rig) -> None:
+    with pytest.raises(CacheError), rig.runtime.control() as cache:
+        cache.commit(path(1), [0])
+        cache.commit(path(1), [0, 1, 2])
+    assert len(rig.device.submitted) == 1
+
+
+# the end
+
+
+def test_close_leaves_nothing_in_flight(rig: Rig) -> None:
+    rig.store(path(2))
+    hold = rig.load(path(2), [1, 2])  # one transfer runs, one waits
+    with rig.runtime.control() as cache:
+        cache.commit(path(2, first=9), [6, 7])
+    assert not rig.runtime.close(0.0)
+    assert rig.device.closed
+    assert rig.files.closed
+    rig.check_idle()
+    assert rig.cache.outcome(hold) == (0, ())
+    assert rig.misses() == {"tier_off": 2}
+    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    with pytest.raises(TierClosedError, match="the runtime was closed"), rig.runtime.control():
+        pass
+
+
+def test_close_flushes_first(rig: Rig) -> None:
+    rig.runtime.clock = time.monotonic
+    with rig.runtime.control() as cache:
+        cache.commit(path(2), [0, 1])
+    sooner = threading.Timer(0.02, rig.device.end)
+    later = threading.Timer(0.05, rig.files.end)
+    sooner.start()
+    later.start()
+    assert rig.runtime.close(10.0)
+    sooner.join()
+    later.join()
+    assert {r.slot.tier for r in rig.cache.residents()} == {HOST, FILE}
+    assert rig.runtime.close()
+
+
+# the loop in a thread
+
+
+class Prompt(Scripted):
+    """A mover that ends everything well when it is polled."""
+
+    def poll(self) -> list[TransferResult]:
+        while self.open:
+            self.end()
+        return super().poll()
+
+
+def until(done: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10.0
+    while not done() and time.monotonic() < end:
+        time.sleep(1e-3)
+    return done()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before, "a thread is left"
+
+
+@pytest.mark.usefixtures("threads")
+def test_chains_go_on_in_the_background_without_a_call() -> None:
+    cache = TieredCache([TierSpec(HOST, 8, IMAGE), TierSpec(FILE, 8, IMAGE)], CacheSettings(backup=WritePolicy.THROUGH))
+    runtime = Runtime(cache, [Prompt(DOWN, UP), Prompt(IN, OUT)])
+    loop = BackgroundLoop(runtime)
+    with runtime.control() as control:
+        control.commit(path(2), [0, 1])
+    assert until(lambda: cache.counters.routes["host->file"].chunks == 2)
+    with runtime.control() as control:
+        control.discard(path(2), HOST)
+        hold = control.match(path(2), runtime.clock()).hold
+        assert hold is not None
+        control.onboard(hold, [4, 5])
+
+    def arrived() -> bool:
+        with runtime.observe() as watched:
+            return watched.outcome(hold) is not None
+
+    assert until(arrived)
+    loop.close()
+    loop.close()
+    runtime.close()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_loop_takes_over_what_is_under_way_and_sleeps_when_nothing_is(rig: Rig) -> None:
+    with rig.runtime.control() as cache:
+        cache.commit(path(1), [0])
+    rig.runtime.wakeup.clear()
+    loop = BackgroundLoop(rig.runtime)
+    rig.device.end()
+    assert until(lambda: len(rig.files.submitted) == 1)
+    rig.files.end()
+    assert until(lambda: rig.cache.jobs_in_flight == 0)
+    time.sleep(0.02)
+    polls = rig.device.polls
+    time.sleep(0.05)
+    assert rig.device.polls == polls
+    loop.close()
+
+
+# real tiers
+
+
+class Memory:
+    """A device of plain host memory: copies when it is told to, `DEVICE` <-> `HOST`."""
+
+    routes = frozenset((DOWN, UP))
+
+    def __init__(self, blocks: int, host: HostTier) -> None:
+        self.blocks = np.zeros((blocks, IMAGE), dtype=np.uint8)
+        self.host = host
+        self.results: list[TransferResult] = []
+
+    def submit(self, transfer: Transfer) -> None:
+        for item, block in zip(transfer.items, transfer.sections[0].blocks, strict=True):
+            slot = item.source or item.destination
+            assert slot is not None
+            image = np.frombuffer(self.host.arena.view(self.host.offset(slot.index), IMAGE), dtype=np.uint8)
+            if transfer.route == DOWN:
+                image[:] = self.blocks[block]
+            else:
+                self.blocks[block] = image
+        statuses = (Status.OK,) * len(transfer.items)
+        self.results.append(TransferResult(transfer.job, statuses, len(statuses) * IMAGE))
+
+    def poll(self) -> list[TransferResult]:
+        results, self.results = self.results, []
+        return results
+
+    def cancel(self, job: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Machine:
+    """One process's worth of real tiers over `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.arena = Arena(4 * IMAGE)
+        host = HostTier(self.arena, slots=4, image_bytes=IMAGE)
+        capacity = capacity_for(8, IMAGE)
+        self.file = FileTier(directory, capacity=capacity, image_bytes=IMAGE, arena=self.arena, scope=bytes(32))
+        self.memory = Memory(8, host)
+        tiers = [TierSpec(HOST, 4, IMAGE), TierSpec(FILE, 8, IMAGE)]
+        self.cache = TieredCache(tiers, CacheSettings(), generation=self.file.generation)
+        self.found = self.cache.adopt(FILE, ((c.slot, c.key, c.parent) for c in self.file.recover()))
+        self.runtime = Runtime(self.cache, [self.memory, TierMover(self.file, host)], [self.file])
+
+    def load(self, keys: list[bytes], blocks: list[int]) -> tuple[int, tuple[str, ...]]:
+        with self.runtime.control() as cache:
+            hold = cache.match(keys, self.runtime.clock()).hold
+            if hold is None:
+                return 0, ()
+            cache.onboard(hold, blocks)
+        outcome = self.runtime.wait_onboarded(hold, 10.0)
+        with self.runtime.control() as cache:
+            cache.release(hold)
+        return outcome
+
+    def close(self) -> None:
+        assert self.runtime.close()
+        self.arena.close()
+
+
+@pytest.mark.usefixtures("threads")
+def test_bytes_go_to_the_file_and_come_back_also_after_a_restart(tmp_path: Path) -> None:
+    image = np.random.default_rng(1).integers(0, 256, (3, IMAGE), dtype=np.uint8)
+    machine = Machine(tmp_path)
+    machine.memory.blocks[:3] = image
+    with machine.runtime.control() as cache:
+        cache.commit(path(3), [0, 1, 2])
+    assert machine.runtime.flush(10.0)
+    with machine.runtime.control() as cache:
+        assert cache.discard(path(3), HOST) == 3
+    assert machine.load(path(3), [5, 6, 7]) == (3, (FILE,) * 3)
+    assert (machine.memory.blocks[5:8] == image).all()
+    machine.close()
+    machine = Machine(tmp_path)
+    assert machine.found == 3
+    assert machine.load(path(3), [4, 2, 0]) == (3, (FILE,) * 3)
+    assert (machine.memory.blocks[[4, 2, 0]] == image).all()
+    machine.close()
+
+
+@pytest.mark.usefixtures("threads")
+def test_nothing_from_before_a_reset_is_found_again(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    with machine.runtime.control() as cache:
+        cache.commit(path(2), [0, 1])
+    assert machine.runtime.flush(10.0)
+    with machine.runtime.control() as cache:
+        assert cache.reset() == 1
+        assert cache.match(path(2), 0.0).length == 0
+        cache.commit(path(1, first=7), [3])
+    assert machine.runtime.flush(10.0)
+    assert machine.file.generation == 1
+    machine.close()
+    machine = Machine(tmp_path)
+    assert (machine.found, machine.cache.generation) == (1, 1)
+    assert machine.load(path(2), [0, 1]) == (0, ())
+    assert machine.load(path(1, first=7), [0]) == (1, (FILE,))
+    machine.close()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_tier_that_cannot_forget_is_off_and_the_reset_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path)
+
+    def fail(generation: int) -> None:
+        raise TierError("the medium is full")
+
+    monkeypatch.setattr(machine.file, "forget", fail)
+    with machine.runtime.control() as cache:
+        cache.reset()
+        job = cache.commit(path(1), [0]).job
+    assert job is not None
+    assert machine.runtime.flush(10.0)
+    assert [r.slot.tier for r in machine.cache.residents()] == [HOST]
+    assert machine.cache.counters.drops[FILE].total() == 1
+    machine.close()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_file_that_was_harmed_is_a_counted_miss(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.memory.blocks[:] = 7
+    with machine.runtime.control() as cache:
+        cache.commit(path(2), [0, 1])
+    assert machine.runtime.flush(10.0)
+    machine.close()
+    machine = Machine(tmp_path)
+    (segment,) = (file for file in tmp_path.iterdir() if file.stat().st_size >= 8 * IMAGE)
+    raw = bytearray(segment.read_bytes())
+    where = raw.rfind(bytes([7]) * IMAGE)
+    raw[where + 100] ^= 1
+    segment.write_bytes(raw)
+    chunks, _ = machine.load(path(2), [4, 5])
+    assert chunks == 1
+    assert machine.cache.counters.misses[MissReason.CORRUPT] == 1
+    assert machine.load(path(1), [4]) == (1, (HOST,))
+    machine.close()

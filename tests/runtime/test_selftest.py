@@ -1,0 +1,71 @@
+"""The self-test: passes on sound tiers at every start, fails on unsound ones, and leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from longshore.boundary import FILE, HOST
+from longshore.config import Config
+from longshore.errors import SelfTestError
+from longshore.keys import Scope
+from longshore.layout import from_rows
+from longshore.runtime.selftest import self_test
+from longshore.runtime.stack import Stack, open_stack
+from longshore.transfer.device import device_for
+
+
+class Rows:
+    """Device blocks as rows of a tensor; `flip` harms one byte of what is read after the first `sound` reads."""
+
+    def __init__(self, sound: int = 1 << 30) -> None:
+        self.rows = torch.full((8, 600), 0xAA, dtype=torch.uint8)
+        self.sound = sound
+
+    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        data: npt.NDArray[np.uint8] = self.rows[list(blocks)].numpy().copy()
+        self.sound -= 1
+        if self.sound < 0:
+            data[0, 17] ^= 1
+        return data
+
+    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        self.rows[list(blocks)] = torch.from_numpy(np.ascontiguousarray(data))
+
+
+@contextmanager
+def stack_over(rows: Rows, directory: Path, backup: str) -> Iterator[Stack]:
+    layout = from_rows(rows.rows, pages_per_block=6, block_size=10, blocks_per_chunk=1)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=10)
+    config = Config.make(host_size="64KiB", file_path=directory, file_size="256KiB", background=False, backup=backup)
+    with open_stack(config, layout, scope, device_for(layout)) as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("backup", ["write_back", "write_through"])
+def test_it_passes_at_every_start_over_the_same_directory(tmp_path: Path, backup: str) -> None:
+    for _ in range(3):
+        rows = Rows()
+        with stack_over(rows, tmp_path / "kv", backup) as stack:
+            self_test(stack, rows, [5])
+            with stack.runtime.observe() as cache:
+                assert cache.residents() == []
+                assert (cache.held, cache.jobs_in_flight) == (0, 0)
+                assert cache.counters.hits == {HOST: 1, FILE: 1}
+        assert (rows.rows == 0xAA).all()
+
+
+@pytest.mark.parametrize(("sound", "tier"), [(1, HOST), (2, FILE)])
+def test_a_byte_that_comes_back_wrong_fails_it(tmp_path: Path, sound: int, tier: str) -> None:
+    rows = Rows(sound)
+    with stack_over(rows, tmp_path / "kv", "write_back") as stack:
+        with pytest.raises(SelfTestError, match=f"1 of 600 bytes came back wrong from the {tier} tier"):
+            self_test(stack, rows, [5])
+        assert stack.runtime.flush(10.0)
+    assert (rows.rows == 0xAA).all()

@@ -1,0 +1,209 @@
+"""Settings: an error names the key, the value and what is allowed; a machine that cannot give it is noticed first."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longshore import config as module
+from longshore.cache import WritePolicy
+from longshore.config import Config, available_memory, format_bytes
+from longshore.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def test_the_defaults_are_a_host_tier_alone() -> None:
+    config = Config.make()
+    assert (config.host_size, config.file_path, config.file_size) == (4 * GIB, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64GiB", 64 * GIB), ("1.5TB", 1_500_000_000_000), ("512", 512), (4096, 4096), ("2 MiB", 2 << 20), ("1kb", 1000)],
+)
+def test_sizes_are_numbers_or_text(text: str | int, size: int) -> None:
+    assert Config.make(host_size=text).host_size == size
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [
+        ("host_size", 0, "greater than 0"),
+        ("host_size", -1, "a whole number of bytes, or text such as '64GiB'"),
+        ("host_size", "much", "a whole number of bytes, or text such as '64GiB'"),
+        ("host_size", "12XiB", "a whole number of bytes, or text such as '64GiB'"),
+        ("host_size", 1.5, "a whole number of bytes, or text such as '64GiB'"),
+        ("offload", "write", "'write_through' or 'write_back'"),
+        ("backup", None, "'write_through' or 'write_back'"),
+        ("blocks_per_chunk", 0, "greater than or equal to 1"),
+        ("blocks_per_chunk", 5000, "less than or equal to 4096"),
+        ("max_writes", 2.5, "a valid integer"),
+        ("load_timeout", 0, "greater than 0"),
+        ("load_timeout", float("nan"), "greater than 0"),
+        ("write_timeout", "soon", "a valid number"),
+        ("file_threads", 257, "less than or equal to 256"),
+        ("background", "perhaps", "a valid boolean"),
+        ("salt", 3, "a valid string"),
+    ],
+)
+def test_an_error_names_the_key_the_value_and_what_is_allowed(setting: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as info:
+        Config.make(**{setting: value})
+    message = str(info.value)
+    assert message.startswith(f"{setting} = {value!r}: ")
+    assert allowed in message
+
+
+def test_all_errors_come_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"host_size = 0.*; max_writes = 0"):
+        Config.make(host_size=0, max_writes=0)
+
+
+def test_an_unknown_key_gets_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"'host_siz' is not a setting; did you mean 'host_size'\?"):
+        Config.make(host_siz=1)
+
+
+def test_an_unknown_key_that_is_near_to_nothing_gets_all_names() -> None:
+    with pytest.raises(ConfigError, match=r"'zzz' is not a setting; known are host_size, file_path, .*salt"):
+        Config.make(zzz=1)
+
+
+@pytest.mark.parametrize("half", [{"file_path": "/tmp/kv"}, {"file_size": "1GiB"}])  # noqa: S108
+def test_a_file_tier_has_a_path_and_a_size(half: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"file_path and file_size go together: give both, or neither; got .+ and \d+"
+    ):
+        Config.make(**half)
+
+
+def test_a_config_is_also_a_value_error_and_does_not_change() -> None:
+    with pytest.raises(ValueError, match="host_size"):
+        Config.make(host_size=0)
+    with pytest.raises(ValueError, match="frozen"):
+        Config.make().salt = "other"  # type: ignore[misc]
+
+
+def write(directory: Path, text: str | bytes) -> Path:
+    path = directory / "longshore.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_toml_has_a_table_of_its_own(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, '[other]\nx = 1\n[longshore]\nhost_size = "1GiB"\nbackup = "write_through"\nload_timeout = 2\n'
+    )
+    config = Config.from_toml(path)
+    assert (config.host_size, config.backup, config.load_timeout) == (GIB, WritePolicy.THROUGH, 2.0)
+
+
+def test_toml_may_be_nothing_but_settings(tmp_path: Path) -> None:
+    assert Config.from_toml(write(tmp_path, 'salt = "a"\n')).salt == "a"
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    config = Config.from_toml(write(tmp_path, 'salt = "a"\nmax_writes = 3\n'), salt="b")
+    assert (config.salt, config.max_writes) == ("b", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("salt = ", "longshore.toml: Invalid value"),
+        (b"salt = '\xff'", "longshore.toml: .*codec can't decode"),
+        ("longshore = 3", "longshore.toml: longshore is a table of settings, got 3"),
+        ("[longshore]\nmax_write = 3", "'max_write' is not a setting; did you mean 'max_writes'"),
+        ("[tool]\nx = 3", "'tool' is not a setting"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.from_toml(write(tmp_path, text))
+
+
+def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Config.from_toml(tmp_path / "nothing.toml")
+
+
+# the machine
+
+
+def test_trap_29_a_host_size_beyond_free_memory_is_refused_with_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_memory", lambda: 3 * GIB)
+    Config.make(host_size="3GiB").check_machine()
+    with pytest.raises(ConfigError, match=r"host_size is 4\.0 TiB, but only 3\.0 GiB of memory is free"):
+        Config.make(host_size="4TiB").check_machine()
+
+
+def test_a_file_size_beyond_free_space_is_refused_with_the_figure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(8 * GIB, 6 * GIB, 2 * GIB))
+    Config.make(host_size="1MiB", file_path=tmp_path, file_size="2GiB").check_machine()
+    with pytest.raises(ConfigError, match=r"file_size is 3\.0 GiB, but only 2\.0 GiB is free at "):
+        Config.make(host_size="1MiB", file_path=tmp_path / "new" / "deep", file_size="3GiB").check_machine()
+
+
+def test_the_space_that_the_tier_has_already_counts_as_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(8 * GIB, 8 * GIB, 0))
+    (tmp_path / "segment").write_bytes(b"x" * (1 << 20))
+    Config.make(host_size="1MiB", file_path=tmp_path, file_size="1MiB").check_machine()
+    with pytest.raises(ConfigError, match=r"but only 1\.\d MiB is free"):
+        Config.make(host_size="1MiB", file_path=tmp_path, file_size="2MiB").check_machine()
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_path_that_is_no_directory_is_refused(tmp_path: Path, below: str) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(ConfigError, match=f"{path} is not a directory"):
+        Config.make(host_size="1MiB", file_path=path / below, file_size="1MiB").check_machine()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not writable"):
+        Config.make(host_size="1MiB", file_path=tmp_path / "new", file_size="1MiB").check_machine()
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ({"memory.max": "max\n", "memory.current": "1\n", "memory.stat": "inactive_file 0\n"}, None),
+        ({"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": "anon 400\ninactive_file 500\n"}, 600),
+        ({"memory.max": "1000\n"}, None),
+        ({}, None),
+    ],
+    ids=["no limit", "page cache makes way", "incomplete", "no cgroup"],
+)
+def test_memory_is_what_the_machine_and_the_cgroup_have_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: dict[str, str], expected: int | None
+) -> None:
+    for name, text in limit.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(module, "_CGROUP", tmp_path)
+    available = available_memory()
+    assert available == expected if expected is not None else available > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 << 10, "1.5 MiB"),
+        (5 << 30, "5.0 GiB"),
+        (3 << 50, "3072.0 TiB"),
+    ],
+)
+def test_bytes_are_written_in_the_largest_unit(count: int, text: str) -> None:
+    assert format_bytes(count) == text

@@ -1,0 +1,74 @@
+"""Importing Longshore is cheap, and the control plane and the replay need no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCK = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "triton"):
+            raise ImportError(f"{name} is not to be had")
+        return None
+
+sys.meta_path.insert(0, NoTorch())
+"""
+
+WITHOUT_TORCH = (
+    "longshore",
+    "longshore.boundary",
+    "longshore.cache",
+    "longshore.config",
+    "longshore.errors",
+    "longshore.keys",
+    "longshore.metrics",
+    "longshore.runtime",
+    "longshore.testing",
+    "longshore.tiers",
+    "longshore.tiers.file",
+    "longshore.tiers.host",
+    "longshore.trace",
+)
+
+
+def python(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_a_module_that_needs_no_torch_imports_without_it(module: str) -> None:
+    python(f"{BLOCK}\nimport {module}\nassert 'torch' not in sys.modules")
+
+
+def test_a_cache_works_without_torch() -> None:
+    python(
+        BLOCK
+        + "from longshore.cache import TieredCache, TierSpec\n"
+        + "cache = TieredCache([TierSpec('host', 2, 4096)])\n"
+        + "assert cache.commit([bytes(32)], [0]).job is not None\n"
+        + "assert len(cache.take()) == 1\n"
+    )
+
+
+def test_importing_longshore_brings_in_neither_torch_nor_an_engine() -> None:
+    python(
+        "import sys, longshore\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'plotly', 'typer'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+
+
+def test_importing_longshore_is_quick() -> None:
+    """The best of three, so that a busy machine does not count."""
+    script = (
+        "import time\nstart = time.perf_counter()\nimport longshore\nprint(time.perf_counter() - start)\n"
+        "assert longshore.__version__"
+    )
+    assert min(float(python(script)) for _ in range(3)) < 0.3

@@ -1,0 +1,85 @@
+"""Every label is there from the start, at zero; afterwards the figures are those of the books."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from longshore.boundary import Route, Status
+from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, TierSpec
+from longshore.metrics import LongshoreCollector
+from longshore.runtime import Runtime
+from scripted import Scripted
+
+IMAGE_BYTES = 4096
+PATH = [bytes([i]) * 32 for i in range(2)]
+ROUTES = ("device->host", "host->device", "host->file", "file->host")
+
+
+def registry(runtime: Runtime) -> CollectorRegistry:
+    found = CollectorRegistry()
+    found.register(LongshoreCollector(runtime))
+    return found
+
+
+def make() -> tuple[Runtime, Scripted]:
+    cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES), TierSpec("file", 8, IMAGE_BYTES)], CacheSettings())
+    mover = Scripted(*(Route(*route.split("->")) for route in ROUTES))
+    return Runtime(cache, [mover]), mover
+
+
+def test_every_label_is_there_at_zero() -> None:
+    runtime, _ = make()
+    found = registry(runtime)
+    for tier in ("host", "file"):
+        for name in ("hit", "evicted", "lost"):
+            assert found.get_sample_value(f"longshore_{name}_chunks_total", {"tier": tier}) == 0
+        for reason in DropReason:
+            labels = {"tier": tier, "reason": reason.value}
+            assert found.get_sample_value("longshore_dropped_chunks_total", labels) == 0
+        assert found.get_sample_value("longshore_used_bytes", {"tier": tier}) == 0
+    for miss in MissReason:
+        assert found.get_sample_value("longshore_miss_chunks_total", {"reason": miss.value}) == 0
+    for route in ROUTES:
+        for name in ("moved_bytes", "moving_seconds", "failed_chunks"):
+            assert found.get_sample_value(f"longshore_{name}_total", {"route": route}) == 0
+    assert found.get_sample_value("longshore_capacity_bytes", {"tier": "file"}) == 8 * IMAGE_BYTES
+    assert found.get_sample_value("longshore_holds") == 0
+    assert found.get_sample_value("longshore_jobs_in_flight") == 0
+
+
+def test_figures_are_those_of_the_books() -> None:
+    runtime, mover = make()
+    found = registry(runtime)
+    with runtime.control() as cache:
+        cache.commit(PATH, (0, 1))
+    assert found.get_sample_value("longshore_jobs_in_flight") == 1
+    mover.end(Status.OK, Status.IO_ERROR)
+    runtime.pump()
+    with runtime.control() as cache:
+        hold = cache.match(PATH, 0.0).hold
+        assert hold is not None
+        cache.onboard(hold, (5,))
+    mover.end(Status.OK)
+    assert runtime.wait_onboarded(hold, 1.0).chunks == 1
+    assert found.get_sample_value("longshore_hit_chunks_total", {"tier": "host"}) == 1
+    assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == 1
+    assert found.get_sample_value("longshore_lost_chunks_total", {"tier": "host"}) == 1
+    assert found.get_sample_value("longshore_moved_bytes_total", {"route": "device->host"}) == IMAGE_BYTES
+    assert found.get_sample_value("longshore_failed_chunks_total", {"route": "device->host"}) == 1
+    assert found.get_sample_value("longshore_used_bytes", {"tier": "host"}) == IMAGE_BYTES
+    assert found.get_sample_value("longshore_holds") == 1
+    labels = {"tier": "host", "reason": "write_failed"}
+    assert found.get_sample_value("longshore_dropped_chunks_total", labels) == 1
+
+
+def test_a_scrape_moves_nothing_and_works_after_the_end() -> None:
+    runtime, mover = make()
+    found = registry(runtime)
+    with runtime.control() as cache:
+        cache.commit(PATH[:1], (0,))
+    polls = mover.polls
+    assert b"longshore_jobs_in_flight 1.0" in generate_latest(found)
+    assert mover.polls == polls
+    mover.end(Status.OK)
+    runtime.close(0.0)
+    assert b"longshore_jobs_in_flight 0.0" in generate_latest(found)
