@@ -157,7 +157,8 @@ class KVLayout:
         self._tensors: tuple[DeviceTensor, ...] | None = None
         self._tables: tuple[RefTable, ...] = ()
         self._place(tuple(tensors))
-        self.image_bytes = max(self.image_bytes_of(group) for group in range(len(self.groups)))
+        self._image_bytes = tuple(ranks * group.part_bytes for group in self.groups)
+        self.image_bytes = max(self._image_bytes)
         self.num_layers = 1 + max(max(group.layers) for group in self.groups)
 
     @property
@@ -180,7 +181,7 @@ class KVLayout:
 
     def image_bytes_of(self, group: int) -> int:
         """Bytes of an image of `group`: all ranks' parts."""
-        return self.ranks * self.groups[group].part_bytes
+        return self._image_bytes[group]
 
     def table(self, group: int) -> RefTable:
         """The references of `group` as arrays; `FreedLayoutError` after `free`."""

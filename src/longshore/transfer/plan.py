@@ -11,7 +11,7 @@ in the images, so that whatever can merge is adjacent, and bytes arrive item by 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +117,16 @@ class Planner:
         """
         return self._describe(batch, ())[0]
 
+    def merge(self, pieces: Pieces) -> Pieces:
+        """`pieces`, which may be anyone's, with each run that is adjacent on both sides as one, in the same order."""
+        count = len(pieces.size)
+        if not count:
+            return pieces
+        own = self._reserve(count)
+        for column, given in zip(own, pieces, strict=True):
+            column[...] = given
+        return self._merge(own, (count,), 0, count)[0]
+
     def _describe(self, batch: Batch, cuts: Sequence[int]) -> tuple[Pieces, Sequence[int]]:
         """What `batch` moves, and where it ends; nothing merges across `cuts`, which are then ends too."""
         layout = batch.layout
@@ -127,7 +137,7 @@ class Planner:
         total = sum(part.pieces for part in batch.parts)
         pieces = self._reserve(total)
         start = 0
-        adjacent = False
+        low, high = total, 0  # pieces between which some may merge
         for part in batch.parts:
             stop = start + part.pieces
             shape = (len(part.images), len(part.widths), part.blocks.shape[1])
@@ -135,17 +145,54 @@ class Planner:
             table = layout.table(part.group)
             _device_addresses(part, table, device)
             host_addresses(part, table, batch.host_address, host)
-            size.reshape(shape[0], -1)[...] = part.widths if shape[2] == 1 else np.repeat(part.widths, shape[2])
-            adjacent = adjacent or _may_merge(part, table) or (start > 0 and _meet(pieces, start))
+            _sizes(part, size)
+            if start > 0 and _meet(pieces, start):
+                low, high = min(low, start - 1), start + 1
+            for rows in _may_merge(part, table):
+                row = part.pieces // shape[0]
+                low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
             start = stop
         ends = (*cuts, total)
-        return _merged(pieces, ends) if adjacent else (pieces, ends)
+        return self._merge(pieces, ends, low, high) if low < high else (pieces, ends)
+
+    def _merge(self, pieces: Pieces, ends: Sequence[int], low: int, high: int) -> tuple[Pieces, Sequence[int]]:
+        """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece.
+
+        In place, and never across one of `ends`. Returns the ends in what is left, too.
+        """
+        total = len(pieces.size)
+        device, host, size = (column[low:high] for column in pieces)
+        stops, starts, apart = (scratch[: high - low] for scratch in (self._stops, self._starts, self._apart))
+        np.add(host, size, out=stops)
+        np.not_equal(stops[:-1], host[1:], out=starts[1:])
+        np.add(device, size, out=stops)
+        np.not_equal(stops[:-1], device[1:], out=apart[1:])
+        starts[1:] |= apart[1:]
+        starts[[0, *(end - low for end in ends if low < end < high)]] = True
+        first = np.flatnonzero(starts)
+        kept = len(first)
+        if kept == high - low:
+            return pieces, ends
+        last = np.append(first[1:], high - low)
+        last -= 1
+        device[:kept] = device[first]
+        host[:kept] = host[first]
+        np.subtract(stops[last], device[:kept], out=size[:kept])
+        dropped = high - low - kept
+        for column in pieces:
+            column[low + kept : total - dropped] = column[high:]
+        among = np.searchsorted(first, np.subtract(ends, low)).tolist()
+        moved = [end if end <= low else end - dropped if end >= high else low + at for end, at in zip(ends, among)]
+        return Pieces(*(column[: total - dropped] for column in pieces)), moved
 
     def _reserve(self, count: int) -> Pieces:
         """The first `count` elements of the buffers."""
         if count > self._room:
             self._room = max(count, 2 * self._room)
             self._buffers = Pieces(*(np.empty(self._room, dtype=np.uint64) for _ in range(3)))
+            self._stops = np.empty(self._room, dtype=np.uint64)
+            self._starts = np.empty(self._room, dtype=np.bool_)
+            self._apart = np.empty(self._room, dtype=np.bool_)
         device, host, size = self._buffers
         return Pieces(device[:count], host[:count], size[:count])
 
@@ -192,6 +239,15 @@ def host_addresses(part: Part, table: RefTable, host_address: int, out: U64) -> 
     np.add(images[:, None, None], places, out=out)
 
 
+def _sizes(part: Part, out: U64) -> None:
+    chunks, refs, subs = out.shape
+    width = part.widths[0]
+    if refs * subs < _LONG_ROW and (part.widths == width).all():
+        out.fill(width)
+    else:
+        out.reshape(chunks, refs * subs)[...] = part.widths if subs == 1 else np.repeat(part.widths, subs)
+
+
 def _device_addresses(part: Part, table: RefTable, out: U64) -> None:
     base, subs = table.base[part.refs], part.blocks.shape[1]
     blocks = part.blocks.view(np.uint64)
@@ -200,42 +256,47 @@ def _device_addresses(part: Part, table: RefTable, out: U64) -> None:
         out += base[:, None]
         return
     offsets = blocks * table.pitch  # one product per block, not per block and reference
-    if subs >= _LONG_ROW:
-        np.add(offsets[:, None, :], base[:, None], out=out)
-    else:  # numpy runs along the last axis, and each run costs as much as many elements: rather along the references
-        for sub in range(subs):
-            np.add(offsets[:, sub, None], base, out=out[:, :, sub])
+    if subs == 1:
+        np.add(offsets[:, :, None], base[:, None], out=out)
+        return
+    # Numpy runs along the last axis, and each run costs as much as several elements: so in runs of a whole chunk.
+    rows = np.repeat(offsets, len(base), axis=0).reshape(len(blocks), -1)
+    np.add(rows, np.repeat(base, subs), out=out.reshape(rows.shape))
 
 
-def _may_merge(part: Part, table: RefTable) -> bool:
-    """Whether two pieces of `part` may be adjacent on both sides: no is certain, yes is not.
+def _may_merge(part: Part, table: RefTable) -> Iterator[slice]:
+    """Ranges of chunks outside of which no two pieces of `part` are adjacent on both sides.
 
     Looks at blocks and images, not at each piece: whoever has scattered blocks need not search for runs among them.
     """
     chunks, subs = part.blocks.shape
     first, last = part.blocks[:, 0], part.blocks[:, -1]
     if table.pitch is None or table.seams is None:
-        return True
-    if subs > 1 and (part.blocks[:, 1:] - part.blocks[:, :-1] == 1).any():
-        return True
-    if table.seams and len(part.widths) > 1:
-        if subs == 1:
-            if 0 in table.seams:
-                return True
-        elif any((last - first == seam).any() for seam in table.seams):
-            return True
-    if chunks == 1:
-        return False
-    # From the last page of a chunk to the first page of the next one.
-    ref = part.first_ref + len(part.widths) - 1
-    image_step = int(table.places[ref, part.sub + subs - 1]) + int(part.widths[-1]) - int(
-        table.places[part.first_ref, part.sub]
-    )
-    next_image = part.images[1:] - part.images[:-1] == image_step
-    if not next_image.any():
-        return False
-    gap = int(table.base[ref]) + int(part.widths[-1]) - int(table.base[part.first_ref])
-    return bool((next_image & ((first[1:] - last[:-1]) * int(table.pitch) == gap)).any())
+        yield slice(0, chunks)
+        return
+    if subs > 1:
+        yield from _rows(np.flatnonzero(part.blocks[:, 1:] - part.blocks[:, :-1] == 1) // (subs - 1), 1)
+    if len(part.widths) > 1:
+        for seam in table.seams:
+            if subs > 1:
+                yield from _rows(np.flatnonzero(last - first == seam), 1)
+            elif seam == 0:
+                yield slice(0, chunks)
+    if chunks > 1:  # from the last page of a chunk to the first page of the next one
+        ref = part.first_ref + len(part.widths) - 1
+        end = table.places[ref, part.sub + subs - 1] + part.widths[-1]
+        step = int(end - table.places[part.first_ref, part.sub])
+        follows = np.flatnonzero(part.images[1:] - part.images[:-1] == step)
+        if len(follows):
+            gap = int(table.base[ref]) + int(part.widths[-1]) - int(table.base[part.first_ref])
+            both = (first[follows + 1] - last[follows]) * int(table.pitch) == gap
+            yield from _rows(follows[both], 2)
+
+
+def _rows(which: I64, extent: int) -> Iterator[slice]:
+    """From the first of `which`, which ascend, up to and including `extent` chunks from the last."""
+    if len(which):
+        yield slice(int(which[0]), int(which[-1]) + extent)
 
 
 def _meet(pieces: Pieces, at: int) -> bool:
@@ -252,31 +313,7 @@ def _cuts(batch: Batch, max_bytes: int) -> tuple[int, ...]:
 
 def merge(pieces: Pieces) -> Pieces:
     """`pieces` with each run that is adjacent on both sides as one piece, in the same order."""
-    return _merged(pieces, (len(pieces.size),))[0]
-
-
-def _merged(pieces: Pieces, ends: Sequence[int]) -> tuple[Pieces, Sequence[int]]:
-    """`merge`, but never across `ends`; and the ends in what it makes."""
-    device, host, size = pieces
-    if len(size) < 2:
-        return pieces, ends
-    starts = np.empty(len(size), dtype=np.bool_)
-    starts[0] = True
-    np.not_equal(host[:-1] + size[:-1], host[1:], out=starts[1:])
-    starts[1:] |= device[:-1] + size[:-1] != device[1:]
-    starts[list(ends[:-1])] = True
-    first = np.flatnonzero(starts)
-    if len(first) == len(size):
-        return pieces, ends
-    return Pieces(device[first], host[first], np.add.reduceat(size, first)), np.searchsorted(first, ends).tolist()
-
-
-def joined(many: Sequence[Pieces]) -> Pieces:
-    """All of `many`, one after the other."""
-    if len(many) == 1:
-        return many[0]
-    empty = np.empty(0, dtype=np.uint64)
-    return Pieces(*(np.concatenate([empty, *(pieces[column] for pieces in many)]) for column in range(3)))
+    return Planner().merge(pieces)
 
 
 def expand(ids: npt.ArrayLike, factor: int, skip: int = 0) -> I64:

@@ -6,7 +6,7 @@ arrays of a plan, or a gather on the device, are computed from without a loop ov
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -118,6 +118,10 @@ class Batch:
 
     def cut(self, max_bytes: int) -> Iterator[Batch]:
         """The same in batches of at most `max_bytes`, in order, cut as `Part.cut` does."""
+        if self.nbytes <= max_bytes:
+            if self.parts:
+                yield self
+            return
         taken: list[Part] = []
         room = max_bytes
         for part in self.parts:
@@ -304,9 +308,10 @@ def _integers(values: Sequence[int] | I64, what: str) -> I64:
     if not len(values):
         return np.empty(0, dtype=np.int64)
     try:
-        return np.frombuffer(array("q", values), dtype=np.int64)  # several times as fast as numpy's own conversion
-    except (TypeError, OverflowError) as error:
+        packed = struct.pack(f"{len(values)}q", *values)  # twice as fast as numpy's own conversion
+    except struct.error as error:
         raise PlanError(f"{what} must be integers of 64 bits: {error}") from error
+    return np.frombuffer(packed, dtype=np.int64)
 
 
 def _check_images(images: I64, item: int, image_bytes: int, host_bytes: int) -> None:
