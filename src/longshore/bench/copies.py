@@ -50,11 +50,11 @@ class Pages:
             raise BenchError(f"expected at least {page_bytes * REFERENCES} bytes to move, got {total_bytes}")
         self.nbytes = blocks * page_bytes * REFERENCES
         chooser = random.Random(0)  # noqa: S311 - no secret
-        self._blocks = tuple(chooser.sample(range(blocks), blocks))
-        self._slots = chooser.sample(range(blocks), blocks)
-        self._tensors = [ArenaTensor(blocks * page_bytes) for _ in range(REFERENCES)]
+        self.blocks = tuple(chooser.sample(range(blocks), blocks))
+        self.slots = chooser.sample(range(blocks), blocks)
+        self.tensors = [ArenaTensor(blocks * page_bytes) for _ in range(REFERENCES)]
         refs = tuple(PageRef(index, 0, page_bytes, page_bytes) for index in range(REFERENCES))
-        self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), self._tensors, blocks)
+        self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), self.tensors, blocks)
         self.arena = Arena(blocks * self._layout.image_bytes)
         self._plain = Arena(self.nbytes)
         host = HostTier(self.arena, slots=blocks, image_bytes=self._layout.image_bytes)
@@ -65,11 +65,11 @@ class Pages:
         """Move every block along `route`; the seconds from `submit` to the result."""
         self._job += 1
         items = []
-        for slot in self._slots:
+        for slot in self.slots:
             host = Slot(HOST, 0, slot)
             source, destination = (None, host) if route.source == DEVICE else (host, None)
             items.append(Item(slot.to_bytes(32, "little"), None, source, destination, 1))
-        transfer = Transfer(self._job, route, tuple(items), (Section(0, 0, self._blocks),))
+        transfer = Transfer(self._job, route, tuple(items), (Section(0, 0, self.blocks),))
         begun = time.perf_counter()
         self._engine.submit(transfer)
         self._engine.wait([self._job])
@@ -88,7 +88,7 @@ class Pages:
     def close(self) -> None:
         """Give the memory back."""
         self._engine.close()
-        for arena in (self.arena, self._plain, *(tensor.arena for tensor in self._tensors)):
+        for arena in (self.arena, self._plain, *(tensor.arena for tensor in self.tensors)):
             arena.close()
 
 

@@ -1,7 +1,7 @@
 """What a benchmark reports, and how it measures: ours and the reference in turn, medians of both.
 
-    repeat 0     repeat 1     repeat 2                 machines are noisy: what disturbs one side
-    ours ref     ref ours     ours ref    ...          for a while disturbs the other one too
+repeat 0     repeat 1     repeat 2                 machines are noisy: what disturbs one side
+ours ref     ref ours     ours ref    ...          for a while disturbs the other one too
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Seconds(NamedTuple):
     reference: float
 
 
-def compare(
-    ours: Callable[[], float], reference: Callable[[], float], *, repeats: int, warm_ups: int = 1
-) -> Seconds:
+def compare(ours: Callable[[], float], reference: Callable[[], float], *, repeats: int, warm_ups: int = 1) -> Seconds:
     """Medians of `repeats` interleaved measurements; each call returns the seconds that it took."""
     if repeats <= 0:
         raise BenchError(f"a benchmark needs at least one repeat, got {repeats}")

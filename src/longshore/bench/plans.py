@@ -83,9 +83,7 @@ class Work:
 def _measure(work: Work, repeats: int) -> Seconds:
     planner = Planner()
     loops = max(1, 40_000 // (len(work.blocks) * len(work.layout.groups[0].refs)))
-    return compare(
-        timed(lambda: ours(work, planner), loops), timed(baseline(work), loops), repeats=repeats, warm_ups=3
-    )
+    return compare(timed(lambda: ours(work, planner), loops), timed(baseline(work), loops), repeats=repeats, warm_ups=3)
 
 
 def ours(work: Work, planner: Planner) -> Plan:

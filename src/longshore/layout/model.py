@@ -317,6 +317,7 @@ def _table(group: KVGroup, base: U64, part: int) -> RefTable:
     chunk = page * np.uint64(group.blocks_per_chunk)
     image = np.uint64(part) + np.cumsum(chunk, dtype=np.uint64) - chunk
     stride = np.array([ref.stride for ref in group.refs], dtype=np.uint64)
+    places = np.arange(group.blocks_per_chunk, dtype=np.uint64)
     pitch = stride[0] if (stride == stride[0]).all() else None
     return RefTable(
         base=base,
@@ -325,7 +326,7 @@ def _table(group: KVGroup, base: U64, part: int) -> RefTable:
         image=image,
         token=np.array([ref.token_bytes or 0 for ref in group.refs], dtype=np.uint64),
         layer=np.array(group.layers, dtype=np.int64),
-        places=image[:, None] + page[:, None] * np.arange(group.blocks_per_chunk, dtype=np.uint64),
+        places=np.add(image[:, None], np.outer(page, places), dtype=np.uint64),
         pitch=pitch,
         seams=_seams(base, page, int(pitch)) if pitch else None,
     )
@@ -333,8 +334,9 @@ def _table(group: KVGroup, base: U64, part: int) -> RefTable:
 
 def _seams(base: U64, page: U64, pitch: int) -> frozenset[int]:
     """`RefTable.seams` of references of one stride."""
-    gap = np.diff(base.astype(np.int64)) - page[:-1].astype(np.int64)
-    return frozenset((gap[gap % pitch == 0] // pitch).tolist())
+    steps = zip(itertools.pairwise(base.tolist()), page.tolist(), strict=False)
+    gaps = [second - first - nbytes for (first, second), nbytes in steps]
+    return frozenset(gap // pitch for gap in gaps if gap % pitch == 0)
 
 
 def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ranks: int) -> str:

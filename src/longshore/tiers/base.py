@@ -99,7 +99,7 @@ class Tier(ABC):
         """Wait for what has begun, end the rest as `Status.TIER_OFF`, give back every resource. Idempotent."""
 
     def recover(self) -> list[StoredChunk]:
-        """What survived from an earlier process, least recently written first. Empty for tiers that do not outlive it."""
+        """What survived from an earlier process, least recently written first; empty for tiers that outlive none."""
         return []
 
     def forget(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing

@@ -182,7 +182,10 @@ class Planner:
         for column in pieces:
             column[low + kept : total - dropped] = column[high:]
         among = np.searchsorted(first, np.subtract(ends, low)).tolist()
-        moved = [end if end <= low else end - dropped if end >= high else low + at for end, at in zip(ends, among)]
+        moved = [
+            end if end <= low else end - dropped if end >= high else low + at
+            for end, at in zip(ends, among, strict=True)
+        ]
         return Pieces(*(column[: total - dropped] for column in pieces)), moved
 
     def _reserve(self, count: int) -> Pieces:

@@ -51,7 +51,8 @@ class Part(NamedTuple):
     @property
     def chunk_bytes(self) -> int:
         """Bytes that move of each chunk."""
-        return int(np.add.reduce(self.widths)) * self.blocks.shape[1]
+        subs: int = self.blocks.shape[1]
+        return int(self.widths.sum()) * subs
 
     @property
     def nbytes(self) -> int:
