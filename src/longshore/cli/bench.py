@@ -105,8 +105,9 @@ def _report(cases: Iterable[Case], marks: Callable[[], dict[str, object]], as_js
 
 def _render(report: Report, console: Console) -> None:
     table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for number, column in enumerate(("case", "ours", "reference", "unit", "ratio", "reference is")):
-        table.add_column(column, justify="right" if 0 < number < 5 else "left", no_wrap=True)
+    for column in ("case", "ours", "reference", "unit", "ratio"):
+        table.add_column(column, justify="left" if column in ("case", "unit") else "right", no_wrap=True)
+    table.add_column("reference is")
     for case in report.cases:
         figures = f"{case.value:,.1f}", f"{case.reference_value:,.1f}", case.unit, f"{case.ratio:.2f}"
         table.add_row(case.name, *figures, case.reference)

@@ -260,7 +260,7 @@ def _device_addresses(part: Part, table: RefTable, out: U64) -> None:
         return
     offsets = blocks * table.pitch  # one product per block, not per block and reference
     if subs == 1:
-        np.add(offsets[:, :, None], base[:, None], out=out)
+        np.add(offsets, base, out=out[:, :, 0])
         return
     # Numpy runs along the last axis, and each run costs as much as several elements: so in runs of a whole chunk.
     rows = np.repeat(offsets, len(base), axis=0).reshape(len(blocks), -1)
@@ -310,6 +310,8 @@ def _meet(pieces: Pieces, at: int) -> bool:
 
 def _cuts(batch: Batch, max_bytes: int) -> tuple[int, ...]:
     """Where to cut the pieces of `batch` so that it moves in batches of at most `max_bytes`."""
+    if batch.nbytes <= max_bytes:
+        return ()
     counts = [sum(part.pieces for part in piece.parts) for piece in batch.cut(max_bytes)]
     return tuple(itertools.accumulate(counts[:-1]))
 

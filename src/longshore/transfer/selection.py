@@ -51,8 +51,7 @@ class Part(NamedTuple):
     @property
     def chunk_bytes(self) -> int:
         """Bytes that move of each chunk."""
-        subs: int = self.blocks.shape[1]
-        return int(self.widths.sum()) * subs
+        return int(np.add.reduce(self.widths)) * int(self.blocks.shape[1])
 
     @property
     def nbytes(self) -> int:
