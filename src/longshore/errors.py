@@ -17,6 +17,7 @@
     │   └── FormatError      bytes that are not ours, or of another version
     ├── TraceError           a trace that cannot be read; names the line
     ├── ReportError          a report that cannot be made
+    ├── BenchError           a benchmark that cannot be run, or whose figures would mislead
     ├── SelfTestError        bytes did not survive the round trip at start
     └── EngineError          an engine, or a model in it, that Longshore cannot serve
         └── ContractError    the engine's internals moved
@@ -94,6 +95,10 @@ class TraceError(LongshoreError, ValueError):
 
 class ReportError(LongshoreError):
     """A report that cannot be made; says what is missing or does not fit."""
+
+
+class BenchError(LongshoreError):
+    """A benchmark that cannot be run, or whose figures would not mean what they say."""
 
 
 class SelfTestError(LongshoreError):

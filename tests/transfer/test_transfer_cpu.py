@@ -42,6 +42,55 @@ def test_pieces_arrive_and_nothing_else_changes(sizes: list[int], random: object
     np.testing.assert_array_equal(destination, expected)
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([1024, 4096, 6144, 12288, 16384, 20 << 10, 70_000]),
+    st.integers(1, 40),
+    st.sampled_from([0, 64, 1024, 4096]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_pages_of_medium_size_between_scattered_places_and_images(
+    page: int, pages: int, gap: int, gathers: bool, seed: int
+) -> None:
+    """One side in random order with gaps, the other in images that are contiguous, with gaps between them."""
+    rng = np.random.default_rng(seed)
+    per_image = int(rng.integers(1, pages + 1))
+    pitch = page + gap
+    scattered = rng.integers(0, 256, pages * pitch + 5, dtype=np.uint8)
+    dense = rng.integers(0, 256, pages * (page + 100) + 5, dtype=np.uint8)
+    away = rng.permutation(pages) * pitch + 5
+    together = np.arange(pages) * page + np.arange(pages) // per_image * 100 + 3
+    sizes = np.where(rng.random(pages) < 0.8, page, page // 2)
+    starts = {id(scattered): away, id(dense): together}
+    source, destination = (scattered, dense) if gathers else (dense, scattered)
+    expected = destination.copy()
+    for read, write, size in zip(starts[id(source)], starts[id(destination)], sizes, strict=True):
+        expected[write : write + size] = source[read : read + size]
+    copy_pieces(
+        (starts[id(source)] + source.ctypes.data).astype(np.uint64),
+        (starts[id(destination)] + destination.ctypes.data).astype(np.uint64),
+        sizes.astype(np.uint64),
+    )
+    np.testing.assert_array_equal(destination, expected)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_pages_that_lie_around_the_image_they_go_to(offload: bool) -> None:
+    page, pages = 16 << 10, 12
+    memory = np.random.default_rng(0).integers(0, 256, 3 * pages * page, dtype=np.uint8)
+    scattered = np.concatenate([np.arange(0, pages, 2), np.arange(2 * pages, 3 * pages, 2)]) * page
+    image = np.arange(pages, 2 * pages) * page
+    source, destination = (scattered, image) if offload else (image, scattered)
+    expected = memory.copy()
+    for read, write in zip(source, destination, strict=True):
+        expected[write : write + page] = memory[read : read + page]
+    at = memory.ctypes.data
+    sizes = np.full(pages, page, dtype=np.uint64)
+    copy_pieces((source + at).astype(np.uint64), (destination + at).astype(np.uint64), sizes)
+    np.testing.assert_array_equal(memory, expected)
+
+
 @pytest.mark.parametrize("size", [4, 64, 2 * SMALL])
 def test_bits_of_nan_and_negative_zero_survive(size: int) -> None:
     bits = np.array([0x7FC00001, 0xFFC0DEAD, 0x7F800001, 0x80000000], dtype=np.uint32)

@@ -17,7 +17,7 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
 from longshore.transfer.device.cpu import copy_pieces
-from longshore.transfer.plan import Plan, describe, expand, plan
+from longshore.transfer.plan import Pieces, Plan, Planner, describe, expand, merge, plan
 from longshore.transfer.selection import select
 
 
@@ -150,6 +150,94 @@ def test_a_row_that_holds_all_pages_of_a_block_is_one_copy() -> None:
     made = make_plan(pools, [Section(0, 0, (7, 2))], [0, 3], DEVICE)
     assert made.size.tolist() == [480, 480]
     assert (made.destination - np.uint64(rows.data_ptr())).tolist() == [7 * 480, 2 * 480]
+
+
+def adjacent(pieces: Pieces) -> list[int]:
+    """Pieces that continue the one before them on both sides, one by one."""
+    device, host, size = (column.tolist() for column in pieces)
+    return [
+        i
+        for i in range(1, len(size))
+        if device[i - 1] + size[i - 1] == device[i] and host[i - 1] + size[i - 1] == host[i]
+    ]
+
+
+def ascending(draw: st.DrawFn, layout: KVLayout) -> tuple[Section, ...]:
+    """One section per group, of runs of blocks."""
+    drawn = []
+    for group in range(len(layout.groups)):
+        left_out = draw(st.sets(st.integers(0, layout.num_blocks - 1)))
+        blocks = tuple(block for block in range(layout.num_blocks) if block not in left_out)
+        drawn.append(Section(group, draw(st.integers(0, 9)), blocks))
+    return tuple(drawn)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    parts = data.draw(st.composite(lambda draw: ascending(draw, layout))())
+    items = chunks_of(layout, parts)
+    slots = sorted(data.draw(st.permutations(range(items + 2)))[:items])
+    pools = Pools(layout, slots=items + 2)
+    made = make_plan(pools, parts, slots, HOST, max_descriptors=1 << 20, max_bytes=1 << 30)
+    assert adjacent(Pieces(made.source, made.destination, made.size)) == []
+    small = make_plan(pools, parts, slots, HOST, max_bytes=data.draw(st.integers(1, 9000)))
+    starts = {start for start, _ in small.batches}
+    assert set(adjacent(Pieces(small.source, small.destination, small.size))) <= starts
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_k_and_v_in_one_tensor_merge_where_one_ends_and_the_other_begins(blocks_per_chunk: int) -> None:
+    both = torch.zeros(2 * 6 * 24, dtype=torch.uint8)
+    refs = (PageRef(0, 0, 24, 24), PageRef(0, 6 * 24, 24, 24))
+    layout = KVLayout((KVGroup("kv", 16, blocks_per_chunk, refs),), [both], 6)
+    pools = Pools(layout, slots=6)
+    # Block 5 is the last of K, block 0 the first of V, which follows.
+    one = make_plan(pools, [Section(0, 0, (0, 4, 5) if blocks_per_chunk == 3 else (5,))], [2], HOST)
+    assert one.size.tolist() == ([24, 72, 48] if blocks_per_chunk == 3 else [24, 24])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 3)), max_size=30))
+def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> None:
+    device = host = 100
+    rows = []
+    for device_gap, host_gap, size in steps:
+        device, host = device + device_gap // 4, host + host_gap // 4
+        rows.append((device, host, size))
+        device, host = device + size, host + size
+    columns = np.array(rows, dtype=np.uint64).reshape(-1, 3).T
+    pieces = Pieces(*(column.copy() for column in columns))
+    merged = merge(pieces)
+
+    def every_byte(some: Pieces) -> list[tuple[int, int]]:
+        lists = (column.tolist() for column in some)
+        return [(d + i, h + i) for d, h, n in zip(*lists, strict=True) for i in range(n)]
+
+    assert every_byte(merged) == every_byte(pieces)
+    assert adjacent(merged) == []
+
+
+def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
+    pools = Pools(flat(64, 24, refs=3), slots=64)
+    planner = Planner()
+    for blocks in [(5, 9), tuple(range(60)), (7,), ()]:
+        arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
+        images = pools.images(range(len(blocks)))
+        fresh = plan(pools.layout, [Section(0, 0, blocks)], images, **arguments)  # type: ignore[arg-type]
+        again = planner.plan(pools.layout, [Section(0, 0, blocks)], images, **arguments)  # type: ignore[arg-type]
+        for one, other in zip(fresh[:3], again[:3], strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert fresh.batches == again.batches
+
+
+def test_block_ids_may_be_an_array() -> None:
+    pools = Pools(flat(64, 24), slots=4)
+    ids = np.array([3, 9, 1, 2], dtype=np.int32)
+    made = make_plan(pools, [Section(0, 0, ids)], range(4), HOST)  # type: ignore[arg-type]
+    plain = make_plan(pools, [Section(0, 0, (3, 9, 1, 2))], range(4), HOST)
+    assert made.source.tolist() == plain.source.tolist()
 
 
 def test_arrays_are_uint64_and_batches_are_bounded() -> None:

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from longshore import __version__
+from longshore.cli.bench import bench
 from longshore.cli.demo import demo
 from longshore.errors import LongshoreError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.add_typer(bench)
 
 
 @app.callback(invoke_without_command=True)

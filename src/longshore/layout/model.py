@@ -104,6 +104,10 @@ class RefTable(NamedTuple):
         image: uint64, bytes from the start of the image to the reference's first page, in this rank's part.
         token: uint64, bytes per token; 0 where a page cannot be split.
         layer: int64, model layer, never decreasing.
+        places: uint64, shape `(references, blocks_per_chunk)`: bytes from the start of the image to each page.
+        pitch: The stride of all references; `None` where they differ.
+        seams: Every `a - b` for which block a's page in one reference may end where block b's begins in the next.
+            `None` where that is not known.
     """
 
     base: U64
@@ -112,6 +116,9 @@ class RefTable(NamedTuple):
     image: U64
     token: U64
     layer: npt.NDArray[np.int64]
+    places: U64
+    pitch: np.uint64 | None
+    seams: frozenset[int] | None
 
 
 class KVLayout:
@@ -150,7 +157,8 @@ class KVLayout:
         self._tensors: tuple[DeviceTensor, ...] | None = None
         self._tables: tuple[RefTable, ...] = ()
         self._place(tuple(tensors))
-        self.image_bytes = max(self.image_bytes_of(group) for group in range(len(self.groups)))
+        self._image_bytes = tuple(ranks * group.part_bytes for group in self.groups)
+        self.image_bytes = max(self._image_bytes)
         self.num_layers = 1 + max(max(group.layers) for group in self.groups)
 
     @property
@@ -173,7 +181,7 @@ class KVLayout:
 
     def image_bytes_of(self, group: int) -> int:
         """Bytes of an image of `group`: all ranks' parts."""
-        return self.ranks * self.groups[group].part_bytes
+        return self._image_bytes[group]
 
     def table(self, group: int) -> RefTable:
         """The references of `group` as arrays; `FreedLayoutError` after `free`."""
@@ -307,14 +315,28 @@ def _flat_pages(groups: Sequence[KVGroup], bases: Sequence[U64], num_blocks: int
 def _table(group: KVGroup, base: U64, part: int) -> RefTable:
     page = np.array([ref.page_bytes for ref in group.refs], dtype=np.uint64)
     chunk = page * np.uint64(group.blocks_per_chunk)
+    image = np.uint64(part) + np.cumsum(chunk, dtype=np.uint64) - chunk
+    stride = np.array([ref.stride for ref in group.refs], dtype=np.uint64)
+    places = np.arange(group.blocks_per_chunk, dtype=np.uint64)
+    pitch = stride[0] if (stride == stride[0]).all() else None
     return RefTable(
         base=base,
-        stride=np.array([ref.stride for ref in group.refs], dtype=np.uint64),
+        stride=stride,
         page=page,
-        image=np.uint64(part) + np.cumsum(chunk, dtype=np.uint64) - chunk,
+        image=image,
         token=np.array([ref.token_bytes or 0 for ref in group.refs], dtype=np.uint64),
         layer=np.array(group.layers, dtype=np.int64),
+        places=np.add(image[:, None], np.outer(page, places), dtype=np.uint64),
+        pitch=pitch,
+        seams=_seams(base, page, int(pitch)) if pitch else None,
     )
+
+
+def _seams(base: U64, page: U64, pitch: int) -> frozenset[int]:
+    """`RefTable.seams` of references of one stride."""
+    steps = zip(itertools.pairwise(base.tolist()), page.tolist(), strict=False)
+    gaps = [second - first - nbytes for (first, second), nbytes in steps]
+    return frozenset(gap // pitch for gap in gaps if gap % pitch == 0)
 
 
 def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ranks: int) -> str:

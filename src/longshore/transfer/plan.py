@@ -10,7 +10,8 @@ in the images, so that whatever can merge is adjacent, and bytes arrive item by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ MAX_DESCRIPTORS = 4096
 
 MAX_BYTES = 32 << 20
 """Bytes per batch: what a more urgent copy may have to wait for."""
+
+
+_LONG_ROW = 16
 
 
 class Pieces(NamedTuple):
@@ -52,6 +56,150 @@ class Plan(NamedTuple):
     batches: tuple[tuple[int, int], ...]
 
 
+class Planner:
+    """Makes plans in buffers of its own, which grow to the longest plan and are kept.
+
+    What a call returns is overwritten by the next one. Not thread-safe: one for each thread.
+    """
+
+    def __init__(self) -> None:
+        self._room = 0
+        self._reserve(1024)
+
+    def plan(
+        self,
+        layout: KVLayout,
+        sections: Sequence[Section],
+        images: Sequence[int] | I64,
+        *,
+        into: str,
+        host_address: int,
+        host_bytes: int,
+        valid: Sequence[int] | None = None,
+        layers: tuple[int, int] | None = None,
+        tokens: int | None = None,
+        max_descriptors: int = MAX_DESCRIPTORS,
+        max_bytes: int = MAX_BYTES,
+    ) -> Plan:
+        """The copies of one transfer; arguments and errors as for `select`.
+
+        A batch has at most `max_descriptors` copies, and at most `max_bytes` unless one reference's pages of one chunk
+        are more.
+        """
+        if max_descriptors <= 0 or max_bytes <= 0:
+            raise PlanError(f"a batch needs a positive size, got {max_descriptors} descriptors, {max_bytes} bytes")
+        selection = select(
+            layout,
+            sections,
+            images,
+            into=into,
+            host_address=host_address,
+            host_bytes=host_bytes,
+            valid=valid,
+            layers=layers,
+            tokens=tokens,
+        )
+        cuts = _cuts(selection.whole, max_bytes)
+        (device, host, size), ends = self._describe(selection.whole, cuts)
+        batches: list[tuple[int, int]] = []
+        start = 0
+        for stop in ends:
+            batches += [(at, min(at + max_descriptors, stop)) for at in range(start, stop, max_descriptors)]
+            start = stop
+        source, destination = (device, host) if into == HOST else (host, device)
+        return Plan(source, destination, size, tuple(batches))
+
+    def describe(self, batch: Batch) -> Pieces:
+        """Addresses and sizes of what `batch` moves, adjacent runs merged.
+
+        Raises:
+            FreedLayoutError: The device memory is gone, or is no longer that which the ids were checked against.
+        """
+        return self._describe(batch, ())[0]
+
+    def merge(self, pieces: Pieces) -> Pieces:
+        """`pieces`, which may be anyone's, with each run that is adjacent on both sides as one, in the same order."""
+        count = len(pieces.size)
+        if not count:
+            return pieces
+        own = self._reserve(count)
+        for column, given in zip(own, pieces, strict=True):
+            column[...] = given
+        return self._merge(own, (count,), 0, count)[0]
+
+    def _describe(self, batch: Batch, cuts: Sequence[int]) -> tuple[Pieces, Sequence[int]]:
+        """What `batch` moves, and where it ends; nothing merges across `cuts`, which are then ends too."""
+        layout = batch.layout
+        if batch.generation != layout.generation:
+            raise FreedLayoutError(
+                f"planned in generation {batch.generation} of a layout that is in {layout.generation}"
+            )
+        total = sum(part.pieces for part in batch.parts)
+        pieces = self._reserve(total)
+        start = 0
+        low, high = total, 0  # pieces between which some may merge
+        for part in batch.parts:
+            stop = start + part.pieces
+            shape = (len(part.images), len(part.widths), part.blocks.shape[1])
+            device, host, size = (column[start:stop].reshape(shape) for column in pieces)
+            table = layout.table(part.group)
+            _device_addresses(part, table, device)
+            host_addresses(part, table, batch.host_address, host)
+            _sizes(part, size)
+            if start > 0 and _meet(pieces, start):
+                low, high = min(low, start - 1), start + 1
+            for rows in _may_merge(part, table):
+                row = part.pieces // shape[0]
+                low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
+            start = stop
+        ends = (*cuts, total)
+        return self._merge(pieces, ends, low, high) if low < high else (pieces, ends)
+
+    def _merge(self, pieces: Pieces, ends: Sequence[int], low: int, high: int) -> tuple[Pieces, Sequence[int]]:
+        """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece.
+
+        In place, and never across one of `ends`. Returns the ends in what is left, too.
+        """
+        total = len(pieces.size)
+        device, host, size = (column[low:high] for column in pieces)
+        stops, starts, apart = (scratch[: high - low] for scratch in (self._stops, self._starts, self._apart))
+        np.add(host, size, out=stops)
+        np.not_equal(stops[:-1], host[1:], out=starts[1:])
+        np.add(device, size, out=stops)
+        np.not_equal(stops[:-1], device[1:], out=apart[1:])
+        starts[1:] |= apart[1:]
+        starts[[0, *(end - low for end in ends if low < end < high)]] = True
+        first = np.flatnonzero(starts)
+        kept = len(first)
+        if kept == high - low:
+            return pieces, ends
+        last = np.append(first[1:], high - low)
+        last -= 1
+        device[:kept] = device[first]
+        host[:kept] = host[first]
+        np.subtract(stops[last], device[:kept], out=size[:kept])
+        dropped = high - low - kept
+        for column in pieces:
+            column[low + kept : total - dropped] = column[high:]
+        among = np.searchsorted(first, np.subtract(ends, low)).tolist()
+        moved = [
+            end if end <= low else end - dropped if end >= high else low + at
+            for end, at in zip(ends, among, strict=True)
+        ]
+        return Pieces(*(column[: total - dropped] for column in pieces)), moved
+
+    def _reserve(self, count: int) -> Pieces:
+        """The first `count` elements of the buffers."""
+        if count > self._room:
+            self._room = max(count, 2 * self._room)
+            self._buffers = Pieces(*(np.empty(self._room, dtype=np.uint64) for _ in range(3)))
+            self._stops = np.empty(self._room, dtype=np.uint64)
+            self._starts = np.empty(self._room, dtype=np.bool_)
+            self._apart = np.empty(self._room, dtype=np.bool_)
+        device, host, size = self._buffers
+        return Pieces(device[:count], host[:count], size[:count])
+
+
 def plan(
     layout: KVLayout,
     sections: Sequence[Section],
@@ -66,14 +214,8 @@ def plan(
     max_descriptors: int = MAX_DESCRIPTORS,
     max_bytes: int = MAX_BYTES,
 ) -> Plan:
-    """The copies of one transfer; arguments and errors as for `select`.
-
-    A batch has at most `max_descriptors` copies, and at most `max_bytes` unless one reference's pages of one chunk are
-    more.
-    """
-    if max_descriptors <= 0 or max_bytes <= 0:
-        raise PlanError(f"a batch needs a positive size, got {max_descriptors} descriptors, {max_bytes} bytes")
-    selection = select(
+    """`Planner.plan` in arrays of the plan's own."""
+    return Planner().plan(
         layout,
         sections,
         images,
@@ -83,80 +225,100 @@ def plan(
         valid=valid,
         layers=layers,
         tokens=tokens,
+        max_descriptors=max_descriptors,
+        max_bytes=max_bytes,
     )
-    described = [describe(batch) for batch in selection.whole.cut(max_bytes)]
-    batches: list[tuple[int, int]] = []
-    start = 0
-    for pieces in described:
-        stop = start + len(pieces.size)
-        batches += [(at, min(at + max_descriptors, stop)) for at in range(start, stop, max_descriptors)]
-        start = stop
-    device, host, size = joined(described)
-    source, destination = (device, host) if into == HOST else (host, device)
-    return Plan(source, destination, size, tuple(batches))
 
 
 def describe(batch: Batch) -> Pieces:
-    """Addresses and sizes of what `batch` moves, adjacent runs merged.
-
-    Raises:
-        FreedLayoutError: The device memory is gone, or is no longer that which the ids were checked against.
-    """
-    layout = batch.layout
-    if batch.generation != layout.generation:
-        raise FreedLayoutError(f"planned in generation {batch.generation} of a layout that is in {layout.generation}")
-    counts = [part.blocks.size * len(part.widths) for part in batch.parts]
-    pieces = Pieces(*(np.empty(sum(counts), dtype=np.uint64) for _ in range(3)))
-    start = 0
-    for part, count in zip(batch.parts, counts, strict=True):
-        shape = (len(part.images), len(part.widths), part.blocks.shape[1])
-        device, host, size = (column[start : start + count].reshape(shape) for column in pieces)
-        table = layout.table(part.group)
-        _device_addresses(part, table, device)
-        host_addresses(part, table, batch.host_address, host)
-        size[...] = part.widths[:, None]
-        start += count
-    return merge(pieces)
+    """`Planner.describe` in arrays of the pieces' own."""
+    return Planner().describe(batch)
 
 
 def host_addresses(part: Part, table: RefTable, host_address: int, out: U64) -> None:
     """Fill `out`, shape `(chunks, references, subs)`, with the addresses of the part's pages in their images."""
-    subs = np.arange(part.sub, part.sub + part.blocks.shape[1], dtype=np.uint64)
-    in_image = table.image[part.refs, None] + table.page[part.refs, None] * subs + np.uint64(host_address)
-    np.add(part.images.astype(np.uint64)[:, None, None], in_image, out=out)
+    places = table.places[part.refs, part.sub : part.sub + part.blocks.shape[1]]
+    images = part.images.view(np.uint64) + np.uint64(host_address)
+    np.add(images[:, None, None], places, out=out)
+
+
+def _sizes(part: Part, out: U64) -> None:
+    chunks, refs, subs = out.shape
+    width = part.widths[0]
+    if refs * subs < _LONG_ROW and (part.widths == width).all():
+        out.fill(width)
+    else:
+        out.reshape(chunks, refs * subs)[...] = part.widths if subs == 1 else np.repeat(part.widths, subs)
 
 
 def _device_addresses(part: Part, table: RefTable, out: U64) -> None:
-    base, stride = table.base[part.refs], table.stride[part.refs]
-    blocks = part.blocks.astype(np.uint64)
-    if (stride == stride[0]).all():  # one product per block, not per block and reference
-        np.add((blocks * stride[0])[:, None, :], base[:, None], out=out)
-    else:
-        np.multiply(blocks[:, None, :], stride[:, None], out=out)
+    base, subs = table.base[part.refs], part.blocks.shape[1]
+    blocks = part.blocks.view(np.uint64)
+    if table.pitch is None:
+        np.multiply(blocks[:, None, :], table.stride[part.refs, None], out=out)
         out += base[:, None]
+        return
+    offsets = blocks * table.pitch  # one product per block, not per block and reference
+    if subs == 1:
+        np.add(offsets, base, out=out[:, :, 0])
+        return
+    # Numpy runs along the last axis, and each run costs as much as several elements: so in runs of a whole chunk.
+    rows = np.repeat(offsets, len(base), axis=0).reshape(len(blocks), -1)
+    np.add(rows, np.repeat(base, subs), out=out.reshape(rows.shape))
+
+
+def _may_merge(part: Part, table: RefTable) -> Iterator[slice]:
+    """Ranges of chunks outside of which no two pieces of `part` are adjacent on both sides.
+
+    Looks at blocks and images, not at each piece: whoever has scattered blocks need not search for runs among them.
+    """
+    chunks, subs = part.blocks.shape
+    first, last = part.blocks[:, 0], part.blocks[:, -1]
+    if table.pitch is None or table.seams is None:
+        yield slice(0, chunks)
+        return
+    if subs > 1:
+        yield from _rows(np.flatnonzero(part.blocks[:, 1:] - part.blocks[:, :-1] == 1) // (subs - 1), 1)
+    if len(part.widths) > 1:
+        for seam in table.seams:
+            if subs > 1:
+                yield from _rows(np.flatnonzero(last - first == seam), 1)
+            elif seam == 0:
+                yield slice(0, chunks)
+    if chunks > 1:  # from the last page of a chunk to the first page of the next one
+        ref = part.first_ref + len(part.widths) - 1
+        end = table.places[ref, part.sub + subs - 1] + part.widths[-1]
+        step = int(end - table.places[part.first_ref, part.sub])
+        follows = np.flatnonzero(part.images[1:] - part.images[:-1] == step)
+        if len(follows):
+            gap = int(table.base[ref]) + int(part.widths[-1]) - int(table.base[part.first_ref])
+            both = (first[follows + 1] - last[follows]) * int(table.pitch) == gap
+            yield from _rows(follows[both], 2)
+
+
+def _rows(which: I64, extent: int) -> Iterator[slice]:
+    """From the first of `which`, which ascend, up to and including `extent` chunks from the last."""
+    if len(which):
+        yield slice(int(which[0]), int(which[-1]) + extent)
+
+
+def _meet(pieces: Pieces, at: int) -> bool:
+    """Whether piece `at` continues the one before it on both sides."""
+    size = pieces.size[at - 1]
+    return bool(pieces.host[at - 1] + size == pieces.host[at] and pieces.device[at - 1] + size == pieces.device[at])
+
+
+def _cuts(batch: Batch, max_bytes: int) -> tuple[int, ...]:
+    """Where to cut the pieces of `batch` so that it moves in batches of at most `max_bytes`."""
+    if batch.nbytes <= max_bytes:
+        return ()
+    counts = [sum(part.pieces for part in piece.parts) for piece in batch.cut(max_bytes)]
+    return tuple(itertools.accumulate(counts[:-1]))
 
 
 def merge(pieces: Pieces) -> Pieces:
     """`pieces` with each run that is adjacent on both sides as one piece, in the same order."""
-    device, host, size = pieces
-    if len(size) < 2:
-        return pieces
-    starts = np.empty(len(size), dtype=np.bool_)
-    starts[0] = True
-    np.not_equal(host[:-1] + size[:-1], host[1:], out=starts[1:])
-    starts[1:] |= device[:-1] + size[:-1] != device[1:]
-    first = np.flatnonzero(starts)
-    if len(first) == len(size):
-        return pieces
-    return Pieces(device[first], host[first], np.add.reduceat(size, first))
-
-
-def joined(many: Sequence[Pieces]) -> Pieces:
-    """All of `many`, one after the other."""
-    if len(many) == 1:
-        return many[0]
-    empty = np.empty(0, dtype=np.uint64)
-    return Pieces(*(np.concatenate([empty, *(pieces[column] for pieces in many)]) for column in range(3)))
+    return Planner().merge(pieces)
 
 
 def expand(ids: npt.ArrayLike, factor: int, skip: int = 0) -> I64:

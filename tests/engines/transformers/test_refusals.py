@@ -73,9 +73,9 @@ def test_a_cache_of_another_dtype_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         cache = model(torch.ones((1, 40), dtype=torch.long), past_key_values=DynamicCache()).past_key_values
     half = llama().to(torch.bfloat16)
-    with PrefixStore(half, Config.make(host_size="1MiB"), block_size=16) as store:
-        with pytest.raises(CacheError, match="bfloat16"):
-            store.store_prefix([1] * 40, cache)
+    store = PrefixStore(half, Config.make(host_size="1MiB"), block_size=16)
+    with store, pytest.raises(CacheError, match="bfloat16"):
+        store.store_prefix([1] * 40, cache)
 
 
 def test_what_does_not_fit_is_not_said_to_be_kept(tmp_path: Path) -> None:

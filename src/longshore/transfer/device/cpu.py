@@ -1,8 +1,14 @@
 """Copies where the engine's tensors are in host memory: no streams, no temporaries of the size of the data.
 
-Large pieces are moved one by one by `memmove`, which leaves the interpreter lock to others. For a small one the call
-costs more than the bytes, so small pieces of one size are moved together, as elements of an array that has one
-starting at every byte:
+Pages of medium size are moved many at a time, by one numpy call for each run of bytes that is contiguous on one side,
+an image say. The other side is seen as an array of words, a word being the largest power of two that divides every
+address there and every size:
+
+    memory  ├ word ┼ word ┼ word ┼ word ┼      gather    run = take(words, indices)
+                ▲             ▲                scatter   words[indices] = run
+
+Large pieces are moved one by one by `memmove`; both ways leave the interpreter lock to others. Small pieces of one size
+are moved together, as elements of an array that has one starting at every byte:
 
     memory  ┌───────────────────────────────
     view[0] ├ width ┤
@@ -22,11 +28,15 @@ import numpy.typing as npt
 from longshore.boundary import HOST
 from longshore.layout.model import U64, KVLayout
 from longshore.transfer.device.base import Device, Event, Stream
-from longshore.transfer.plan import describe
+from longshore.transfer.plan import Planner
 from longshore.transfer.selection import Batch
 
 SMALL = 4096
 """Bytes below which a piece is moved together with others of its size."""
+
+_LARGE = 256 << 10  # bytes from which on the call that moves one piece costs next to nothing
+_SHORTEST_WORD = 1 << 10  # shorter ones take as long to index as to move
+_SHORTEST_RUN = 64 << 10  # average bytes, for which a call of numpy's pays
 
 _STAGE = 256 << 10  # bytes that small pieces pass through at a time; fits a second-level cache
 
@@ -65,6 +75,7 @@ class CpuStream(Stream):
 
     def __init__(self) -> None:
         self._begun = 0.0
+        self._planner = Planner()
 
     def bind(self) -> None:
         """Nothing to do."""
@@ -77,7 +88,7 @@ class CpuStream(Stream):
 
     def copy(self, batch: Batch) -> None:
         """Copy `batch`, now."""
-        device, host, size = describe(batch)
+        device, host, size = self._planner.describe(batch)
         if batch.into == HOST:
             copy_pieces(device, host, size)
         else:
@@ -97,6 +108,8 @@ class CpuStream(Stream):
 
 def copy_pieces(source: U64, destination: U64, size: U64) -> None:
     """Copy `size` bytes from each address of `source` to `destination`; no two pieces may overlap."""
+    if not len(size) or _copy_medium(source, destination, size):
+        return
     small = size < SMALL
     large = ~small
     for width in np.unique(size[small]).tolist():
@@ -105,6 +118,49 @@ def copy_pieces(source: U64, destination: U64, size: U64) -> None:
     # ctypes gives up the interpreter lock in each call; map keeps the loop itself out of the interpreter.
     calls = map(ctypes.memmove, destination[large].tolist(), source[large].tolist(), size[large].tolist())
     deque(calls, maxlen=0)
+
+
+def _copy_medium(source: U64, destination: U64, size: U64) -> bool:
+    """Copy run by run, where one side has long runs and the other long words; whether it has."""
+    total = int(size.sum())
+    if total >= _LARGE * len(size):
+        return False
+    into_runs, from_runs = _run_starts(destination, size), _run_starts(source, size)
+    gathers = len(into_runs) <= len(from_runs)
+    runs = into_runs if gathers else from_runs
+    if total < _SHORTEST_RUN * len(runs):
+        return False
+    dense, scattered = (destination, source) if gathers else (source, destination)
+    first = scattered.min()
+    offsets = scattered - first
+    bits = int(np.bitwise_or.reduce(offsets) | np.bitwise_or.reduce(size))
+    word = bits & -bits
+    if word < _SHORTEST_WORD:
+        return False
+    counts = (size // np.uint64(word)).astype(np.int64)
+    index = _spread((offsets // np.uint64(word)).astype(np.int64), counts)
+    words = np.asarray(_Memory(int(first), int(index.max()) + 1, word, step=word))
+    before = np.cumsum(counts) - counts
+    starts = before[runs].tolist()
+    for start, stop, address in zip(starts, [*starts[1:], len(index)], dense[runs].tolist(), strict=True):
+        run = np.asarray(_Memory(address, stop - start, word, step=word))
+        if gathers:
+            np.take(words, index[start:stop], out=run, mode="clip")  # any other mode goes through a buffer
+        else:
+            words[index[start:stop]] = run
+    return True
+
+
+def _run_starts(addresses: U64, size: U64) -> npt.NDArray[np.int64]:
+    """Index of each piece that does not begin where the one before it ends."""
+    breaks = np.flatnonzero(addresses[:-1] + size[:-1] != addresses[1:])
+    return np.concatenate([np.zeros(1, dtype=np.int64), breaks + 1])
+
+
+def _spread(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`counts[i]` consecutive integers from each `starts[i]` on, one after the other."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 
 
 def _copy_small(source: U64, destination: U64, width: int) -> None:
@@ -117,14 +173,14 @@ def _copy_small(source: U64, destination: U64, width: int) -> None:
 
 
 class _Memory:
-    """Memory from `address` on as an array of `width` bytes that starts at every byte, for `np.asarray`."""
+    """Memory from `address` on as elements of `width` bytes, one starting every `step` bytes, for `np.asarray`."""
 
-    def __init__(self, address: int, length: int, width: int) -> None:
+    def __init__(self, address: int, length: int, width: int, step: int = 1) -> None:
         self.__array_interface__ = {
             "version": 3,
             "data": (address, False),
             "shape": (length,),
-            "strides": (1,),
+            "strides": (step,),
             "typestr": f"|V{width}",
         }
 

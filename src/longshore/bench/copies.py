@@ -1,0 +1,123 @@
+"""`longshore bench copy`: device pages into block images, and back.
+
+The transfer engine moves one job; each page of a block lies in a tensor of its own, blocks and slots are in random
+order, so no two pages are adjacent on both sides. The reference is one `memmove` of as many bytes, by as many threads
+as the engine has for a direction: one. Ids, plan, threads and result are in our figure, nothing but bytes in the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+from longshore.bench.harness import Case, chosen, compare, rate, size_of
+from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer
+from longshore.errors import BenchError
+from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.tiers.arena import Arena
+from longshore.tiers.host import HostTier
+from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+
+REFERENCE = "memmove of the same bytes, 1 thread"
+SIZES = ("16KiB", "64KiB", "1MiB", "2MiB")
+ROUTES = {"offload": OFFLOAD, "onboard": ONBOARD}
+NAMES = tuple(f"{name}/{size}" for size in SIZES for name in ROUTES)
+
+REFERENCES = 16
+
+
+def run(*, total_bytes: int = 256 << 20, repeats: int = 9, only: Sequence[str] = ()) -> Iterator[Case]:
+    """The cases of `NAMES`; each moves about `total_bytes`."""
+    names = chosen(NAMES, only)
+    for size in SIZES:
+        routes = [route for route in ROUTES if f"{route}/{size}" in names]
+        if routes:
+            with contextlib.closing(Pages(size_of(size), total_bytes)) as pages:
+                for route in routes:
+                    taken = compare(lambda: pages.move(ROUTES[route]), pages.memmove, repeats=repeats)  # noqa: B023
+                    yield rate(f"{route}/{size}", taken, REFERENCE, pages.nbytes)
+
+
+class Pages:
+    """A layout of `REFERENCES` pages to a block, as many host slots as blocks, and an engine between them."""
+
+    def __init__(self, page_bytes: int, total_bytes: int) -> None:
+        blocks = total_bytes // (page_bytes * REFERENCES)
+        if blocks < 1:
+            raise BenchError(f"expected at least {page_bytes * REFERENCES} bytes to move, got {total_bytes}")
+        self.nbytes = blocks * page_bytes * REFERENCES
+        chooser = random.Random(0)  # noqa: S311 - no secret
+        self.blocks = tuple(chooser.sample(range(blocks), blocks))
+        self.slots = chooser.sample(range(blocks), blocks)
+        self.tensors = [ArenaTensor(blocks * page_bytes) for _ in range(REFERENCES)]
+        refs = tuple(PageRef(index, 0, page_bytes, page_bytes) for index in range(REFERENCES))
+        self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), self.tensors, blocks)
+        self.arena = Arena(blocks * self._layout.image_bytes)
+        self._plain = Arena(self.nbytes)
+        host = HostTier(self.arena, slots=blocks, image_bytes=self._layout.image_bytes)
+        self._engine = TransferEngine(self._layout, CpuDevice(), host)
+        self._job = 0
+
+    def move(self, route: Route) -> float:
+        """Move every block along `route`; the seconds from `submit` to the result."""
+        self._job += 1
+        items = []
+        for slot in self.slots:
+            host = Slot(HOST, 0, slot)
+            source, destination = (None, host) if route.source == DEVICE else (host, None)
+            items.append(Item(slot.to_bytes(32, "little"), None, source, destination, 1))
+        transfer = Transfer(self._job, route, tuple(items), (Section(0, 0, self.blocks),))
+        begun = time.perf_counter()
+        self._engine.submit(transfer)
+        self._engine.wait([self._job])
+        seconds = time.perf_counter() - begun
+        (result,) = self._engine.poll()
+        if set(result.statuses) != {Status.OK}:
+            raise BenchError(f"{route} ended as {', '.join(sorted({status.value for status in result.statuses}))}")
+        return seconds
+
+    def memmove(self) -> float:
+        """Move as many bytes in one piece."""
+        begun = time.perf_counter()
+        ctypes.memmove(self._plain.address, self.arena.address, self.nbytes)
+        return time.perf_counter() - begun
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._engine.close()
+        for arena in (self.arena, self._plain, *(tensor.arena for tensor in self.tensors)):
+            arena.close()
+
+
+class ArenaTensor:
+    """Bytes on huge pages where the system has them, as a tensor as far as a layout asks."""
+
+    dtype = "uint8"
+    device = "cpu"
+
+    def __init__(self, nbytes: int) -> None:
+        self.arena = Arena(nbytes)
+        self.shape = (nbytes,)
+
+    def data_ptr(self) -> int:
+        """Address of the first byte."""
+        return self.arena.address
+
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self.arena.nbytes
+
+    def element_size(self) -> int:
+        """One."""
+        return 1
+
+    def stride(self) -> tuple[int, ...]:
+        """One."""
+        return (1,)
+
+    def untyped_storage(self) -> ArenaTensor:
+        """Itself."""
+        return self

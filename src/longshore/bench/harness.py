@@ -1,0 +1,108 @@
+"""What a benchmark reports, and how it measures: ours and the reference in turn, medians of both.
+
+repeat 0     repeat 1     repeat 2                 machines are noisy: what disturbs one side
+ours ref     ref ours     ours ref    ...          for a while disturbs the other one too
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from longshore.errors import BenchError
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One figure and its reference.
+
+    Attributes:
+        name: For instance `plan/10240/4`.
+        value: The figure, in `unit`.
+        unit: For instance `us` or `GB/s`.
+        reference: What it is compared with, in a few words.
+        reference_value: The reference's figure, in `unit`, taken in the same run.
+        ratio: How many times better than the reference, or what share of it; higher is better.
+    """
+
+    name: str
+    value: float
+    unit: str
+    reference: str
+    reference_value: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The cases of one benchmark, and the machine they were taken on."""
+
+    machine: Mapping[str, object]
+    cases: tuple[Case, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """What `--json` prints: exactly `machine` and `cases`."""
+        return {"machine": dict(self.machine), "cases": [asdict(case) for case in self.cases]}
+
+
+class Seconds(NamedTuple):
+    """Medians of what two sides took."""
+
+    ours: float
+    reference: float
+
+
+def compare(ours: Callable[[], float], reference: Callable[[], float], *, repeats: int, warm_ups: int = 1) -> Seconds:
+    """Medians of `repeats` interleaved measurements; each call returns the seconds that it took."""
+    if repeats <= 0:
+        raise BenchError(f"a benchmark needs at least one repeat, got {repeats}")
+    sides: tuple[Callable[[], float], ...] = (ours, reference)
+    taken: tuple[list[float], ...] = ([], [])
+    for repeat in range(-warm_ups, repeats):
+        for side in (0, 1) if repeat % 2 == 0 else (1, 0):
+            seconds = sides[side]()
+            if repeat >= 0:
+                taken[side].append(seconds)
+    return Seconds(*map(statistics.median, taken))
+
+
+def timed(call: Callable[[], object], loops: int = 1) -> Callable[[], float]:
+    """`call` as something that returns the mean seconds of `loops` runs of it."""
+
+    def run() -> float:
+        begun = time.perf_counter()
+        for _ in range(loops):
+            call()
+        return (time.perf_counter() - begun) / loops
+
+    return run
+
+
+def duration(name: str, taken: Seconds, reference: str) -> Case:
+    """A case in microseconds; less is better, so `ratio` is the reference's by ours."""
+    return Case(name, taken.ours * 1e6, "us", reference, taken.reference * 1e6, taken.reference / taken.ours)
+
+
+def rate(name: str, taken: Seconds, reference: str, nbytes: int) -> Case:
+    """A case in GB/s for `nbytes` that both sides moved; `ratio` is the share of the reference's rate."""
+    ours, other = nbytes / taken.ours / 1e9, nbytes / taken.reference / 1e9
+    return Case(name, ours, "GB/s", reference, other, ours / other)
+
+
+def size_of(text: str) -> int:
+    """Bytes of a size such as `64KiB` or `2MiB`."""
+    for suffix, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)):
+        if text.endswith(suffix) and text.removesuffix(suffix).isdecimal():
+            return int(text.removesuffix(suffix)) * factor
+    raise BenchError(f"expected a size such as 64KiB or 2MiB, got {text!r}")
+
+
+def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
+    """Those of `names` that `only` asks for, in their order; all when it asks for none."""
+    unknown = sorted(set(only) - set(names))
+    if unknown:
+        raise BenchError(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
+    return [name for name in names if not only or name in only]

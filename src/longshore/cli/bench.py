@@ -1,0 +1,115 @@
+"""`longshore bench`: Longshore's own parts, each beside a reference taken in the same run."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longshore.bench.harness import Case, Report, size_of
+from longshore.bench.machine import check_disk, machine_facts
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure Longshore's own parts, each beside a reference taken in the same run.",
+    no_args_is_help=True,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Only = Annotated[list[str] | None, typer.Option("--case", help="Only this case; may be given several times.")]
+
+
+class CopyDevice(enum.StrEnum):
+    """Where the pages are."""
+
+    CPU = "cpu"
+
+
+@bench.command()
+def plan(
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 41,
+    case: Only = None,
+    as_json: Json = False,
+) -> None:
+    """From a transfer's ids to addresses and sizes, in microseconds; less is better."""
+    from longshore.bench import plans  # noqa: PLC0415 - one benchmark needs not what another does
+
+    _report(plans.run(repeats=repeats, only=case or ()), dict, as_json)
+
+
+@bench.command()
+def copy(
+    device: Annotated[CopyDevice, typer.Option(help="Where the pages are.")] = CopyDevice.CPU,
+    total: Annotated[str, typer.Option("--bytes", help="Bytes that each measurement moves.")] = "256MiB",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 9,
+    case: Only = None,
+    as_json: Json = False,
+) -> None:
+    """Device pages into block images and back, in GB/s."""
+    from longshore.bench import copies  # noqa: PLC0415
+
+    _report(
+        copies.run(total_bytes=size_of(total), repeats=repeats, only=case or ()),
+        lambda: {"device": device.value},
+        as_json,
+    )
+
+
+@bench.command()
+def file(
+    directory: Annotated[Path, typer.Option("--dir", help="A directory on the disk to measure.")],
+    total: Annotated[str, typer.Option("--bytes", help="Bytes that each measurement moves.")] = "512MiB",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 5,
+    allow_ram_disk: Annotated[bool, typer.Option("--allow-ram-disk", help="Measure a RAM disk, and mark it.")] = False,
+    allow_page_cache: Annotated[
+        bool, typer.Option("--allow-page-cache", help="Measure without direct I/O, and mark it.")
+    ] = False,
+    case: Only = None,
+    as_json: Json = False,
+) -> None:
+    """Block images to a file tier and back, in GB/s; refuses what is no disk."""
+    from longshore.bench import files  # noqa: PLC0415
+
+    directory.mkdir(parents=True, exist_ok=True)
+    marks = check_disk(directory, allow_ram_disk=allow_ram_disk)
+    cases = files.run(
+        directory,
+        total_bytes=size_of(total),
+        repeats=repeats,
+        only=case or (),
+        allow_page_cache=allow_page_cache,
+        marks=marks,
+    )
+    _report(cases, lambda: marks, as_json)
+
+
+def _report(cases: Iterable[Case], marks: Callable[[], dict[str, object]], as_json: bool) -> None:
+    """Run all `cases`, and print them with the machine; `marks` are asked for when all have run."""
+    with Console(stderr=True).status("measuring") as progress:
+        taken = []
+        for case in cases:
+            taken.append(case)
+            progress.update(f"measured {case.name}")
+    report = Report({**machine_facts(), **marks()}, tuple(taken))
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+    else:
+        _render(report, Console())
+
+
+def _render(report: Report, console: Console) -> None:
+    table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("case", "ours", "reference", "unit", "ratio"):
+        table.add_column(column, justify="left" if column in ("case", "unit") else "right", no_wrap=True)
+    table.add_column("reference is")
+    for case in report.cases:
+        figures = f"{case.value:,.1f}", f"{case.reference_value:,.1f}", case.unit, f"{case.ratio:.2f}"
+        table.add_row(case.name, *figures, case.reference)
+    console.print(table)
+    console.print("  ".join(f"{name} {value}" for name, value in report.machine.items()), style="dim")
