@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests clean
+.PHONY: demo test lint types tests contract clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -34,5 +34,16 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[transformers,report,dev]'
 	touch $@
 
+# The adapter's contract test under every minor version of transformers that pyproject.toml admits.
+TRANSFORMERS ?= 5.18 5.19 5.20 5.21 5.22 5.23
+contract: $(VENV)/ready
+	set -e; for version in $(TRANSFORMERS); do \
+		test -d .venvs/transformers-$$version || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
+			--target .venvs/transformers-$$version "transformers==$$version.*"; \
+		echo "transformers $$version:"; \
+		PYTHONPATH=.venvs/transformers-$$version $(BIN)/pytest -q -p no:cacheprovider \
+			tests/engines/transformers/test_contract.py tests/engines/transformers/test_exactness.py; \
+	done
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -59,6 +59,7 @@ def serve(
     tmp_path: Path, *, open_file: Callable[..., Tier] = FileTier, dtype: str = "float32", **settings: Any
 ) -> Served:
     """Serve the workload over all tiers, then through the oracle."""
+    tmp_path.mkdir(exist_ok=True)
     demo = make_demo(tmp_path, dtype=dtype)
     config = Config.make(**{**demo.config(tmp_path).model_dump(), **settings})
     with tiered(demo.model, config, open_file=open_file) as tiers:
@@ -69,4 +70,5 @@ def serve(
             cache.check_integrity()
             counters, held = cache.counters.copy(), cache.held
             assert cache.jobs_in_flight == 0
+            assert all(tier.used == tier.ready for tier in cache.stats())  # free + evictable = capacity
     return Served(run, run_resident(demo, hits, lambda: None), counters, held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 
@@ -11,6 +12,7 @@ from longshore.errors import ContractError
 
 
 def test_the_installed_version_is_as_expected() -> None:
+    print(f"transformers {transformers.__version__}")
     contract.check()
 
 
