@@ -88,7 +88,7 @@ def demo(
     """
     from longshore.cli.demo_model import DemoOptions, prepare_environment  # noqa: PLC0415
 
-    prepare_environment()
+    prepare_environment(attention.value)
     try:
         from longshore.cli.demo_runs import run_demo  # noqa: PLC0415 - torch is slow to import
     except ImportError as error:

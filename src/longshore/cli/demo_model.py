@@ -31,12 +31,14 @@ class DemoOptions:
     width: int = 512
 
 
-def prepare_environment() -> None:
+def prepare_environment(attention: str) -> None:
     """Settings that the numeric libraries read when they are loaded: call it before torch is imported."""
     # Threads that spin while they wait starve those of a busy machine, and the figures with them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # oneMKL picks kernels by the alignment of its inputs, unless told to keep to one: bits would differ now and then.
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+    if attention == "sdpa":  # on the CPU, its float32 results were seen to depend on how threads shared the work
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def load_model(options: DemoOptions) -> Any:

@@ -56,11 +56,16 @@ def make_demo(tmp_path: Path, **options: Any) -> Demo:
 
 
 def serve(
-    tmp_path: Path, *, open_file: Callable[..., Tier] = FileTier, dtype: str = "float32", **settings: Any
+    tmp_path: Path,
+    *,
+    open_file: Callable[..., Tier] = FileTier,
+    dtype: str = "float32",
+    attention: str = "eager",
+    **settings: Any,
 ) -> Served:
     """Serve the workload over all tiers, then through the oracle."""
     tmp_path.mkdir(exist_ok=True)
-    demo = make_demo(tmp_path, dtype=dtype)
+    demo = make_demo(tmp_path, dtype=dtype, attention=attention)
     config = Config.make(**{**demo.config(tmp_path).model_dump(), **settings})
     with tiered(demo.model, config, open_file=open_file) as tiers:
         run, hits = run_tiered(demo, tiers, lambda: None)

@@ -37,9 +37,9 @@ class UncheckedFileTier(FileTier):
         return True
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tiered_equals_resident(tmp_path: Path, dtype: str) -> None:
-    served = serve(tmp_path, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "attention"), [("float32", "eager"), ("bfloat16", "eager"), ("float32", "sdpa")])
+def test_tiered_equals_resident(tmp_path: Path, dtype: str, attention: str) -> None:
+    served = serve(tmp_path, dtype=dtype, attention=attention)
     assert served.tiered.restored_blocks["host"] > 0
     assert served.tiered.restored_blocks["file"] > 0
     assert served.equal
