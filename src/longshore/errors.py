@@ -5,6 +5,7 @@
     ├── LayoutError          tensors or sizes that cannot be placed
     │   └── FreedLayoutError a plan against device memory that was freed
     ├── PlanError            ids out of range, or not consumed exactly
+    ├── QueueFullError       a bounded queue has no room; nothing was begun
     ├── TokenError           tokens that no key can be made of
     ├── CacheError           a caller broke the control plane's contract
     │   ├── CapacityError    more was asked for than can be had; nothing has changed
@@ -47,6 +48,10 @@ class FreedLayoutError(LayoutError):
 
 class PlanError(LongshoreError, ValueError):
     """Block or slot ids out of range, or ids that a transfer would not consume exactly."""
+
+
+class QueueFullError(LongshoreError):
+    """A bounded queue has no room for one more job. Nothing was begun; the same may be given again later."""
 
 
 class TokenError(LongshoreError, ValueError):

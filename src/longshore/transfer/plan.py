@@ -33,11 +33,18 @@ _LONG_ROW = 16
 
 
 class Pieces(NamedTuple):
-    """What lies where: uint64 arrays of one shape `(pieces,)`, sizes in bytes."""
+    """What lies where: uint64 arrays of one shape `(pieces,)`, sizes in bytes.
+
+    For copies inside the device `host` are the addresses of the blocks that are copied from.
+    """
 
     device: U64
     host: U64
     size: U64
+
+    def directed(self, into: str) -> tuple[U64, U64, U64]:
+        """Destination, source and size."""
+        return (self.host, self.device, self.size) if into == HOST else (self.device, self.host, self.size)
 
 
 class Plan(NamedTuple):
@@ -143,8 +150,11 @@ class Planner:
             shape = (len(part.images), len(part.widths), part.blocks.shape[1])
             device, host, size = (column[start:stop].reshape(shape) for column in pieces)
             table = layout.table(part.group)
-            _device_addresses(part, table, device)
-            host_addresses(part, table, batch.host_address, host)
+            _device_addresses(part, part.blocks, table, device)
+            if part.sources is None:
+                host_addresses(part, table, batch.host_address, host)
+            else:
+                _device_addresses(part, part.sources, table, host)
             _sizes(part, size)
             if start > 0 and _meet(pieces, start):
                 low, high = min(low, start - 1), start + 1
@@ -251,9 +261,9 @@ def _sizes(part: Part, out: U64) -> None:
         out.reshape(chunks, refs * subs)[...] = part.widths if subs == 1 else np.repeat(part.widths, subs)
 
 
-def _device_addresses(part: Part, table: RefTable, out: U64) -> None:
-    base, subs = table.base[part.refs], part.blocks.shape[1]
-    blocks = part.blocks.view(np.uint64)
+def _device_addresses(part: Part, ids: I64, table: RefTable, out: U64) -> None:
+    base, subs = table.base[part.refs], ids.shape[1]
+    blocks = ids.view(np.uint64)
     if table.pitch is None:
         np.multiply(blocks[:, None, :], table.stride[part.refs, None], out=out)
         out += base[:, None]
@@ -274,7 +284,7 @@ def _may_merge(part: Part, table: RefTable) -> Iterator[slice]:
     """
     chunks, subs = part.blocks.shape
     first, last = part.blocks[:, 0], part.blocks[:, -1]
-    if table.pitch is None or table.seams is None:
+    if table.pitch is None or table.seams is None or part.sources is not None:
         yield slice(0, chunks)
         return
     if subs > 1:
