@@ -210,6 +210,23 @@ class Planner:
         return Pieces(device[:count], host[:count], size[:count])
 
 
+class PlannerRing:
+    """As many planners as there may be copies under way, taken in turn.
+
+    A device may read the arrays of a copy until that has finished: they must not be rewritten for the next one before.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._planners = [Planner() for _ in range(depth)]
+        self._turn = 0
+
+    def take(self) -> tuple[int, Planner]:
+        """The next one, and its number."""
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._planners)
+        return turn, self._planners[turn]
+
+
 def plan(
     layout: KVLayout,
     sections: Sequence[Section],
