@@ -10,7 +10,7 @@ from longshore.tiers.arena.cuda import CudaRegistrar, TorchCudaRuntime
 
 
 def registrar_for(device: str) -> CudaRegistrar | None:
-    """Who registers host memory with `device`, such as `cuda:0`; `None` where nobody has to. For CUDA it imports torch."""
+    """Who registers host memory with `device`, such as `cuda:0`; `None` where nobody has to. May import torch."""
     return CudaRegistrar(TorchCudaRuntime(device)) if device.startswith("cuda") else None
 
 

@@ -35,12 +35,15 @@ def align(size: int) -> int:
 
 
 def create_shared(nbytes: int) -> int:
-    """File descriptor of `nbytes` of memory that other processes can map; its size never changes. Raises `OSError`."""
+    """File descriptor of `nbytes` of memory that other processes can map; its size never changes.
+
+    Raises `OSError`, or `OverflowError` for a size that no file has.
+    """
     fd = os.memfd_create("longshore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
+    except (OSError, OverflowError):
         os.close(fd)
         raise
     return fd
@@ -80,13 +83,14 @@ def _check_shared(fd: int, source: int | str | Path, nbytes: int) -> None:
 class Memory:
     """`nbytes` at `address`, a multiple of `alignment`; private and zeroed, or those of the shared memory `fd`.
 
-    `fd` belongs to the memory from then on. Raises `OSError`, with nothing left behind but `fd`.
+    `fd` belongs to the memory from then on. Raises `OSError`, or `OverflowError` for a size that no address range has;
+    nothing is left behind then but `fd`.
     """
 
     def __init__(self, nbytes: int, alignment: int, fd: int | None = None) -> None:
         span = nbytes + 2 * alignment
-        self._mapping = mmap.mmap(-1, span, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
+        mapping = mmap.mmap(-1, span, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
         first: int = whole.__array_interface__["data"][0]
         self.nbytes = nbytes
         self.address = _round_up(first + 1, alignment)
@@ -100,8 +104,9 @@ class Memory:
             system.forbid(first + end, span - end)
         except OSError:
             del whole
-            self._mapping.close()
+            mapping.close()
             raise
+        self._mapping: mmap.mmap | None = mapping
         self._array: npt.NDArray[np.uint8] | None = whole[offset : offset + nbytes]
 
     @property
@@ -112,8 +117,10 @@ class Memory:
     def close(self) -> None:
         """Give it all back. Idempotent. Views that are still held keep the mapping alive until they go."""
         self._array = None
-        with contextlib.suppress(BufferError):  # a view is still exported: the mapping goes with the last of them
-            self._mapping.close()
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            with contextlib.suppress(BufferError):  # a view is still exported: the mapping goes with the last of them
+                mapping.close()
         fd, self.fd = self.fd, None
         if fd is not None:
             os.close(fd)
