@@ -57,7 +57,7 @@ class Config(BaseModel):
         text = str(value)
         if text in ("auto", "off"):
             return text
-        if isinstance(value, int | str) and text.isascii() and text.isdecimal():
+        if text.isascii() and text.isdecimal():
             return int(text)
         raise ValueError("'auto', 'off', or the number of a NUMA node")
 

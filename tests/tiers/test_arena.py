@@ -7,6 +7,7 @@ import mmap
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,12 @@ def test_an_arena_of_nothing_is_refused(nbytes: int) -> None:
         Arena(nbytes)
 
 
+@pytest.mark.parametrize("change", [{"numa_node": -1}, {"numa_node": "near"}, {"threads": 0}, {"threads": -2}], ids=str)
+def test_impossible_settings_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(TierError, match="got"):
+        ArenaSettings(**change)
+
+
 @KINDS
 @pytest.mark.parametrize("nbytes", [1 << 50, 1 << 62, 1 << 70])
 def test_memory_that_cannot_be_had_is_an_error_that_leaves_nothing(settings: ArenaSettings, nbytes: int) -> None:
@@ -97,10 +104,11 @@ def test_an_address_range_that_cannot_be_made_leaves_nothing(
 
     monkeypatch.setattr(calls, "forbid", refused)
     before = open_files()
-    with pytest.raises(TierError, match="too many mappings"):
+    with pytest.raises(TierError, match="too many mappings") as held:  # with all that its traceback refers to
         Arena(3 * MIB, settings)
     assert open_files() == before
     assert not is_mapped(addresses[0])
+    assert held.tb
 
 
 @KINDS

@@ -158,8 +158,8 @@ def test_a_kernel_without_huge_pages_is_counted(tmp_path: Path) -> None:
 
 
 def test_an_arena_too_small_for_a_huge_page_misses_none(tmp_path: Path) -> None:
-    arena = Arena(HUGE - PAGE, system=System(process=tmp_path))
-    assert arena.report.fallbacks[Fallback.HUGE_PAGES] == 0
+    arena = Arena(HUGE - PAGE, system=system_that_shows(tmp_path, "AnonHugePages:      2048 kB\n"))
+    assert (arena.report.huge_bytes, arena.report.fallbacks[Fallback.HUGE_PAGES]) == (0, 0)
     arena.close()
 
 

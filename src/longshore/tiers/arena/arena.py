@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ArenaSettings:
-    """How an arena is to be.
+    """How an arena is to be. Raises `TierError` for a node or a number of threads that cannot be.
 
     Attributes:
         numa_node: The node to take memory from: a number, `"auto"` for that of the device, or `None` for any.
@@ -49,6 +49,13 @@ class ArenaSettings:
     huge_pages: bool = True
     shared: bool = False
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        node = self.numa_node
+        if node is not None and node != "auto" and (not isinstance(node, int) or node < 0):
+            raise TierError(f"numa_node is the number of a node, 'auto' or None, got {node!r}")
+        if self.threads is not None and self.threads < 1:
+            raise TierError(f"an arena's pages are touched by at least one thread, got {self.threads}")
 
 
 class Arena:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from longshore.tiers.arena.system import System
 
 _DEFAULT_SIZE = 2 << 20
-_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
+_HEADER = re.compile(r"([0-9a-f]+)-[0-9a-f]+ ")
 _FIELD = re.compile(r"(?:AnonHugePages|ShmemPmdMapped|FilePmdMapped): +(\d+) kB")
 
 
@@ -43,7 +43,7 @@ def possible(address: int, nbytes: int, page: int) -> int:
 
 
 def count(system: System, address: int, nbytes: int) -> int:
-    """How many bytes of this range are on huge pages now; zero when the system does not say."""
+    """How many bytes of this range, mapped by itself, are on huge pages now; zero when the system does not say."""
     try:
         with system.process.joinpath("smaps").open() as lines:
             return _count(lines, address, address + nbytes)
@@ -57,10 +57,10 @@ def _count(lines: Iterable[str], start: int, end: int) -> int:
     for line in lines:
         header = _HEADER.match(line)
         if header is not None:
-            first, last = (int(text, 16) for text in header.groups())
+            first = int(header[1], 16)
             if first >= end:
                 break
-            inside = start <= first and last <= end
+            inside = first >= start
         elif inside and (field := _FIELD.match(line)):
             found += int(field[1]) << 10
     return found
