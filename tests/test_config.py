@@ -40,6 +40,7 @@ def test_sizes_are_numbers_or_text(text: str | int, size: int) -> None:
         ("host_numa", "near", "'auto', 'off', or the number of a NUMA node"),
         ("host_numa", -1, "'auto', 'off', or the number of a NUMA node"),
         ("host_numa", 1.0, "'auto', 'off', or the number of a NUMA node"),
+        ("host_numa", "\u0661", "'auto', 'off', or the number of a NUMA node"),
         ("host_numa", True, "'auto', 'off', or the number of a NUMA node"),
         ("host_numa", None, "'auto', 'off', or the number of a NUMA node"),
         ("host_huge_pages", "some", "a valid boolean"),
