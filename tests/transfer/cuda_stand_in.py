@@ -1,5 +1,5 @@
-"""A CUDA driver and streams without a GPU: bytes really move, by the very structures and addresses that were handed over,
-and as late as the order that was asked for allows.
+"""A CUDA driver and streams without a GPU: bytes really move, by the very structures and addresses that were handed
+over, and as late as the order that was asked for allows.
 
 Nothing runs when it is submitted. A stream is a queue; it runs only when somebody waits for an event on it, up to that
 event, and what that event waited for on other streams. So whatever is not ordered is overtaken.

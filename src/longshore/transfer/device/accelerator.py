@@ -52,7 +52,7 @@ class Accelerator:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device reaches directly, uint8, shape `(nbytes,)`; `RuntimeError` where there is none."""
+        """Host memory that the device reaches directly, uint8, shape `(nbytes,)`; `RuntimeError` if there is none."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
