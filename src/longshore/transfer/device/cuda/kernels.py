@@ -128,20 +128,54 @@ def _page(blocks, index, line, live):
     return tl.load(line, mask=live, other=0) + block * tl.load(line + 1, mask=live, other=0)
 
 
+@triton.jit
+def _gather_some(
+    start, blocks, rows, table, total, refs, subs, segments,
+    WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    item = start + tl.arange(0, PIECES)
+    live = item < total
+    index, line, place, first = _place(item, live, rows, table, refs, subs, segments, SPAN)
+    width = tl.load(line + 2, mask=live, other=0)
+    _move(_page(blocks, index, line, live), place, width, first, live, WORD, SPAN, TAIL)
+
+
+@triton.jit
+def _scatter_some(
+    start, blocks, rows, table, total, refs, subs, segments,
+    WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    item = start + tl.arange(0, PIECES)
+    live = item < total
+    index, line, place, first = _place(item, live, rows, table, refs, subs, segments, SPAN)
+    width = tl.load(line + 2, mask=live, other=0)
+    _move(place, _page(blocks, index, line, live), width, first, live, WORD, SPAN, TAIL)
+
+
+@triton.jit
+def _shift_some(
+    start, blocks, sources, table, total, refs, subs, segments,
+    WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    item = start + tl.arange(0, PIECES)
+    live = item < total
+    segment = (item % segments).to(tl.int64)
+    piece = item // segments
+    line = table + (piece // subs % refs) * 5
+    index = piece // subs // refs * subs + piece % subs
+    width = tl.load(line + 2, mask=live, other=0)
+    read, write = _page(sources, index, line, live), _page(blocks, index, line, live)
+    _move(read, write, width, segment * SPAN, live, WORD, SPAN, TAIL)
+
+
 @triton.jit(do_not_specialize=["total", "refs", "subs", "segments"])
 def gather_kernel(
     blocks, rows, table, total, refs, subs, segments,
     WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Pages into rows."""
-    start = tl.program_id(0) * PIECES
-    while start < total:
-        item = start + tl.arange(0, PIECES)
-        live = item < total
-        index, line, place, first = _place(item, live, rows, table, refs, subs, segments, SPAN)
-        width = tl.load(line + 2, mask=live, other=0)
-        _move(_page(blocks, index, line, live), place, width, first, live, WORD, SPAN, TAIL)
-        start += tl.num_programs(0) * PIECES
+    for start in range(tl.program_id(0) * PIECES, total, tl.num_programs(0) * PIECES):
+        _gather_some(start, blocks, rows, table, total, refs, subs, segments, WORD, SPAN, PIECES, TAIL)
 
 
 @triton.jit(do_not_specialize=["total", "refs", "subs", "segments"])
@@ -150,14 +184,8 @@ def scatter_kernel(
     WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Rows into pages."""
-    start = tl.program_id(0) * PIECES
-    while start < total:
-        item = start + tl.arange(0, PIECES)
-        live = item < total
-        index, line, place, first = _place(item, live, rows, table, refs, subs, segments, SPAN)
-        width = tl.load(line + 2, mask=live, other=0)
-        _move(place, _page(blocks, index, line, live), width, first, live, WORD, SPAN, TAIL)
-        start += tl.num_programs(0) * PIECES
+    for start in range(tl.program_id(0) * PIECES, total, tl.num_programs(0) * PIECES):
+        _scatter_some(start, blocks, rows, table, total, refs, subs, segments, WORD, SPAN, PIECES, TAIL)
 
 
 @triton.jit(do_not_specialize=["total", "refs", "subs", "segments"])
@@ -166,18 +194,8 @@ def shift_kernel(
     WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Pages of `sources` into those of `blocks`."""
-    start = tl.program_id(0) * PIECES
-    while start < total:
-        item = start + tl.arange(0, PIECES)
-        live = item < total
-        segment = (item % segments).to(tl.int64)
-        piece = item // segments
-        line = table + (piece // subs % refs) * 5
-        index = piece // subs // refs * subs + piece % subs
-        width = tl.load(line + 2, mask=live, other=0)
-        read, write = _page(sources, index, line, live), _page(blocks, index, line, live)
-        _move(read, write, width, segment * SPAN, live, WORD, SPAN, TAIL)
-        start += tl.num_programs(0) * PIECES
+    for start in range(tl.program_id(0) * PIECES, total, tl.num_programs(0) * PIECES):
+        _shift_some(start, blocks, sources, table, total, refs, subs, segments, WORD, SPAN, PIECES, TAIL)
 
 
 def gather(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
