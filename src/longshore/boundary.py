@@ -49,8 +49,8 @@ class Route(NamedTuple):
 class Item(NamedTuple):
     """One chunk of a transfer.
 
-    A side that is `None` is the device: its blocks stand in `Transfer.sections`, in item order. A copy inside the device
-    has one item for each block; `source` is the slot to copy from, and `destination` `None`.
+    A side that is `None` is the device: its blocks stand in `Transfer.sections`, in item order. A copy inside the
+    device has one item for each block; `source` is the slot to copy from, and `destination` `None`.
     `parent` is the key of the chunk before this one (`None` for the first of its path), which tiers that
     outlive the process store beside the image. `valid` is a bit mask of the chunk's sub-blocks whose bytes
     mean something; bit 0 is the first block.

@@ -57,7 +57,7 @@ def rig() -> Iterator[Rig]:
 
 def test_it_is_a_mover(rig: Rig) -> None:
     mover: Mover = rig.engine
-    assert mover.routes == {Route(DEVICE, HOST), Route(HOST, DEVICE)}
+    assert mover.routes == {Route(DEVICE, HOST), Route(HOST, DEVICE), Route(DEVICE, DEVICE)}
 
 
 @settings(deadline=None, max_examples=40)

@@ -41,7 +41,7 @@ _STAGE = 256 << 10  # bytes that small pieces pass through at a time; fits a sec
 
 
 class _Done(Event, Copy):
-    """A point that has passed, and a copy that has finished: on the CPU, work ends when the call that does it returns."""
+    """A point that has passed, a copy that has finished: on the CPU, work ends when the call that does it returns."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
