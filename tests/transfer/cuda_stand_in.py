@@ -11,11 +11,19 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from device_kit import Lane
 
+from longshore.layout import KVLayout
 from longshore.transfer.device.cuda import driver as ours
+from longshore.transfer.device.cuda import kernels
+from longshore.transfer.device.cuda.accelerator import CudaAccelerator
+from longshore.transfer.device.cuda.calibrate import everything
+from longshore.transfer.device.cuda.chooser import Chooses
+from longshore.transfer.device.cuda.device import CudaDevice
+from longshore.transfer.device.cuda.shape import Shape
 
 RETURN_INVALID_VALUE = 1
 RETURN_NO_CONTEXT = 201
@@ -40,6 +48,8 @@ class LazyStream:
         with self.world.lock:
             self.queue.append(work)
             self.given += 1
+            if self.world.eager:
+                self.run_to(self.given)
 
     def run_to(self, count: int) -> None:
         while self.run < count:
@@ -55,6 +65,7 @@ class World:
         self.lock = threading.RLock()
         self.streams: dict[int, LazyStream] = {}
         self.clock = 0
+        self.eager = False
 
     def register(self, stream: LazyStream) -> int:
         handle = 0x5000 + 16 * len(self.streams)
@@ -232,3 +243,77 @@ class StandInLibrary:
 
 def uint8(nbytes: int, value: int = 0xA5) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+class StandInAccelerator(CudaAccelerator):
+    """A GPU whose memory is the host's: streams and events that are lazy, and the kernels' references."""
+
+    def __init__(self, world: World | None = None) -> None:
+        super().__init__(torch.device("cpu"))
+        self.world = world or World()
+        self.compute = LazyStream("compute", self.world)
+        self.kernels: list[str] = []
+        self.refuse_above: int | None = None
+        self._used = threading.local()
+
+    @property
+    def name(self) -> str:
+        return "Stand-in GPU"
+
+    @property
+    def ordinal(self) -> int:
+        return 0
+
+    def current_stream(self) -> torch.Stream:
+        return getattr(self._used, "stream", cast(torch.Stream, self.compute))
+
+    def new_stream(self) -> torch.Stream:
+        return cast(torch.Stream, LazyStream(f"stream {len(self.world.streams)}", self.world))
+
+    def use(self, stream: torch.Stream) -> None:
+        self._used.stream = stream
+
+    def new_event(self) -> torch.Event:
+        return cast(torch.Event, LazyEvent(self.world))
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        if self.refuse_above is not None and nbytes > self.refuse_above:
+            raise torch.OutOfMemoryError("no")
+        return uint8(nbytes)
+
+    def pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        return uint8(nbytes, 0x5A)
+
+    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+        self._later(kernels.gather_reference, blocks, rows, table, shape)
+
+    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+        self._later(kernels.scatter_reference, blocks, rows, table, shape)
+
+    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+        self._later(kernels.shift_reference, blocks, sources, table, shape)
+
+    def _later(self, kernel: Callable[..., None], *arguments: Any) -> None:
+        self.kernels.append(kernel.__name__.removesuffix("_reference"))
+        cast(LazyStream, self.current_stream()).give(lambda: kernel(*arguments))
+
+
+class StandIn:
+    """A CUDA device on the stand-ins."""
+
+    def __init__(self, chooses: Chooses | None, *, eager: bool = False, library: Any = None, **options: Any) -> None:
+        self.accelerator = StandInAccelerator()
+        self.world = self.accelerator.world
+        self.world.eager = eager
+        self.library = library or StandInLibrary(self.world)
+        options.setdefault("in_one_piece", everything)
+        self.device = CudaDevice(
+            "cuda:0", chooses=chooses, accelerator=self.accelerator, library=self.library, **options
+        )
+
+    def lane(self, layout: KVLayout, into: str) -> Lane:
+        return Lane(self.device.stream(layout, into))
+
+    def on_compute(self, work: Callable[[], object]) -> None:
+        """Give the engine's own stream something to do."""
+        self.accelerator.compute.give(lambda: (work(), None)[1])

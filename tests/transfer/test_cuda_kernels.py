@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from longshore.transfer.device.cuda import kernels as compiled
+from longshore.transfer.device.cuda.shape import Shape
 
 triton = pytest.importorskip("triton")
 
@@ -64,7 +65,7 @@ class Case:
         self.table = torch.tensor(lines, dtype=torch.int64).reshape(-1)
         self.starts = aligned(self.rows) + skew + np.arange(chunks) * row
         bits = int(np.bitwise_or.reduce([*bases, *strides, subs * page, page, *self.starts]))
-        self.shape = compiled.Shape.of(
+        self.shape = Shape.of(
             chunks,
             2,
             subs,
@@ -124,7 +125,7 @@ def test_words_are_as_wide_as_addresses_allow() -> None:
     assert [Case(4096, skew=skew).shape.word for skew in (8, 4, 2, 1)] == [8, 4, 2, 1]
 
 
-def ptx_of(kernel: Any, shape: compiled.Shape) -> str:
+def ptx_of(kernel: Any, shape: Shape) -> str:
     """The kernel compiled for an H100 or H200, down to machine code, as PTX."""
     names = {"blocks": "*i64", "rows": "*i64", "sources": "*i64", "table": "*i64"}
     constants = compiled.constants(shape)
@@ -145,7 +146,7 @@ def ptx_of(kernel: Any, shape: compiled.Shape) -> str:
 @pytest.mark.parametrize("kernel", ["gather_kernel", "scatter_kernel", "shift_kernel"])
 @pytest.mark.parametrize("page", [512, 4096, 2 << 20])
 def test_accesses_of_16_bytes_on_sm_90(kernel: str, page: int) -> None:
-    shape = compiled.Shape.of(4, 2, 1, widest=page, alignment=4096, tail=False)
+    shape = Shape.of(4, 2, 1, widest=page, alignment=4096, tail=False)
     ptx = ptx_of(getattr(compiled, kernel), shape)
     wide = {what: len(re.findall(rf"{what}\.global\S*\.v4\.b32", ptx)) for what in ("ld", "st")}
     # 256 threads move 1,024 words at a time: four accesses for each, and no other stores.
@@ -156,7 +157,7 @@ def test_accesses_of_16_bytes_on_sm_90(kernel: str, page: int) -> None:
 
 @pytest.mark.parametrize("word", [8, 4, 2, 1])
 def test_narrower_words_compile_too(word: int) -> None:
-    shape = compiled.Shape.of(4, 2, 1, widest=4000, alignment=word, tail=True)
+    shape = Shape.of(4, 2, 1, widest=4000, alignment=word, tail=True)
     ptx = ptx_of(compiled.gather_kernel, shape)
     access = {8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}[word]
     assert re.search(rf"st\.global\S*\.{re.escape(access)}", ptx)

@@ -223,9 +223,7 @@ class StagedStream(Stream):
 
     def _use(self, stage: _Stage) -> None:
         """What was given to the stream so far was the last use of `stage`."""
-        if stage.used is not None:
-            self._events.release(stage.used)
-        stage.used = self._record()
+        stage.used = self._events.record(self._stream)
 
     def _by_age(self) -> tuple[_Stage, _Stage]:
         """The stages, that which was used last at the end."""

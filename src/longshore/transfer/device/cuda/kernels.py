@@ -18,61 +18,18 @@ Beside each kernel stands its reference, with the same arguments, in plain torch
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 5
-"""Columns of a table: base, stride, width, offset, step; int64, one line for each reference."""
+from longshore.transfer.device.cuda.shape import COLUMNS, Shape
 
 PROGRAMS = 16
 """Programs of a kernel: each is on a multiprocessor of its own, and about 12 of those saturate the link."""
 
-_WORDS_AT_ONCE = 1024  # 16 KiB for each program: 256 threads with four accesses of 16 bytes each
-_LONGEST_SPAN = 512
 _WARPS = 8
-
-
-class Shape(NamedTuple):
-    """How a kernel goes about a rectangle of pages.
-
-    Attributes:
-        chunks: Chunks, hence rows.
-        refs: References, hence lines of the table.
-        subs: Blocks of each chunk.
-        segments: Parts that each page is moved in.
-        word: Bytes of an access: 16, 8, 4, 2 or 1.
-        span: Words of a segment.
-        tail: Whether some page is not a whole number of words.
-    """
-
-    chunks: int
-    refs: int
-    subs: int
-    segments: int
-    word: int
-    span: int
-    tail: bool
-
-    @classmethod
-    def of(cls, chunks: int, refs: int, subs: int, *, widest: int, alignment: int, tail: bool) -> Shape:
-        """For pages of at most `widest` bytes, all addresses being multiples of `alignment`, a power of two."""
-        word = min(alignment, 16)
-        words = max(1, widest // word)
-        span = min(triton.next_power_of_2(words), _LONGEST_SPAN)
-        return cls(chunks, refs, subs, -(-words // span), word, span, tail)
-
-    @property
-    def rows_at_once(self) -> int:
-        """Segments that a program takes at a time."""
-        return max(1, _WORDS_AT_ONCE // self.span)
-
-    @property
-    def segments_in_all(self) -> int:
-        """Segments of all pages."""
-        return self.chunks * self.refs * self.subs * self.segments
 
 
 @triton.jit
