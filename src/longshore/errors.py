@@ -5,6 +5,7 @@
     ├── LayoutError          tensors or sizes that cannot be placed
     │   └── FreedLayoutError a plan against device memory that was freed
     ├── PlanError            ids out of range, or not consumed exactly
+    ├── DeviceError          a device's own call failed, or there is no such device
     ├── QueueFullError       a bounded queue has no room; nothing was begun
     ├── TokenError           tokens that no key can be made of
     ├── CacheError           a caller broke the control plane's contract
@@ -49,6 +50,10 @@ class FreedLayoutError(LayoutError):
 
 class PlanError(LongshoreError, ValueError):
     """Block or slot ids out of range, or ids that a transfer would not consume exactly."""
+
+
+class DeviceError(LongshoreError):
+    """A device refused a call, or there is none; names the call and the device's own error."""
 
 
 class QueueFullError(LongshoreError):
