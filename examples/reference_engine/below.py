@@ -23,7 +23,7 @@ from typing import NamedTuple
 from examples.reference_engine.model import Group
 from examples.reference_engine.pool import DevicePool
 from longshore.boundary import DEVICE, HOST, Key, Slot, Status
-from longshore.cache import Hold, Match, TieredCache
+from longshore.cache import Hold, Match
 from longshore.errors import PlanError
 from longshore.runtime.guard import BlockGuard
 from longshore.runtime.stack import Stack
@@ -54,14 +54,21 @@ class Arrival(ABC):
 
 
 class Found(NamedTuple):
-    """The first `tokens` of a prompt are on the device and in the tiers. `matches`: what the tiers hold, per group."""
+    """The device and the tiers have the first `tokens` of a prompt.
+
+    For each group, `matches` says from which block on the device has no more, and how many the tiers have there.
+    """
 
     tokens: int
-    matches: tuple[Match, ...] = ()
+    matches: tuple[Match, ...]
 
 
 class Below(ABC):
     """What the engine asks of whatever lies below its device."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self.pool = pool
+        self.groups = pool.shape.groups
 
     @abstractmethod
     def begin_step(self) -> None:
@@ -71,9 +78,36 @@ class Below(ABC):
     def end_step(self) -> None:
         """The step's layers have been computed."""
 
+    def match(self, paths: Sequence[Sequence[Key]], most: int) -> Found:
+        """The longest prefix, at most `most` tokens, of which every group has what the next token sees.
+
+        `paths` are the keys of the prompt, for each group. What the tiers have is held until it is closed, or dropped.
+        """
+        unit = math.lcm(*(group.block_size for group in self.groups))
+        reach = most // unit * unit
+        while True:
+            matches = tuple(
+                self._match_group(group, path[: reach // group.block_size], reach)
+                for group, path in zip(self.groups, paths, strict=True)
+            )
+            ends = [
+                (match.start + match.length) * group.block_size
+                for match, group in zip(matches, self.groups, strict=True)
+            ]
+            if min(ends) == reach:
+                return Found(reach, matches)
+            self.drop(Found(reach, matches))
+            reach = min(ends) // unit * unit
+
+    def _match_group(self, group: Group, path: Sequence[Key], reach: int) -> Match:
+        start = group.first_needed(reach)
+        while start < len(path) and path[start] in self.pool.index:
+            start += 1
+        return self.hold(path, start) if start < len(path) else Match(start, 0, (), None)
+
     @abstractmethod
-    def match(self, paths: Sequence[Sequence[Key]], start: int, most: int) -> Found:
-        """How far a prompt goes, of which the device has the first `start` tokens, up to `most`; `paths` per group."""
+    def hold(self, path: Sequence[Key], start: int) -> Match:
+        """What the tiers have of `path[start:]`."""
 
     @abstractmethod
     def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
@@ -110,13 +144,13 @@ class Tiers(Below):
     def __init__(
         self, stack: Stack, pool: DevicePool, compute: object = None, *, by_layer: bool = True, patience: float = 10.0
     ) -> None:
+        super().__init__(pool)
         self.stack = stack
         self.overlapped = 0
         """Layers that were computed while later ones of the same arrival were still travelling."""
         self.patience = patience
-        self._groups = pool.shape.groups
         self._compute = compute
-        self._by_layer = by_layer
+        self.by_layer = by_layer
         self._guard = pool.guard = BlockGuard(stack.runtime, patience)
 
     def begin_step(self) -> None:
@@ -127,39 +161,17 @@ class Tiers(Below):
         """Compute has waited, layer by layer, for what it read, and the guard keeps the rest: no jobs are named."""
         self.stack.engine.end_step(self._compute, jobs=())
 
-    def match(self, paths: Sequence[Sequence[Key]], start: int, most: int) -> Found:
-        """One match for each group; then the longest prefix that all of them have.
-
-        A group with a window is asked only for the blocks that the next token sees.
-        """
-        unit = math.lcm(*(group.block_size for group in self._groups))
-        reach = most // unit * unit
+    def hold(self, path: Sequence[Key], start: int) -> Match:
+        """A match of the control plane: one for each group, whose keys have a root of their own."""
         with self.stack.runtime.control() as cache:
-            while reach > start:
-                matches = [
-                    self._match(cache, group, path, start, reach)
-                    for group, path in zip(self._groups, paths, strict=True)
-                ]
-                ends = [
-                    (match.start + match.length) * group.block_size
-                    for match, group in zip(matches, self._groups, strict=True)
-                ]
-                if min(ends) == reach:
-                    return Found(reach, tuple(matches))
-                _release(cache, matches)
-                reach = min(ends) // unit * unit
-        return Found(start)
-
-    def _match(self, cache: TieredCache, group: Group, path: Sequence[Key], start: int, reach: int) -> Match:
-        first = max(group.first_needed(reach), start // group.block_size)
-        return cache.match(path[: reach // group.block_size], self.stack.runtime.clock(), start=first)
+            return cache.match(path, self.stack.runtime.clock(), start=start)
 
     def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
         """One job where all is in host memory: then it can go layer by layer. What must be read first comes whole."""
         hold = found.matches[group].hold
         if hold is None:
             raise ValueError(f"nothing was found of group {group}")
-        by_layer = self._by_layer and all(run.tier == HOST for match in found.matches for run in match.runs)
+        by_layer = self.by_layer and all(run.tier == HOST for match in found.matches for run in match.runs)
         with self.stack.runtime.control() as cache:
             order = cache.onboard(hold, blocks, group=group, by_layer=by_layer)
             for part in order.parts:
@@ -169,7 +181,9 @@ class Tiers(Below):
     def drop(self, found: Found) -> None:
         """Release the holds."""
         with self.stack.runtime.control() as cache:
-            _release(cache, found.matches)
+            for match in found.matches:
+                if match.hold is not None:
+                    cache.release(match.hold)
 
     def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival:
         """A transfer inside the device pool: if `source` is still on its way, the copy waits for it."""
@@ -253,13 +267,14 @@ class _Copy(Arrival):
         self._deadline = tiers.stack.runtime.clock() + tiers.patience
 
     def layer(self, layer: int) -> bool:
-        """By the layer's event."""
-        return self._tiers.wait_layer(self._job, layer, self._deadline)
+        """By the layer's event, or by the end of everything."""
+        return self._tiers.wait_layer(self._job, layer, self._deadline) if self._tiers.by_layer else self.whole()
 
     def whole(self) -> bool:
-        """By the end of the job, and then by what its last layer says."""
+        """By the end of the job, and then by what is said of its last layer."""
         runtime, last = self._tiers.stack.runtime, self._tiers.stack.layout.num_layers - 1
-        return runtime.wait_ended([self._job], max(0.0, self._deadline - runtime.clock())) and self.layer(last)
+        has_ended = runtime.wait_ended([self._job], max(0.0, self._deadline - runtime.clock()))
+        return has_ended and self._tiers.wait_layer(self._job, last, 0.0)
 
     def close(self) -> bool:
         """Nothing to let go of."""
@@ -269,18 +284,15 @@ class _Copy(Arrival):
 class DeviceOnly(Below):
     """No tiers: what is not on the device is computed. Copies are plain assignments, in the order of compute."""
 
-    def __init__(self, pool: DevicePool) -> None:
-        self._pool = pool
-
     def begin_step(self) -> None:
         """Nothing to order."""
 
     def end_step(self) -> None:
         """Nothing to order."""
 
-    def match(self, paths: Sequence[Sequence[Key]], start: int, most: int) -> Found:
-        """What is on the device."""
-        return Found(start)
+    def hold(self, path: Sequence[Key], start: int) -> Match:
+        """Nothing."""
+        return Match(start, 0, (), None)
 
     def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
         """Nothing is ever found."""
@@ -291,8 +303,8 @@ class DeviceOnly(Below):
 
     def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival:
         """Copy in each of the group's layers."""
-        for layer in self._pool.shape.groups[group].layers:
-            for part in self._pool.pages[layer]:
+        for layer in self.pool.shape.groups[group].layers:
+            for part in self.pool.pages[layer]:
                 part[block, :tokens] = part[source, :tokens]
         return _Here([block])
 
@@ -302,7 +314,7 @@ class DeviceOnly(Below):
 
     def sleep(self, *, clear: bool) -> None:
         """Nothing is under way."""
-        self._pool.layout.free()
+        self.pool.layout.free()
 
 
 class _Here(Arrival):
@@ -319,9 +331,3 @@ class _Here(Arrival):
     def close(self) -> bool:
         """Nothing to let go of."""
         return True
-
-
-def _release(cache: TieredCache, matches: Sequence[Match]) -> None:
-    for match in matches:
-        if match.hold is not None:
-            cache.release(match.hold)

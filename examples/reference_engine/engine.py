@@ -13,7 +13,6 @@ still on their way for another one: it shares them, and waits for the same arriv
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -114,7 +113,6 @@ class Engine:
         self.running: list[Request] = []
         self._batch = batch
         self._groups = decoder.shape.groups
-        self._unit = math.lcm(*(group.block_size for group in self._groups))
         scope = scope_of(decoder, pool)
         self._roots = [replace(scope, group=group.name, block_size=group.block_size).root for group in self._groups]
         self._arriving: dict[int, Arrival] = {}
@@ -186,13 +184,12 @@ class Engine:
         """Give `request` its blocks, with up to `most` tokens in them; all or nothing, else `CapacityError`."""
         if request.replay is not None:
             most = min(most, request.replay.hit)
-        on_device = self._prefix(request, most)
-        found = self.below.match([each.keys for each in request.chains], on_device, most)
+        found = self.below.match([each.keys for each in request.chains], most)
         hit = min(self._walk(request, group, found.tokens, most)[2] for group in range(len(self._groups)))
         if request.replay is not None and hit != request.replay.hit:
             self.below.drop(found)
             raise EngineError(f"{request.replay.hit} tokens are to be replayed, only {hit} can be")
-        parts = [self._part(request, group, on_device, found.tokens, hit) for group in range(len(self._groups))]
+        parts = [self._part(request, group, found, hit) for group in range(len(self._groups))]
         known = [each for part in parts for each in (*part.cached, *part.beyond, part.source) if each is not None]
         shared = [self.pool.share(each) for each in known]
         try:
@@ -210,19 +207,8 @@ class Engine:
         request.published = [part.skipped for part in parts]
         sources = tuple(part.source.key if part.source is not None else None for part in parts)
         request.schedule = Schedule(hit, sources)
-        request.hits = Counter(device=on_device, tiers=found.tokens - on_device, copied=hit - found.tokens)
-
-    def _prefix(self, request: Request, most: int) -> int:
-        """The longest prefix in the device's cache, in tokens, whole blocks of all groups."""
-        for reach in range(most // self._unit * self._unit, 0, -self._unit):
-            needed = (
-                chain_.keys[at]
-                for group, chain_ in zip(self._groups, request.chains, strict=True)
-                for at in range(group.first_needed(reach), reach // group.block_size)
-            )
-            if all(key in self.pool.index for key in needed):
-                return reach
-        return 0
+        loaded = [part.loaded * kind.block_size for part, kind in zip(parts, self._groups, strict=True)]
+        request.hits = Counter(device=found.tokens - max(loaded), tiers=max(loaded), copied=hit - found.tokens)
 
     def _walk(self, request: Request, group: int, start: int, most: int) -> tuple[list[Known], Known | None, int]:
         """From `start` on, what the device's cache has: whole blocks, then one to copy from; and how far that goes."""
@@ -238,14 +224,13 @@ class Engine:
             copied = copied if source is not None else 0
         return whole, source, at + copied
 
-    def _part(self, request: Request, group: int, on_device: int, loaded_to: int, hit: int) -> _Part:
-        kind, keys = self._groups[group], request.chains[group].keys
-        size = kind.block_size
-        skipped, cached_to = kind.first_needed(loaded_to), on_device // size
-        cached = [self.pool.index[key] for key in keys[skipped:cached_to]]
-        beyond, source, _ = self._walk(request, group, loaded_to, hit)
-        loaded = loaded_to // size - skipped - len(cached)
-        return _Part(skipped, cached, loaded, beyond, source, hit % size, self._blocks_of(request)[group])
+    def _part(self, request: Request, group: int, found: Found, hit: int) -> _Part:
+        kind, match = self._groups[group], found.matches[group]
+        skipped = kind.first_needed(found.tokens)
+        cached = [self.pool.index[key] for key in request.chains[group].keys[skipped : match.start]]
+        beyond, source, _ = self._walk(request, group, found.tokens, hit)
+        total = self._blocks_of(request)[group]
+        return _Part(skipped, cached, match.length, beyond, source, hit % kind.block_size, total)
 
     def _fill(self, request: Request, group: int, part: _Part, fresh: list[int], found: Found) -> None:
         """The block table of one group, and what fills it."""

@@ -35,6 +35,7 @@ class Gate:
         self._changed = threading.Condition()
         self._passes: int | None = None
         self.arrived = 0
+        self.passed = 0
 
     def shut(self) -> None:
         self.let(0)
@@ -62,6 +63,7 @@ class Gate:
                 raise TimeoutError("the gate was never opened")
             if self._passes is not None:
                 self._passes -= 1
+            self.passed += 1
 
 
 class GatedLink(CpuDevice):
