@@ -87,7 +87,7 @@ def _steps(job: Job, max_bytes: int) -> Iterator[Step]:
         yield from map(Step, whole.cut(max_bytes))
         return
     for layer in range(*(job.transfer.layers or (0, whole.layout.num_layers))):
-        *rest, last = whole.of_layer(layer).cut(max_bytes) or (None,)
+        *rest, last = tuple(whole.of_layer(layer).cut(max_bytes)) or (None,)
         yield from map(Step, rest)
         yield Step(last, layer)
 
