@@ -610,3 +610,30 @@ def test_a_step_ends_without_waiting_for_jobs_that_it_does_not_name(rig: Rig) ->
     assert gate.wait_arrived(1)
     rig.engine.end_step(None, [2])
     assert not rig.engine.wait([1], 0)
+
+
+def test_a_layer_that_a_group_does_not_have_is_there_at_once() -> None:
+    refs = (PageRef(0, 0, 24, 24, None, 1), PageRef(1, 0, 24, 24, None, 3))
+    rig = Rig(KVLayout((KVGroup("kv", 4, 1, refs),), flat(16, 24, refs=2).tensors, 16))
+    parts = [Section(0, 0, (3, 1))]
+    rig.engine.submit(transfer(1, ONBOARD, parts, [6, 2], by_layer=True))
+    assert [rig.engine.wait_layer(1, layer, PATIENCE) for layer in range(4)] == [OK] * 4
+    (result,) = rig.results(1)
+    assert (result.statuses, result.bytes) == ((OK, OK), 96)
+    rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE)
+    rig.model.check(rig.pools)
+    rig.engine.close()
+
+
+def test_when_a_copy_has_failed_the_rest_of_its_job_is_not_copied() -> None:
+    rig = Rig(max_batch_bytes=48)
+
+    def fail(step: str, batch: Batch | None) -> None:
+        if step == "finish":
+            raise RuntimeError("the device fell off the bus")
+
+    rig.device.fault = fail
+    rig.onboard(1, (0, 1, 2), [0, 1, 2])
+    assert [result.statuses for result in rig.results(1)] == [(Status.IO_ERROR,) * 3]
+    assert rig.device.log == ["device begins", "device ends"]
+    rig.engine.close()
