@@ -142,6 +142,7 @@ def test_jobs_of_one_direction_end_in_order(rig: Rig) -> None:
         rig.offload(job, (job,), [job])
     assert rig.engine.wait(range(8), PATIENCE)
     assert [result.job for result in rig.engine.poll()] == list(range(8))
+    assert rig.device.bound == 1
 
 
 def test_source_and_destination_ids_are_not_confused(rig: Rig) -> None:
@@ -277,7 +278,7 @@ def test_what_has_not_begun_by_the_deadline_does_not_begin() -> None:
 
 
 @pytest.mark.parametrize("step", ["bind", "copy", "finish"])
-def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str) -> None:
+def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str, caplog: pytest.LogCaptureFixture) -> None:
     def fail_once(at: str, batch: Batch | None) -> None:
         if at == step:
             rig.device.fault = lambda at, batch: None
@@ -289,6 +290,7 @@ def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str) -> N
     first, second = rig.results(1, 2)
     assert (first.statuses, first.bytes) == ((Status.IO_ERROR, Status.IO_ERROR), 0)
     assert second.statuses == (OK,)
+    assert [record.message for record in caplog.records] == ["job 1 failed on device->host"]
 
 
 def test_a_failed_batch_fails_all_items() -> None:
@@ -325,6 +327,7 @@ def test_close_waits_for_what_has_begun_and_ends_the_rest() -> None:
     assert [(result.job, result.statuses) for result in rig.engine.poll()] == [(1, (OK,)), (2, (Status.TIER_OFF,))]
     assert set(threading.enumerate()) <= before
     assert rig.device.closed >= 1
+    assert rig.device.streams_closed >= 2
     rig.expect(HOST, (0,), [0])
     rig.model.check(rig.pools)
 
@@ -636,4 +639,24 @@ def test_when_a_copy_has_failed_the_rest_of_its_job_is_not_copied() -> None:
     rig.onboard(1, (0, 1, 2), [0, 1, 2])
     assert [result.statuses for result in rig.results(1)] == [(Status.IO_ERROR,) * 3]
     assert rig.device.log == ["device begins", "device ends"]
+    rig.engine.close()
+
+
+def test_compute_goes_on_when_copies_are_given_to_the_device_not_when_they_have_ended() -> None:
+    """`finish` blocks; whoever waits for a layer, or for the end of the step, does not."""
+    rig = Rig()
+    go_on = threading.Event()
+
+    def slow(step: str, batch: Batch | None) -> None:
+        if step == "finish":
+            assert go_on.wait(PATIENCE)
+
+    rig.device.fault = slow
+    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True, layers=(0, 1)))
+    assert rig.engine.wait_layer(1, 0, PATIENCE) is OK
+    rig.offload(2, (4,), [7])
+    rig.engine.end_step()
+    assert rig.engine.poll() == []
+    go_on.set()
+    assert [result.statuses for result in rig.results(1, 2)] == [(OK,), (OK,)]
     rig.engine.close()
