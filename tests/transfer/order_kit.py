@@ -51,12 +51,13 @@ class Known(Model):
 
 
 class LoggedDevice(SimulatedDevice):
-    """Notes the device blocks of each copy that is given to it; `fault` may raise."""
+    """Notes the device blocks of each copy that is given to it; `fault` may raise before, `late_fault` after that."""
 
     def __init__(self, world: World, compute: Queue, depth: int) -> None:
         super().__init__(world, compute, depth=depth)
         self.log: list[tuple[str, tuple[int, ...]]] = []
         self.fault: Callable[[Batch], None] = lambda batch: None
+        self.late_fault: Callable[[Batch], None] = lambda batch: None
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         stream = super().stream(layout, into)
@@ -65,7 +66,9 @@ class LoggedDevice(SimulatedDevice):
         def logged(batch: Batch, after: tuple[Event, ...]) -> Copy:
             self.log.append((into, tuple(block for part in batch.parts for block in part.blocks.ravel().tolist())))
             self.fault(batch)
-            return copy(batch, after)
+            given = copy(batch, after)
+            self.late_fault(batch)
+            return given
 
         stream.copy = logged  # type: ignore[method-assign]
         return stream

@@ -216,6 +216,26 @@ def test_a_layer_that_failed_is_never_reported_as_done(monkeypatch: Patch) -> No
     goes_wrong(a_layer_fails, "AssertionError")
 
 
+def a_copy_fails_half_way(told: Tale) -> None:
+    """Some of it was given to the device, and is still under way."""
+
+    def fault(batch: Any) -> None:
+        raise RuntimeError("the device fell off the bus")
+
+    told.device.late_fault = fault
+    job = told.offload([0], [0])
+    told.forget(slots=[0])
+    told.wait(job)
+    told.writes(0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_job_that_failed_ends_when_nothing_of_it_is_under_way(monkeypatch: Patch) -> None:
+    explore(tale(a_copy_fails_half_way))
+    monkeypatch.setattr(SimulatedStream, "drain", lambda self: None)
+    goes_wrong(a_copy_fails_half_way, "WAR: compute")
+
+
 # Copies against copies
 
 
