@@ -251,9 +251,11 @@ def test_arrays_are_uint64_and_batches_are_bounded() -> None:
     assert light.batches == tuple((start, start + 30) for start in range(0, 300, 30))
     exact = make_plan(pools, [Section(0, 0, (3, 5)), Section(0, 0, (9,))], [0, 1, 2], HOST, max_bytes=72)
     assert exact.batches == ((0, 9),)
-    # One block is longer than a batch may be: it is cut between its references.
+    # One block is longer than a batch may be: it is cut between its pages; a page never is.
     lighter = make_plan(pools, [Section(0, 0, (3, 5))], [0, 1], HOST, max_bytes=17)
-    assert lighter.batches == ((0, 2), (2, 3), (3, 5), (5, 6))
+    assert lighter.batches == ((0, 2), (2, 4), (4, 6))
+    lightest = make_plan(pools, [Section(0, 0, (3, 5))], [0, 1], HOST, max_bytes=1)
+    assert lightest.batches == tuple((at, at + 1) for at in range(6))
 
 
 def test_no_batch_has_more_than_4096_descriptors() -> None:

@@ -219,7 +219,9 @@ class KVLayout:
         if expected not in (None, fingerprint):
             raise LayoutError(f"expected tensors of layout {expected}, got tensors of {fingerprint}: other dtypes")
         part = zip(self.groups, bases, strict=True)
-        self._tables = tuple(_table(group, base, self.rank * group.part_bytes) for group, base in part)
+        self._tables = tuple(
+            _table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part
+        )
         self.pools = pools
         self.fingerprint = fingerprint
         self.device = str(tensors[0].device)
@@ -312,7 +314,7 @@ def _flat_pages(groups: Sequence[KVGroup], bases: Sequence[U64], num_blocks: int
     )
 
 
-def _table(group: KVGroup, base: U64, part: int) -> RefTable:
+def _table(group: KVGroup, base: U64, part: int, num_blocks: int) -> RefTable:
     page = np.array([ref.page_bytes for ref in group.refs], dtype=np.uint64)
     chunk = page * np.uint64(group.blocks_per_chunk)
     image = np.uint64(part) + np.cumsum(chunk, dtype=np.uint64) - chunk
@@ -328,15 +330,15 @@ def _table(group: KVGroup, base: U64, part: int) -> RefTable:
         layer=np.array(group.layers, dtype=np.int64),
         places=np.add(image[:, None], np.outer(page, places), dtype=np.uint64),
         pitch=pitch,
-        seams=_seams(base, page, int(pitch)) if pitch else None,
+        seams=_seams(base, page, int(pitch), num_blocks) if pitch else None,
     )
 
 
-def _seams(base: U64, page: U64, pitch: int) -> frozenset[int]:
+def _seams(base: U64, page: U64, pitch: int, num_blocks: int) -> frozenset[int]:
     """`RefTable.seams` of references of one stride."""
     steps = zip(itertools.pairwise(base.tolist()), page.tolist(), strict=False)
     gaps = [second - first - nbytes for (first, second), nbytes in steps]
-    return frozenset(gap // pitch for gap in gaps if gap % pitch == 0)
+    return frozenset(gap // pitch for gap in gaps if gap % pitch == 0 and abs(gap) < num_blocks * pitch)
 
 
 def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ranks: int) -> str:

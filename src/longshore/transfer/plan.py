@@ -4,14 +4,18 @@
     describe()    device, host, size of each piece   whole-array numpy, runs merged
     plan()        both, as source, destination, size, with the bounds of each batch
 
-Pieces come chunk by chunk, in each chunk reference by reference, in each reference block by block: the order of bytes
-in the images, so that whatever can merge is adjacent, and bytes arrive item by item.
+Pieces come in one of two orders:
+
+    by image        chunk by chunk, in each chunk reference by reference, in each reference block by block: the order of
+                    bytes in the images, so that whatever can merge is adjacent, and an image is written in one go
+    by reference    reference by reference, in each reference block by block: long rows, which numpy fills several times
+                    faster; where nothing can merge, and whoever copies says that any order will do
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
+from contextvars import Context
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +32,7 @@ MAX_DESCRIPTORS = 4096
 MAX_BYTES = 32 << 20
 """Bytes per batch: what a more urgent copy may have to wait for."""
 
-
-_LONG_ROW = 16
+_BUFFER_SIZE_IS_LOCAL = int(np.__version__.partition(".")[0]) >= 2  # to the context; before, to the thread
 
 
 class Pieces(NamedTuple):
@@ -63,6 +66,22 @@ class Plan(NamedTuple):
     batches: tuple[tuple[int, int], ...]
 
 
+class _Runs(NamedTuple):
+    """Blocks of a part that follow one another on both sides, the same in every reference.
+
+    Attributes:
+        offsets: uint64, shape `(runs,)`: bytes from block 0's page to that of the first block.
+        places: uint64, shape `(runs,)`: bytes from the reference's first place in an image at 0 to that of the block.
+        sizes: uint64, shape `(runs,)`: bytes; `None`: each is one page.
+        size: Bytes of each of them, where that is one number.
+    """
+
+    offsets: U64
+    places: U64
+    sizes: U64 | None
+    size: int | None
+
+
 class Planner:
     """Makes plans in buffers of its own, which grow to the longest plan and are kept.
 
@@ -72,6 +91,11 @@ class Planner:
     def __init__(self) -> None:
         self._room = 0
         self._reserve(1024)
+        # Numpy takes operands that it broadcasts through a buffer, even where types agree: that costs three times as
+        # much as the sum. Only a buffer shorter than a row keeps it from that; its size is a setting of the context.
+        self._unbuffered = Context()
+        if _BUFFER_SIZE_IS_LOCAL:
+            self._unbuffered.run(np.setbufsize, 16)
 
     def plan(
         self,
@@ -90,8 +114,8 @@ class Planner:
     ) -> Plan:
         """The copies of one transfer; arguments and errors as for `select`.
 
-        A batch has at most `max_descriptors` copies, and at most `max_bytes` unless one reference's pages of one chunk
-        are more.
+        The copies of a plan may be made in any order. A batch has at most `max_descriptors` of them, and at most
+        `max_bytes` unless a single page has more.
         """
         if max_descriptors <= 0 or max_bytes <= 0:
             raise PlanError(f"a batch needs a positive size, got {max_descriptors} descriptors, {max_bytes} bytes")
@@ -106,8 +130,7 @@ class Planner:
             layers=layers,
             tokens=tokens,
         )
-        cuts = _cuts(selection.whole, max_bytes)
-        (device, host, size), ends = self._describe(selection.whole, cuts)
+        (device, host, size), ends = self._describe(selection.whole, max_bytes, any_order=True)
         batches: list[tuple[int, int]] = []
         start = 0
         for stop in ends:
@@ -116,13 +139,13 @@ class Planner:
         source, destination = (device, host) if into == HOST else (host, device)
         return Plan(source, destination, size, tuple(batches))
 
-    def describe(self, batch: Batch) -> Pieces:
-        """Addresses and sizes of what `batch` moves, adjacent runs merged.
+    def describe(self, batch: Batch, *, any_order: bool = False) -> Pieces:
+        """Addresses and sizes of what `batch` moves, adjacent runs merged; by image, or in whatever order is quickest.
 
         Raises:
             FreedLayoutError: The device memory is gone, or is no longer that which the ids were checked against.
         """
-        return self._describe(batch, ())[0]
+        return self._describe(batch, None, any_order=any_order)[0]
 
     def merge(self, pieces: Pieces) -> Pieces:
         """`pieces`, which may be anyone's, with each run that is adjacent on both sides as one, in the same order."""
@@ -134,36 +157,49 @@ class Planner:
             column[...] = given
         return self._merge(own, (count,), 0, count)[0]
 
-    def _describe(self, batch: Batch, cuts: Sequence[int]) -> tuple[Pieces, Sequence[int]]:
-        """What `batch` moves, and where it ends; nothing merges across `cuts`, which are then ends too."""
+    def _describe(self, batch: Batch, max_bytes: int | None, *, any_order: bool) -> tuple[Pieces, Sequence[int]]:
+        """What `batch` moves, and the ends of runs of at most `max_bytes`, across which nothing merges."""
         layout = batch.layout
         if batch.generation != layout.generation:
             raise FreedLayoutError(
                 f"planned in generation {batch.generation} of a layout that is in {layout.generation}"
             )
-        total = sum(part.pieces for part in batch.parts)
-        pieces = self._reserve(total)
+        room = self._reserve(sum(part.pieces for part in batch.parts))
+        sizes: set[int | None] = set()
         start = 0
-        low, high = total, 0  # pieces between which some may merge
+        low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
-            stop = start + part.pieces
-            shape = (len(part.images), len(part.widths), part.blocks.shape[1])
-            device, host, size = (column[start:stop].reshape(shape) for column in pieces)
             table = layout.table(part.group)
-            _device_addresses(part, part.blocks, table, device)
-            if part.sources is None:
-                host_addresses(part, table, batch.host_address, host)
+            runs = _runs(part, table, max_bytes) if any_order else None
+            if runs is not None:
+                stop = start + len(runs.offsets) * len(part.widths)
+                self._fill_by_reference(part, runs, table, batch.host_address, _span(room, start, stop))
+                sizes.add(runs.size)
             else:
-                _device_addresses(part, part.sources, table, host)
-            _sizes(part, size)
-            if start > 0 and _meet(pieces, start):
-                low, high = min(low, start - 1), start + 1
-            for rows in _may_merge(part, table):
-                row = part.pieces // shape[0]
-                low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
+                stop = start + part.pieces
+                _fill_by_image(part, table, batch.host_address, _span(room, start, stop))
+                sizes.add(None)
+                row = part.pieces // len(part.images)
+                for rows in _may_merge(part, table):
+                    low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
+            if start > 0 and _meet(room, start):
+                low, high = min(low, start - 1), max(high, start + 1)
             start = stop
-        ends = (*cuts, total)
+        pieces = _span(room, 0, start)
+        ends = [] if max_bytes is None else _cuts(pieces.size, sizes, max_bytes)
+        ends.append(start)
         return self._merge(pieces, ends, low, high) if low < high else (pieces, ends)
+
+    def _fill_by_reference(self, part: Part, runs: _Runs, table: RefTable, host_address: int, out: Pieces) -> None:
+        refs = len(part.widths)
+        device, host, size = (column.reshape(refs, -1) for column in out)
+        self._sum(table.base[part.refs, None], runs.offsets, device)
+        self._sum(table.places[part.refs, part.sub, None] + np.uint64(host_address), runs.places, host)
+        size[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
+
+    def _sum(self, column: U64, row: U64, out: U64) -> None:
+        """Fill `out[i, j]` with `column[i, 0] + row[j]`."""
+        self._unbuffered.run(np.add, column, row, out)
 
     def _merge(self, pieces: Pieces, ends: Sequence[int], low: int, high: int) -> tuple[Pieces, Sequence[int]]:
         """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece.
@@ -252,23 +288,80 @@ def host_addresses(part: Part, table: RefTable, host_address: int, out: U64) -> 
     np.add(images[:, None, None], places, out=out)
 
 
-def _sizes(part: Part, out: U64) -> None:
-    chunks, refs, subs = out.shape
-    width = part.widths[0]
-    if refs * subs < _LONG_ROW and (part.widths == width).all():
-        out.fill(width)
+def _runs(part: Part, table: RefTable, max_bytes: int | None) -> _Runs | None:
+    """The runs of `part`, none longer than `max_bytes`; `None` where they differ by reference, or span several."""
+    subs = part.blocks.shape[1]
+    width = _one_value(part.widths)
+    if table.pitch is None or table.seams is None or part.sources is not None or (width is None and subs > 1):
+        return None
+    if len(part.widths) > 1 and _spans_references(part.blocks, table.seams):
+        return None
+    blocks = part.blocks.reshape(-1)
+    offsets = _offsets(blocks, table.pitch)
+    places = part.images.view(np.uint64)
+    if width is not None and subs > 1:
+        places = np.add.outer(places, np.arange(0, subs * width, width, dtype=np.uint64)).reshape(-1)
+    if width != table.pitch:
+        return _Runs(offsets, places, None, width)
+    follows = np.flatnonzero(blocks[1:] - blocks[:-1] == 1)
+    if len(follows):
+        follows = follows[places[follows + 1] - places[follows] == width]
+    if not len(follows):
+        return _Runs(offsets, places, None, width)
+    begins = np.ones(len(blocks), dtype=np.bool_)
+    begins[follows + 1] = False
+    first = np.flatnonzero(begins)
+    sizes = np.diff(first, append=len(blocks)).astype(np.uint64) * table.pitch
+    if max_bytes is not None and np.maximum.reduce(sizes) > max_bytes:
+        return None
+    return _Runs(offsets[first], places[first], sizes, None)
+
+
+def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
+    """Whether, in some chunk, a page of the last block may end where one of the first block begins."""
+    if not seams:
+        return False
+    between = blocks[:, -1] - blocks[:, 0]
+    return any(np.count_nonzero(between == seam) for seam in seams)
+
+
+def _fill_by_image(part: Part, table: RefTable, host_address: int, out: Pieces) -> None:
+    shape = (len(part.images), len(part.widths), part.blocks.shape[1])
+    device, host, size = (column.reshape(shape) for column in out)
+    _device_addresses(part, part.blocks, table, device)
+    if part.sources is None:
+        host_addresses(part, table, host_address, host)
     else:
-        out.reshape(chunks, refs * subs)[...] = part.widths if subs == 1 else np.repeat(part.widths, subs)
+        _device_addresses(part, part.sources, table, host)
+    width = _one_value(part.widths)
+    if width is None:
+        size[...] = part.widths[:, None]
+    else:
+        size.fill(width)
 
 
-def _device_addresses(part: Part, ids: I64, table: RefTable, out: U64) -> None:
-    base, subs = table.base[part.refs], ids.shape[1]
-    blocks = ids.view(np.uint64)
+def _span(pieces: Pieces, start: int, stop: int) -> Pieces:
+    return Pieces(*(column[start:stop] for column in pieces))
+
+
+def _one_value(values: U64) -> int | None:
+    """The value that all of `values` have; `None` where they differ."""
+    first = values[:1].tobytes()
+    return int(values[0]) if values.tobytes() == first * len(values) else None
+
+
+def _offsets(blocks: I64, pitch: np.uint64) -> U64:
+    """Bytes from block 0's page to that of each of `blocks`."""
+    return np.multiply(blocks.view(np.uint64), pitch)
+
+
+def _device_addresses(part: Part, blocks: I64, table: RefTable, out: U64) -> None:
+    base, subs = table.base[part.refs], blocks.shape[1]
     if table.pitch is None:
-        np.multiply(blocks[:, None, :], table.stride[part.refs, None], out=out)
+        np.multiply(blocks.view(np.uint64)[:, None, :], table.stride[part.refs, None], out=out)
         out += base[:, None]
         return
-    offsets = blocks * table.pitch  # one product per block, not per block and reference
+    offsets = _offsets(blocks, table.pitch)  # one product per block, not per block and reference
     if subs == 1:
         np.add(offsets, base, out=out[:, :, 0])
         return
@@ -283,18 +376,15 @@ def _may_merge(part: Part, table: RefTable) -> Iterator[slice]:
     Looks at blocks and images, not at each piece: whoever has scattered blocks need not search for runs among them.
     """
     chunks, subs = part.blocks.shape
-    first, last = part.blocks[:, 0], part.blocks[:, -1]
     if table.pitch is None or table.seams is None or part.sources is not None:
         yield slice(0, chunks)
         return
+    first, last = part.blocks[:, 0], part.blocks[:, -1]
     if subs > 1:
         yield from _rows(np.flatnonzero(part.blocks[:, 1:] - part.blocks[:, :-1] == 1) // (subs - 1), 1)
     if len(part.widths) > 1:
         for seam in table.seams:
-            if subs > 1:
-                yield from _rows(np.flatnonzero(last - first == seam), 1)
-            elif seam == 0:
-                yield slice(0, chunks)
+            yield from _rows(np.flatnonzero(last - first == seam), 1)
     if chunks > 1:  # from the last page of a chunk to the first page of the next one
         ref = part.first_ref + len(part.widths) - 1
         end = table.places[ref, part.sub + subs - 1] + part.widths[-1]
@@ -318,12 +408,20 @@ def _meet(pieces: Pieces, at: int) -> bool:
     return bool(pieces.host[at - 1] + size == pieces.host[at] and pieces.device[at - 1] + size == pieces.device[at])
 
 
-def _cuts(batch: Batch, max_bytes: int) -> tuple[int, ...]:
-    """Where to cut the pieces of `batch` so that it moves in batches of at most `max_bytes`."""
-    if batch.nbytes <= max_bytes:
-        return ()
-    counts = [sum(part.pieces for part in piece.parts) for piece in batch.cut(max_bytes)]
-    return tuple(itertools.accumulate(counts[:-1]))
+def _cuts(size: U64, sizes: set[int | None], max_bytes: int) -> list[int]:
+    """Where to cut pieces of `size` into at most `max_bytes`; `sizes`: what sizes there are, `None` for any."""
+    total = len(size)
+    if len(sizes) == 1 and (each := next(iter(sizes))) is not None:
+        step = max(1, max_bytes // each)
+        return list(range(step, total, step))
+    ends = np.cumsum(size.view(np.int64))  # bytes never need the last bit; another type would go through a buffer
+    cuts: list[int] = []
+    at = 0
+    while at < total:
+        before = int(ends[at - 1]) if at else 0
+        at = max(at + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
+        cuts.append(at)
+    return cuts[:-1]
 
 
 def merge(pieces: Pieces) -> Pieces:
