@@ -1,16 +1,20 @@
 """`longshore bench plan`: from a transfer's ids to arrays of addresses and sizes.
 
-Both sides get the same ids, as Python integers, and fill the same three arrays. Ours checks every id and merges runs.
-The reference is the plain way: for each reference of the layout, whole-array arithmetic over its blocks; it checks
-nothing and merges nothing. Blocks and slots are scattered, so nothing merges, which is the most to describe.
+Both sides get what a worker of vLLM's is given, the ids of device blocks and of host chunks as int32 arrays, and fill
+three arrays of the same addresses and sizes. Ours checks every id and merges runs. The reference goes through the
+layout's references one by one, whole-array arithmetic in each; it checks nothing and merges nothing. It is vLLM's own
+code where vLLM is installed, else the same steps written here. Blocks and slots are scattered, so that next to nothing
+merges, which is the most to describe.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +24,10 @@ from longshore.boundary import HOST, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer.plan import Plan, Planner
 
-REFERENCE = "numpy loop over references"
+REFERENCE = "numpy, reference by reference"
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 
 _PAGE_BYTES = 1024
 _SPARE = 4  # times as many blocks and slots as one transfer names, to scatter them over
@@ -50,17 +57,25 @@ def run(*, repeats: int = 41, only: Sequence[str] = ()) -> Iterator[Case]:
     """The cases of `SHAPES`, one after the other."""
     for name in chosen(list(SHAPES), only):
         work = Work.of(SHAPES[name])
-        yield duration(name, _measure(work, repeats), REFERENCE)
+        reference, called = vllm(work) or (baseline(work), REFERENCE)
+        yield duration(name, _measure(work, reference, repeats), called)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Ids of one transfer, and the layout they are of."""
+    """Ids of one transfer from the device to the host, and the layout they are of.
+
+    Attributes:
+        layout: One group, each reference in a tensor of its own.
+        blocks: Device blocks, shape `(blocks,)`.
+        slots: Host chunks, shape `(chunks,)`; chunk `i` is at byte `i * layout.image_bytes`.
+        all_slots: How many there are.
+    """
 
     layout: KVLayout
-    blocks: tuple[int, ...]
-    images: list[int]
-    host_bytes: int
+    blocks: I32
+    slots: I32
+    all_slots: int
 
     @classmethod
     def of(cls, shape: Shape, seed: int = 0) -> Work:
@@ -71,64 +86,147 @@ class Work:
         refs = tuple(PageRef(index, 0, _PAGE_BYTES, _PAGE_BYTES) for index in range(shape.references))
         layout = KVLayout((KVGroup("kv", 16, shape.blocks_per_chunk, refs),), tensors, num_blocks)
         chunks = -(-shape.blocks // shape.blocks_per_chunk)
-        slots = chooser.sample(range(chunks * _SPARE), chunks)
         return cls(
             layout,
-            tuple(chooser.sample(range(num_blocks), shape.blocks)),
-            [slot * layout.image_bytes for slot in slots],
-            chunks * _SPARE * layout.image_bytes,
+            np.array(chooser.sample(range(num_blocks), shape.blocks), dtype=np.int32),
+            np.array(chooser.sample(range(chunks * _SPARE), chunks), dtype=np.int32),
+            chunks * _SPARE,
         )
 
 
-def _measure(work: Work, repeats: int) -> Seconds:
+def _measure(work: Work, reference: Callable[[], object], repeats: int) -> Seconds:
     planner = Planner()
     loops = max(1, 40_000 // (len(work.blocks) * len(work.layout.groups[0].refs)))
-    return compare(timed(lambda: ours(work, planner), loops), timed(baseline(work), loops), repeats=repeats, warm_ups=3)
+    return compare(timed(lambda: ours(work, planner), loops), timed(reference, loops), repeats=repeats, warm_ups=3)
 
 
 def ours(work: Work, planner: Planner) -> Plan:
     """The transfer as Longshore plans it."""
+    blocks = cast("tuple[int, ...]", work.blocks)  # a planner takes an array as well
     return planner.plan(
         work.layout,
-        [Section(0, 0, work.blocks)],
-        work.images,
+        [Section(0, 0, blocks)],
+        work.slots * np.int64(work.layout.image_bytes),
         into=HOST,
         host_address=0,
-        host_bytes=work.host_bytes,
+        host_bytes=work.all_slots * work.layout.image_bytes,
     )
 
 
 class Addresses(NamedTuple):
-    """What the reference makes: int64 arrays of one shape `(descriptors,)`."""
+    """What the reference makes: int64 arrays of one shape `(descriptors,)`, filled anew by each call."""
 
-    source: npt.NDArray[np.int64]
-    destination: npt.NDArray[np.int64]
-    size: npt.NDArray[np.int64]
+    source: I64
+    destination: I64
+    size: I64
+
+    @classmethod
+    def of(cls, work: Work) -> Addresses:
+        """Room for the descriptors of `work`."""
+        total = len(work.blocks) * len(work.layout.groups[0].refs)
+        return cls(*(np.empty(total, dtype=np.int64) for _ in range(3)))
 
 
 def baseline(work: Work) -> Callable[[], Addresses]:
-    """The transfer planned reference by reference, as a competent engineer would at first."""
-    group = work.layout.groups[0]
-    table = work.layout.table(0)
-    bases = table.base.tolist()
-    per_chunk = group.blocks_per_chunk
+    """The steps of vLLM's planning, for each reference: both tensors asked, ids widened, addresses, sizes."""
+    device, host = _rows(work)
+    per_chunk = work.layout.groups[0].blocks_per_chunk
+    made = Addresses.of(work)
 
     def per_reference() -> Addresses:
-        blocks = np.array(work.blocks, dtype=np.int64)
-        images = np.array(work.images, dtype=np.int64)
-        total = len(blocks) * len(group.refs)
-        made = Addresses(*(np.empty(total, dtype=np.int64) for _ in range(3)))
-        at = offset = 0
-        for base, ref in zip(bases, group.refs, strict=True):
-            end = at + len(blocks)
-            made.source[at:end] = base + blocks * ref.stride
-            places = offset + np.arange(per_chunk, dtype=np.int64) * ref.page_bytes
-            made.destination[at:end] = (images[:, None] + places).reshape(-1)[: len(blocks)]
-            made.size[at:end] = ref.page_bytes
-            at, offset = end, offset + ref.page_bytes * per_chunk
+        at = 0
+        for rows, chunks in zip(device, host, strict=True):
+            end = at + len(work.blocks)
+            _fill(made.source[at:end], rows, work.blocks, 1)
+            _fill(made.destination[at:end], chunks, work.slots, per_chunk)
+            made.size[at:end] = rows.shape[1]
+            at = end
         return made
 
     return per_reference
+
+
+def _fill(out: I64, rows: _Rows, ids: I32, per_row: int) -> None:
+    """Addresses of the first `len(out)` pages in the rows `ids`, `per_row` in each."""
+    first, pitch = rows.data_ptr(), rows.stride(0)
+    starts = ids.astype(np.uint64) * pitch + first
+    if per_row == 1:
+        out[:] = starts
+    else:
+        pages = np.arange(per_row, dtype=np.uint64) * (rows.shape[1] // per_row)
+        out[:] = (starts[:, None] + pages).ravel()[: len(out)]
+
+
+def vllm(work: Work) -> tuple[Callable[[], Addresses], str] | None:
+    """vLLM's own planning, and its name; `None` where it is not installed, or has other functions than 0.32 has.
+
+    Of `transfer_async` what comes before the copies: its pooled arrays, and its filling of them for each group.
+    """
+    try:
+        from vllm.v1.kv_offload.base import CanonicalKVCacheRef  # noqa: PLC0415
+        from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler  # noqa: PLC0415
+
+        fill = SingleDirectionOffloadingHandler._fill_direct_ops
+    except (ImportError, AttributeError):
+        return None
+    group = work.layout.groups[0]
+    device, host = _rows(work)
+    handler = SimpleNamespace(
+        layer_refs_per_group=[[CanonicalKVCacheRef(index, ref.page_bytes) for index, ref in enumerate(group.refs)]],
+        src_tensors=device,
+        dst_tensors=host,
+        src_blocks_per_chunk=1,
+        dst_blocks_per_chunk=group.blocks_per_chunk,
+    )
+    pooled = Addresses.of(work)
+    total = len(pooled.size)
+
+    def planned() -> Addresses:
+        made = Addresses(*(column[:total] for column in pooled))
+        fill(
+            handler,
+            0,
+            group_src=work.blocks,
+            group_dst=work.slots,
+            group_size=len(work.blocks),
+            src_skip_count=0,
+            dst_skip_count=0,
+            all_src=made.source,
+            all_dst=made.destination,
+            all_sizes=made.size,
+            op_idx=0,
+        )
+        return made
+
+    return planned, f"vLLM {importlib.metadata.version('vllm')}"
+
+
+def _rows(work: Work) -> tuple[list[_Rows], list[_Rows]]:
+    """The device's pages and the host's, as a tensor of rows per reference."""
+    group, table = work.layout.groups[0], work.layout.table(0)
+    device = [
+        _Rows(base, ref.stride, ref.page_bytes) for base, ref in zip(table.base.tolist(), group.refs, strict=True)
+    ]
+    host = [
+        _Rows(place, work.layout.image_bytes, ref.page_bytes * group.blocks_per_chunk)
+        for place, ref in zip(table.image.tolist(), group.refs, strict=True)
+    ]
+    return device, host
+
+
+class _Rows:
+    """A tensor of rows of bytes, as far as a planner asks."""
+
+    def __init__(self, address: int, pitch: int, row_bytes: int) -> None:
+        self._address = address
+        self._pitch = pitch
+        self.shape = (0, row_bytes)
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self, axis: int) -> int:
+        return (self._pitch, 1)[axis]
 
 
 class _Untouched:

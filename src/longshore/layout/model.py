@@ -219,9 +219,7 @@ class KVLayout:
         if expected not in (None, fingerprint):
             raise LayoutError(f"expected tensors of layout {expected}, got tensors of {fingerprint}: other dtypes")
         part = zip(self.groups, bases, strict=True)
-        self._tables = tuple(
-            _table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part
-        )
+        self._tables = tuple(_table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part)
         self.pools = pools
         self.fingerprint = fingerprint
         self.device = str(tensors[0].device)

@@ -32,6 +32,8 @@ MAX_DESCRIPTORS = 4096
 MAX_BYTES = 32 << 20
 """Bytes per batch: what a more urgent copy may have to wait for."""
 
+_LONG_ROW = 64
+
 _BUFFER_SIZE_IS_LOCAL = int(np.__version__.partition(".")[0]) >= 2  # to the context; before, to the thread
 
 
@@ -164,13 +166,13 @@ class Planner:
             raise FreedLayoutError(
                 f"planned in generation {batch.generation} of a layout that is in {layout.generation}"
             )
-        room = self._reserve(sum(part.pieces for part in batch.parts))
+        room = self._reserve(sum([part.pieces for part in batch.parts]))
         sizes: set[int | None] = set()
         start = 0
         low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
             table = layout.table(part.group)
-            runs = _runs(part, table, max_bytes) if any_order else None
+            runs = _runs(part, table, layout.image_bytes_of(part.group), max_bytes) if any_order else None
             if runs is not None:
                 stop = start + len(runs.offsets) * len(part.widths)
                 self._fill_by_reference(part, runs, table, batch.host_address, _span(room, start, stop))
@@ -191,15 +193,21 @@ class Planner:
         return self._merge(pieces, ends, low, high) if low < high else (pieces, ends)
 
     def _fill_by_reference(self, part: Part, runs: _Runs, table: RefTable, host_address: int, out: Pieces) -> None:
-        refs = len(part.widths)
-        device, host, size = (column.reshape(refs, -1) for column in out)
-        self._sum(table.base[part.refs, None], runs.offsets, device)
-        self._sum(table.places[part.refs, part.sub, None] + np.uint64(host_address), runs.places, host)
-        size[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
+        shape = (len(part.widths), len(runs.offsets))
+        self._sum(table.base[part.refs, None], runs.offsets, out.device.reshape(shape))
+        places = table.places[part.refs, part.sub, None] + np.uint64(host_address)
+        self._sum(places, runs.places, out.host.reshape(shape))
+        if runs.size is not None:
+            out.size.fill(runs.size)
+        else:
+            out.size.reshape(shape)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
 
     def _sum(self, column: U64, row: U64, out: U64) -> None:
         """Fill `out[i, j]` with `column[i, 0] + row[j]`."""
-        self._unbuffered.run(np.add, column, row, out)
+        if len(row) < _LONG_ROW:
+            np.add(column, row, out)
+        else:
+            self._unbuffered.run(np.add, column, row, out)
 
     def _merge(self, pieces: Pieces, ends: Sequence[int], low: int, high: int) -> tuple[Pieces, Sequence[int]]:
         """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece.
@@ -288,29 +296,28 @@ def host_addresses(part: Part, table: RefTable, host_address: int, out: U64) -> 
     np.add(images[:, None, None], places, out=out)
 
 
-def _runs(part: Part, table: RefTable, max_bytes: int | None) -> _Runs | None:
+def _runs(part: Part, table: RefTable, image_bytes: int, max_bytes: int | None) -> _Runs | None:
     """The runs of `part`, none longer than `max_bytes`; `None` where they differ by reference, or span several."""
     subs = part.blocks.shape[1]
     width = _one_value(part.widths)
     if table.pitch is None or table.seams is None or part.sources is not None or (width is None and subs > 1):
         return None
-    if len(part.widths) > 1 and _spans_references(part.blocks, table.seams):
+    if table.seams and len(part.widths) > 1 and _spans_references(part.blocks, table.seams):
         return None
     blocks = part.blocks.reshape(-1)
     offsets = _offsets(blocks, table.pitch)
     places = part.images.view(np.uint64)
     if width is not None and subs > 1:
         places = np.add.outer(places, np.arange(0, subs * width, width, dtype=np.uint64)).reshape(-1)
-    if width != table.pitch:
+    # No run leaves an image, unless images are as long as what one reference has in them.
+    if width is None or width != table.pitch or (subs == 1 and width < image_bytes):
         return _Runs(offsets, places, None, width)
-    follows = np.flatnonzero(blocks[1:] - blocks[:-1] == 1)
-    if len(follows):
-        follows = follows[places[follows + 1] - places[follows] == width]
-    if not len(follows):
+    follows = blocks[1:] - blocks[:-1] == 1
+    if np.count_nonzero(follows):
+        follows &= places[1:] - places[:-1] == width
+    if not np.count_nonzero(follows):
         return _Runs(offsets, places, None, width)
-    begins = np.ones(len(blocks), dtype=np.bool_)
-    begins[follows + 1] = False
-    first = np.flatnonzero(begins)
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
     sizes = np.diff(first, append=len(blocks)).astype(np.uint64) * table.pitch
     if max_bytes is not None and np.maximum.reduce(sizes) > max_bytes:
         return None
@@ -319,8 +326,6 @@ def _runs(part: Part, table: RefTable, max_bytes: int | None) -> _Runs | None:
 
 def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
     """Whether, in some chunk, a page of the last block may end where one of the first block begins."""
-    if not seams:
-        return False
     between = blocks[:, -1] - blocks[:, 0]
     return any(np.count_nonzero(between == seam) for seam in seams)
 
@@ -341,6 +346,8 @@ def _fill_by_image(part: Part, table: RefTable, host_address: int, out: Pieces) 
 
 
 def _span(pieces: Pieces, start: int, stop: int) -> Pieces:
+    if stop - start == len(pieces.size):
+        return pieces
     return Pieces(*(column[start:stop] for column in pieces))
 
 

@@ -245,7 +245,7 @@ def select(
         raise PlanError(f"the sections' blocks fill {items} chunks, {sum(items)} in all; got {got}")
     if layers is not None and not 0 <= layers[0] < layers[1] <= layout.num_layers:
         raise PlanError(f"layers must be a range within [0, {layout.num_layers}), got {layers}")
-    last = max((index for index, count in enumerate(items) if count), default=-1)
+    last = -1 if tokens is None else max((index for index, count in enumerate(items) if count), default=-1)
     parts: list[Part] = []
     item = 0
     for index, (section, count) in enumerate(zip(sections, items, strict=True)):
@@ -258,7 +258,7 @@ def select(
         parts += _parts(layout, section, pages, images=places, valid=masks, item=item)
         item += count
     whole = Batch(layout, layout.generation, into, host_address, tuple(parts))
-    groups = (section.group for section in sections)
+    groups = [section.group for section in sections]
     selection = Selection(whole, offsets, tuple(zip(groups, items, strict=True)))
     _check_written_once(selection, host_bytes)
     return selection
@@ -363,9 +363,9 @@ def _check_images(images: I64, item: int, image_bytes: int, host_bytes: int) -> 
 def _check_written_once(selection: Selection, host_bytes: int) -> None:
     layout = selection.whole.layout
     if selection.whole.into == HOST:
-        # Images that are apart by the length of one or more are in different ones of as many equal places.
-        longest = layout.image_bytes
-        if not _surely_differ(selection.images // longest, host_bytes // longest + 1):
+        # Images that are apart by the length of one, or by any power of two below it, differ in the bits above that.
+        shift = layout.image_bytes.bit_length() - 1
+        if not _surely_differ(selection.images >> shift, (host_bytes >> shift) + 1):
             twice = repeated(selection.images)
             if twice is not None:
                 raise PlanError(f"an image would be written twice: at offset {twice} of host memory")
@@ -379,15 +379,13 @@ def _check_written_once(selection: Selection, host_bytes: int) -> None:
 def _surely_differ(values: I64, limit: int) -> bool:
     """Whether no two of `values`, within `[0, limit)`, are equal: a quick answer, `False` where it would be a slow one.
 
-    Each writes its position at the place that it names, and looks whether it is still there: the one before another
-    equal one finds the other's. Four times as fast as sorting, as long as the places are not many more than the values.
+    Marks them and counts the marks: several times as fast as sorting, as long as there are not many more places.
     """
     if limit > 64 * len(values):
         return False
-    positions = np.arange(len(values), dtype=np.int32)
-    written = np.empty(limit, dtype=np.int32)  # only what is written is read
-    written[values] = positions
-    return not np.count_nonzero(written[values] != positions)
+    marks = np.zeros(limit, dtype=np.bool_)
+    marks[values] = True
+    return bool(np.count_nonzero(marks) == len(values))
 
 
 def repeated(values: I64) -> int | None:
