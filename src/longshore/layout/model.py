@@ -105,6 +105,8 @@ class RefTable(NamedTuple):
         token: uint64, bytes per token; 0 where a page cannot be split.
         layer: int64, model layer, never decreasing.
         places: uint64, shape `(references, blocks_per_chunk)`: bytes from the start of the image to each page.
+        starts: uint64, shape `(2, references, blocks_per_chunk)`: `base`, again and again, above `places`, for the two
+            sides of a copy to be computed in one go.
         pitch: The stride of all references; `None` where they differ.
         seams: Every `a - b` for which block a's page in one reference may end where block b's begins in the next.
             `None` where that is not known.
@@ -117,6 +119,7 @@ class RefTable(NamedTuple):
     token: U64
     layer: npt.NDArray[np.int64]
     places: U64
+    starts: U64
     pitch: np.uint64 | None
     seams: frozenset[int] | None
 
@@ -317,7 +320,9 @@ def _table(group: KVGroup, base: U64, part: int, num_blocks: int) -> RefTable:
     chunk = page * np.uint64(group.blocks_per_chunk)
     image = np.uint64(part) + np.cumsum(chunk, dtype=np.uint64) - chunk
     stride = np.array([ref.stride for ref in group.refs], dtype=np.uint64)
-    places = np.arange(group.blocks_per_chunk, dtype=np.uint64)
+    starts = np.empty((2, len(base), group.blocks_per_chunk), dtype=np.uint64)
+    starts[0] = base[:, None]
+    starts[1] = image[:, None] + np.outer(page, np.arange(group.blocks_per_chunk, dtype=np.uint64))
     pitch = stride[0] if (stride == stride[0]).all() else None
     return RefTable(
         base=base,
@@ -326,7 +331,8 @@ def _table(group: KVGroup, base: U64, part: int, num_blocks: int) -> RefTable:
         image=image,
         token=np.array([ref.token_bytes or 0 for ref in group.refs], dtype=np.uint64),
         layer=np.array(group.layers, dtype=np.int64),
-        places=np.add(image[:, None], np.outer(page, places), dtype=np.uint64),
+        places=starts[1],
+        starts=starts,
         pitch=pitch,
         seams=_seams(base, page, int(pitch), num_blocks) if pitch else None,
     )

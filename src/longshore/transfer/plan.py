@@ -72,14 +72,12 @@ class _Runs(NamedTuple):
     """Blocks of a part that follow one another on both sides, the same in every reference.
 
     Attributes:
-        offsets: uint64, shape `(runs,)`: bytes from block 0's page to that of the first block.
-        places: uint64, shape `(runs,)`: bytes from the reference's first place in an image at 0 to that of the block.
+        first: uint64, shape `(2, runs)`: how far the first page of each is from `RefTable.starts`, on either side.
         sizes: uint64, shape `(runs,)`: bytes; `None`: each is one page.
         size: Bytes of each of them, where that is one number.
     """
 
-    offsets: U64
-    places: U64
+    first: U64
     sizes: U64 | None
     size: int | None
 
@@ -172,10 +170,10 @@ class Planner:
         low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
             table = layout.table(part.group)
-            runs = _runs(part, table, layout.image_bytes_of(part.group), max_bytes) if any_order else None
+            runs = _runs(batch, part, table, max_bytes) if any_order else None
             if runs is not None:
-                stop = start + len(runs.offsets) * len(part.widths)
-                self._fill_by_reference(part, runs, table, batch.host_address, _span(room, start, stop))
+                stop = start + runs.first.shape[1] * len(part.widths)
+                self._fill_by_reference(part, runs, table, start, stop)
                 sizes.add(runs.size)
             else:
                 stop = start + part.pieces
@@ -192,22 +190,19 @@ class Planner:
         ends.append(start)
         return self._merge(pieces, ends, low, high) if low < high else (pieces, ends)
 
-    def _fill_by_reference(self, part: Part, runs: _Runs, table: RefTable, host_address: int, out: Pieces) -> None:
-        shape = (len(part.widths), len(runs.offsets))
-        self._sum(table.base[part.refs, None], runs.offsets, out.device.reshape(shape))
-        places = table.places[part.refs, part.sub, None] + np.uint64(host_address)
-        self._sum(places, runs.places, out.host.reshape(shape))
-        if runs.size is not None:
-            out.size.fill(runs.size)
-        else:
-            out.size.reshape(shape)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
-
-    def _sum(self, column: U64, row: U64, out: U64) -> None:
-        """Fill `out[i, j]` with `column[i, 0] + row[j]`."""
-        if len(row) < _LONG_ROW:
+    def _fill_by_reference(self, part: Part, runs: _Runs, table: RefTable, start: int, stop: int) -> None:
+        refs, count = len(part.widths), runs.first.shape[1]
+        column, row = table.starts[:, part.refs, part.sub, None], runs.first[:, None]
+        out = self._addresses[:, start:stop].reshape(2, refs, count)
+        if count < _LONG_ROW:
             np.add(column, row, out)
         else:
             self._unbuffered.run(np.add, column, row, out)
+        size = self._sizes[start:stop]
+        if runs.size is not None:
+            size.fill(runs.size)
+        else:
+            size.reshape(refs, count)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
 
     def _merge(self, pieces: Pieces, ends: Sequence[int], low: int, high: int) -> tuple[Pieces, Sequence[int]]:
         """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece.
@@ -246,12 +241,12 @@ class Planner:
         """The first `count` elements of the buffers."""
         if count > self._room:
             self._room = max(count, 2 * self._room)
-            self._buffers = Pieces(*(np.empty(self._room, dtype=np.uint64) for _ in range(3)))
+            self._addresses = np.empty((2, self._room), dtype=np.uint64)  # on the device, in the host
+            self._sizes = np.empty(self._room, dtype=np.uint64)
             self._stops = np.empty(self._room, dtype=np.uint64)
             self._starts = np.empty(self._room, dtype=np.bool_)
             self._apart = np.empty(self._room, dtype=np.bool_)
-        device, host, size = self._buffers
-        return Pieces(device[:count], host[:count], size[:count])
+        return Pieces(self._addresses[0, :count], self._addresses[1, :count], self._sizes[:count])
 
 
 def plan(
@@ -296,32 +291,34 @@ def host_addresses(part: Part, table: RefTable, host_address: int, out: U64) -> 
     np.add(images[:, None, None], places, out=out)
 
 
-def _runs(part: Part, table: RefTable, image_bytes: int, max_bytes: int | None) -> _Runs | None:
+def _runs(batch: Batch, part: Part, table: RefTable, max_bytes: int | None) -> _Runs | None:
     """The runs of `part`, none longer than `max_bytes`; `None` where they differ by reference, or span several."""
-    subs = part.blocks.shape[1]
+    chunks, subs = part.blocks.shape
     width = _one_value(part.widths)
     if table.pitch is None or table.seams is None or part.sources is not None or (width is None and subs > 1):
         return None
     if table.seams and len(part.widths) > 1 and _spans_references(part.blocks, table.seams):
         return None
     blocks = part.blocks.reshape(-1)
-    offsets = _offsets(blocks, table.pitch)
-    places = part.images.view(np.uint64)
-    if width is not None and subs > 1:
-        places = np.add.outer(places, np.arange(0, subs * width, width, dtype=np.uint64)).reshape(-1)
+    first = np.empty((2, chunks * subs), dtype=np.uint64)
+    np.multiply(blocks.view(np.uint64), table.pitch, out=first[0])
+    places = first[1].reshape(chunks, subs)
+    np.add(part.images.view(np.uint64)[:, None], np.uint64(batch.host_address), out=places)
+    if subs > 1 and width is not None:
+        places += np.arange(0, subs * width, width, dtype=np.uint64)
     # No run leaves an image, unless images are as long as what one reference has in them.
-    if width is None or width != table.pitch or (subs == 1 and width < image_bytes):
-        return _Runs(offsets, places, None, width)
+    if width is None or width != table.pitch or (subs == 1 and width < batch.layout.image_bytes_of(part.group)):
+        return _Runs(first, None, width)
     follows = blocks[1:] - blocks[:-1] == 1
     if np.count_nonzero(follows):
-        follows &= places[1:] - places[:-1] == width
+        follows &= first[1, 1:] - first[1, :-1] == width
     if not np.count_nonzero(follows):
-        return _Runs(offsets, places, None, width)
-    first = np.flatnonzero(np.concatenate([[True], ~follows]))
-    sizes = np.diff(first, append=len(blocks)).astype(np.uint64) * table.pitch
+        return _Runs(first, None, width)
+    begins = np.flatnonzero(np.concatenate([[True], ~follows]))
+    sizes = np.diff(begins, append=len(blocks)).astype(np.uint64) * table.pitch
     if max_bytes is not None and np.maximum.reduce(sizes) > max_bytes:
         return None
-    return _Runs(offsets[first], places[first], sizes, None)
+    return _Runs(first[:, begins], sizes, None)
 
 
 def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
@@ -357,18 +354,13 @@ def _one_value(values: U64) -> int | None:
     return int(values[0]) if values.tobytes() == first * len(values) else None
 
 
-def _offsets(blocks: I64, pitch: np.uint64) -> U64:
-    """Bytes from block 0's page to that of each of `blocks`."""
-    return np.multiply(blocks.view(np.uint64), pitch)
-
-
 def _device_addresses(part: Part, blocks: I64, table: RefTable, out: U64) -> None:
     base, subs = table.base[part.refs], blocks.shape[1]
     if table.pitch is None:
         np.multiply(blocks.view(np.uint64)[:, None, :], table.stride[part.refs, None], out=out)
         out += base[:, None]
         return
-    offsets = _offsets(blocks, table.pitch)  # one product per block, not per block and reference
+    offsets = blocks.view(np.uint64) * table.pitch  # one product per block, not per block and reference
     if subs == 1:
         np.add(offsets, base, out=out[:, :, 0])
         return

@@ -287,8 +287,11 @@ def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[in
 def page_widths(layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None) -> PageWidths:
     """Which pages of a block of `group` move, and how many bytes of them; arguments as for `select`."""
     table = layout.table(group)
-    first, stop = np.searchsorted(table.layer, layers).tolist() if layers else (0, len(table.layer))
-    whole, token = table.page[first:stop], table.token[first:stop]
+    if layers is None:
+        first, whole, token = 0, table.page, table.token
+    else:
+        first, stop = np.searchsorted(table.layer, layers).tolist()
+        whole, token = table.page[first:stop], table.token[first:stop]
     if tokens is None or not 0 < tokens < layout.groups[group].block_size or not token.any():
         return PageWidths(first, whole, None)
     return PageWidths(first, whole, np.where(token > 0, token * np.uint64(tokens), whole))
@@ -339,7 +342,7 @@ def _integers(values: Sequence[int] | I64, what: str) -> I64:
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iu" or values.ndim != 1:
             raise PlanError(f"{what} must be integers in a row, got {values.dtype} of shape {values.shape}")
-        return np.ascontiguousarray(values, dtype=np.int64)
+        return np.asarray(values, dtype=np.int64)
     if not len(values):
         return np.empty(0, dtype=np.int64)
     try:
