@@ -377,7 +377,7 @@ def test_small_images_close_to_one_another_are_not_one() -> None:
     tensors = [torch.zeros(16 * size, dtype=torch.uint8) for size in (24, 20_000)]
     groups = [KVGroup(str(i), 16, 1, (PageRef(i, 0, size, size),)) for i, size in enumerate((24, 20_000))]
     layout = KVLayout(groups, tensors, 16)
-    images = [0, 4096, 8192]
+    images = [0, 4096, 16_384]
     made = plan(layout, [Section(0, 0, (1, 2, 3))], images, into=HOST, host_address=0, host_bytes=20_480)
     assert made.destination.tolist() == images
 

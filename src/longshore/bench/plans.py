@@ -9,12 +9,13 @@ merges, which is the most to describe.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -68,14 +69,16 @@ class Work:
     Attributes:
         layout: One group, each reference in a tensor of its own.
         blocks: Device blocks, shape `(blocks,)`.
-        slots: Host chunks, shape `(chunks,)`; chunk `i` is at byte `i * layout.image_bytes`.
-        all_slots: How many there are.
+        slots: Host chunks, shape `(chunks,)`; chunk `i` is at byte `i * layout.image_bytes` of `host`.
+        host: The host memory; like the layout's tensors it is described only, and takes no room.
+        host_address: Where it starts.
     """
 
     layout: KVLayout
     blocks: I32
     slots: I32
-    all_slots: int
+    host: npt.NDArray[np.int8]
+    host_address: int
 
     @classmethod
     def of(cls, shape: Shape, seed: int = 0) -> Work:
@@ -86,11 +89,13 @@ class Work:
         refs = tuple(PageRef(index, 0, _PAGE_BYTES, _PAGE_BYTES) for index in range(shape.references))
         layout = KVLayout((KVGroup("kv", 16, shape.blocks_per_chunk, refs),), tensors, num_blocks)
         chunks = -(-shape.blocks // shape.blocks_per_chunk)
+        host = np.empty(chunks * _SPARE * layout.image_bytes, dtype=np.int8)
         return cls(
             layout,
             np.array(chooser.sample(range(num_blocks), shape.blocks), dtype=np.int32),
             np.array(chooser.sample(range(chunks * _SPARE), chunks), dtype=np.int32),
-            chunks * _SPARE,
+            host,
+            _address(host),
         )
 
 
@@ -108,8 +113,8 @@ def ours(work: Work, planner: Planner) -> Plan:
         [Section(0, 0, blocks)],
         work.slots * np.int64(work.layout.image_bytes),
         into=HOST,
-        host_address=0,
-        host_bytes=work.all_slots * work.layout.image_bytes,
+        host_address=work.host_address,
+        host_bytes=work.host.nbytes,
     )
 
 
@@ -151,7 +156,7 @@ def _fill(out: I64, rows: _Rows, ids: I32, per_row: int) -> None:
     first, pitch = rows.data_ptr(), rows.stride(0)
     starts = ids.astype(np.uint64) * pitch + first
     if per_row == 1:
-        out[:] = starts
+        out[:] = starts[: len(out)]
     else:
         pages = np.arange(per_row, dtype=np.uint64) * (rows.shape[1] // per_row)
         out[:] = (starts[:, None] + pages).ravel()[: len(out)]
@@ -201,53 +206,67 @@ def vllm(work: Work) -> tuple[Callable[[], Addresses], str] | None:
     return planned, f"vLLM {importlib.metadata.version('vllm')}"
 
 
-def _rows(work: Work) -> tuple[list[_Rows], list[_Rows]]:
-    """The device's pages and the host's, as a tensor of rows per reference."""
+def _rows(work: Work) -> tuple[Sequence[_Rows], Sequence[_Rows]]:
+    """The device's pages and the host's, a tensor of rows for each reference."""
     group, table = work.layout.groups[0], work.layout.table(0)
+    images = work.host.reshape(-1, work.layout.image_bytes)
     device = [
-        _Rows(base, ref.stride, ref.page_bytes) for base, ref in zip(table.base.tolist(), group.refs, strict=True)
+        tensor.memory.reshape(work.layout.num_blocks, -1) for tensor in cast("list[_Untouched]", work.layout.tensors)
     ]
     host = [
-        _Rows(place, work.layout.image_bytes, ref.page_bytes * group.blocks_per_chunk)
+        images[:, place : place + ref.page_bytes * group.blocks_per_chunk]
         for place, ref in zip(table.image.tolist(), group.refs, strict=True)
     ]
-    return device, host
+    return [_tensor(rows) for rows in device], [_tensor(rows) for rows in host]
 
 
-class _Rows:
-    """A tensor of rows of bytes, as far as a planner asks."""
+class _Rows(Protocol):
+    """What a planner asks of a tensor of rows of bytes."""
 
-    def __init__(self, address: int, pitch: int, row_bytes: int) -> None:
-        self._address = address
-        self._pitch = pitch
-        self.shape = (0, row_bytes)
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def data_ptr(self) -> int: ...
+
+    def stride(self, axis: int) -> int: ...
+
+
+def _tensor(rows: npt.NDArray[np.int8]) -> _Rows:
+    """`rows` as vLLM has them, as torch's; as a stand-in that is asked in the same way where there is no torch."""
+    try:
+        return cast("_Rows", importlib.import_module("torch").from_numpy(rows))
+    except ImportError:
+        return _StandIn(rows)
+
+
+class _StandIn:
+    def __init__(self, rows: npt.NDArray[np.int8]) -> None:
+        self.shape = rows.shape
+        self._address = _address(rows)
+        self._strides = rows.strides
 
     def data_ptr(self) -> int:
         return self._address
 
     def stride(self, axis: int) -> int:
-        return (self._pitch, 1)[axis]
+        return self._strides[axis]
 
 
 class _Untouched:
-    """Device memory that is only described: a tensor of bytes, as far as a layout asks."""
+    """Device memory that is only described, and takes no room: a tensor of bytes, as far as a layout asks."""
 
-    dtype = "uint8"
+    dtype = "int8"
     device = "cpu"
-    _next = 1 << 40
 
     def __init__(self, nbytes: int) -> None:
+        self.memory = np.empty(nbytes, dtype=np.int8)
         self.shape = (nbytes,)
-        self._nbytes = nbytes
-        # Apart from each other by no multiple of a page, as an allocator would place them.
-        self._address = _Untouched._next
-        _Untouched._next += nbytes + 4096 + 64
 
     def data_ptr(self) -> int:
-        return self._address
+        return _address(self.memory)
 
     def nbytes(self) -> int:
-        return self._nbytes
+        return self.memory.nbytes
 
     def element_size(self) -> int:
         return 1
@@ -257,3 +276,7 @@ class _Untouched:
 
     def untyped_storage(self) -> _Untouched:
         return self
+
+
+def _address(array: npt.NDArray[np.int8]) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -330,8 +330,7 @@ def _parts(
 def block_ids(section: Section, num_blocks: int) -> I64:
     """The section's blocks, int64, shape `(blocks,)`; `PlanError` when one does not exist."""
     ids = _integers(section.blocks, f"block ids of group {section.group}")
-    # As unsigned numbers, negative ones are the largest: one pass finds both kinds.
-    if np.maximum.reduce(ids.view(np.uint64)) >= num_blocks:
+    if _largest(ids) >= num_blocks:
         low, high = int(ids.min()), int(ids.max())
         raise PlanError(f"block ids of group {section.group} must lie in [0, {num_blocks}), got {low} to {high}")
     return ids
@@ -352,10 +351,16 @@ def _integers(values: Sequence[int] | I64, what: str) -> I64:
     return np.frombuffer(packed, dtype=np.int64)
 
 
+def _largest(values: I64) -> int:
+    """The largest of `values`, a negative one being larger than all others: one pass finds what is on either side."""
+    unsigned = values.view(np.uint64)
+    return int(unsigned[unsigned.argmax()])  # several times as fast as `max`
+
+
 def _check_images(images: I64, item: int, image_bytes: int, host_bytes: int) -> None:
     """That images of one group, the first of them that of `item`, lie within the host memory."""
     room = host_bytes - image_bytes
-    if room < 0 or np.maximum.reduce(images.view(np.uint64)) > room:
+    if room < 0 or _largest(images) > room:
         bad = int(np.argmax((images < 0) | (images > room)))
         raise PlanError(
             f"item {item + bad}: an image of {image_bytes} bytes at {images[bad]} does not lie within "
