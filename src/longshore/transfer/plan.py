@@ -91,6 +91,7 @@ class Planner:
     def __init__(self) -> None:
         self._room = 0
         self._reserve(1024)
+        self._alikes = np.zeros(1, dtype=np.uint64)
         # Numpy takes operands that it broadcasts through a buffer, even where types agree: that costs three times as
         # much as the sum. Only a buffer shorter than a row keeps it from that; its size is a setting of the context.
         self._unbuffered = Context()
@@ -174,6 +175,8 @@ class Planner:
             if runs is not None:
                 stop = start + runs.first.shape[1] * len(part.widths)
                 self._fill_by_reference(part, runs, table, start, stop)
+                if runs.size is None or len(batch.parts) > 1:
+                    _fill_sizes(part, runs, room.size[start:stop])
                 sizes.add(runs.size)
             else:
                 stop = start + part.pieces
@@ -186,7 +189,10 @@ class Planner:
                 low, high = min(low, start - 1), max(high, start + 1)
             start = stop
         pieces = _span(room, 0, start)
-        ends = [] if max_bytes is None else _cuts(pieces.size, sizes, max_bytes)
+        each = sizes.pop() if len(sizes) == 1 else None
+        if each is not None and len(batch.parts) == 1:
+            pieces = Pieces(pieces.device, pieces.host, self._alike(each, start))
+        ends = [] if max_bytes is None else _cuts(pieces.size, each, max_bytes)
         ends.append(start)
         return self._merge(pieces, ends, low, high) if low < high else (pieces, ends)
 
@@ -198,11 +204,13 @@ class Planner:
             np.add(column, row, out)
         else:
             self._unbuffered.run(np.add, column, row, out)
-        size = self._sizes[start:stop]
-        if runs.size is not None:
-            size.fill(runs.size)
-        else:
-            size.reshape(refs, count)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
+
+    def _alike(self, size: int, count: int) -> U64:
+        """`count` times `size`, to be read only: most plans have one size, the one that the last plan had."""
+        if self._alikes[0] != size or len(self._alikes) < count:
+            self._alikes = np.full(self._room, size, dtype=np.uint64)
+            self._alikes.flags.writeable = False
+        return self._alikes[:count]
 
     def _merge(self, pieces: Pieces, ends: Sequence[int], low: int, high: int) -> tuple[Pieces, Sequence[int]]:
         """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece.
@@ -321,6 +329,13 @@ def _runs(batch: Batch, part: Part, table: RefTable, max_bytes: int | None) -> _
     return _Runs(first[:, begins], sizes, None)
 
 
+def _fill_sizes(part: Part, runs: _Runs, out: U64) -> None:
+    if runs.size is not None:
+        out.fill(runs.size)
+    else:
+        out.reshape(len(part.widths), -1)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
+
+
 def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
     """Whether, in some chunk, a page of the last block may end where one of the first block begins."""
     between = blocks[:, -1] - blocks[:, 0]
@@ -407,10 +422,10 @@ def _meet(pieces: Pieces, at: int) -> bool:
     return bool(pieces.host[at - 1] + size == pieces.host[at] and pieces.device[at - 1] + size == pieces.device[at])
 
 
-def _cuts(size: U64, sizes: set[int | None], max_bytes: int) -> list[int]:
-    """Where to cut pieces of `size` into at most `max_bytes`; `sizes`: what sizes there are, `None` for any."""
+def _cuts(size: U64, each: int | None, max_bytes: int) -> list[int]:
+    """Where to cut pieces of `size` into at most `max_bytes`; `each`: the size of all, where it is one."""
     total = len(size)
-    if len(sizes) == 1 and (each := next(iter(sizes))) is not None:
+    if each is not None:
         step = max(1, max_bytes // each)
         return list(range(step, total, step))
     ends = np.cumsum(size.view(np.int64))  # bytes never need the last bit; another type would go through a buffer
