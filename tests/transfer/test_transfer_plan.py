@@ -276,6 +276,15 @@ def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
         assert fresh.batches == again.batches
 
 
+def test_pages_of_another_size_get_sizes_of_their_own() -> None:
+    planner = Planner()
+    for page in (24, 656, 24):
+        pools = Pools(flat(64, page, refs=3), slots=8)
+        arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
+        made = planner.plan(pools.layout, [Section(0, 0, (5, 9))], pools.images([1, 4]), **arguments)  # type: ignore[arg-type]
+        assert made.size.tolist() == [page] * 6
+
+
 def test_block_ids_may_be_an_array() -> None:
     pools = Pools(flat(64, 24), slots=4)
     ids = np.array([3, 9, 1, 2], dtype=np.int32)

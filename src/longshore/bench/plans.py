@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from longshore.bench.harness import Case, Seconds, chosen, compare, duration, timed
+from longshore.bench.harness import Case, Seconds, chosen, compare, duration, loops_within, timed
 from longshore.boundary import HOST, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer.plan import Plan, Planner
@@ -101,8 +101,8 @@ class Work:
 
 def _measure(work: Work, reference: Callable[[], object], repeats: int) -> Seconds:
     planner = Planner()
-    loops = max(1, 40_000 // (len(work.blocks) * len(work.layout.groups[0].refs)))
-    return compare(timed(lambda: ours(work, planner), loops), timed(reference, loops), repeats=repeats, warm_ups=3)
+    sides = [timed(call, loops_within(call)) for call in (lambda: ours(work, planner), reference)]
+    return compare(*sides, repeats=repeats, warm_ups=3)
 
 
 def ours(work: Work, planner: Planner) -> Plan:
@@ -111,7 +111,7 @@ def ours(work: Work, planner: Planner) -> Plan:
     return planner.plan(
         work.layout,
         [Section(0, 0, blocks)],
-        work.slots * np.int64(work.layout.image_bytes),
+        work.slots.astype(np.int64) * work.layout.image_bytes,
         into=HOST,
         host_address=work.host_address,
         host_bytes=work.host.nbytes,

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from longshore.boundary import HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout.model import U64, KVLayout, RefTable
+from longshore.transfer.runs import Runs, one_value, runs_of
 from longshore.transfer.selection import I64, Batch, Part, select
 
 MAX_DESCRIPTORS = 4096
@@ -66,20 +67,6 @@ class Plan(NamedTuple):
     destination: U64
     size: U64
     batches: tuple[tuple[int, int], ...]
-
-
-class _Runs(NamedTuple):
-    """Blocks of a part that follow one another on both sides, the same in every reference.
-
-    Attributes:
-        first: uint64, shape `(2, runs)`: how far the first page of each is from `RefTable.starts`, on either side.
-        sizes: uint64, shape `(runs,)`: bytes; `None`: each is one page.
-        size: Bytes of each of them, where that is one number.
-    """
-
-    first: U64
-    sizes: U64 | None
-    size: int | None
 
 
 class Planner:
@@ -171,7 +158,7 @@ class Planner:
         low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
             table = layout.table(part.group)
-            runs = _runs(batch, part, table, max_bytes) if any_order else None
+            runs = runs_of(batch, part, table, max_bytes) if any_order else None
             if runs is not None:
                 stop = start + runs.first.shape[1] * len(part.widths)
                 self._fill_by_reference(part, runs, table, start, stop)
@@ -196,7 +183,7 @@ class Planner:
         ends.append(start)
         return self._merge(pieces, ends, low, high) if low < high else (pieces, ends)
 
-    def _fill_by_reference(self, part: Part, runs: _Runs, table: RefTable, start: int, stop: int) -> None:
+    def _fill_by_reference(self, part: Part, runs: Runs, table: RefTable, start: int, stop: int) -> None:
         refs, count = len(part.widths), runs.first.shape[1]
         column, row = table.starts[:, part.refs, part.sub, None], runs.first[:, None]
         out = self._addresses[:, start:stop].reshape(2, refs, count)
@@ -299,47 +286,11 @@ def host_addresses(part: Part, table: RefTable, host_address: int, out: U64) -> 
     np.add(images[:, None, None], places, out=out)
 
 
-def _runs(batch: Batch, part: Part, table: RefTable, max_bytes: int | None) -> _Runs | None:
-    """The runs of `part`, none longer than `max_bytes`; `None` where they differ by reference, or span several."""
-    chunks, subs = part.blocks.shape
-    width = _one_value(part.widths)
-    if table.pitch is None or table.seams is None or part.sources is not None or (width is None and subs > 1):
-        return None
-    if table.seams and len(part.widths) > 1 and _spans_references(part.blocks, table.seams):
-        return None
-    blocks = part.blocks.reshape(-1)
-    first = np.empty((2, chunks * subs), dtype=np.uint64)
-    np.multiply(blocks.view(np.uint64), table.pitch, out=first[0])
-    places = first[1].reshape(chunks, subs)
-    np.add(part.images.view(np.uint64)[:, None], np.uint64(batch.host_address), out=places)
-    if subs > 1 and width is not None:
-        places += np.arange(0, subs * width, width, dtype=np.uint64)
-    # No run leaves an image, unless images are as long as what one reference has in them.
-    if width is None or width != table.pitch or (subs == 1 and width < batch.layout.image_bytes_of(part.group)):
-        return _Runs(first, None, width)
-    follows = blocks[1:] - blocks[:-1] == 1
-    if np.count_nonzero(follows):
-        follows &= first[1, 1:] - first[1, :-1] == width
-    if not np.count_nonzero(follows):
-        return _Runs(first, None, width)
-    begins = np.flatnonzero(np.concatenate([[True], ~follows]))
-    sizes = np.diff(begins, append=len(blocks)).astype(np.uint64) * table.pitch
-    if max_bytes is not None and np.maximum.reduce(sizes) > max_bytes:
-        return None
-    return _Runs(first[:, begins], sizes, None)
-
-
-def _fill_sizes(part: Part, runs: _Runs, out: U64) -> None:
+def _fill_sizes(part: Part, runs: Runs, out: U64) -> None:
     if runs.size is not None:
         out.fill(runs.size)
     else:
         out.reshape(len(part.widths), -1)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
-
-
-def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
-    """Whether, in some chunk, a page of the last block may end where one of the first block begins."""
-    between = blocks[:, -1] - blocks[:, 0]
-    return any(np.count_nonzero(between == seam) for seam in seams)
 
 
 def _fill_by_image(part: Part, table: RefTable, host_address: int, out: Pieces) -> None:
@@ -350,7 +301,7 @@ def _fill_by_image(part: Part, table: RefTable, host_address: int, out: Pieces) 
         host_addresses(part, table, host_address, host)
     else:
         _device_addresses(part, part.sources, table, host)
-    width = _one_value(part.widths)
+    width = one_value(part.widths)
     if width is None:
         size[...] = part.widths[:, None]
     else:
@@ -361,12 +312,6 @@ def _span(pieces: Pieces, start: int, stop: int) -> Pieces:
     if stop - start == len(pieces.size):
         return pieces
     return Pieces(*(column[start:stop] for column in pieces))
-
-
-def _one_value(values: U64) -> int | None:
-    """The value that all of `values` have; `None` where they differ."""
-    first = values[:1].tobytes()
-    return int(values[0]) if values.tobytes() == first * len(values) else None
 
 
 def _device_addresses(part: Part, blocks: I64, table: RefTable, out: U64) -> None:
