@@ -229,10 +229,19 @@ def test_a_run_longer_than_a_batch_is_cut() -> None:
 
 
 def test_a_plan_leaves_the_settings_of_numpy_alone() -> None:
-    before = np.getbufsize()
     pools = Pools(flat(200, 8, refs=3), slots=100)
-    make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST)
-    assert np.getbufsize() == before
+    before = np.setbufsize(4096)
+    try:
+        make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST)
+        assert np.getbufsize() == 4096
+    finally:
+        np.setbufsize(before)
+
+
+def test_a_run_goes_on_from_a_partial_chunk_into_whole_ones() -> None:
+    pools = Pools(flat(64, 4096, refs=1, blocks_per_chunk=2), slots=8)
+    made = make_plan(pools, [Section(0, 1, (7, 8, 9))], [3, 4], HOST)
+    assert made.size.tolist() == [3 * 4096]
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
