@@ -136,15 +136,15 @@ class World:
     def match(self, path: str, start: int, request: str | None) -> Hold | None:
         keys = chunks(path)
         length = 0
-        while start + length < len(keys) and self.is_ready(keys[start + length]):
+        while start + length < len(keys) and all(map(self.is_ready, above(keys[start + length]))):
             length += 1
         self.misses.update(self.reason(each) for each in keys[start + length :])
         found = self.call("match", keys, self.now, start=start, request=request)
         assert (found.start, found.length) == (start, length)
-        assert [run.tier for run in found.runs for _ in range(run.chunks)] == [
-            HOST if self.is_ready(each, HOST) else FILE for each in keys[start : start + length]
-        ]
         if length:
+            assert [run.tier for run in self.call("runs", found.hold) for _ in range(run.chunks)] == [
+                HOST if self.is_ready(each, HOST) else FILE for each in keys[start : start + length]
+            ]
             assert found.hold not in self.holds
             self.holds[found.hold] = ModelHold(keys[start : start + length], start, request)
         else:
@@ -154,7 +154,7 @@ class World:
 
     def peek(self, of: Key) -> str:
         answer = str(self.call("peek", of).value)
-        if self.is_ready(of):
+        if all(map(self.is_ready, above(of))):
             self.peeks.append((of, False))
             assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
         else:
@@ -169,7 +169,8 @@ class World:
         if not blocks:
             return
         keys = model.keys[:count]
-        leading = next((i for i, each in enumerate(keys) if not self.is_ready(each)), count)
+        readable = [all(map(self.is_ready, above(each))) for each in keys]
+        leading = next((i for i, each in enumerate(readable) if not each), count)
         sources = [HOST if self.is_ready(each, HOST) else FILE for each in keys[:leading]]
         before, free = dict(self.resident), self.free(HOST)
         answer: Onboarding = self.call("onboard", hold, tuple(blocks), skip=skip)

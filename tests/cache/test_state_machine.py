@@ -190,7 +190,7 @@ class Tiers(RuleBasedStateMachine):
 
     # misuse
 
-    @rule(kind=st.integers(0, 23), pick=small)
+    @rule(kind=st.integers(0, 25), pick=small)
     def misuse(self, kind: int, pick: int) -> None:
         """A call that breaks the contract is a typed error, and changes nothing."""
         for error, method, args, kwargs in self.wrong_calls(pick)[kind : kind + 1]:
@@ -208,7 +208,9 @@ class Tiers(RuleBasedStateMachine):
             (HoldError, "release", (None,), {}),
             (CacheError, "match", (keys, world.now), {"start": 4}),
             (CacheError, "match", (keys, world.now), {"start": -1}),
-            (CacheError, "match", ([keys[0], keys[0]], world.now), {}),
+            (CacheError, "offer", ([keys[0], keys[0]],), {}),
+            (CacheError, "match", ([b"", keys[0]], world.now), {}),
+            (CacheError, "match", (["a", 7], world.now), {}),
             (CacheError, "commit", (keys, tuple(range(3 * per_chunk - 1))), {}),
             (CacheError, "commit", (keys, (-1, *range(3 * per_chunk - 1))), {}),
             (CacheError, "commit", (keys, (*range(3 * per_chunk - 1), size)), {}),
@@ -223,6 +225,7 @@ class Tiers(RuleBasedStateMachine):
         for each, _ in list(world.resident)[pick : pick + 1]:  # a path that is no chain of keys
             calls.append((CacheError, "offer", ([key("y"), each],), {}))
             calls.append((CacheError, "match", ([key("y"), each], world.now), {"start": 1}))
+            calls.append((CacheError, "match", ([each, each], world.now), {}))
         for hold, model in list(world.holds.items())[:1]:
             calls += self.wrong_onboards(hold, len(model.keys), model.onboarded)
         if world.jobs:

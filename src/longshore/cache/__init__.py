@@ -1,7 +1,7 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
-from longshore.cache.flow import CacheSettings
 from longshore.cache.manager import TieredCache, TierSpec
+from longshore.cache.settings import CacheSettings
 from longshore.cache.states import EDGES, State
 from longshore.cache.types import (
     Counters,

@@ -7,8 +7,9 @@ backup    host ──► file                       heads first, within the limi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, repeat
 
 from longshore.boundary import (
     DEVICE,
@@ -19,49 +20,22 @@ from longshore.boundary import (
     Key,
     Route,
     Section,
+    Slot,
     Status,
     Transfer,
     TransferResult,
     Urgency,
 )
-from longshore.cache.index import Copy, Entry
-from longshore.cache.jobs import Job, Load
+from longshore.cache.index import ROOT
+from longshore.cache.jobs import Job, Load, Side
+from longshore.cache.settings import CacheSettings
+from longshore.cache.states import READY
 from longshore.cache.store import Store
 from longshore.cache.types import DropReason, MissReason, Offload, Placement
-from longshore.cache.writing import WritePolicy, to_clean
 from longshore.errors import CacheError, JobError
 
 LOAD_BATCH = 16
 """Chunks that one onboarding job waits for together: what has arrived by a deadline can be used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSettings:
-    """How a `TieredCache` behaves.
-
-    Attributes:
-        blocks_per_chunk: Device blocks per chunk.
-        ranks: How many ranks hold a part of each image, and report each job.
-        offload: Write policy device -> warmest tier.
-        backup: Write policy warmest tier -> the one below.
-        load_timeout: Seconds after which a load that has not begun is not worth beginning.
-        write_timeout: The same for writes.
-        max_writes: Chunks in flight per write route; more are dropped (offloads) or left for later (backups).
-        device_blocks: Blocks of the device pool, to check ids against; `None` leaves that to the data plane.
-    """
-
-    blocks_per_chunk: int = 1
-    ranks: int = 1
-    offload: WritePolicy = WritePolicy.THROUGH
-    backup: WritePolicy = WritePolicy.BACK
-    load_timeout: float = 10.0
-    write_timeout: float = 60.0
-    max_writes: int = 1024
-    device_blocks: int | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.blocks_per_chunk, self.ranks, self.max_writes) < 1:
-            raise CacheError(f"blocks_per_chunk, ranks and max_writes are at least 1, got {self}")
 
 
 class Flow:
@@ -89,162 +63,184 @@ class Flow:
 
         `first_block` is the logical index of `blocks[0]`, a block of the first chunk.
         """
-        path = self._pin(keys)
-        left: list[Entry] = []
-        cold = [entry for entry in path if entry.copies[0] is None]
-        room = self._demand_room(len(cold))
+        store, load = self.store, Load()
+        path = self._readable(keys)
+        pinned = [self._pin(node) for node in path]
+        cold = [i for i, (tier, _) in enumerate(pinned) if tier]
+        room = store.make_room(0, len(cold), spare_dirty=True)
         if room < len(cold):
-            cut = path.index(cold[room])
-            self._unpin(path[cut:])
-            path, left = path[:cut], path[cut:]
-        load = Load()
-        for batch in _batches(path):
-            blocks, first_block = self._order_batch(load, batch, blocks, first_block)
-        load.cut = [MissReason.NO_ROOM if entry.copies[0] is None else MissReason.BEHIND for entry in left]
-        load.cut += [self.store.miss(key) for key in keys[len(path) + len(left) :]]
+            room = store.make_room(0, len(cold), spare_dirty=False)
+        if room < len(cold):
+            cut = cold[room]
+            load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier, _ in pinned[cut:]]
+            for tier, slot in pinned[cut:]:
+                store.unread(tier, slot)
+            path, pinned = path[:cut], pinned[:cut]
+        load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
+        for start, end in self._batches(pinned):
+            batch = path[start:end]
+            blocks, first_block = self._order_batch(load, batch, pinned[start:end], blocks, first_block)
         return load
 
     def abandon(self, load: Load) -> None:
         """Nobody waits for `load` any more. What is on its way into the host tier goes on, for the next one."""
         self.outbox += [Cancel(job.transfer.job) for job in load.pending]
 
-    def _pin(self, keys: Sequence[Key]) -> list[Entry]:
-        """The leading entries that can be loaded; the copy that each is read from is pinned."""
-        path: list[Entry] = []
+    def _readable(self, keys: Sequence[Key]) -> list[int]:
+        """The nodes of the leading keys that can be loaded."""
+        index = self.store.index
+        reachable = index.reachable
+        path: list[int] = []
         for key in keys:
-            entry = self.store.index.get(key)
-            ready = entry.warmest_ready() if entry is not None else None
-            if entry is None or ready is None:
+            node = index.get(key)
+            if not node or not reachable[node]:
                 break
-            (entry.copies[0] or ready).readers += 1
-            path.append(entry)
+            path.append(node)
         return path
 
-    def _unpin(self, path: Sequence[Entry]) -> None:
-        for entry in path:
-            copy = entry.copies[0] or entry.warmest_ready()
-            if copy is not None:
-                copy.readers -= 1
+    def _pin(self, node: int) -> tuple[int, int]:
+        """Pin the copy that a reachable node is read from, or will be: (tier, slot); says which."""
+        index = self.store.index
+        tier, slot = 0, index.slot[0][node]
+        if slot < 0:
+            tier = index.warmest_ready(node)
+            slot = index.slot[tier][node]
+        self.store.pools[tier].readers[slot] += 1
+        return tier, slot
 
-    def _demand_room(self, count: int) -> int:
-        """Make room for up to `count` chunks that a request waits for, backed-up ones first; says for how many."""
-        if self.store.make_room(0, count, spare_dirty=True):
-            return count
-        room = self.store.room(0, count, spare_dirty=False)
-        self.store.make_room(0, room, spare_dirty=False)
-        return room
+    def _batches(self, pinned: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The leading run that is ready in the host tier, which waits for nothing; then `LOAD_BATCH` chunks a time."""
+        state = self.store.pools[0].state
+        warm = 0
+        while warm < len(pinned) and pinned[warm][0] == 0 and state[pinned[warm][1]] == READY:
+            warm += 1
+        if warm:
+            yield 0, warm
+        for start in range(warm, len(pinned), LOAD_BATCH):
+            yield start, min(start + LOAD_BATCH, len(pinned))
 
     def _order_batch(
-        self, load: Load, batch: Sequence[Entry], blocks: Sequence[int], first_block: int
+        self,
+        load: Load,
+        nodes: Sequence[int],
+        pinned: Sequence[tuple[int, int]],
+        blocks: Sequence[int],
+        first_block: int,
     ) -> tuple[Sequence[int], int]:
         """Order one batch; returns the blocks that are left for the next, and the logical index of their first."""
-        reading, copying = self.new_id(), self.new_id()
-        cold: list[Copy] = []
-        warm: list[Copy] = []
-        for entry in batch:
-            load.sources.append(self._source(entry))
-            copy = entry.copies[0]
-            if copy is None:
-                cold.append(_readable(entry))
-                copy = self.store.place(entry.key, entry.parent_key, 0, reading)
-                copy.readers += 1
-            warm.append(copy)
-        if cold:
-            self._order(reading, cold, [copy for copy in warm if copy.writer == reading])
+        store, host = self.store, self.store.pools[0]
+        warm: list[int] = []
+        cold: dict[int, list[tuple[int, int, int]]] = {}  # by tier: node, source slot, host slot
+        reading = {tier: self.new_id() for tier in sorted({tier for tier, _ in pinned if tier})}
+        copying = self.new_id()
+        for node, (tier, slot) in zip(nodes, pinned, strict=True):
+            at = slot
+            if tier:
+                at = store.place_copy(node, 0, reading[tier])
+                host.readers[at] += 1
+                cold.setdefault(tier, []).append((node, slot, at))
+            warm.append(at)
+            source = tier if tier or host.state[at] == READY else store.index.warmest_ready(node)
+            load.sources.append(store.levels[source].name)
+        for tier, moves in cold.items():
+            path, sources, slots = (list(column) for column in zip(*moves, strict=True))
+            self._order(reading[tier], path, Side(tier, sources), Side(0, slots))
         per_chunk = self.settings.blocks_per_chunk
-        taken = min(len(blocks), len(batch) * per_chunk - first_block % per_chunk)
+        taken = min(len(blocks), len(nodes) * per_chunk - first_block % per_chunk)
+        writer = host.writer
         load.parts.append(
             self._order(
                 copying,
-                warm,
+                nodes,
+                Side(0, warm),
                 None,
                 sections=(Section(0, first_block, tuple(blocks[:taken])),),
-                after=tuple(dict.fromkeys(copy.writer for copy in warm if copy.writer is not None)),
+                after=tuple(dict.fromkeys(writer[slot] for slot in warm if slot in writer)) if writer else (),
                 load=load,
             )
         )
         return blocks[taken:], first_block + taken
-
-    def _source(self, entry: Entry) -> str:
-        """The tier that a chunk comes from: below the host tier also when its slot there is still being filled."""
-        return self.store.levels[_readable(entry).tier].name
 
     # ------------------------------------------------------------------ offload and backup
 
     def offload(self, keys: Sequence[Key], first: int, blocks: Sequence[int] | None) -> Offload:
         """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it."""
         store = self.store
-        known = first
-        while known < len(keys) and store.index.get(keys[known]) is not None:
-            known += 1
+        path = self._known(keys, first)
+        known = first + len(path)
+        store.touch(path[::-1])
         fresh = self._admit(keys, known)
         if not fresh:
             return Offload(None, (), known)
         job = self.new_id()
-        copies = [store.place(keys[i], keys[i - 1] if i else None, 0, job) for i in range(known, known + fresh)]
+        parent = store.index.get(keys[known - 1]) if known else ROOT
+        nodes, slots = store.place(keys[known : known + fresh], parent, job)
         sections: tuple[Section, ...] = ()
         if blocks is not None:
             per_chunk = self.settings.blocks_per_chunk
             mine = blocks[(known - first) * per_chunk : (known - first + fresh) * per_chunk]
             sections = (Section(0, known * per_chunk, tuple(mine)),)
-        self._order(job, None, copies, sections=sections, command=blocks is not None)
-        placed = tuple(Placement(known + i, store.slot(copy)) for i, copy in enumerate(copies))
-        return Offload(job, placed, known + fresh)
+        record = self._order(job, nodes, None, Side(0, slots), sections=sections, command=blocks is not None)
+        places = (item.destination for item in record.transfer.items)
+        return Offload(job, tuple(map(Placement._make, zip(count(known), places, strict=False))), known + fresh)
 
     def clean(self, at_least: int = 0) -> None:
-        """Order backups until the target of the write policy (or `at_least` entries) is safe to evict."""
+        """Order backups until the target of the write policy (or `at_least` chunks) is safe to evict."""
         store = self.store
-        if len(store.levels) < 2 or not store.dirty:
+        if not store.backlog.count:
             return
-        target = self.settings.backup.clean_target(store.levels[0].pool.capacity)
-        wanted = max(target - (store.levels[0].pool.capacity - len(store.dirty)), at_least - self._writing[1])
-        chosen = to_clean(store, min(wanted, self.settings.max_writes - self._writing[1]))
-        chosen = chosen[: self._backup_room(chosen)]
+        slots = store.pools[0].capacity
+        target = self.settings.backup.clean_target(slots)
+        wanted = max(target - (slots - store.backlog.count), at_least - self._writing[1])
+        chosen = store.backlog.choose(min(wanted, self.settings.max_writes - self._writing[1]))
+        # What is chosen has its ancestors in the host tier, too, where they are spared; or they are needed.
+        chosen = chosen[: store.make_room(1, len(chosen), spare_dirty=False)]
         if not chosen:
             return
         job = self.new_id()
-        sources = [_readable(entry) for entry in chosen]
-        for source in sources:
-            source.readers += 1
-        self._order(job, sources, [store.place(entry.key, entry.parent_key, 1, job) for entry in chosen])
+        sources = [store.index.slot[0][node] for node in chosen]
+        for slot in sources:
+            store.pools[0].readers[slot] += 1
+        copies = [store.place_copy(node, 1, job) for node in chosen]
+        self._order(job, chosen, Side(0, sources), Side(1, copies))
 
-    def _backup_room(self, chosen: Sequence[Entry]) -> int:
-        """Make room in the file tier for a leading part of `chosen`.
-
-        Their ancestors stay: each is in the host tier, too, and spared; or has a child there, and is needed.
-        """
-        room = self.store.room(1, len(chosen), spare_dirty=False)
-        self.store.make_room(1, room, spare_dirty=False)
-        return room
+    def _known(self, keys: Sequence[Key], first: int) -> list[int]:
+        """Nodes of the leading chunks of `keys[first:]` that a tier has or will have."""
+        index = self.store.index
+        path: list[int] = []
+        for key in keys[first:]:
+            node = index.get(key)
+            if not node:
+                break
+            path.append(node)
+        return path
 
     def _admit(self, keys: Sequence[Key], known: int) -> int:
         """How many of `keys[known:]` the host tier takes, room made; the others are counted as dropped."""
         store, wanted = self.store, len(keys) - known
         if not wanted:
             return 0
-        parent = store.index.get(keys[known - 1]) if known else None
-        if known and parent is None:
+        parent = store.index.get(keys[known - 1]) if known else ROOT
+        if known and not parent:
             self._drop(0, wanted, DropReason.ORPHAN)
             return 0
         allowed = min(wanted, max(0, self.settings.max_writes - self._writing[0]))
-        if parent is not None:
-            parent.holds += 1
+        pin = store.pin(parent) if parent else None
         room = self._offload_room(allowed)
-        if parent is not None:
-            parent.holds -= 1
-        busy = allowed < wanted or (len(store.levels) > 1 and self._writing[1] > 0)
-        self._drop(0, wanted - room, DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM)
+        if pin is not None:
+            store.unpin(pin)
+        if room < wanted:
+            busy = allowed < wanted or (len(store.levels) > 1 and self._writing[1] > 0)
+            self._drop(0, wanted - room, DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM)
         return room
 
     def _offload_room(self, count: int) -> int:
         """Make room for up to `count` new chunks. What is not backed up yet is spared while a backup is under way."""
-        store = self.store
-        if store.make_room(0, count, spare_dirty=True):
-            return count
-        self.clean(at_least=count)
-        spare = len(store.levels) > 1 and self._writing[1] > 0
-        room = store.room(0, count, spare_dirty=spare)
-        store.make_room(0, room, spare_dirty=spare)
+        room = self.store.make_room(0, count, spare_dirty=True)
+        if room < count:
+            self.clean(at_least=count)
+            spare = len(self.store.levels) > 1 and self._writing[1] > 0
+            room = self.store.make_room(0, count, spare_dirty=spare)
         return room
 
     def _drop(self, tier: int, count: int, reason: DropReason) -> None:
@@ -279,46 +275,45 @@ class Flow:
         return loads
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless every copy has exactly the readers and the writer that the jobs in flight say."""
-        readers: dict[int, int] = {}
-        writers: dict[int, int] = {}
-        for job in self.jobs.values():
-            for copy in job.sources:
-                if copy is not None:
-                    readers[id(copy)] = readers.get(id(copy), 0) + 1
-            for copy in job.destinations:
-                if copy is not None:
-                    writers[id(copy)] = job.transfer.job
-        for copy in self.store.copies():
-            if copy.readers != readers.get(id(copy), 0) or copy.writer != writers.get(id(copy)):
-                raise CacheError(f"slot {self.store.slot(copy)} has {copy.readers} readers and writer {copy.writer}")
+        """Raise `CacheError` unless every slot has exactly the readers and the writer that the jobs in flight say."""
+        readers: Counter[tuple[int, int]] = Counter()
+        writers: dict[tuple[int, int], int] = {}
+        for number, job in self.jobs.items():
+            if job.source is not None:
+                readers.update((job.source.tier, slot) for slot in job.source.slots)
+            if job.destination is not None:
+                writers.update(((job.destination.tier, slot), number) for slot in job.destination.slots)
+        for tier, pool in enumerate(self.store.pools):
+            for slot in range(pool.capacity):
+                at = tier, slot
+                if pool.readers[slot] != readers[at] or pool.writer.get(slot) != writers.get(at):
+                    raise CacheError(
+                        f"slot {slot} of {self._name(tier)} has {pool.readers[slot]} readers and writer "
+                        f"{pool.writer.get(slot)}, the jobs say {readers[at]} and {writers.get(at)}"
+                    )
 
     def _order(
         self,
         job: int,
-        sources: Sequence[Copy] | None,
-        destinations: Sequence[Copy] | None,
+        nodes: Sequence[int],
+        source: Side | None,
+        destination: Side | None,
         *,
         sections: tuple[Section, ...] = (),
         after: tuple[int, ...] = (),
         load: Load | None = None,
         command: bool = True,
     ) -> Job:
-        """Register a job whose sources are pinned and whose destinations are placed (`None`: the device).
+        """Register a job for `nodes` whose source slots are pinned and whose destinations are placed.
 
         Without `command` the host knows of it already, and moves the bytes itself.
         """
-        source = None if sources is None else sources[0].tier
-        destination = None if destinations is None else destinations[0].tier
-        writing = destination is not None and (source is None or source < destination)
-        count = len(sources if sources is not None else destinations or ())
-        froms: list[Copy | None] = [None] * count if sources is None else list(sources)
-        tos: list[Copy | None] = [None] * count if destinations is None else list(destinations)
+        writing = destination is not None and (source is None or source.tier < destination.tier)
         timeout = self.settings.write_timeout if writing else self.settings.load_timeout
         transfer = Transfer(
             job=job,
-            route=Route(self._name(source), self._name(destination)),
-            items=tuple(map(self._item, froms, tos)),
+            route=Route(self._name(source and source.tier), self._name(destination and destination.tier)),
+            items=self._items(nodes, source, destination),
             sections=sections,
             urgency=Urgency.WRITE if writing else Urgency.DEMAND,
             deadline=self.now + timeout,
@@ -327,8 +322,8 @@ class Flow:
             ranks=self.settings.ranks,
         )
         if writing and destination is not None:
-            self._writing[destination] += count
-        record = self.jobs[job] = Job(transfer, froms, tos, load)
+            self._writing[destination.tier] += len(nodes)
+        record = self.jobs[job] = Job(transfer, source, destination, load)
         if command:
             self.outbox.append(transfer)
         return record
@@ -336,63 +331,58 @@ class Flow:
     def _name(self, tier: int | None) -> str:
         return DEVICE if tier is None else self.store.levels[tier].name
 
-    def _item(self, source: Copy | None, destination: Copy | None) -> Item:
-        copy = source or destination
-        if copy is None:
-            raise CacheError("a transfer has a slot on one side at least")
-        return Item(
-            copy.entry.key,
-            copy.entry.parent_key,
-            None if source is None else self.store.slot(source),
-            None if destination is None else self.store.slot(destination),
-            (1 << self.settings.blocks_per_chunk) - 1,
+    def _items(self, nodes: Sequence[int], source: Side | None, destination: Side | None) -> tuple[Item, ...]:
+        index = self.store.index
+        parent = index.parent
+        keys = index.key[nodes].tolist()
+        parents = index.key[[parent[node] for node in nodes]].tolist()
+        valid = (1 << self.settings.blocks_per_chunk) - 1
+        sources, destinations = self._slots(source), self._slots(destination)
+        return tuple(
+            map(Item._make, zip(keys, parents, sources, destinations, repeat(valid, len(nodes)), strict=False))
         )
+
+    def _slots(self, side: Side | None) -> Iterable[Slot | None]:
+        if side is None:
+            return repeat(None)
+        return map(Slot._make, zip(repeat(self._name(side.tier)), repeat(0), side.slots, strict=False))
 
     def _finish(self, job: Job) -> None:
         """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""
-        store = self.store
+        store, statuses = self.store, job.statuses
         writing = job.transfer.urgency is Urgency.WRITE
-        job.blame_sources()
-        if writing and job.destinations[0] is not None:
-            self._writing[job.destinations[0].tier] -= len(job.statuses)
-        for copy, status in zip(job.destinations, job.statuses, strict=True):
-            if copy is not None and status is not Status.OK:
-                if writing:
-                    self._drop(copy.tier, 1, DropReason.WRITE_FAILED)
-                    if copy.tier > 0:
-                        store.keep_dirty(copy.entry)
-                store.fail(copy, status)
-        for source, status in zip(job.sources, job.statuses, strict=True):
-            if source is not None:
-                store.unread(source, status if status.condemns_source and not writing else None)
-        arrivals = zip(job.destinations, job.statuses, strict=True)
-        for copy, status in reversed(list(arrivals)):  # tails first, so that heads are the most recently used
-            if copy is not None and status is Status.OK:
-                store.arrive(copy)
+        if job.source is not None:
+            job.blame_sources(store.pools[job.source.tier].fault)
+        if job.destination is not None:
+            tier, slots = job.destination
+            if writing:
+                self._writing[tier] -= len(slots)
+            for slot, status in zip(slots, statuses, strict=True):
+                if status is not Status.OK:
+                    self._fail(tier, slot, status, writing=writing)
+        if job.source is not None:
+            tier, slots = job.source
+            for slot, status in zip(slots, statuses, strict=True):
+                store.unread(tier, slot, status if status.condemns_source and not writing else None)
+        if job.destination is not None:
+            tier, slots = job.destination
+            for i in range(len(slots) - 1, -1, -1):  # tails first, so that heads are the most recently used
+                if statuses[i] is Status.OK:
+                    store.arrive(tier, slots[i])
+
+    def _fail(self, tier: int, slot: int, status: Status, *, writing: bool) -> None:
+        store = self.store
+        if writing:
+            self._drop(tier, 1, DropReason.WRITE_FAILED)
+            node = store.pools[tier].node[slot]
+            if tier and node:
+                store.backup_failed(node)
+        store.fail(tier, slot, status)
 
     def _count(self, job: Job, result: TransferResult) -> None:
         totals = self.store.counters.routes[str(job.transfer.route)]
-        arrived = sum(status is Status.OK for status in result.statuses)
+        arrived = result.statuses.count(Status.OK)
         totals.chunks += arrived
         totals.failed += len(result.statuses) - arrived
         totals.bytes += result.bytes
         totals.seconds += result.seconds
-
-
-def _batches(path: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-    """The leading run that is ready in the host tier, which waits for nothing; then `LOAD_BATCH` chunks at a time."""
-    warm = 0
-    while warm < len(path) and path[warm].ready(0) is not None:
-        warm += 1
-    if warm:
-        yield path[:warm]
-    for start in range(warm, len(path), LOAD_BATCH):
-        yield path[start : start + LOAD_BATCH]
-
-
-def _readable(entry: Entry) -> Copy:
-    """The ready copy of an entry that was found, and pinned or marked, as having one."""
-    copy = entry.warmest_ready()
-    if copy is None:
-        raise CacheError(f"chunk {entry.key.hex()[:12]} was to be read, and has no ready copy")
-    return copy

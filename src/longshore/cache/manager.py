@@ -17,12 +17,13 @@ from itertools import groupby, pairwise
 
 from longshore.boundary import DEVICE, Command, Key, Route, TransferResult
 from longshore.cache.eviction import LRU, EvictionPolicy
-from longshore.cache.flow import CacheSettings, Flow
-from longshore.cache.index import Entry
+from longshore.cache.flow import Flow
 from longshore.cache.jobs import Hold as HoldRecord
 from longshore.cache.jobs import Load
 from longshore.cache.pool import SlotPool
-from longshore.cache.store import Level, Store
+from longshore.cache.settings import CacheSettings
+from longshore.cache.states import STATES
+from longshore.cache.store import Level, Pin, Store
 from longshore.cache.types import (
     Counters,
     Hold,
@@ -63,11 +64,11 @@ class TieredCache:
         pairs = [(DEVICE, names[0]), *pairwise(names)]
         routes = tuple(str(Route(*p)) for pair in pairs for p in (pair, pair[::-1]))
         self.counters = Counters.zero(names, routes)
-        levels = [Level(t.name, SlotPool(t.slots), t.policy(), t.image_bytes) for t in tiers]
+        levels = [Level(t.name, SlotPool(t.slots), t.policy, t.image_bytes) for t in tiers]
         self._store = Store(levels, self.counters)
         self._flow = Flow(self._store, self.settings, generation)
         self._holds: dict[int, HoldRecord] = {}
-        self._step_holds: list[Entry] = []
+        self._step_pins: list[Pin] = []
 
     @property
     def generation(self) -> int:
@@ -80,37 +81,43 @@ class TieredCache:
         """The longest run of ready chunks among `keys[start:]`, and a hold on it.
 
         `keys` is the path from the first chunk of the prompt; chunks before `start` are the engine's own. Every chunk
-        behind the run is counted as a miss.
+        behind the run is counted as a miss. The run is found by bisection, in microseconds whatever its length: a key
+        names its whole prefix, so only some are looked at. `CacheError` is raised where one of these is out of place.
         """
-        self._check_path(keys, start)
-        self._advance(now)
+        self._check_first(keys, start)
         index = self._store.index
-        path: list[Entry] = []
-        for key in keys[start:]:
-            entry = index.get(key)
-            if entry is None or entry.warmest_ready() is None:
-                break
-            path.append(entry)
-        self.counters.misses.update(self._store.miss(key) for key in keys[start + len(path) :])
-        if not path:
-            return Match(start, 0, (), None)
-        self._store.touch(path)
-        path[-1].holds += 1
+        end = index.reachable_prefix(keys, start)
+        for position in {start, max(start, end - 1), end} - {len(keys)}:
+            index.check_link(keys, position)
+        self._advance(now)
+        self._count_misses(keys, end)
+        if end == start:
+            return Match(start, 0, None)
+        pin = self._store.pin(index.get(keys[end - 1]))
         hold = Hold(self._flow.new_id())
-        self._holds[hold.id] = HoldRecord([entry.key for entry in path], start, path[-1], request)
-        return Match(start, len(path), self._runs(path), hold)
+        self._holds[hold.id] = HoldRecord(keys[start:end], start, pin, request)
+        return Match(start, end - start, hold)
+
+    def runs(self, hold: Hold) -> tuple[Run, ...]:
+        """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""
+        index = self._store.index
+        tiers = [index.warmest_ready(index.get(key)) for key in self._hold(hold).keys]
+        runs = ((tier, len(list(run))) for tier, run in groupby(tiers))
+        return tuple(Run(self._store.levels[tier].name, chunks) for tier, chunks in runs if tier >= 0)
 
     def peek(self, key: Key) -> Presence:
-        """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`."""
-        entry = self._store.index.get(key)
-        if entry is None:
+        """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`.
+
+        A chunk that could not be reached yet, because one before it is still on its way, is in flight itself.
+        """
+        index = self._store.index
+        node = index.get(key)
+        if not node:
             return Presence.ABSENT
-        copy = entry.warmest_ready()
-        if copy is None:
+        if not index.reachable[node]:
             return Presence.IN_FLIGHT
-        entry.holds += 1
-        self._step_holds.append(entry)
-        return Presence.READY if copy.tier == 0 else Presence.COLDER
+        self._step_pins.append(self._store.pin(node))
+        return Presence.READY if index.is_ready(node, 0) else Presence.COLDER
 
     def onboard(self, hold: Hold, blocks: Sequence[int], *, skip: int = 0) -> Onboarding:
         """Order the held chunks into device `blocks`; ends with `outcome(hold)`.
@@ -161,7 +168,8 @@ class TieredCache:
             self._flow.abandon(record.load)
             self._conclude(record.load, MissReason.CANCELLED)
         del self._holds[hold.id]
-        record.tail.holds -= 1
+        self._store.touch(self._store.index.path(record.pin.node, len(record.keys)))
+        self._store.unpin(record.pin)
 
     def abort(self, request: str) -> int:
         """Release every hold that was taken for `request`, at any moment; says how many there were."""
@@ -202,7 +210,7 @@ class TieredCache:
 
     def flush(self) -> bool:
         """Order backups of all that a restart would lose; says whether there is nothing left to order or wait for."""
-        self._flow.clean(at_least=len(self._store.dirty))
+        self._flow.clean(at_least=self._store.backlog.count)
         return not self._flow.jobs
 
     # ------------------------------------------------------------------ life
@@ -243,9 +251,9 @@ class TieredCache:
 
     def end_step(self) -> None:
         """The engine's step is over: what `peek` protected no longer is, and pending backups are ordered."""
-        for entry in self._step_holds:
-            entry.holds -= 1
-        self._step_holds.clear()
+        for pin in self._step_pins:
+            self._store.unpin(pin)
+        self._step_pins.clear()
         self._flow.clean()
 
     def tick(self, now: float) -> None:
@@ -278,17 +286,23 @@ class TieredCache:
 
     def residents(self) -> list[Resident]:
         """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
+        index = self._store.index
         return [
-            Resident(entry.key, entry.parent_key, self._store.slot(copy), copy.state)
-            for entry in self._store.index
-            for copy in entry.copies
-            if copy is not None
+            Resident(
+                index.key[node],
+                index.key[index.parent[node]],
+                self._store.slot(tier, slot),
+                STATES[index.pools[tier].state[slot]],
+            )
+            for node in index
+            for tier in index.tiers
+            if (slot := index.slot[tier][node]) >= 0
         ]
 
     @property
     def held(self) -> int:
         """Holds that were not released, those of `peek` included."""
-        return len(self._holds) + len(self._step_holds)
+        return len(self._holds) + len(self._step_pins)
 
     @property
     def jobs_in_flight(self) -> int:
@@ -299,14 +313,10 @@ class TieredCache:
         """Walk every structure; raise `CacheError` where two of them disagree."""
         self._store.check_integrity()
         self._flow.check_integrity()
-        holds: dict[int, int] = {}
-        for entry in (*(record.tail for record in self._holds.values()), *self._step_holds):
-            holds[id(entry)] = holds.get(id(entry), 0) + 1
-        for entry in self._store.index:
-            if entry.holds != holds.get(id(entry), 0):
-                raise CacheError(
-                    f"chunk {entry.key.hex()[:12]} counts {entry.holds} holds, not {holds.get(id(entry), 0)}"
-                )
+        ours = {pin for pin in (*(record.pin for record in self._holds.values()), *self._step_pins) if pin.node}
+        theirs = [pin for pins in self._store.pins.values() for pin in pins]
+        if ours != set(theirs) or len(ours) != len(theirs):
+            raise CacheError(f"{len(theirs)} pins are in place, holds and peeks have {len(ours)}")
 
     # ------------------------------------------------------------------ inside
 
@@ -336,16 +346,27 @@ class TieredCache:
                 return tier
         raise CacheError(f"no tier is called {name!r}; there are {[level.name for level in self._store.levels]}")
 
-    def _runs(self, path: Sequence[Entry]) -> tuple[Run, ...]:
-        names = [self._store.levels[copy.tier].name for entry in path if (copy := entry.warmest_ready())]
-        return tuple(Run(name, len(list(run))) for name, run in groupby(names))
+    def _count_misses(self, keys: Sequence[Key], end: int) -> None:
+        misses = self.counters.misses
+        known = self._store.index.known_prefix(keys, end)
+        for key in keys[end:known]:
+            misses[self._store.miss(key)] += 1
+        misses[MissReason.ABSENT] += len(keys) - known
 
-    def _check_path(self, keys: Sequence[Key], first: int) -> None:
+    def _check_first(self, keys: Sequence[Key], first: int) -> None:
         if not 0 <= first <= len(keys):
             raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")
-        if len(set(keys)) != len(keys):
-            raise CacheError(f"the {len(keys)} keys of a path differ, only {len(set(keys))} do")
-        self._store.index.check_path(keys, first)
+
+    def _check_path(self, keys: Sequence[Key], first: int) -> None:
+        """Raise `CacheError` unless what is known of `keys[first:]` is a path, and the rest may go on from it."""
+        self._check_first(keys, first)
+        index, ours = self._store.index, keys[first:]
+        if len(set(ours)) != len(ours):
+            raise CacheError(f"the {len(ours)} keys of a path differ, only {len(set(ours))} do")
+        for position in range(first, len(keys)):
+            index.check_link(keys, position)
+        if first < len(keys) and first:
+            index.check_link(keys, first - 1)
 
     def _check_blocks(self, blocks: Sequence[int]) -> None:
         limit = self.settings.device_blocks

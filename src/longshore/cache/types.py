@@ -66,11 +66,10 @@ class Hold(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The longest ready prefix: `length` chunks from `start`, as runs by tier. `hold` is `None` when it is empty."""
+    """The longest ready prefix: `length` chunks from `start`. `hold` is `None` when it is empty."""
 
     start: int
     length: int
-    runs: tuple[Run, ...]
     hold: Hold | None
 
 

@@ -1,0 +1,37 @@
+"""How a `TieredCache` behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longshore.cache.writing import WritePolicy
+from longshore.errors import CacheError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    """How a `TieredCache` behaves.
+
+    Attributes:
+        blocks_per_chunk: Device blocks per chunk.
+        ranks: How many ranks hold a part of each image, and report each job.
+        offload: Write policy device -> warmest tier.
+        backup: Write policy warmest tier -> the one below.
+        load_timeout: Seconds after which a load that has not begun is not worth beginning.
+        write_timeout: The same for writes.
+        max_writes: Chunks in flight per write route; more are dropped (offloads) or left for later (backups).
+        device_blocks: Blocks of the device pool, to check ids against; `None` leaves that to the data plane.
+    """
+
+    blocks_per_chunk: int = 1
+    ranks: int = 1
+    offload: WritePolicy = WritePolicy.THROUGH
+    backup: WritePolicy = WritePolicy.BACK
+    load_timeout: float = 10.0
+    write_timeout: float = 60.0
+    max_writes: int = 1024
+    device_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.blocks_per_chunk, self.ranks, self.max_writes) < 1:
+            raise CacheError(f"blocks_per_chunk, ranks and max_writes are at least 1, got {self}")
