@@ -88,12 +88,10 @@ class KeyChain:
         """Append tokens (each in `[0, 2**32)`); returns the keys of the chunks that they completed."""
         data = self._pending + pack(tokens)
         whole = len(data) - len(data) % self.chunk_bytes
-        view, tip, sha256 = memoryview(data), self._tip, hashlib.sha256
+        tip, step, sha256 = self._tip, self.chunk_bytes, hashlib.sha256
         fresh: list[Key] = []
-        for start in range(0, whole, self.chunk_bytes):
-            digest = sha256(tip)
-            digest.update(view[start : start + self.chunk_bytes])
-            tip = digest.digest()
+        for start in range(0, whole, step):
+            tip = sha256(tip + data[start : start + step]).digest()
             fresh.append(tip)
         self._tip, self._pending = tip, data[whole:]
         self.keys += fresh

@@ -13,8 +13,7 @@ A, B, C = range(LISTS, LISTS + 3)
 def lru() -> LRU:
     policy = LRU(3, np.empty(LISTS + 3, object))
     policy.grow(LISTS + 3)
-    for node in (A, B, C):
-        policy.insert(node)
+    policy.insert([A, B, C])
     return policy
 
 
@@ -23,9 +22,9 @@ def test_the_oldest_goes_first(lru: LRU) -> None:
 
 
 def test_use_makes_young(lru: LRU) -> None:
-    lru.touch(A)
+    lru.touch([A])
     assert list(lru.order()) == [B, C, A]
-    lru.touch(A)
+    lru.touch([A])
     assert list(lru.order()) == [B, C, A]
 
 
@@ -35,5 +34,5 @@ def test_what_was_held_comes_back_as_the_oldest_or_by_use_as_the_youngest(lru: L
     lru.release(B)
     assert list(lru.order()) == [B, A, C]
     lru.hold(A)
-    lru.touch(A)
+    lru.touch([A])
     assert list(lru.order()) == [B, C, A]

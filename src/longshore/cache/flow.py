@@ -8,8 +8,10 @@ backup    host ──► file                       heads first, within the limi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count, repeat
+from typing import NamedTuple
 
 from longshore.boundary import (
     DEVICE,
@@ -38,6 +40,22 @@ LOAD_BATCH = 16
 """Chunks that one onboarding job waits for together: what has arrived by a deadline can be used."""
 
 
+_new_item: Callable[[Iterable[object]], Item] = partial(tuple.__new__, Item)
+_new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
+_new_placement: Callable[[Iterable[object]], Placement] = partial(tuple.__new__, Placement)
+# Named tuples from C: there may be thousands in one call, and their own constructors run in Python.
+
+
+class Batch(NamedTuple):
+    """Consecutive chunks to load together; `above` is the key before them, `tiers` and `slots` say what is pinned."""
+
+    nodes: Sequence[int]
+    keys: Sequence[Key]
+    above: Key | None
+    tiers: Sequence[int]
+    slots: Sequence[int]
+
+
 class Flow:
     """Jobs in flight over one `Store`, and the commands that wait to be taken."""
 
@@ -64,94 +82,73 @@ class Flow:
         `first_block` is the logical index of `blocks[0]`, a block of the first chunk.
         """
         store, load = self.store, Load()
-        path = self._readable(keys)
-        pinned = [self._pin(node) for node in path]
-        cold = [i for i, (tier, _) in enumerate(pinned) if tier]
+        path = store.index.readable(keys)
+        tiers, slots = self._pin(path)
+        cold = [i for i, tier in enumerate(tiers) if tier]
         room = store.make_room(0, len(cold), spare_dirty=True)
         if room < len(cold):
             room = store.make_room(0, len(cold), spare_dirty=False)
         if room < len(cold):
             cut = cold[room]
-            load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier, _ in pinned[cut:]]
-            for tier, slot in pinned[cut:]:
-                store.unread(tier, slot)
-            path, pinned = path[:cut], pinned[:cut]
+            load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers[cut:]]
+            for tier, slot in zip(tiers[cut:], slots[cut:], strict=True):
+                store.unread(tier, [slot])
+            path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
         load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
-        for start, end in self._batches(pinned):
-            batch = path[start:end]
-            blocks, first_block = self._order_batch(load, batch, pinned[start:end], blocks, first_block)
+        above = store.index.key[store.index.parent[path[0]]] if path else None
+        for start, end in self._batches(tiers, slots):
+            batch = Batch(path[start:end], keys[start:end], above, tiers[start:end], slots[start:end])
+            above = keys[end - 1]
+            blocks, first_block = self._order_batch(load, batch, blocks, first_block)
         return load
 
     def abandon(self, load: Load) -> None:
         """Nobody waits for `load` any more. What is on its way into the host tier goes on, for the next one."""
         self.outbox += [Cancel(job.transfer.job) for job in load.pending]
 
-    def _readable(self, keys: Sequence[Key]) -> list[int]:
-        """The nodes of the leading keys that can be loaded."""
-        index = self.store.index
-        reachable = index.reachable
-        path: list[int] = []
-        for key in keys:
-            node = index.get(key)
-            if not node or not reachable[node]:
-                break
-            path.append(node)
-        return path
+    def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Pin the copy that each reachable node is read from, or will be: says tiers and slots."""
+        index, pools = self.store.index, self.store.pools
+        slots, tiers = [index.slot[0][node] for node in path], [0] * len(path)
+        readers = pools[0].readers
+        for i, slot in enumerate(slots):
+            if slot >= 0:
+                readers[slot] += 1
+            else:
+                tier = tiers[i] = index.warmest_ready(path[i])
+                slots[i] = index.slot[tier][path[i]]
+                pools[tier].readers[slots[i]] += 1
+        return tiers, slots
 
-    def _pin(self, node: int) -> tuple[int, int]:
-        """Pin the copy that a reachable node is read from, or will be: (tier, slot); says which."""
-        index = self.store.index
-        tier, slot = 0, index.slot[0][node]
-        if slot < 0:
-            tier = index.warmest_ready(node)
-            slot = index.slot[tier][node]
-        self.store.pools[tier].readers[slot] += 1
-        return tier, slot
-
-    def _batches(self, pinned: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    def _batches(self, tiers: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The leading run that is ready in the host tier, which waits for nothing; then `LOAD_BATCH` chunks a time."""
         state = self.store.pools[0].state
-        warm = 0
-        while warm < len(pinned) and pinned[warm][0] == 0 and state[pinned[warm][1]] == READY:
-            warm += 1
+        count = len(slots)
+        warm = next((i for i in range(count) if tiers[i] or state[slots[i]] != READY), count)
         if warm:
             yield 0, warm
-        for start in range(warm, len(pinned), LOAD_BATCH):
-            yield start, min(start + LOAD_BATCH, len(pinned))
+        for start in range(warm, count, LOAD_BATCH):
+            yield start, min(start + LOAD_BATCH, count)
 
     def _order_batch(
-        self,
-        load: Load,
-        nodes: Sequence[int],
-        pinned: Sequence[tuple[int, int]],
-        blocks: Sequence[int],
-        first_block: int,
+        self, load: Load, batch: Batch, blocks: Sequence[int], first_block: int
     ) -> tuple[Sequence[int], int]:
         """Order one batch; returns the blocks that are left for the next, and the logical index of their first."""
-        store, host = self.store, self.store.pools[0]
-        warm: list[int] = []
-        cold: dict[int, list[tuple[int, int, int]]] = {}  # by tier: node, source slot, host slot
-        reading = {tier: self.new_id() for tier in sorted({tier for tier, _ in pinned if tier})}
-        copying = self.new_id()
-        for node, (tier, slot) in zip(nodes, pinned, strict=True):
-            at = slot
-            if tier:
-                at = store.place_copy(node, 0, reading[tier])
-                host.readers[at] += 1
-                cold.setdefault(tier, []).append((node, slot, at))
-            warm.append(at)
-            source = tier if tier or host.state[at] == READY else store.index.warmest_ready(node)
-            load.sources.append(store.levels[source].name)
-        for tier, moves in cold.items():
-            path, sources, slots = (list(column) for column in zip(*moves, strict=True))
-            self._order(reading[tier], path, Side(tier, sources), Side(0, slots))
+        host, names = self.store.pools[0], [level.name for level in self.store.levels]
+        warm = list(batch.slots)
+        for tier in sorted({tier for tier in batch.tiers if tier}):
+            self._order_read(batch, tier, warm)
+        for node, tier, slot in zip(batch.nodes, batch.tiers, batch.slots, strict=True):
+            ready = tier or host.state[slot] == READY
+            load.sources.append(names[tier if ready else self.store.index.warmest_ready(node)])
         per_chunk = self.settings.blocks_per_chunk
-        taken = min(len(blocks), len(nodes) * per_chunk - first_block % per_chunk)
+        taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
         writer = host.writer
         load.parts.append(
             self._order(
-                copying,
-                nodes,
+                self.new_id(),
+                batch.keys,
+                [batch.above, *batch.keys[:-1]],
                 Side(0, warm),
                 None,
                 sections=(Section(0, first_block, tuple(blocks[:taken])),),
@@ -161,28 +158,47 @@ class Flow:
         )
         return blocks[taken:], first_block + taken
 
+    def _order_read(self, batch: Batch, tier: int, warm: list[int]) -> None:
+        """Order what a batch has in a colder `tier` into the host tier; enters its slots there into `warm`."""
+        job = self.new_id()
+        chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
+        for i in chosen:
+            warm[i] = self.store.place_copy(batch.nodes[i], 0, job)
+            self.store.pools[0].readers[warm[i]] += 1
+        self._order(
+            job,
+            [batch.keys[i] for i in chosen],
+            [batch.keys[i - 1] if i else batch.above for i in chosen],
+            Side(tier, [batch.slots[i] for i in chosen]),
+            Side(0, [warm[i] for i in chosen]),
+        )
+
     # ------------------------------------------------------------------ offload and backup
 
-    def offload(self, keys: Sequence[Key], first: int, blocks: Sequence[int] | None) -> Offload:
-        """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it."""
+    def offload(self, keys: Sequence[Key], first: int, path: Sequence[int], blocks: Sequence[int] | None) -> Offload:
+        """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it.
+
+        `path` are the nodes of what they do not lack.
+        """
         store = self.store
-        path = self._known(keys, first)
         known = first + len(path)
         store.touch(path[::-1])
-        fresh = self._admit(keys, known)
+        parent = path[-1] if path else store.index.get(keys[first - 1]) if first else ROOT
+        fresh = self._admit(len(keys) - known, parent, orphan=known > 0 and parent == ROOT)
         if not fresh:
             return Offload(None, (), known)
         job = self.new_id()
-        parent = store.index.get(keys[known - 1]) if known else ROOT
-        nodes, slots = store.place(keys[known : known + fresh], parent, job)
+        mine = keys[known : known + fresh]
+        slots = store.place(mine, parent, job)
         sections: tuple[Section, ...] = ()
         if blocks is not None:
             per_chunk = self.settings.blocks_per_chunk
-            mine = blocks[(known - first) * per_chunk : (known - first + fresh) * per_chunk]
-            sections = (Section(0, known * per_chunk, tuple(mine)),)
-        record = self._order(job, nodes, None, Side(0, slots), sections=sections, command=blocks is not None)
+            taken = blocks[(known - first) * per_chunk : (known - first + fresh) * per_chunk]
+            sections = (Section(0, known * per_chunk, tuple(taken)),)
+        parents = [store.index.key[parent], *mine[:-1]]
+        record = self._order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
         places = (item.destination for item in record.transfer.items)
-        return Offload(job, tuple(map(Placement._make, zip(count(known), places, strict=False))), known + fresh)
+        return Offload(job, tuple(map(_new_placement, zip(count(known), places, strict=False))), known + fresh)
 
     def clean(self, at_least: int = 0) -> None:
         """Order backups until the target of the write policy (or `at_least` chunks) is safe to evict."""
@@ -202,26 +218,17 @@ class Flow:
         for slot in sources:
             store.pools[0].readers[slot] += 1
         copies = [store.place_copy(node, 1, job) for node in chosen]
-        self._order(job, chosen, Side(0, sources), Side(1, copies))
+        index = store.index
+        keys = [index.key[node] for node in chosen]
+        parents = [index.key[index.parent[node]] for node in chosen]
+        self._order(job, keys, parents, Side(0, sources), Side(1, copies))
 
-    def _known(self, keys: Sequence[Key], first: int) -> list[int]:
-        """Nodes of the leading chunks of `keys[first:]` that a tier has or will have."""
-        index = self.store.index
-        path: list[int] = []
-        for key in keys[first:]:
-            node = index.get(key)
-            if not node:
-                break
-            path.append(node)
-        return path
-
-    def _admit(self, keys: Sequence[Key], known: int) -> int:
-        """How many of `keys[known:]` the host tier takes, room made; the others are counted as dropped."""
-        store, wanted = self.store, len(keys) - known
+    def _admit(self, wanted: int, parent: int, *, orphan: bool) -> int:
+        """How many of `wanted` chunks behind `parent` the host tier takes, room made; the others count as dropped."""
+        store = self.store
         if not wanted:
             return 0
-        parent = store.index.get(keys[known - 1]) if known else ROOT
-        if known and not parent:
+        if orphan:
             self._drop(0, wanted, DropReason.ORPHAN)
             return 0
         allowed = min(wanted, max(0, self.settings.max_writes - self._writing[0]))
@@ -295,7 +302,8 @@ class Flow:
     def _order(
         self,
         job: int,
-        nodes: Sequence[int],
+        keys: Sequence[Key],
+        parents: Sequence[Key | None],
         source: Side | None,
         destination: Side | None,
         *,
@@ -304,7 +312,7 @@ class Flow:
         load: Load | None = None,
         command: bool = True,
     ) -> Job:
-        """Register a job for `nodes` whose source slots are pinned and whose destinations are placed.
+        """Register a job for chunks whose source slots are pinned and whose destinations are placed.
 
         Without `command` the host knows of it already, and moves the bytes itself.
         """
@@ -313,7 +321,7 @@ class Flow:
         transfer = Transfer(
             job=job,
             route=Route(self._name(source and source.tier), self._name(destination and destination.tier)),
-            items=self._items(nodes, source, destination),
+            items=self._items(keys, parents, source, destination),
             sections=sections,
             urgency=Urgency.WRITE if writing else Urgency.DEMAND,
             deadline=self.now + timeout,
@@ -322,7 +330,7 @@ class Flow:
             ranks=self.settings.ranks,
         )
         if writing and destination is not None:
-            self._writing[destination.tier] += len(nodes)
+            self._writing[destination.tier] += len(keys)
         record = self.jobs[job] = Job(transfer, source, destination, load)
         if command:
             self.outbox.append(transfer)
@@ -331,21 +339,17 @@ class Flow:
     def _name(self, tier: int | None) -> str:
         return DEVICE if tier is None else self.store.levels[tier].name
 
-    def _items(self, nodes: Sequence[int], source: Side | None, destination: Side | None) -> tuple[Item, ...]:
-        index = self.store.index
-        parent = index.parent
-        keys = index.key[nodes].tolist()
-        parents = index.key[[parent[node] for node in nodes]].tolist()
+    def _items(
+        self, keys: Sequence[Key], parents: Sequence[Key | None], source: Side | None, destination: Side | None
+    ) -> tuple[Item, ...]:
         valid = (1 << self.settings.blocks_per_chunk) - 1
-        sources, destinations = self._slots(source), self._slots(destination)
-        return tuple(
-            map(Item._make, zip(keys, parents, sources, destinations, repeat(valid, len(nodes)), strict=False))
-        )
+        sides = self._slots(source), self._slots(destination)
+        return tuple(map(_new_item, zip(keys, parents, *sides, repeat(valid, len(keys)), strict=False)))
 
     def _slots(self, side: Side | None) -> Iterable[Slot | None]:
         if side is None:
             return repeat(None)
-        return map(Slot._make, zip(repeat(self._name(side.tier)), repeat(0), side.slots, strict=False))
+        return map(_new_slot, zip(repeat(self._name(side.tier)), repeat(0), side.slots, strict=False))
 
     def _finish(self, job: Job) -> None:
         """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""
@@ -353,22 +357,33 @@ class Flow:
         writing = job.transfer.urgency is Urgency.WRITE
         if job.source is not None:
             job.blame_sources(store.pools[job.source.tier].fault)
-        if job.destination is not None:
+        good = all(status is Status.OK for status in statuses)
+        if writing and job.destination is not None:
+            self._writing[job.destination.tier] -= len(statuses)
+        if job.destination is not None and not good:
             tier, slots = job.destination
-            if writing:
-                self._writing[tier] -= len(slots)
             for slot, status in zip(slots, statuses, strict=True):
                 if status is not Status.OK:
                     self._fail(tier, slot, status, writing=writing)
         if job.source is not None:
-            tier, slots = job.source
-            for slot, status in zip(slots, statuses, strict=True):
-                store.unread(tier, slot, status if status.condemns_source and not writing else None)
+            self._let_go(job.source, statuses, blame=not good and not writing)
         if job.destination is not None:
             tier, slots = job.destination
-            for i in range(len(slots) - 1, -1, -1):  # tails first, so that heads are the most recently used
-                if statuses[i] is Status.OK:
-                    store.arrive(tier, slots[i])
+            if not good:
+                slots = [slot for slot, status in zip(slots, statuses, strict=True) if status is Status.OK]
+            store.arrive(tier, slots)
+
+    def _let_go(self, source: Side, statuses: Sequence[Status], *, blame: bool) -> None:
+        """A job has read its sources; if there is reason to `blame` them, some may be unusable."""
+        tier, slots = source
+        if not blame:
+            self.store.unread(tier, slots)
+            return
+        for slot, status in zip(slots, statuses, strict=True):
+            if status.condemns_source:
+                self.store.condemn(tier, slot, status)
+            else:
+                self.store.unread(tier, [slot])
 
     def _fail(self, tier: int, slot: int, status: Status, *, writing: bool) -> None:
         store = self.store

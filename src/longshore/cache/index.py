@@ -45,6 +45,7 @@ class Index:
         "_count",
         "_free",
         "_older",
+        "_others",
         "_shards",
         "_younger",
         "child",
@@ -62,6 +63,7 @@ class Index:
     def __init__(self, pools: Sequence[SlotPool]) -> None:
         self.pools = list(pools)
         self.tiers = range(len(pools))
+        self._others = [tuple(t for t in reversed(self.tiers) if t != tier) for tier in self.tiers]
         self.size = LISTS
         """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
         self.key = np.empty(LISTS + sum(pool.capacity for pool in pools), object)
@@ -101,8 +103,8 @@ class Index:
 
     def coldest_without(self, node: int, tier: int) -> int:
         """The coldest tier that `node` is in, apart from `tier`; -1 without one."""
-        for other in reversed(self.tiers):
-            if other != tier and self.slot[other][node] >= 0:
+        for other in self._others[tier]:
+            if self.slot[other][node] >= 0:
                 return other
         return -1
 
@@ -162,6 +164,44 @@ class Index:
                 high = middle
         return low
 
+    def follow(self, keys: Sequence[Key], first: int) -> list[int]:
+        """Nodes of the leading chunks of `keys[first:]` that some tier has, or will have.
+
+        Raises `CacheError` unless these follow one another, and the key before them, and the rest is new and distinct.
+        """
+        shards, parent = self._shards, self.parent
+        before = self._at(keys, first - 1) if first else ROOT
+        path: list[int] = []
+        try:
+            for key in keys[first:]:
+                node = shards[key[0]].get(key, ROOT)
+                if not node:
+                    break
+                if parent[node] != before:
+                    raise _broken(keys, first + len(path))
+                path.append(node)
+                before = node
+            rest = keys[first + len(path) :]
+            for key in rest:
+                if key in shards[key[0]]:
+                    raise _broken(keys, keys.index(key, first))
+        except (IndexError, TypeError):
+            raise CacheError("the keys of a path are digests in bytes") from None
+        if len(set(rest)) != len(rest):
+            raise CacheError(f"the {len(rest)} new keys of a path differ, only {len(set(rest))} do")
+        return path
+
+    def readable(self, keys: Sequence[Key]) -> list[int]:
+        """Nodes of the leading chunks of `keys` that can be read, or that can be once a copy on its way has arrived."""
+        shards, reachable = self._shards, self.reachable
+        path: list[int] = []
+        for key in keys:
+            node = shards[key[0]].get(key, ROOT)
+            if not node or not reachable[node]:
+                break
+            path.append(node)
+        return path
+
     def check_link(self, keys: Sequence[Key], position: int) -> int:
         """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""
         node = self._at(keys, position)
@@ -187,36 +227,41 @@ class Index:
 
         Raises `CacheError` for a key that is known, or for orphans, before anything has changed.
         """
-        shards = self._shards
         if not self.accepts(parent, tier):
             raise CacheError(f"chunk {keys[0].hex()[:12]} has no parent in tier {tier} or colder")
         for key in keys:
-            if key in shards[key[0]]:
+            if self.get(key):
                 raise CacheError(f"chunk {key.hex()[:12]} is known already")
+        return self.link(parent, keys, tier, slots)
+
+    def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
+        """`extend` for keys of which `follow` has said that they are new, behind a parent that accepts them."""
+        shards = self._shards
         nodes = self._numbers(len(keys))
-        key_of, parents, depths, child = self.key, self.parent, self.depth, self.child
-        older, younger = self._older, self._younger
+        parents, depths, child, older, younger = self.parent, self.depth, self.child, self._older, self._younger
         slot_of, node_of = self.slot[tier], self.pools[tier].node
         above, depth = parent, self.depth[parent]
         for node, key, slot in zip(nodes, keys, slots, strict=True):
             depth += 1
             shards[key[0]][key] = node
-            key_of[node] = key
             parents[node] = above
             depths[node] = depth
             slot_of[node] = slot
             node_of[slot] = node
             elder = child[above]
             older[node] = elder
+            younger[node] = 0
             if elder:
                 younger[elder] = node
             child[above] = node
             above = node
-        for each in range(tier + 1):
+        if nodes:
+            self.key[nodes] = keys
+        for each in range(tier + 1 if nodes else 0):
             reach = self.reach[each]
             reach[parent] += 1
             for node in nodes[:-1]:
-                reach[node] += 1
+                reach[node] = 1
         self._count += len(nodes)
         return nodes
 
@@ -233,6 +278,14 @@ class Index:
         for each in range(before + 1, tier + 1):
             self.reach[each][parent] += 1
 
+    def drop_leaf(self, node: int, tier: int) -> None:
+        """The same as `drop_copy` for the only copy of a node without children."""
+        parent = self.parent[node]
+        self.slot[tier][node] = NONE
+        for each in range(tier + 1):
+            self.reach[each][parent] -= 1
+        self._forget(node, parent)
+
     def drop_copy(self, node: int, tier: int) -> bool:
         """Take a copy out of its node; says whether it was the last, and the node is gone. Keeps the slot's state."""
         after = self.coldest_without(node, tier)
@@ -247,15 +300,16 @@ class Index:
         self._forget(node, parent)
         return True
 
-    def reveal(self, node: int) -> None:
-        """`node` has a ready copy: if its parent is reachable, so is it, and what waits behind it."""
-        reachable = self.reachable
-        if reachable[node] or not reachable[self.parent[node]]:
-            return
-        queue = [node]
-        for each in queue:
-            reachable[each] = 1
-            queue += [c for c in self.children(each) if self.warmest_ready(c) >= 0]
+    def reveal(self, nodes: Sequence[int]) -> None:
+        """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind."""
+        reachable, parent, child, older = self.reachable, self.parent, self.child, self._older
+        for i, node in enumerate(nodes, 1):
+            if reachable[node] or not reachable[parent[node]]:
+                continue
+            reachable[node] = 1
+            below = child[node]
+            if below and (older[below] or i == len(nodes) or below != nodes[i]):
+                self.reveal([c for c in self.children(node) if self.warmest_ready(c) >= 0])
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
         """Live copies (node, tier) of descendants that are out of reach once `node` reaches down to tier `left` only.
@@ -307,7 +361,6 @@ class Index:
         if older:
             self._younger[older] = younger
         self.key[node] = None
-        self.parent[node] = self.child[node] = self._older[node] = self._younger[node] = 0
         self.reachable[node] = 0
         self._free.append(node)
         self._count -= 1

@@ -190,19 +190,20 @@ class TieredCache:
         The write policy decides whether they are offloaded now; their blocks must stay unchanged until the job has
         ended. `keys` is the path from the first chunk of the prompt; what a tier has already is not written again.
         """
-        self._check_path(keys, first)
+        self._check_first(keys, first)
         expected = (len(keys) - first) * self.settings.blocks_per_chunk
         if len(blocks) != expected:
             raise CacheError(f"{len(keys) - first} chunks have {expected} blocks, got {len(blocks)}")
         self._check_blocks(blocks)
+        path = self._store.index.follow(keys, first)
         if not self.settings.offload.wants(evicting=evicting):
             return Offload(None, ())
-        return self._flow.offload(keys, first, blocks)
+        return self._flow.offload(keys, first, path, blocks)
 
     def offer(self, keys: Sequence[Key], *, first: int = 0) -> Offload:
         """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job."""
-        self._check_path(keys, first)
-        return self._flow.offload(keys, first, None)
+        self._check_first(keys, first)
+        return self._flow.offload(keys, first, self._store.index.follow(keys, first), None)
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
         """Remove the copies of a path in `tier` that nothing holds, reads or needs to be reached; says how many."""
@@ -356,17 +357,6 @@ class TieredCache:
     def _check_first(self, keys: Sequence[Key], first: int) -> None:
         if not 0 <= first <= len(keys):
             raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")
-
-    def _check_path(self, keys: Sequence[Key], first: int) -> None:
-        """Raise `CacheError` unless what is known of `keys[first:]` is a path, and the rest may go on from it."""
-        self._check_first(keys, first)
-        index, ours = self._store.index, keys[first:]
-        if len(set(ours)) != len(ours):
-            raise CacheError(f"the {len(ours)} keys of a path differ, only {len(set(ours))} do")
-        for position in range(first, len(keys)):
-            index.check_link(keys, position)
-        if first < len(keys) and first:
-            index.check_link(keys, first - 1)
 
     def _check_blocks(self, blocks: Sequence[int]) -> None:
         limit = self.settings.device_blocks

@@ -57,9 +57,19 @@ class SlotPool:
             return []
         taken = free[-count:].tolist()[::-1]
         del free[-count:]
-        for index in taken:
-            self.state[index] = step(self.state[index], FILLING)
+        self.move_all(taken, FREE, FILLING)
         return taken
+
+    def move_all(self, indices: Sequence[int], before: int, to: int) -> None:
+        """Change the state of slots that are all in state `before`."""
+        if not indices:
+            return
+        state, after = self.state, step(before, to)
+        for index in indices:
+            if state[index] != before:
+                raise CacheError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
+        for index in indices:
+            state[index] = after
 
     def claim(self, indices: Sequence[int]) -> None:
         """Take these very slots (found occupied, and whole, at start), all or none."""
@@ -67,8 +77,7 @@ class SlotPool:
         bad = [i for i in indices if not 0 <= i < self.capacity or self.state[i] != FREE]
         if bad or len(wanted) != len(indices):
             raise CacheError(f"slots to claim must be free, distinct and below {self.capacity}: {bad or indices}")
-        for index in indices:
-            self.state[index] = step(FREE, READY)
+        self.move_all(indices, FREE, READY)
         self._free = array("i", [i for i in self._free if i not in wanted])
 
     def move(self, index: int, to: int) -> None:
@@ -79,6 +88,15 @@ class SlotPool:
             self._free.append(index)
             if self.fault:
                 self.fault.pop(index, None)
+
+    def free_all(self, indices: Sequence[int]) -> None:
+        """Slots that were ready, and that no job touches, are free."""
+        self.move_all(indices, READY, FREE)
+        for index in indices:
+            self.node[index] = 0
+            if self.fault:
+                self.fault.pop(index, None)
+        self._free.extend(indices)
 
     def free(self, index: int) -> None:
         """Give one slot back. An id out of range or already free is a `CacheError`."""

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from longshore.boundary import Key, Slot, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.index import ROOT, Index
 from longshore.cache.pool import SlotPool
-from longshore.cache.states import DRAINING, FREE, READY
+from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.cache.types import Counters, MissReason, TierStats
 from longshore.errors import CacheError
 
@@ -74,22 +75,17 @@ class Store:
 
     # ------------------------------------------------------------------ arrivals
 
-    def place(self, keys: Sequence[Key], parent: int, job: int) -> tuple[list[int], list[int]]:
-        """Nodes and slots of the warmest tier for `keys`, which follow `parent` and are in no tier, for `job` to fill.
+    def place(self, keys: Sequence[Key], parent: int, job: int) -> list[int]:
+        """Slots of the warmest tier for `keys`, which follow `parent` and are in no tier, for `job` to fill.
 
-        The caller has made room.
+        The caller has made room, and asked `Index.follow` about the keys.
         """
         slots = self.pools[0].allocate(len(keys))
-        try:
-            nodes = self.index.extend(parent, keys, 0, slots)
-        except CacheError:
-            for slot in slots:
-                self.pools[0].free(slot)
-            raise
+        self.index.link(parent, keys, 0, slots)
         if self.index.size != self._size:
             self._grow()
-        self.pools[0].writer.update(dict.fromkeys(slots, job))
-        return nodes, slots
+        self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
+        return slots
 
     def place_copy(self, node: int, tier: int, job: int) -> int:
         """A slot in `tier` for another copy of `node`, for `job` to fill. The caller has made room."""
@@ -122,7 +118,7 @@ class Store:
                 (node,) = index.extend(ROOT if parent is None else index.get(parent), [key], tier, [slot])
                 if index.size != self._size:
                     self._grow()
-            self._settle_in(node, tier)
+            self._settle_in([node], tier)
 
     def age(self, tier: int, keys: Sequence[Key]) -> None:
         """Put adopted chunks in order of age, oldest first; but tails before heads, as `touch` does."""
@@ -134,29 +130,32 @@ class Store:
                 path.append(node)
                 node = self.index.parent[node]
             newest_first.update(dict.fromkeys(reversed(path)))
-        for node in reversed(newest_first):
-            self.policies[tier].touch(node)
+        self.policies[tier].touch(list(reversed(newest_first)))
 
-    def arrive(self, tier: int, slot: int) -> None:
-        """The writer put all bytes in place."""
-        pool = self.pools[tier]
-        del pool.writer[slot]
-        if pool.state[slot] == DRAINING:
-            self._settle(tier, slot)
-            return
-        pool.move(slot, READY)
-        self._settle_in(pool.node[slot], tier)
+    def arrive(self, tier: int, slots: Sequence[int]) -> None:
+        """The writer put all bytes in place in these slots, of which the last is to go first."""
+        pool, writer = self.pools[tier], self.pools[tier].writer
+        for slot in slots:
+            del writer[slot]
+        state, node = pool.state, pool.node
+        wanted = [slot for slot in slots if state[slot] != DRAINING]
+        pool.move_all(wanted, FILLING, READY)
+        self._settle_in([node[slot] for slot in wanted], tier)
+        if len(wanted) < len(slots):
+            for slot in slots:
+                if state[slot] == DRAINING:
+                    self._settle(tier, slot)
 
-    def _settle_in(self, node: int, tier: int) -> None:
-        """A copy has become ready."""
-        self.policies[tier].insert(node)
-        if not self.index.reachable[node]:
-            self.index.reveal(node)
+    def _settle_in(self, nodes: Sequence[int], tier: int) -> None:
+        """Copies have become ready; parents come before children."""
+        self.policies[tier].insert(nodes[::-1])
+        self.index.reveal(nodes)
         if len(self.policies) > 1:
-            self._note(node)
-            self._reconsider(node)
-            if tier == 1:
-                self.backlog.backed_up(node)
+            for node in nodes:
+                self._note(node)
+                self._reconsider(node)
+                if tier == 1:
+                    self.backlog.backed_up(node)
 
     # ------------------------------------------------------------------ losses
 
@@ -175,18 +174,27 @@ class Store:
         if self.backlog.fail(node):
             self._reconsider(node)
 
-    def unread(self, tier: int, slot: int, fault: Status | None = None) -> None:
-        """A reader has let go of a slot; having found it unusable, if there is a `fault`."""
+    def unread(self, tier: int, slots: Sequence[int]) -> None:
+        """Readers have let go of these slots."""
+        pool, policy = self.pools[tier], self.policies[tier]
+        readers, state, node = pool.readers, pool.state, pool.node
+        for slot in slots:
+            readers[slot] -= 1
+            if not readers[slot]:
+                if state[slot] == READY:
+                    policy.release(node[slot])
+                elif state[slot] == DRAINING:
+                    self._settle(tier, slot)
+
+    def condemn(self, tier: int, slot: int, fault: Status) -> None:
+        """A reader has let go of a slot, whose bytes it found unusable."""
         pool = self.pools[tier]
         pool.readers[slot] -= 1
-        if fault is not None:
-            pool.fault.setdefault(slot, fault)
+        pool.fault.setdefault(slot, fault)
         if pool.state[slot] == DRAINING:
             self._settle(tier, slot)
-        elif fault is not None:
+        else:
             self.lose(pool.node[slot], tier)
-        elif not pool.readers[slot] and pool.state[slot] == READY:
-            self.policies[tier].release(pool.node[slot])
 
     def lose(self, node: int, tier: int) -> None:
         """Take a copy, and what would be out of reach without it, out of the index.
@@ -254,11 +262,8 @@ class Store:
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used: heads stay longest."""
         for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
-            state, touch = pool.state, policy.touch
-            for node in nodes:
-                slot = slots[node]
-                if slot >= 0 and state[slot] == READY:
-                    touch(node)
+            state = pool.state
+            policy.touch([node for node in nodes if slots[node] >= 0 and state[slots[node]] == READY])
         if self.backlog.failed:
             for node in nodes:
                 self.backlog.retry(node)
@@ -267,22 +272,49 @@ class Store:
 
     def make_room(self, tier: int, count: int, *, spare_dirty: bool) -> int:
         """Evict until `count` slots of `tier` are free, or nothing more may go; says how many of them are."""
-        free = self.pools[tier].free_count
-        if free >= count:
+        missing = count - self.pools[tier].free_count
+        if missing <= 0:
             return count
-        missing = count - free
         if not spare_dirty:
             missing -= self._evict_passed_over(tier, missing)
+        if missing:
+            alone = len(self.levels) == 1
+            gone = self._evict_alone(missing) if alone else self._evict(tier, missing, spare_dirty=spare_dirty)
+            self.counters.evictions[self.levels[tier].name] += gone
+            missing -= gone
+        return count - missing
 
+    def _evict(self, tier: int, count: int, *, spare_dirty: bool) -> int:
         def let_go(node: int) -> bool:
             if not self._may_go(node, tier) or self._is_spared(node, tier, spare_dirty):
                 return False
-            self._evict(node, tier)
+            self._detach(node, tier, evicted=True)
             return True
 
-        if missing:
-            missing -= self.policies[tier].evict(missing, let_go)
-        return count - missing
+        return self.policies[tier].evict(count, let_go)
+
+    def _evict_alone(self, count: int) -> int:
+        """The same where there is one tier, and so no other copies and no backlog: at half the cost."""
+        index, pool, policy, pins = self.index, self.pools[0], self.policies[0], self.pins
+        slots, reach, parents = index.slot[0], index.reach[0], index.parent
+        readers, state = pool.readers, pool.state
+        freed: list[int] = []
+
+        def let_go(node: int) -> bool:
+            slot = slots[node]
+            if reach[node] or readers[slot] or node in pins:
+                return False
+            parent = parents[node]
+            policy.remove(node, evicted=True)
+            index.drop_leaf(node, 0)
+            freed.append(slot)
+            if parent and not reach[parent] and state[slots[parent]] == READY:
+                policy.release(parent)
+            return True
+
+        gone = policy.evict(count, let_go)
+        pool.free_all(freed)
+        return gone
 
     def _evict_passed_over(self, tier: int, count: int) -> int:
         """Evict dirty chunks that were passed over: they are colder than any that the policy would name."""
@@ -290,18 +322,15 @@ class Store:
         while tier == 0 and gone < count and self._passed_over:
             node = self._passed_over.popleft()
             if self._is_passed_over(node) and self._may_go(node, 0):
-                self._evict(node, 0)
+                self._detach(node, 0, evicted=True)
                 gone += 1
+        self.counters.evictions[self.levels[tier].name] += gone
         return gone
-
-    def _evict(self, node: int, tier: int) -> None:
-        self.counters.evictions[self.levels[tier].name] += 1
-        self._detach(node, tier, evicted=True)
 
     def _may_go(self, node: int, tier: int) -> bool:
         """Whether nothing works on this ready copy, holds it, or needs it to be reached."""
-        index, pool = self.index, self.pools[tier]
-        if pool.readers[index.slot[tier][node]]:
+        index = self.index
+        if self.pools[tier].readers[index.slot[tier][node]]:
             return False
         above = index.coldest_without(node, tier)
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
@@ -341,16 +370,13 @@ class Store:
         if pool.state[slot] == READY:
             self.policies[tier].remove(node, evicted=evicted)
         gone = index.drop_copy(node, tier)
-        if pool.is_busy(slot):
-            pool.move(slot, DRAINING)
-        else:
-            pool.move(slot, FREE)
-        if tier == 0:
-            self.backlog.forget(node)
-        if gone:
+        pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
+        if gone and self.pins:
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
-        elif len(self.policies) > 1:
+        if tier == 0:
+            self.backlog.forget(node)
+        if not gone:
             if tier == 1:
                 self.backlog.exposed(node)
             self._note(node)

@@ -14,7 +14,7 @@ cold end, or a use at the hot end. So a chunk that cannot go costs once, not at 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +37,12 @@ class EvictionPolicy(ABC):
         self.names = names
 
     @abstractmethod
-    def insert(self, node: int) -> None:
-        """`node` became resident; it is now the most recently used."""
+    def insert(self, nodes: Sequence[int]) -> None:
+        """`nodes` became resident: a part of a path, tail first, so that heads stay longest."""
 
     @abstractmethod
-    def touch(self, node: int) -> None:
-        """`node` was used (a request's chunks tail first, so that heads stay longest). A held one is so no longer."""
+    def touch(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used: a part of a path, tail first. Held ones are so no longer."""
 
     @abstractmethod
     def hold(self, node: int) -> None:
@@ -90,12 +90,12 @@ class EvictionPolicy(ABC):
         `let_go` either takes leave of the node (calling `remove`, and `release` for what can go now) and says so, or
         changes nothing; the node is then held.
         """
-        gone = 0
-        while gone < count and (node := self.coldest()):
+        gone, coldest, hold = 0, self.coldest, self.hold
+        while gone < count and (node := coldest()):
             if let_go(node):
                 gone += 1
             else:
-                self.hold(node)
+                hold(node)
         return gone
 
 

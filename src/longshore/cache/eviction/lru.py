@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from longshore.cache.chains import LISTS, Chains
 from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
@@ -26,55 +26,63 @@ class LRU(EvictionPolicy):
         self._chains.grow(nodes)
         self._place.extend(bytes(max(0, nodes - len(self._place))))
 
-    def insert(self, node: int) -> None:
-        """`node` became resident; it is now the most recently used."""
-        if self._place[node] != _OUT or node < LISTS:
-            raise known(node)
-        self._place[node] = _IN
-        self._count += 1
-        self._chains.warm(_ORDER, node)
+    def insert(self, nodes: Sequence[int]) -> None:
+        """`nodes` became resident, the last is now the most recently used."""
+        place, warm = self._place, self._chains.warm
+        for node in nodes:
+            if place[node] != _OUT or node < LISTS:
+                raise known(node)
+            place[node] = _IN
+            warm(_ORDER, node)
+        self._count += len(nodes)
 
-    def touch(self, node: int) -> None:
-        """`node` is now the most recently used."""
-        place = self._place[node]
-        if place == _OUT:
-            raise unknown(node)
-        if place == _IN:
-            self._chains.drop(node)
-        self._place[node] = _IN
-        self._chains.warm(_ORDER, node)
+    def touch(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used, the last is now the most recently used."""
+        place, after, before = self._place, self._chains.after, self._chains.before
+        for node in nodes:
+            if place[node] == _IN:
+                behind, ahead = before[node], after[node]
+                after[behind] = ahead
+                before[ahead] = behind
+            elif place[node] == _OUT:
+                raise unknown(node)
+            place[node] = _IN
+            last = before[_ORDER]
+            after[last] = before[_ORDER] = node
+            after[node] = _ORDER
+            before[node] = last
 
     def hold(self, node: int) -> None:
         """`node` cannot go at present."""
         place = self._place[node]
-        if place == _OUT:
-            raise unknown(node)
         if place == _IN:
             self._chains.drop(node)
             self._place[node] = _HELD
+        elif place == _OUT:
+            raise unknown(node)
 
     def release(self, node: int) -> None:
         """`node`, if it is held, may go again, and first."""
         place = self._place[node]
-        if place == _OUT:
-            raise unknown(node)
         if place == _HELD:
             self._chains.chill(_ORDER, node)
             self._place[node] = _IN
+        elif place == _OUT:
+            raise unknown(node)
 
     def remove(self, node: int, *, evicted: bool = False) -> None:
         """`node` left."""
         place = self._place[node]
-        if place == _OUT:
-            raise unknown(node)
         if place == _IN:
             self._chains.drop(node)
+        elif place == _OUT:
+            raise unknown(node)
         self._place[node] = _OUT
         self._count -= 1
 
     def coldest(self) -> int:
         """The node that was not used for the longest time; 0 without one."""
-        node = self._chains.coldest(_ORDER)
+        node = self._chains.after[_ORDER]
         return 0 if node == _ORDER else node
 
     def order(self) -> Iterator[int]:
