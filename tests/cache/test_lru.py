@@ -31,7 +31,7 @@ def test_use_makes_young(lru: LRU) -> None:
 def test_what_was_held_comes_back_as_the_oldest_or_by_use_as_the_youngest(lru: LRU) -> None:
     lru.hold(B)
     assert list(lru.order()) == [A, C]
-    lru.release(B)
+    lru.release([B])
     assert list(lru.order()) == [B, A, C]
     lru.hold(A)
     lru.touch([A])

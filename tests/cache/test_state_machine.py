@@ -53,6 +53,7 @@ def setups(draw: st.DrawFn) -> Setup:
         max_writes=draw(st.sampled_from((1024, 1, 3))),
         found=tuple((slot, key(path), parent(key(path))) for slot, path in enumerate(found)),
         generation=draw(st.sampled_from((0, 3))),
+        policy=draw(st.sampled_from(("lru", "arc"))),
     )
 
 

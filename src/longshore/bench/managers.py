@@ -5,7 +5,8 @@
     offload  offload into free slots: commit to arrival    ns per block
     evict    offload into a full tier                      ns per block
     prompt   match and hold one resident prompt            us, of up to 8,192 blocks
-    slots    resolve its slots: order its onboarding       us
+    slots    resolve its slots                             us
+    onboard  pin it, and order its transfer                us
     hash     keys of 131,072 tokens                        ms
     memory   bytes per tracked block, key and policy       bytes
     ghosts   bytes per block that the policy remembers after it has left (0 without such a memory)
@@ -41,7 +42,7 @@ LONGEST = 8192
 _PIECE = 1024
 _TOKENS = 131_072
 _BLOCK = 16
-_PER_SIZE = ("match", "commit", "offload", "evict", "prompt", "slots", "memory", "ghosts", "pause")
+_PER_SIZE = ("match", "commit", "offload", "evict", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
 
 
 class Ours:
@@ -69,8 +70,8 @@ class Ours:
             path, blocks = keys[: start + _PIECE], range(min(_PIECE, len(keys) - start))
             commit = partial(self.cache.commit, path, blocks, first=start)
             offload = commit() if evicting else self._call(commit)
-            if offload.job is None or len(offload.accepted) != len(blocks):
-                raise BenchError(f"{len(offload.accepted)} of {len(blocks)} blocks were taken")
+            if offload.job is None or len(offload.slots) != len(blocks):
+                raise BenchError(f"{len(offload.slots)} of {len(blocks)} blocks were taken")
             self._call(self.cache.take)
             result = TransferResult(offload.job, (Status.OK,) * len(blocks))
             self._call(partial(self.cache.apply, (result,), 0.0))
@@ -104,27 +105,27 @@ class Load:
         self.blocks = blocks
         self.prompts: list[list[Key]] = []
         """Every prompt that is resident after the fill; each begins with a part of an earlier one, or afresh."""
+        self.shared: list[int] = []
+        """How many of its leading blocks a prompt shares with an earlier one."""
         left = blocks
         while left:
-            prompt = self.prompt()
-            shared = self._shared(prompt)
-            del prompt[len(shared) + left :]
+            prompt, shared = self._prompt()
+            del prompt[shared + left :]
             self.prompts.append(prompt)
-            left -= len(prompt) - len(shared)
+            self.shared.append(shared)
+            left -= len(prompt) - shared
         self.longest = max(self.prompts, key=len)
 
-    def prompt(self) -> list[Key]:
-        """A new prompt of 8 to 8,192 blocks (but at most a quarter of all), all sizes alike."""
+    def _prompt(self) -> tuple[list[Key], int]:
+        """A new prompt of 8 to 8,192 blocks (but at most a quarter of all), all sizes alike; how much it shares."""
         longest = max(8, min(LONGEST, self.blocks // 4))
-        length = 8 if longest == 8 else int(8 * (longest / 8) ** self._dice.random())
         if not self.prompts:
-            length = longest
-        shared: list[Key] = []
-        if self.prompts and self._dice.random() < 0.5:
-            elder = self._dice.choice(self.prompts)
-            shared = elder[: self._dice.randrange(min(len(elder), length))]
-        self._last_shared = shared
-        return [*shared, *self.fresh(length - len(shared))]
+            return self.fresh(longest), 0
+        length, shared = int(8 * (longest / 8) ** self._dice.random()), 0
+        elder = self._dice.choice(self.prompts)
+        if self._dice.random() < 0.5:
+            shared = self._dice.randrange(min(len(elder), length))
+        return [*elder[:shared], *self.fresh(length - shared)], shared
 
     def fresh(self, count: int) -> list[Key]:
         """Keys that nobody has seen."""
@@ -136,9 +137,6 @@ class Load:
         while sum(map(len, picked)) < blocks:
             picked.append(self._dice.choice(self.prompts))
         return picked
-
-    def _shared(self, prompt: list[Key]) -> list[Key]:
-        return prompt[: len(self._last_shared)]
 
 
 def run(*, blocks: Sequence[int], repeats: int = 5, only: Sequence[str] = ()) -> Iterator[Case]:
@@ -163,7 +161,14 @@ def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
     offload = _fill(ours, others, load)
     if "offload" in kinds:
         yield _per_block(f"offload/{size}", *offload, size)
-    measures = {"match": _match, "commit": _commit, "prompt": _prompt, "slots": _slots, "evict": _evict}
+    measures = {
+        "match": _match,
+        "commit": _commit,
+        "prompt": _prompt,
+        "slots": _slots,
+        "onboard": _onboard,
+        "evict": _evict,
+    }
     for kind, measure in measures.items():
         if kind in kinds:
             yield measure(size, ours, others, load, repeats)
@@ -178,10 +183,7 @@ def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
 def _fill(ours: Ours, others: Sequence[Rival], load: Load) -> tuple[float, list[tuple[float, str]]]:
     """Store all prompts on all sides in turn; seconds of ours and of each rival."""
     taken = [0.0] * (1 + len(others))
-    known: set[Key] = set()
-    for prompt in load.prompts:
-        first = next((i for i, key in enumerate(prompt) if key not in known), len(prompt))
-        known.update(prompt[first:])
+    for prompt, first in zip(load.prompts, load.shared, strict=True):
         taken[0] += _timed(partial(ours.store, prompt, first))()
         for i, other in enumerate(others, 1):
             taken[i] += _timed(partial(other.store, prompt[first:]))()
@@ -244,10 +246,20 @@ def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats:
 
 def _slots(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
     prompt, taken = load.longest, []
+    hold = ours.cache.match(prompt, 0.0).hold
+    if hold is None:
+        raise BenchError("a resident prompt was not found")
     for _ in range(4 * repeats):
-        taken.append(ours.onboard(prompt))
+        taken.append(_timed(partial(ours.cache.slots, hold))())
+    ours.cache.release(hold)
     best = min((statistics.median(_times(o.slots, prompt, repeats)), o.name) for o in others)
     return _single(f"slots/{size}", statistics.median(taken), best)
+
+
+def _onboard(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+    taken = statistics.median(ours.onboard(load.longest) for _ in range(4 * repeats))
+    best = min((statistics.median(_times(o.slots, load.longest, repeats)), o.name) for o in others)
+    return _single(f"onboard/{size}", taken, best)
 
 
 def _pause(size: int, load: Load) -> Case:

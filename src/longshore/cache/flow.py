@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count, repeat
+from itertools import repeat
 from typing import NamedTuple
 
 from longshore.boundary import (
@@ -33,7 +33,7 @@ from longshore.cache.jobs import Job, Load, Side
 from longshore.cache.settings import CacheSettings
 from longshore.cache.states import READY
 from longshore.cache.store import Store
-from longshore.cache.types import DropReason, MissReason, Offload, Placement
+from longshore.cache.types import DropReason, MissReason, Offload
 from longshore.errors import CacheError, JobError
 
 LOAD_BATCH = 16
@@ -41,19 +41,29 @@ LOAD_BATCH = 16
 
 
 _new_item: Callable[[Iterable[object]], Item] = partial(tuple.__new__, Item)
-_new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
-_new_placement: Callable[[Iterable[object]], Placement] = partial(tuple.__new__, Placement)
-# Named tuples from C: there may be thousands in one call, and their own constructors run in Python.
+# A named tuple from C: there may be thousands in one call, and its own constructor runs in Python.
 
 
 class Batch(NamedTuple):
-    """Consecutive chunks to load together; `above` is the key before them, `tiers` and `slots` say what is pinned."""
+    """Consecutive chunks to load together; `above` is the key before them, `tiers` and `slots` say what is pinned.
+
+    All of them are ready in the host tier when they are `warm`.
+    """
 
     nodes: Sequence[int]
     keys: Sequence[Key]
     above: Key | None
     tiers: Sequence[int]
     slots: Sequence[int]
+    warm: bool
+
+
+def _batches(warm: int, count: int) -> Iterator[tuple[int, int]]:
+    """The leading warm run, which waits for nothing; then `LOAD_BATCH` chunks at a time."""
+    if warm:
+        yield 0, warm
+    for start in range(warm, count, LOAD_BATCH):
+        yield start, min(start + LOAD_BATCH, count)
 
 
 class Flow:
@@ -76,13 +86,16 @@ class Flow:
 
     # ------------------------------------------------------------------ load
 
-    def load(self, keys: Sequence[Key], blocks: Sequence[int], first_block: int) -> Load:
+    def load(
+        self, keys: Sequence[Key], blocks: Sequence[int], first_block: int, *, tail: int = ROOT, held: int = 0
+    ) -> Load:
         """Order `keys` (as far as they are ready, and the host tier has room) into device `blocks`.
 
-        `first_block` is the logical index of `blocks[0]`, a block of the first chunk.
+        `first_block` is the logical index of `blocks[0]`, a block of the first chunk. `keys` are the first of `held`
+        chunks that end at `tail`, if that is known and reachable.
         """
         store, load = self.store, Load()
-        path = store.index.readable(keys)
+        path = store.index.path(tail, held)[held - len(keys) :][::-1] if tail else store.index.readable(keys)
         tiers, slots = self._pin(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
         room = store.make_room(0, len(cold), spare_dirty=True)
@@ -96,8 +109,10 @@ class Flow:
             path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
         load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
         above = store.index.key[store.index.parent[path[0]]] if path else None
-        for start, end in self._batches(tiers, slots):
-            batch = Batch(path[start:end], keys[start:end], above, tiers[start:end], slots[start:end])
+        warm = self._warm(tiers, slots)
+        for start, end in _batches(warm, len(path)):
+            here = slice(start, end)
+            batch = Batch(path[here], keys[here], above, tiers[here], slots[here], warm=end <= warm)
             above = keys[end - 1]
             blocks, first_block = self._order_batch(load, batch, blocks, first_block)
         return load
@@ -120,15 +135,14 @@ class Flow:
                 pools[tier].readers[slots[i]] += 1
         return tiers, slots
 
-    def _batches(self, tiers: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The leading run that is ready in the host tier, which waits for nothing; then `LOAD_BATCH` chunks a time."""
-        state = self.store.pools[0].state
-        count = len(slots)
-        warm = next((i for i in range(count) if tiers[i] or state[slots[i]] != READY), count)
-        if warm:
-            yield 0, warm
-        for start in range(warm, count, LOAD_BATCH):
-            yield start, min(start + LOAD_BATCH, count)
+    def _warm(self, tiers: Sequence[int], slots: Sequence[int]) -> int:
+        """How many chunks lead that are ready in the host tier."""
+        state, count = self.store.pools[0].state, 0
+        for tier, slot in zip(tiers, slots, strict=True):
+            if tier or state[slot] != READY:
+                break
+            count += 1
+        return count
 
     def _order_batch(
         self, load: Load, batch: Batch, blocks: Sequence[int], first_block: int
@@ -136,11 +150,12 @@ class Flow:
         """Order one batch; returns the blocks that are left for the next, and the logical index of their first."""
         host, names = self.store.pools[0], [level.name for level in self.store.levels]
         warm = list(batch.slots)
-        for tier in sorted({tier for tier in batch.tiers if tier}):
-            self._order_read(batch, tier, warm)
-        for node, tier, slot in zip(batch.nodes, batch.tiers, batch.slots, strict=True):
-            ready = tier or host.state[slot] == READY
-            load.sources.append(names[tier if ready else self.store.index.warmest_ready(node)])
+        if batch.warm:
+            load.sources += [names[0]] * len(warm)
+        else:
+            load.sources += [names[self.store.index.warmest_ready(node)] for node in batch.nodes]
+            for tier in sorted({tier for tier in batch.tiers if tier}):
+                self._order_read(batch, tier, warm)
         per_chunk = self.settings.blocks_per_chunk
         taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
         writer = host.writer
@@ -186,7 +201,7 @@ class Flow:
         parent = path[-1] if path else store.index.get(keys[first - 1]) if first else ROOT
         fresh = self._admit(len(keys) - known, parent, orphan=known > 0 and parent == ROOT)
         if not fresh:
-            return Offload(None, (), known)
+            return Offload(None, kept=known)
         job = self.new_id()
         mine = keys[known : known + fresh]
         slots = store.place(mine, parent, job)
@@ -197,8 +212,8 @@ class Flow:
             sections = (Section(0, known * per_chunk, tuple(taken)),)
         parents = [store.index.key[parent], *mine[:-1]]
         record = self._order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
-        places = (item.destination for item in record.transfer.items)
-        return Offload(job, tuple(map(_new_placement, zip(count(known), places, strict=False))), known + fresh)
+        places = tuple([item.destination for item in record.transfer.items if item.destination is not None])
+        return Offload(job, known, places, known + fresh)
 
     def clean(self, at_least: int = 0) -> None:
         """Order backups until the target of the write policy (or `at_least` chunks) is safe to evict."""
@@ -349,7 +364,7 @@ class Flow:
     def _slots(self, side: Side | None) -> Iterable[Slot | None]:
         if side is None:
             return repeat(None)
-        return map(_new_slot, zip(repeat(self._name(side.tier)), repeat(0), side.slots, strict=False))
+        return self.store.addresses(side.tier, side.slots)
 
     def _finish(self, job: Job) -> None:
         """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""

@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
@@ -238,30 +239,27 @@ class Index:
         """`extend` for keys of which `follow` has said that they are new, behind a parent that accepts them."""
         shards = self._shards
         nodes = self._numbers(len(keys))
-        parents, depths, child, older, younger = self.parent, self.depth, self.child, self._older, self._younger
-        slot_of, node_of = self.slot[tier], self.pools[tier].node
-        above, depth = parent, self.depth[parent]
-        for node, key, slot in zip(nodes, keys, slots, strict=True):
-            depth += 1
+        if not nodes:
+            return []
+        for key, node in zip(keys, nodes, strict=True):
             shards[key[0]][key] = node
-            parents[node] = above
-            depths[node] = depth
-            slot_of[node] = slot
-            node_of[slot] = node
-            elder = child[above]
-            older[node] = elder
-            younger[node] = 0
-            if elder:
-                younger[elder] = node
-            child[above] = node
-            above = node
-        if nodes:
-            self.key[nodes] = keys
-        for each in range(tier + 1 if nodes else 0):
-            reach = self.reach[each]
-            reach[parent] += 1
-            for node in nodes[:-1]:
-                reach[node] = 1
+        at = np.array(nodes)
+        rest, head, tail = at[:-1], nodes[0], nodes[-1]
+        elder, depth = self.child[parent], self.depth[parent] + 1
+        self.key[at] = keys
+        _column(self.parent)[at[1:]] = rest
+        _column(self.child)[rest] = at[1:]
+        _column(self.depth)[at] = np.arange(depth, depth + len(at))
+        _column(self._older)[at] = _column(self._younger)[at] = ROOT
+        _column(self.slot[tier])[at] = slots
+        _column(self.pools[tier].node)[slots] = at
+        self.parent[head], self.child[tail], self._older[head] = parent, ROOT, elder
+        if elder:
+            self._younger[elder] = head
+        self.child[parent] = head
+        for each in range(tier + 1):
+            self.reach[each][parent] += 1
+            _column(self.reach[each])[rest] = 1
         self._count += len(nodes)
         return nodes
 
@@ -278,12 +276,11 @@ class Index:
         for each in range(before + 1, tier + 1):
             self.reach[each][parent] += 1
 
-    def drop_leaf(self, node: int, tier: int) -> None:
-        """The same as `drop_copy` for the only copy of a node without children."""
+    def drop_leaf(self, node: int) -> None:
+        """The same as `drop_copy` for a node without children, in the only tier that there is."""
         parent = self.parent[node]
-        self.slot[tier][node] = NONE
-        for each in range(tier + 1):
-            self.reach[each][parent] -= 1
+        self.slot[0][node] = NONE
+        self.reach[0][parent] -= 1
         self._forget(node, parent)
 
     def drop_copy(self, node: int, tier: int) -> bool:
@@ -351,16 +348,17 @@ class Index:
         self.size += more
 
     def _forget(self, node: int, parent: int) -> None:
-        key = self.key[node]
+        key_of, own_older, own_younger = self.key, self._older, self._younger
+        key = key_of[node]
         del self._shards[key[0]][key]
-        older, younger = self._older[node], self._younger[node]
+        older, younger = own_older[node], own_younger[node]
         if younger:
-            self._older[younger] = older
+            own_older[younger] = older
         else:
             self.child[parent] = older
         if older:
-            self._younger[older] = younger
-        self.key[node] = None
+            own_younger[older] = younger
+        key_of[node] = None
         self.reachable[node] = 0
         self._free.append(node)
         self._count -= 1
@@ -398,6 +396,11 @@ class Index:
             counted = sum(self.coldest(c) >= tier for c in self.children(node))
             if counted != self.reach[tier][node]:
                 raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
+
+
+def _column(column: array[int]) -> npt.NDArray[np.int32]:
+    """`column` as numpy sees it, to change many places at once. For the moment only: it cannot grow meanwhile."""
+    return np.frombuffer(column, np.int32)
 
 
 def _no_key(key: object) -> CacheError:

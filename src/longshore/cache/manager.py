@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from longshore.boundary import DEVICE, Command, Key, Route, TransferResult
+from longshore.boundary import DEVICE, Command, Key, Route, Slot, TransferResult
 from longshore.cache.eviction import LRU, EvictionPolicy
 from longshore.cache.flow import Flow
 from longshore.cache.jobs import Hold as HoldRecord
@@ -105,6 +105,16 @@ class TieredCache:
         runs = ((tier, len(list(run))) for tier, run in groupby(tiers))
         return tuple(Run(self._store.levels[tier].name, chunks) for tier, chunks in runs if tier >= 0)
 
+    def slots(self, hold: Hold) -> list[Slot]:
+        """The slot that each held chunk can be read from, the warmest; fewer than held if some were lost."""
+        record, index = self._hold(hold), self._store.index
+        tail, held = record.pin.node, len(record.keys)
+        path = index.path(tail, held)[::-1] if tail else index.readable(record.keys)
+        if len(index.tiers) == 1:
+            return self._store.addresses(0, [index.slot[0][node] for node in path])
+        tiers = [index.warmest_ready(node) for node in path]
+        return [self._store.slot(tier, index.slot[tier][node]) for tier, node in zip(tiers, path, strict=True)]
+
     def peek(self, key: Key) -> Presence:
         """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`.
 
@@ -140,7 +150,8 @@ class TieredCache:
                 f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {len(record.keys)} held chunks"
             )
         self._check_blocks(blocks)
-        record.load = load = self._flow.load(record.keys[:chunks], blocks, record.start * per_chunk + skip)
+        first_block, held = record.start * per_chunk + skip, len(record.keys)
+        record.load = load = self._flow.load(record.keys[:chunks], blocks, first_block, tail=record.pin.node, held=held)
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
@@ -197,7 +208,7 @@ class TieredCache:
         self._check_blocks(blocks)
         path = self._store.index.follow(keys, first)
         if not self.settings.offload.wants(evicting=evicting):
-            return Offload(None, ())
+            return Offload(None)
         return self._flow.offload(keys, first, path, blocks)
 
     def offer(self, keys: Sequence[Key], *, first: int = 0) -> Offload:

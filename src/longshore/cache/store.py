@@ -14,19 +14,23 @@ A chunk is a node of the index here, a copy is (node, tier), and jobs know slots
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 
 from longshore.boundary import Key, Slot, Status
 from longshore.cache.backlog import Backlog
+from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.index import ROOT, Index
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.cache.types import Counters, MissReason, TierStats
 from longshore.errors import CacheError
+
+_new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
+# A named tuple from C: there may be thousands in one call, and its own constructor runs in Python.
 
 
 @dataclass(slots=True)
@@ -63,8 +67,7 @@ class Store:
         self.index = Index(self.pools)
         self.policies = [level.make_policy(level.pool.capacity, self.index.key) for level in self.levels]
         self.backlog = Backlog(self.index)
-        self._passed_over: deque[int] = deque()
-        """Dirty chunks that an eviction has passed over, coldest first; some have been cleaned, or used, since."""
+        self.eviction = Eviction(self)
         self._grow()
 
     def _grow(self) -> None:
@@ -176,15 +179,17 @@ class Store:
 
     def unread(self, tier: int, slots: Sequence[int]) -> None:
         """Readers have let go of these slots."""
-        pool, policy = self.pools[tier], self.policies[tier]
+        pool = self.pools[tier]
         readers, state, node = pool.readers, pool.state, pool.node
+        idle: list[int] = []
         for slot in slots:
             readers[slot] -= 1
             if not readers[slot]:
-                if state[slot] == READY:
-                    policy.release(node[slot])
-                elif state[slot] == DRAINING:
-                    self._settle(tier, slot)
+                idle.append(slot)
+        self.policies[tier].release([node[slot] for slot in idle if state[slot] == READY])
+        for slot in idle:
+            if state[slot] == DRAINING:
+                self._settle(tier, slot)
 
     def condemn(self, tier: int, slot: int, fault: Status) -> None:
         """A reader has let go of a slot, whose bytes it found unusable."""
@@ -210,15 +215,15 @@ class Store:
         copies = [*reversed(index.orphaned_by(node, left)), *((node, t) for t in doomed)]
         for each, where in copies:
             self.counters.lost[self.levels[where].name] += 1
-            self._detach(each, where)
+            self.detach(each, where)
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
         """Remove the copies of `keys` that nothing holds, reads or needs to be reached; says how many."""
         count = 0
         for key in reversed(keys):
             node = self.index.get(key)
-            if node and self.index.is_ready(node, tier) and self._may_go(node, tier):
-                self._detach(node, tier)
+            if node and self.index.is_ready(node, tier) and self.eviction.may_go(node, tier):
+                self.detach(node, tier)
                 count += 1
         return count
 
@@ -259,6 +264,11 @@ class Store:
             del self.pins[node]
             self._reconsider(node)
 
+    def make_room(self, tier: int, count: int, *, spare_dirty: bool) -> int:
+        """Evict until `count` slots of `tier` are free, or nothing more may go; says how many of them are."""
+        missing = count - self.pools[tier].free_count
+        return count if missing <= 0 else count - missing + self.eviction.evict(tier, missing, spare_dirty=spare_dirty)
+
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used: heads stay longest."""
         for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
@@ -268,102 +278,20 @@ class Store:
             for node in nodes:
                 self.backlog.retry(node)
 
-    # ------------------------------------------------------------------ eviction
-
-    def make_room(self, tier: int, count: int, *, spare_dirty: bool) -> int:
-        """Evict until `count` slots of `tier` are free, or nothing more may go; says how many of them are."""
-        missing = count - self.pools[tier].free_count
-        if missing <= 0:
-            return count
-        if not spare_dirty:
-            missing -= self._evict_passed_over(tier, missing)
-        if missing:
-            alone = len(self.levels) == 1
-            gone = self._evict_alone(missing) if alone else self._evict(tier, missing, spare_dirty=spare_dirty)
-            self.counters.evictions[self.levels[tier].name] += gone
-            missing -= gone
-        return count - missing
-
-    def _evict(self, tier: int, count: int, *, spare_dirty: bool) -> int:
-        def let_go(node: int) -> bool:
-            if not self._may_go(node, tier) or self._is_spared(node, tier, spare_dirty):
-                return False
-            self._detach(node, tier, evicted=True)
-            return True
-
-        return self.policies[tier].evict(count, let_go)
-
-    def _evict_alone(self, count: int) -> int:
-        """The same where there is one tier, and so no other copies and no backlog: at half the cost."""
-        index, pool, policy, pins = self.index, self.pools[0], self.policies[0], self.pins
-        slots, reach, parents = index.slot[0], index.reach[0], index.parent
-        readers, state = pool.readers, pool.state
-        freed: list[int] = []
-
-        def let_go(node: int) -> bool:
-            slot = slots[node]
-            if reach[node] or readers[slot] or node in pins:
-                return False
-            parent = parents[node]
-            policy.remove(node, evicted=True)
-            index.drop_leaf(node, 0)
-            freed.append(slot)
-            if parent and not reach[parent] and state[slots[parent]] == READY:
-                policy.release(parent)
-            return True
-
-        gone = policy.evict(count, let_go)
-        pool.free_all(freed)
-        return gone
-
-    def _evict_passed_over(self, tier: int, count: int) -> int:
-        """Evict dirty chunks that were passed over: they are colder than any that the policy would name."""
-        gone = 0
-        while tier == 0 and gone < count and self._passed_over:
-            node = self._passed_over.popleft()
-            if self._is_passed_over(node) and self._may_go(node, 0):
-                self._detach(node, 0, evicted=True)
-                gone += 1
-        self.counters.evictions[self.levels[tier].name] += gone
-        return gone
-
-    def _may_go(self, node: int, tier: int) -> bool:
-        """Whether nothing works on this ready copy, holds it, or needs it to be reached."""
-        index = self.index
-        if self.pools[tier].readers[index.slot[tier][node]]:
-            return False
-        above = index.coldest_without(node, tier)
-        last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
-        if last and (above >= 0 or node in self.pins):
-            return False
-        return above >= tier or not index.reach[above + 1][node]
-
-    def _is_spared(self, node: int, tier: int, spare_dirty: bool) -> bool:
-        """In a colder tier, what the warmest has too is spared: it would only have to be written again."""
-        if tier:
-            return self.index.slot[0][node] >= 0
-        if not spare_dirty or not self.backlog.is_dirty(node):
-            return False
-        if len(self._passed_over) > 2 * len(self.policies[0]) + 64:
-            self._passed_over = deque(dict.fromkeys(filter(self._is_passed_over, self._passed_over)))
-        self._passed_over.append(node)
-        return True
-
-    def _is_passed_over(self, node: int) -> bool:
-        return self.backlog.is_dirty(node) and self.policies[0].is_held(node)
+    # ------------------------------------------------------------------ inside
 
     def _reconsider(self, node: int) -> None:
         """Something that kept `node` from going may have changed."""
         for tier, policy in enumerate(self.policies):
             if self.index.is_ready(node, tier):
-                policy.release(node)
+                policy.release((node,))
 
     def _note(self, node: int) -> None:
         """The copies of `node` have changed: it may be dirty now, or clean."""
         if self.backlog.note(node):
             self._reconsider(node)
 
-    def _detach(self, node: int, tier: int, *, evicted: bool = False) -> None:
+    def detach(self, node: int, tier: int, *, evicted: bool = False) -> None:
         """Take a copy out of all books, and give its slot back."""
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
@@ -394,6 +322,10 @@ class Store:
     def slot(self, tier: int, index: int) -> Slot:
         """The address of a slot."""
         return Slot(self.levels[tier].name, 0, index)
+
+    def addresses(self, tier: int, slots: Sequence[int]) -> list[Slot]:
+        """The addresses of many slots of one tier."""
+        return list(map(_new_slot, zip(repeat(self.levels[tier].name), repeat(0), slots, strict=False)))
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""

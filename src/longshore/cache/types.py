@@ -102,14 +102,21 @@ class Placement(NamedTuple):
 
 
 class Offload(NamedTuple):
-    """What `commit` or `offer` accepted; `job` is `None` when nothing was.
+    """What `commit` or `offer` accepted: the chunks from position `first` of the keys on go to `slots`.
 
-    `kept` counts the leading chunks of the path that a tier has or will have, those of earlier calls included.
+    `job` is `None` when nothing was accepted. `kept` counts the leading chunks of the path that a tier has or will
+    have, those of earlier calls included.
     """
 
     job: int | None
-    accepted: tuple[Placement, ...]
+    first: int = 0
+    slots: tuple[Slot, ...] = ()
     kept: int = 0
+
+    @property
+    def accepted(self) -> tuple[Placement, ...]:
+        """Position and slot of each accepted chunk."""
+        return tuple(Placement(self.first + i, slot) for i, slot in enumerate(self.slots))
 
 
 @dataclass(slots=True)

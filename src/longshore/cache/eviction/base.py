@@ -49,8 +49,8 @@ class EvictionPolicy(ABC):
         """`node` cannot go at present. Holding what is held changes nothing."""
 
     @abstractmethod
-    def release(self, node: int) -> None:
-        """`node`, if it is held, may go again, and first."""
+    def release(self, nodes: Sequence[int]) -> None:
+        """Those of `nodes` that are held may go again, and first."""
 
     @abstractmethod
     def remove(self, node: int, *, evicted: bool = False) -> None:

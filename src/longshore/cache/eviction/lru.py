@@ -28,29 +28,40 @@ class LRU(EvictionPolicy):
 
     def insert(self, nodes: Sequence[int]) -> None:
         """`nodes` became resident, the last is now the most recently used."""
-        place, warm = self._place, self._chains.warm
+        place, after, before = self._place, self._chains.after, self._chains.before
+        last = before[_ORDER]
         for node in nodes:
             if place[node] != _OUT or node < LISTS:
                 raise known(node)
             place[node] = _IN
-            warm(_ORDER, node)
+            after[last] = node
+            before[node] = last
+            last = node
+            after[last], before[_ORDER] = _ORDER, last
         self._count += len(nodes)
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used, the last is now the most recently used."""
+        """`nodes` were used, the last is now the most recently used. Those that are neighbours already move as one."""
         place, after, before = self._place, self._chains.after, self._chains.before
-        for node in nodes:
-            if place[node] == _IN:
-                behind, ahead = before[node], after[node]
+        at, count = 0, len(nodes)
+        while at < count:
+            first = last = nodes[at]
+            at += 1
+            if place[first] == _IN:
+                while at < count and after[last] == nodes[at]:
+                    last = nodes[at]
+                    at += 1
+                behind, ahead = before[first], after[last]
                 after[behind] = ahead
                 before[ahead] = behind
-            elif place[node] == _OUT:
-                raise unknown(node)
-            place[node] = _IN
-            last = before[_ORDER]
-            after[last] = before[_ORDER] = node
-            after[node] = _ORDER
-            before[node] = last
+            elif place[first] == _OUT:
+                raise unknown(first)
+            place[first] = _IN
+            hottest = before[_ORDER]
+            after[hottest] = first
+            before[first] = hottest
+            after[last] = _ORDER
+            before[_ORDER] = last
 
     def hold(self, node: int) -> None:
         """`node` cannot go at present."""
@@ -61,23 +72,26 @@ class LRU(EvictionPolicy):
         elif place == _OUT:
             raise unknown(node)
 
-    def release(self, node: int) -> None:
-        """`node`, if it is held, may go again, and first."""
-        place = self._place[node]
-        if place == _HELD:
-            self._chains.chill(_ORDER, node)
-            self._place[node] = _IN
-        elif place == _OUT:
-            raise unknown(node)
+    def release(self, nodes: Sequence[int]) -> None:
+        """Those of `nodes` that are held may go again, and first."""
+        place = self._place
+        for node in nodes:
+            if place[node] == _HELD:
+                self._chains.chill(_ORDER, node)
+                place[node] = _IN
+            elif place[node] == _OUT:
+                raise unknown(node)
 
     def remove(self, node: int, *, evicted: bool = False) -> None:
         """`node` left."""
-        place = self._place[node]
-        if place == _IN:
-            self._chains.drop(node)
-        elif place == _OUT:
+        place, after, before = self._place, self._chains.after, self._chains.before
+        if place[node] == _IN:
+            behind, ahead = before[node], after[node]
+            after[behind] = ahead
+            before[ahead] = behind
+        elif place[node] == _OUT:
             raise unknown(node)
-        self._place[node] = _OUT
+        place[node] = _OUT
         self._count -= 1
 
     def coldest(self) -> int:
