@@ -191,14 +191,19 @@ def test_arc_gives_more_room_to_the_list_whose_ghosts_come_back() -> None:
     arc.check_integrity()
 
 
-def test_arc_remembers_no_more_than_it_says() -> None:
-    ghosts = Ghosts(640)
-    for i in range(5000):
-        ghosts.add(i.to_bytes(32, "big"))
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12))))
+def test_ghosts_are_the_last_that_were_added_and_not_taken_back(steps: list[tuple[bool, int]]) -> None:
+    ghosts = Ghosts(5)
+    places: list[bytes | None] = [None] * 5
+    at = 0
+    for add, i in steps:
+        key = bytes([i]) * 32
+        if add and key not in places:
+            ghosts.add(key)
+            places[at] = key
+            at = (at + 1) % 5
+        elif not add:
+            assert ghosts.take(key) == (key in places)
+            places = [None if each == key else each for each in places]
+        assert len(ghosts) == 5 - places.count(None)
         ghosts.check_integrity()
-        assert len(ghosts) <= 640
-    assert len(ghosts) >= 320
-    assert (4999).to_bytes(32, "big") in ghosts
-    assert (0).to_bytes(32, "big") not in ghosts
-    assert ghosts.discard((4999).to_bytes(32, "big"))
-    assert not ghosts.discard((4999).to_bytes(32, "big"))

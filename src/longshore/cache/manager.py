@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from longshore.boundary import DEVICE, Command, Key, Route, Slot, TransferResult
-from longshore.cache.eviction import LRU, EvictionPolicy
+from longshore.cache.eviction import ARC, EvictionPolicy
 from longshore.cache.flow import Flow
 from longshore.cache.jobs import Hold as HoldRecord
 from longshore.cache.jobs import Load
@@ -48,7 +48,7 @@ class TierSpec:
     name: str
     slots: int
     image_bytes: int
-    policy: type[EvictionPolicy] = LRU
+    policy: type[EvictionPolicy] = ARC
 
 
 class TieredCache:

@@ -7,7 +7,7 @@
 
 A chunk that comes back while its ghost is in `once` says that list is too short, and `target` (the slots that are meant
 for it) grows; a ghost of `often` makes it shrink. After N. Megiddo and D. Modha, "ARC: a self-tuning, low overhead
-replacement cache" (FAST 2003), with two differences: ghost lists are of full capacity each, which hits more often on
+replacement cache" (FAST 2003), with two differences: each list has ghosts for all slots, which hits more often on
 prefix traces; and what the cache will not part with is held, and passed over.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
 from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
 from longshore.cache.eviction.ghosts import Ghosts
@@ -27,7 +28,7 @@ _HELD = 4
 class ARC(EvictionPolicy):
     """Evicts the oldest chunk seen once, or the oldest seen more often, whichever list is longer than it should be.
 
-    Every operation is O(1); 9 bytes per node, and about 130 for each ghost, of which there are at most two per slot.
+    Every operation is O(1); 9 bytes per node, and about 170 for each ghost, of which there are at most two per slot.
     """
 
     def __init__(self, slots: int, names: Names) -> None:
@@ -46,27 +47,43 @@ class ARC(EvictionPolicy):
 
     def insert(self, nodes: Sequence[int]) -> None:
         """`nodes` became resident: among those seen often if a ghost says that they were here before."""
+        place, counts, chains = self._place, self._counts, self._chains
+        remember = len(self._ghosts[_ONCE]) + len(self._ghosts[_OFTEN]) > 0
         for node in nodes:
-            if self._place[node] != _OUT or node < LISTS:
+            if place[node] != _OUT or node < LISTS:
                 raise known(node)
-            which = _OFTEN if self._recall(node) else _ONCE
-            self._place[node] = which
-            self._counts[which] += 1
-            self._chains.warm(which, node)
+            which = _OFTEN if remember and self._recall(self.names[node]) else _ONCE
+            place[node] = which
+            counts[which] += 1
+            chains.warm(which, node)
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used: they have been seen often now."""
-        place, chains, counts = self._place, self._chains, self._counts
-        for node in nodes:
-            at = place[node]
-            if at == _OUT:
-                raise unknown(node)
-            if at < _HELD:
-                chains.drop(node)
-            counts[at & ~_HELD] -= 1
-            counts[_OFTEN] += 1
-            place[node] = _OFTEN
-            chains.warm(_OFTEN, node)
+        """`nodes` were used: they have been seen often now. Neighbours in one list move as one."""
+        place, after, before = self._place, self._chains.after, self._chains.before
+        at, count = 0, len(nodes)
+        while at < count:
+            begin, first = at, nodes[at]
+            last, was = first, place[first]
+            at += 1
+            if was == _OUT:
+                raise unknown(first)
+            if was < _HELD:
+                while at < count and after[last] == nodes[at]:
+                    last = nodes[at]
+                    at += 1
+                behind, ahead = before[first], after[last]
+                after[behind] = ahead
+                before[ahead] = behind
+            if was != _OFTEN:
+                for node in nodes[begin:at]:
+                    place[node] = _OFTEN
+                self._counts[was & ~_HELD] -= at - begin
+                self._counts[_OFTEN] += at - begin
+            hottest = before[_OFTEN]
+            after[hottest] = first
+            before[first] = hottest
+            after[last] = _OFTEN
+            before[_OFTEN] = last
 
     def hold(self, node: int) -> None:
         """`node` cannot go at present."""
@@ -136,14 +153,13 @@ class ARC(EvictionPolicy):
         if not 0 <= self.target <= self.slots:
             raise CacheError(f"ARC means {self.target} of {self.slots} slots for what was seen once")
 
-    def _recall(self, node: int) -> bool:
+    def _recall(self, key: Key) -> bool:
         """Whether the chunk left lately; if so, learns from it."""
-        key = self.names[node]
         once, often = self._ghosts[_ONCE], self._ghosts[_OFTEN]
-        if key in once:
-            self.target = min(float(self.slots), self.target + max(1.0, len(often) / len(once)))
-            return once.discard(key)
-        if key in often:
-            self.target = max(0.0, self.target - max(1.0, len(once) / len(often)))
-            return often.discard(key)
+        if once.take(key):
+            self.target = min(float(self.slots), self.target + max(1.0, len(often) / (len(once) + 1)))
+            return True
+        if often.take(key):
+            self.target = max(0.0, self.target - max(1.0, len(once) / (len(often) + 1)))
+            return True
         return False
