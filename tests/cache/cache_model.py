@@ -33,7 +33,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import DropReason, Hold, MissReason, Onboarding, Outcome, Resident, State
+from longshore.cache import DropReason, Hold, MissReason, Onboarding, Outcome, Resident, Retention, State
 from longshore.errors import CacheError
 
 
@@ -95,6 +95,7 @@ class World:
         self.misses: Counter[MissReason] = Counter()
         self.hits: Counter[str] = Counter()
         self.last_job = 0
+        self.offers: list[Job] = []
         self.resident: dict[tuple[Key, str], Resident] = {}
         self.sound = True
         """Whether the last check went well, so that there is a point in going on."""
@@ -219,7 +220,7 @@ class World:
         if model.onboarded and model.outcome is None:
             self.conclude(model, MissReason.CANCELLED)
 
-    def commit(self, path: str, first: int, evicting: bool) -> None:
+    def commit(self, path: str, first: int, evicting: bool, retention: Sequence[Retention] = ()) -> None:
         keys, per_chunk = chunks(path), self.setup.per_chunk
         blocks = self.take_blocks((len(keys) - first) * per_chunk)
         if not blocks:
@@ -229,7 +230,7 @@ class World:
                 rank[block] = Tag(keys[first + i // per_chunk], self.generation, i % per_chunk)
         wanted = self.setup.offload == "write_through" or evicting
         before = self.before_store(keys, first)
-        offload = self.call("commit", keys, tuple(blocks), first=first, evicting=evicting)
+        offload = self.call("commit", keys, tuple(blocks), first=first, evicting=evicting, retention=retention)
         accepted = self.after_store(before, offload.accepted) if wanted else 0
         if not wanted:
             assert (offload.job, offload.accepted) == (None, ())
@@ -263,6 +264,18 @@ class World:
                 ),
                 commanded=False,
             )
+            self.offers.append(self.jobs[offload.job])
+        self.settle()
+
+    def withdraw(self, job: Job) -> None:
+        """The host will not write what it was offered."""
+        self.call("withdraw", job.transfer.job)
+        job.moving.clear()
+        for rank in sorted(job.untold):
+            statuses = (Status.CANCELLED,) * len(job.told)
+            job.happened[rank] = statuses
+            if job.tell(TransferResult(job.transfer.job, statuses, rank=rank)):
+                self.finish(job)
         self.settle()
 
     class Before(NamedTuple):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from longshore.cache.chains import LISTS
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy
+from longshore.cache.eviction.banded import Banded
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
 
@@ -25,9 +26,18 @@ def make(kind: type[EvictionPolicy], slots: int = SLOTS) -> EvictionPolicy:
     return policy
 
 
-@pytest.fixture(params=[LRU, ARC])
+def banded(slots: int = SLOTS, kind: type[EvictionPolicy] = LRU) -> Banded:
+    """Priorities over `kind`; no node has one of its own yet."""
+    first = make(kind, slots)
+    return Banded(slots, first.names, kind, first, 35, LISTS + 64)
+
+
+MAKERS = {"LRU": lambda: make(LRU), "ARC": lambda: make(ARC), "banded": banded}
+
+
+@pytest.fixture(params=MAKERS)
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
-    policy = make(request.param)
+    policy: EvictionPolicy = MAKERS[request.param]()
     policy.insert([A, B, C])
     return policy
 
@@ -130,13 +140,15 @@ def test_a_node_comes_in_once_and_lists_are_no_nodes(policy: EvictionPolicy) -> 
 
 
 @given(
-    kind=st.sampled_from([LRU, ARC]),
+    kind=st.sampled_from(sorted(MAKERS)),
     steps=st.lists(
         st.tuples(st.sampled_from(["insert", "touch", "hold", "release", "remove", "evict"]), st.sampled_from(NODES))
     ),
 )
-def test_random_lives_keep_the_books(kind: type[EvictionPolicy], steps: list[tuple[str, int]]) -> None:
-    policy = make(kind)
+def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) -> None:
+    policy: EvictionPolicy = MAKERS[kind]()
+    if isinstance(policy, Banded):
+        policy.wanted = {node: node % 3 for node in NODES if node % 2}
     resident: set[int] = set()
     held: set[int] = set()
     for verb, node in steps:
@@ -207,3 +219,23 @@ def test_ghosts_are_the_last_that_were_added_and_not_taken_back(steps: list[tupl
             places = [None if each == key else each for each in places]
         assert len(ghosts) == 5 - places.count(None)
         ghosts.check_integrity()
+
+
+def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
+    policy = banded()
+    policy.wanted = {A: 90, B: 10}
+    policy.insert([C, B, A])
+    policy.touch([B])
+    assert evict(policy, 3) == [B, C, A]
+
+
+def test_a_change_of_priority_moves_a_node_and_it_goes_first_there() -> None:
+    policy = banded()
+    policy.insert([A, B, C])
+    policy.wanted[C] = 90
+    policy.move(C)
+    policy.wanted[A] = 90
+    policy.move(A)
+    policy.move(D)  # which is not in
+    policy.check_integrity()
+    assert evict(policy, 3) == [B, A, C]

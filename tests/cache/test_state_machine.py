@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 from cache_model import World
+from cache_movers import Job
 from cache_setup import Setup, chunks, key, parent, path_of, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import EDGES, Hold, State
-from longshore.cache import flow as flow_module
+from longshore.cache import EDGES, Hold, Retention, State
+from longshore.cache import loading as loading_module
 from longshore.errors import CacheError, HoldError, JobError
 
 LEAVES = ("aaaaa", "aaaab", "aabaa", "abaaa", "baaaa", "babab")
@@ -32,6 +33,7 @@ PATTERNS = (
     *[(Status.OK, failure) for failure in FAILURES],
     *[(failure, Status.OK) for failure in FAILURES],
 )
+RETENTION = ((), (), (), (Retention(0, 2, 80, 3.0),), (Retention(1, None, 5),), (Retention(0, None, 35),))
 REQUESTS = (None, "one", "two")
 
 paths = st.sampled_from(PATHS)
@@ -120,9 +122,9 @@ class Tiers(RuleBasedStateMachine):
 
     # writing
 
-    @rule(path=paths, first=st.sampled_from((0, 0, 1, 2)), evicting=st.booleans())
-    def commit(self, path: str, first: int, evicting: bool) -> None:
-        self.world.commit(path, min(first, len(path) - 1), evicting)
+    @rule(path=paths, first=st.sampled_from((0, 0, 1, 2)), evicting=st.booleans(), retention=st.sampled_from(RETENTION))
+    def commit(self, path: str, first: int, evicting: bool, retention: tuple[Retention, ...]) -> None:
+        self.world.commit(path, min(first, len(path) - 1), evicting, retention)
 
     @rule(path=long_paths)
     def commit_and_settle(self, path: str) -> None:
@@ -132,6 +134,16 @@ class Tiers(RuleBasedStateMachine):
     @rule(path=paths, first=st.sampled_from((0, 0, 1)))
     def offer(self, path: str, first: int) -> None:
         self.world.offer(path, first)
+
+    @precondition(lambda self: self.open_offers())
+    @rule(pick=small)
+    def withdraw(self, pick: int) -> None:
+        offers = self.open_offers()
+        self.world.withdraw(offers[pick % len(offers)])
+
+    def open_offers(self) -> list[Job]:
+        """Offers of which the host has written nothing that the cache has not heard of."""
+        return [j for j in self.world.offers if j.transfer.job in self.world.jobs and j.moving == j.untold]
 
     @rule(path=paths, tier=st.sampled_from((HOST, FILE)))
     def discard(self, path: str, tier: str) -> None:
@@ -277,7 +289,7 @@ class Tiers(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts here have five chunks: let them be loaded in several parts, too."""
-    monkeypatch.setattr(flow_module, "LOAD_BATCH", 2)
+    monkeypatch.setattr(loading_module, "LOAD_BATCH", 2)
 
 
 def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]]) -> None:
@@ -324,7 +336,7 @@ def test_the_same_calls_give_the_same_log_in_another_process(hash_seed: str) -> 
     lives = [busy_world(seed) for seed in range(5)]
     script = (
         "import pickle, sys, cache_setup, test_state_machine as t\n"
-        "t.flow_module.LOAD_BATCH = 2\n"
+        "t.loading_module.LOAD_BATCH = 2\n"
         "for setup, calls in pickle.load(sys.stdin.buffer):\n"
         "    print(t.digest(cache_setup.replay(setup, calls)))\n"
     )

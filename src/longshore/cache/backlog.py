@@ -2,6 +2,7 @@
 
     dirty     ready in the warmest tier, not in the one below; it would be lost with its slot
     queued    dirty, and its parent is ready below: may be copied now. The oldest goes first
+    seldom    not used often enough for a selective write policy: not dirty, may go without a copy
     failed    a backup was tried, and did not succeed; dirty again when it is next used
 
 Heads go first because the tier below must be closed over prefixes on its own: it is all that a restart finds. What is
@@ -10,6 +11,8 @@ goes with it in the same job. Nothing here ever searches: a chunk is queued when
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from longshore.cache.chains import LISTS, Chains
 from longshore.cache.index import ROOT, Index
@@ -22,7 +25,7 @@ _CLEAN, _DIRTY, _QUEUED = range(3)
 class Backlog:
     """The dirty chunks of `index`, which has two tiers or more; with one, nothing is ever dirty."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, threshold: int = 0) -> None:
         self.failed: set[int] = set()
         self.count = 0
         """Dirty chunks, queued ones included."""
@@ -30,12 +33,15 @@ class Backlog:
         self._chains = Chains()
         self._mark = bytearray(LISTS)
         self._on = len(index.tiers) > 1
+        self._threshold = threshold if self._on else 0
+        self._uses = bytearray(LISTS)
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         if self._on:
             self._chains.grow(nodes)
             self._mark.extend(bytes(max(0, nodes - len(self._mark))))
+            self._uses.extend(bytes(max(0, nodes - len(self._uses))))
 
     def is_dirty(self, node: int) -> bool:
         """Whether `node` would be lost with its copy in the warmest tier."""
@@ -46,7 +52,7 @@ class Backlog:
         if not self._on:
             return False
         index, mark = self._index, self._mark[node]
-        dirty = index.slot[1][node] < 0 and index.is_ready(node, 0) and node not in self.failed
+        dirty = self._should_be_dirty(node)
         if dirty and mark == _CLEAN:
             self.count += 1
             self._mark[node] = _DIRTY
@@ -79,15 +85,43 @@ class Backlog:
         self.failed.add(node)
         return self.note(node)
 
-    def retry(self, node: int) -> None:
-        """`node` was used: if its backup failed earlier, it is worth another."""
-        if node in self.failed:
-            self.failed.discard(node)
+    def use(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used: backups that failed earlier are worth another try, and some may be used often now."""
+        if self.failed:
+            for node in self.failed.intersection(nodes):
+                self.failed.discard(node)
+                self.note(node)
+        if self._threshold:
+            for node in nodes:
+                self._count_use(node)
+
+    def _count_use(self, node: int) -> None:
+        """Another use of `node`. Its ancestors are used as often as it is, whether or not a caller named them."""
+        uses, parent = self._uses, self._index.parent
+        if uses[node] >= self._threshold:
+            return
+        uses[node] += 1
+        often = uses[node]
+        while node and uses[node] <= often:
+            uses[node] = often
             self.note(node)
+            node = parent[node]
+            if uses[node] >= often:
+                break
+
+    def _should_be_dirty(self, node: int) -> bool:
+        index = self._index
+        return (
+            index.slot[1][node] < 0
+            and index.is_ready(node, 0)
+            and node not in self.failed
+            and self._uses[node] >= self._threshold
+        )
 
     def forget(self, node: int) -> bool:
         """`node` has no copy in the warmest tier any more. Says whether it was dirty."""
         self.failed.discard(node)
+        self._uses[node] = 0
         return self.note(node)
 
     def choose(self, wanted: int) -> list[int]:
@@ -111,7 +145,7 @@ class Backlog:
         self._chains.check_integrity(_QUEUE)
         queued = set(self._chains.walk(_QUEUE))
         for node in index:
-            dirty = index.is_ready(node, 0) and index.slot[1][node] < 0 and node not in self.failed
+            dirty = self._should_be_dirty(node)
             if dirty != (self._mark[node] != _CLEAN) or (node in queued) != (self._mark[node] == _QUEUED):
                 raise CacheError(f"chunk {index.key[node].hex()[:12]} is wrongly marked as dirty or clean")
             parent = index.parent[node]

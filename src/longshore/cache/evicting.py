@@ -62,7 +62,7 @@ class Eviction:
         index, pool, policy, pins = store.index, store.pools[0], store.policies[0], store.pins
         slots, reach, parents = index.slot[0], index.reach[0], index.parent
         readers, state = pool.readers, pool.state
-        drop, remove = index.drop_leaf, policy.remove
+        drop, remove, retention = index.drop_leaf, policy.remove, store.retention
         freed: list[int] = []
 
         def let_go(node: int) -> bool:
@@ -73,6 +73,8 @@ class Eviction:
             remove(node, evicted=True)
             drop(node)
             freed.append(slot)
+            if retention.used:
+                retention.forget(node)
             if parent and not reach[parent] and state[slots[parent]] == READY:
                 policy.release((parent,))
             return True

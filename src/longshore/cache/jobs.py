@@ -81,17 +81,27 @@ class Side(NamedTuple):
 
 
 class Job:
-    """One transfer in flight between two sides, of which one may be the device (`None`)."""
+    """One transfer in flight between two sides, of which one may be the device (`None`).
 
-    __slots__ = ("destination", "load", "source", "statuses", "transfer", "waiting")
+    It is `commanded` unless the host was offered the slots, and moves the bytes itself.
+    """
+
+    __slots__ = ("commanded", "destination", "load", "source", "statuses", "transfer", "waiting")
 
     def __init__(
-        self, transfer: Transfer, source: Side | None, destination: Side | None, load: Load | None = None
+        self,
+        transfer: Transfer,
+        source: Side | None,
+        destination: Side | None,
+        load: Load | None = None,
+        *,
+        commanded: bool = True,
     ) -> None:
         self.transfer = transfer
         self.source = source
         self.destination = destination
         self.load = load
+        self.commanded = commanded
         self.waiting = set(range(transfer.ranks))
         self.statuses = [Status.OK] * len(transfer.items)
 

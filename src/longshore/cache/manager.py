@@ -6,7 +6,7 @@
 
 Sans I/O: no torch, no threads, no clock and no randomness of its own; the same calls give the same log. Every method
 validates before it changes anything. This module is the interface; the books are kept in `store`, the transfers in
-`flow`, the write policies in `writing`.
+`flow`, and decided upon in `loading` and `storing`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from longshore.cache.eviction import ARC, EvictionPolicy
 from longshore.cache.flow import Flow
 from longshore.cache.jobs import Hold as HoldRecord
 from longshore.cache.jobs import Load
+from longshore.cache.loading import Loading
 from longshore.cache.pool import SlotPool
+from longshore.cache.retention import Retention
+from longshore.cache.retention import check as check_retention
 from longshore.cache.settings import CacheSettings
 from longshore.cache.states import STATES
 from longshore.cache.store import Level, Pin, Store
+from longshore.cache.storing import Storing
 from longshore.cache.types import (
     Counters,
     Hold,
@@ -38,6 +42,7 @@ from longshore.cache.types import (
     Run,
     TierStats,
 )
+from longshore.cache.writing import WritePolicy
 from longshore.errors import CacheError, HoldError
 
 
@@ -65,8 +70,11 @@ class TieredCache:
         routes = tuple(str(Route(*p)) for pair in pairs for p in (pair, pair[::-1]))
         self.counters = Counters.zero(names, routes)
         levels = [Level(t.name, SlotPool(t.slots), t.policy, t.image_bytes) for t in tiers]
-        self._store = Store(levels, self.counters)
+        selective = self.settings.backup is WritePolicy.SELECTIVE
+        self._store = Store(levels, self.counters, backup_threshold=self.settings.threshold if selective else 0)
         self._flow = Flow(self._store, self.settings, generation)
+        self._loading = Loading(self._flow)
+        self._storing = Storing(self._flow)
         self._holds: dict[int, HoldRecord] = {}
         self._step_pins: list[Pin] = []
 
@@ -151,7 +159,9 @@ class TieredCache:
             )
         self._check_blocks(blocks)
         first_block, held = record.start * per_chunk + skip, len(record.keys)
-        record.load = load = self._flow.load(record.keys[:chunks], blocks, first_block, tail=record.pin.node, held=held)
+        record.load = load = self._loading.load(
+            record.keys[:chunks], blocks, first_block, tail=record.pin.node, held=held
+        )
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
@@ -195,12 +205,23 @@ class TieredCache:
 
     # ------------------------------------------------------------------ writing
 
-    def commit(self, keys: Sequence[Key], blocks: Sequence[int], *, first: int = 0, evicting: bool = False) -> Offload:
+    def commit(
+        self,
+        keys: Sequence[Key],
+        blocks: Sequence[int],
+        *,
+        first: int = 0,
+        evicting: bool = False,
+        prompt: int | None = None,
+        retention: Sequence[Retention] = (),
+    ) -> Offload:
         """Chunks `keys[first:]` are complete on the device, in `blocks`, or about to be evicted from it.
 
         The write policy decides whether they are offloaded now; their blocks must stay unchanged until the job has
         ended. `keys` is the path from the first chunk of the prompt; what a tier has already is not written again.
+        Chunks from position `prompt` on are of the answer. `retention` says what is worth keeping.
         """
+        check_retention(retention)
         self._check_first(keys, first)
         expected = (len(keys) - first) * self.settings.blocks_per_chunk
         if len(blocks) != expected:
@@ -209,12 +230,24 @@ class TieredCache:
         path = self._store.index.follow(keys, first)
         if not self.settings.offload.wants(evicting=evicting):
             return Offload(None)
-        return self._flow.offload(keys, first, path, blocks)
+        end = len(keys) if prompt is None or not self.settings.prompt_only else max(first, min(prompt, len(keys)))
+        if end < first + len(path):
+            path = path[: end - first]
+        self._storing.leave_out(len(keys) - max(end, first + len(path)))
+        return self._storing.offload(keys[:end], first, path, blocks, retention)
 
-    def offer(self, keys: Sequence[Key], *, first: int = 0) -> Offload:
-        """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job."""
+    def offer(self, keys: Sequence[Key], *, first: int = 0, retention: Sequence[Retention] = ()) -> Offload:
+        """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job.
+
+        A host that will not move them after all must say so, by `withdraw`.
+        """
+        check_retention(retention)
         self._check_first(keys, first)
-        return self._flow.offload(keys, first, self._store.index.follow(keys, first), None)
+        return self._storing.offload(keys, first, self._store.index.follow(keys, first), None, retention)
+
+    def withdraw(self, job: int) -> None:
+        """The host that was offered slots by `offer` will not write them, on any rank that has not reported."""
+        self._flow.withdraw(job)
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
         """Remove the copies of a path in `tier` that nothing holds, reads or needs to be reached; says how many."""
@@ -222,7 +255,7 @@ class TieredCache:
 
     def flush(self) -> bool:
         """Order backups of all that a restart would lose; says whether there is nothing left to order or wait for."""
-        self._flow.clean(at_least=self._store.backlog.count)
+        self._storing.clean(at_least=self._store.backlog.count)
         return not self._flow.jobs
 
     # ------------------------------------------------------------------ life
@@ -266,12 +299,12 @@ class TieredCache:
         for pin in self._step_pins:
             self._store.unpin(pin)
         self._step_pins.clear()
-        self._flow.clean()
+        self._storing.clean()
 
     def tick(self, now: float) -> None:
         """Time has passed: order what is due."""
         self._advance(now)
-        self._flow.clean()
+        self._storing.clean()
 
     def take(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
@@ -288,7 +321,7 @@ class TieredCache:
         for load in loads:
             if load.outcome is None and not load.pending:
                 self._conclude(load, MissReason.CANCELLED)
-        self._flow.clean()
+        self._storing.clean()
 
     # ------------------------------------------------------------------ watching
 
@@ -334,6 +367,8 @@ class TieredCache:
 
     def _advance(self, now: float) -> None:
         self._flow.now = max(self._flow.now, now)
+        if self._store.retention.used:
+            self._store.retention.expire(self._flow.now)
 
     def _hold(self, hold: Hold) -> HoldRecord:
         record = self._holds.get(hold.id) if isinstance(hold, Hold) else None

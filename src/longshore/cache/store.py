@@ -24,6 +24,7 @@ from longshore.cache.backlog import Backlog
 from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.index import ROOT, Index
+from longshore.cache.keeping import Keeping
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.cache.types import Counters, MissReason, TierStats
@@ -55,18 +56,20 @@ class Pin:
 class Store:
     """Slots, index, eviction orders and backlog of all tiers."""
 
-    def __init__(self, levels: Sequence[Level], counters: Counters) -> None:
+    def __init__(self, levels: Sequence[Level], counters: Counters, *, backup_threshold: int = 0) -> None:
         self.levels = list(levels)
         self.counters = counters
         self.pools = [level.pool for level in levels]
         self.pins: dict[int, set[Pin]] = {}
+        self.backup_threshold = backup_threshold
         self._begin()
 
     def _begin(self) -> None:
         """Empty books over the pools as they are."""
         self.index = Index(self.pools)
         self.policies = [level.make_policy(level.pool.capacity, self.index.key) for level in self.levels]
-        self.backlog = Backlog(self.index)
+        self.backlog = Backlog(self.index, self.backup_threshold)
+        self.retention = Keeping(self)
         self.eviction = Eviction(self)
         self._grow()
 
@@ -274,9 +277,8 @@ class Store:
         for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
             state = pool.state
             policy.touch([node for node in nodes if slots[node] >= 0 and state[slots[node]] == READY])
-        if self.backlog.failed:
-            for node in nodes:
-                self.backlog.retry(node)
+        if len(self.policies) > 1:
+            self.backlog.use(nodes)
 
     # ------------------------------------------------------------------ inside
 
@@ -299,10 +301,12 @@ class Store:
             self.policies[tier].remove(node, evicted=evicted)
         gone = index.drop_copy(node, tier)
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
+        if gone and self.retention.used:
+            self.retention.forget(node)
         if gone and self.pins:
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
-        if tier == 0:
+        if tier == 0 and len(self.policies) > 1:
             self.backlog.forget(node)
         if not gone:
             if tier == 1:

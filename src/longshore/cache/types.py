@@ -41,6 +41,9 @@ class DropReason(enum.Enum):
     BACKPRESSURE = "backpressure"  # too many writes are in flight
     ORPHAN = "orphan"  # the chunk before it is not in the tier, so it could not be reached
     WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
+    SELDOM = "seldom"  # offered less often than the write policy asks for
+    ANSWER = "answer"  # behind the prompt, of which alone the write policy takes chunks
+    PRIORITY = "priority"  # of less priority than the write policy asks for
 
 
 class Presence(enum.Enum):
