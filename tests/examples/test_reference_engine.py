@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -147,6 +148,49 @@ def _dense(prompt: list[int]) -> torch.Tensor:
         gate, up = (norm(hidden) @ weights["up"].T).chunk(2, -1)
         hidden = hidden + (torch.nn.functional.silu(gate) * up) @ weights["down"].T
     return norm(hidden)[-1] @ DECODER.head.T
+
+
+def test_there_is_one_version_of_a_block() -> None:
+    """The last block of a prompt that fills it is computed again, in another batch of tokens: its bits may differ."""
+    prompt = tokens(1, 48)
+    prompts = [prompt, prompt, prompt + tokens(2, 9), prompt + tokens(3, 9)]
+    with rig(64) as made:
+        requests = []
+        for turn, each in enumerate(prompts):
+            requests.append(made.serve(each))
+            if turn != 1:
+                made.evict_all()
+        assert [request.schedule.hit for request in requests] == [0, 40, 48, 48]
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_conversation_with_any_fault_gives_the_same_bits(seed: int) -> None:
+    """Both tiers too small, copies that fail, two requests at once, sleep in between."""
+    random = Random(seed)
+    known = [tokens(100 + each, 70) for each in range(3)]
+    prompts: list[list[int]] = []
+    requests: list[Request] = []
+
+    def fault(batch: Batch) -> None:
+        if random.random() < 0.02:
+            raise RuntimeError("no")
+
+    with rig(44, by_layer=seed % 2 == 0, host_size=f"{random.choice([200, 400])}KiB") as made:
+        made.link.fault = fault
+        for turn in range(16):
+            prompts.append(random.choice(known)[: random.randint(1, 70)] + tokens(turn, random.randint(0, 12)))
+            requests.append(made.engine.submit(prompts[-1], random.randint(1, 9)))
+            if random.random() < 0.6:
+                made.engine.run()
+            if random.random() < 0.2:
+                made.engine.run()
+                made.engine.sleep(clear=random.random() < 0.3)
+                made.engine.wake_up()
+        made.engine.run()
+        made.check_nothing_is_held()
+    assert sum(request.hits["tiers"] for request in requests) > 0
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
 
 
 # ---------------------------------------------------------------------- layer by layer
@@ -361,6 +405,79 @@ def test_a_schedule_that_cannot_be_replayed_is_refused() -> None:
         requests = [made.serve(prompt), made.serve(prompt)]
     with pytest.raises(EngineError, match="replayed"):
         resident(requests[1:], [prompt])
+
+
+def test_a_layer_that_fails_after_it_was_computed_on_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an accelerator may: compute was made to wait for a copy, and only then the copy fails."""
+    prompts = [tokens(1, 45), tokens(1, 45)]
+    computed = threading.Event()
+
+    def late_fault(batch: Batch) -> None:
+        if batch.into == DEVICE and batch.of_layer(SHAPE.layers - 1).parts:
+            assert computed.wait(PATIENCE)
+            raise RuntimeError("no")
+
+    with rig() as made:
+        requests = [made.serve(prompts[0])]
+        made.evict_all()
+        made.link.late_fault = late_fault
+        forward = DECODER.forward
+
+        def then_fail(*args: Any) -> torch.Tensor:
+            logits = forward(*args)
+            computed.set()
+            return logits
+
+        monkeypatch.setattr(DECODER, "forward", then_fail)
+        requests.append(made.serve(prompts[1]))
+        monkeypatch.undo()
+        assert (requests[1].restarts, requests[1].schedule.hit) == (1, 0)
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+def test_a_late_copy_inside_the_device_disturbs_nobody() -> None:
+    prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9), tokens(3, 60), tokens(1, 45)]
+    with rig(50, patience=0.3) as made:
+        requests = [made.serve(prompts[0])]
+        made.settle()
+        made.link.gates[DEVICE].shut()
+        requests.append(made.serve(prompts[1]))
+        assert requests[1].restarts == 1
+        requests.append(made.serve(prompts[2]))
+        made.link.gates[DEVICE].open()
+        requests.append(made.serve(prompts[3]))
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+def test_blocks_that_are_still_on_their_way_down_are_not_written() -> None:
+    prompts = [tokens(1, 45), tokens(2, 45), tokens(1, 45)]
+    with rig(20, patience=0.1) as made:
+        made.link.gates[HOST].shut()
+        requests = [made.serve(prompts[0]), made.engine.submit(prompts[1], 3)]
+        with pytest.raises(CapacityError, match="copies still touch"):
+            made.engine.run()
+        made.link.gates[HOST].open()
+        made.settle()
+        made.engine.run()
+        requests.append(made.serve(prompts[2]))
+        assert requests[2].hits["tiers"] == 40
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+@pytest.mark.parametrize("by_layer", [True, False], ids=["layer by layer", "whole"])
+def test_copies_are_ordered_against_the_stream_that_computes(by_layer: bool) -> None:
+    stream = object()
+    with rig(compute=stream, by_layer=by_layer) as made:
+        made.serve(tokens(1, 45))
+        made.evict_all()
+        made.link.marked.clear()
+        made.serve(tokens(1, 45))
+        assert len(made.link.marked) >= 3
+        assert set(made.link.marked) == {stream}
+        assert set(made.link.held) == ({stream} if by_layer else set())
 
 
 # ---------------------------------------------------------------------- sleep
