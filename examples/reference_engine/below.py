@@ -30,15 +30,10 @@ from longshore.runtime.stack import Stack
 
 
 class Arrival(ABC):
-    """Device `blocks` that are being filled.
-
-    Attributes:
-        failed: Set by the engine once an answer was no: other requests need not ask again.
-    """
+    """Device `blocks` that are being filled."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self.blocks = tuple(blocks)
-        self.failed = False
 
     @abstractmethod
     def layer(self, layer: int) -> bool:
@@ -277,8 +272,8 @@ class _Copy(Arrival):
         return has_ended and self._tiers.wait_layer(self._job, last, 0.0)
 
     def close(self) -> bool:
-        """Nothing to let go of."""
-        return not self.failed
+        """Nothing to let go of, and nobody else can find the block."""
+        return True
 
 
 class DeviceOnly(Below):

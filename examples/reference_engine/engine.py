@@ -96,10 +96,7 @@ class _Part(NamedTuple):
 
 
 class _DidNotComeError(Exception):
-    """A layer, or the rest of an arrival."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival
+    """Something that a request was promised: one layer of it, or the whole."""
 
 
 class Engine:
@@ -259,9 +256,8 @@ class Engine:
         while True:
             try:
                 return self._forward(request)
-            except _DidNotComeError as missing:
-                missing.arrival.failed = True
-            request.restarts += 1
+            except _DidNotComeError:
+                request.restarts += 1
             self._give_blocks(request)
             try:
                 self._admit(request, 0)
@@ -273,14 +269,14 @@ class Engine:
     def _forward(self, request: Request) -> torch.Tensor:
         def before_layer(layer: int) -> None:
             for arrival in request.arrivals[self.decoder.shape.group_of(layer)]:
-                if arrival.failed or not arrival.layer(layer):
-                    raise _DidNotComeError(arrival)
+                if not arrival.layer(layer):
+                    raise _DidNotComeError
 
         new = request.tokens[request.computed :]
         logits = self.decoder.forward(new, request.computed, request.tables, self.pool.pages, before_layer)
         for arrival in chain.from_iterable(request.arrivals):
             if not arrival.whole():
-                raise _DidNotComeError(arrival)
+                raise _DidNotComeError
         return logits
 
     # ------------------------------------------------------------------ publish

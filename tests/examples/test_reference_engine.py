@@ -287,10 +287,10 @@ def test_the_block_that_is_copied_from_may_itself_be_on_its_way(by_layer: bool) 
 
 
 def failing_layer(layer: int) -> Callable[[Batch], None]:
-    """The device refuses to copy `layer` into itself."""
+    """`layer` cannot be copied from the host."""
 
     def fault(batch: Batch) -> None:
-        if batch.into == DEVICE and batch.of_layer(layer).parts:
+        if batch.into == DEVICE and not batch.inside and batch.of_layer(layer).parts:
             raise RuntimeError(f"layer {layer} cannot be copied")
 
     return fault
@@ -313,14 +313,15 @@ def test_a_layer_that_fails_is_a_miss(layer: int, by_layer: bool) -> None:
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
 
 
+@pytest.mark.parametrize("layer", [3, 5])
 @pytest.mark.parametrize("by_layer", [True, False], ids=["layer by layer", "whole"])
-def test_whoever_shares_an_arrival_that_fails_recomputes_too(by_layer: bool) -> None:
-    """Also the copy of a block that never came."""
+def test_whoever_shares_an_arrival_that_fails_recomputes_too(layer: int, by_layer: bool) -> None:
+    """Also whoever has copied from a block that never came: that copy succeeds."""
     prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
     with rig(64, by_layer=by_layer) as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
-        made.link.fault = failing_layer(3)
+        made.link.fault = failing_layer(layer)
         requests += [made.engine.submit(prompt, 3) for prompt in prompts[1:]]
         made.engine.run()
         assert [request.restarts for request in requests] == [0, 1, 1]
@@ -348,7 +349,7 @@ def test_a_copy_inside_the_device_that_fails_is_a_miss() -> None:
 def test_a_layer_that_is_late_is_a_miss(passes: int, by_layer: bool) -> None:
     """Its blocks stay away from others until the copy has ended; then they are all there again."""
     prompts = [tokens(1, 45), tokens(1, 45), tokens(3, 10)]
-    with rig(40, by_layer=by_layer, patience=0.3) as made:
+    with rig(40, by_layer=by_layer, patience=0.1) as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
         gate = made.link.gates[DEVICE]
@@ -407,19 +408,21 @@ def test_a_schedule_that_cannot_be_replayed_is_refused() -> None:
         resident(requests[1:], [prompt])
 
 
-def test_a_layer_that_fails_after_it_was_computed_on_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["from the host", "inside the device"])
+def test_a_layer_that_fails_after_it_was_computed_on_is_a_miss(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an accelerator may: compute was made to wait for a copy, and only then the copy fails."""
-    prompts = [tokens(1, 45), tokens(1, 45)]
+    prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
     computed = threading.Event()
 
     def late_fault(batch: Batch) -> None:
-        if batch.into == DEVICE and batch.of_layer(SHAPE.layers - 1).parts:
+        if batch.into == DEVICE and batch.inside == inside and batch.of_layer(SHAPE.layers - 1).parts:
             assert computed.wait(PATIENCE)
             raise RuntimeError("no")
 
-    with rig() as made:
+    with rig(64) as made:
         requests = [made.serve(prompts[0])]
-        made.evict_all()
+        if not inside:
+            made.evict_all()
         made.link.late_fault = late_fault
         forward = DECODER.forward
 
@@ -437,8 +440,9 @@ def test_a_layer_that_fails_after_it_was_computed_on_is_a_miss(monkeypatch: pyte
 
 
 def test_a_late_copy_inside_the_device_disturbs_nobody() -> None:
-    prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9), tokens(3, 60), tokens(1, 45)]
-    with rig(50, patience=0.3) as made:
+    """What it reads and what it writes is given to others only when it has ended: the pool is just large enough."""
+    prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9), tokens(3, 75), tokens(3, 75)]
+    with rig(40, patience=0.1) as made:
         requests = [made.serve(prompts[0])]
         made.settle()
         made.link.gates[DEVICE].shut()
@@ -446,7 +450,9 @@ def test_a_late_copy_inside_the_device_disturbs_nobody() -> None:
         assert requests[1].restarts == 1
         requests.append(made.serve(prompts[2]))
         made.link.gates[DEVICE].open()
+        made.settle()
         requests.append(made.serve(prompts[3]))
+        assert requests[3].hits["device"] == 72
         made.check_nothing_is_held()
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
 
@@ -468,10 +474,15 @@ def test_blocks_that_are_still_on_their_way_down_are_not_written() -> None:
 
 
 @pytest.mark.parametrize("by_layer", [True, False], ids=["layer by layer", "whole"])
-def test_copies_are_ordered_against_the_stream_that_computes(by_layer: bool) -> None:
+def test_copies_are_ordered_against_the_stream_that_computes(by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = object()
+    forward = DECODER.forward
     with rig(compute=stream, by_layer=by_layer) as made:
+        monkeypatch.setattr(DECODER, "forward", lambda *args: (made.link.marked.append("compute"), forward(*args))[1])
         made.serve(tokens(1, 45))
+        monkeypatch.undo()
+        # Before the step; then, after its compute, before the offloads of each group.
+        assert made.link.marked[:4] == [stream, "compute", stream, stream]
         made.evict_all()
         made.link.marked.clear()
         made.serve(tokens(1, 45))
