@@ -152,6 +152,8 @@ class Engine:
         """The second half: compute on layers as they arrive; whether anything was."""
         done = [(request, logits) for request in list(self.running) if (logits := self._compute(request)) is not None]
         self.below.end_step()
+        for request in self.running:
+            request.arrivals = [[] for _ in self._groups]
         self._close_arrivals()
         for request, logits in done:
             request.logits.append(logits)
@@ -162,11 +164,20 @@ class Engine:
             self._let_go(request)
         return bool(done)
 
+    def abort(self, request: Request) -> None:
+        """Nobody waits for the answer any more; what is on its way for nobody else is cancelled."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self._stop(request)
+            self._close_arrivals()
+
     def sleep(self, *, clear: bool = False) -> None:
         """Give the device's memory back; requests begin anew after `wake_up`. `clear` also forgets the tiers."""
         self.below.end_step()
         for request in self.running[::-1]:
-            self._preempt(request)
+            self._stop(request)
+            self.waiting.insert(0, request)
         self._close_arrivals()
         self.below.sleep(clear=clear)
         self.pool.sleep()
@@ -282,14 +293,13 @@ class Engine:
     # ------------------------------------------------------------------ publish
 
     def _close_arrivals(self) -> None:
-        """The step is over. What has not arrived by now never will: nobody may find it."""
-        for arrival in dict.fromkeys(self._arriving.values()):
+        """Let go of what no request waits for. What has not arrived by now never will: nobody may find it."""
+        awaited = {arrival for request in self.running for arrival in chain.from_iterable(request.arrivals)}
+        for arrival in set(self._arriving.values()) - awaited:
             if not arrival.close():
                 for block in arrival.blocks:
                     self.pool.forget(block)
-        self._arriving.clear()
-        for request in self.running:
-            request.arrivals = [[] for _ in self._groups]
+        self._arriving = {block: arrival for block, arrival in self._arriving.items() if arrival in awaited}
 
     def _publish(self, request: Request) -> None:
         """Blocks that became complete go down, and into the prefix cache.
@@ -318,8 +328,7 @@ class Engine:
     def _let_go(self, request: Request) -> None:
         """Give back what the window has passed, or all when the answer is complete."""
         if not request.wanted:
-            self._give_blocks(request)
-            self.running.remove(request)
+            self._stop(request)
             return
         for kind, table in zip(self._groups, request.tables, strict=True):
             passed = [at for at in range(kind.first_needed(request.computed)) if table[at] >= 0]
@@ -327,15 +336,14 @@ class Engine:
             for at in passed:
                 table[at] = -1
 
-    def _preempt(self, request: Request) -> None:
+    def _stop(self, request: Request) -> None:
         self._give_blocks(request)
         self.running.remove(request)
-        self.waiting.insert(0, request)
 
     def _give_blocks(self, request: Request) -> None:
         """Tails first: what is evicted first is what is needed least."""
         self.pool.give([block for table in request.tables for block in reversed(table) if block >= 0])
-        request.tables = []
+        request.tables, request.arrivals = [], []
 
     # ------------------------------------------------------------------ inside
 

@@ -393,6 +393,70 @@ def test_tiers_that_are_gone_are_a_miss() -> None:
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
 
 
+def test_a_load_that_is_cancelled_is_a_miss() -> None:
+    """A reset while it travels: it may arrive, and counts no more."""
+    prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 45)]
+    with rig() as made:
+        requests = [made.serve(prompts[0])]
+        made.evict_all()
+        gate = made.link.gates[DEVICE]
+        gate.shut()
+        requests.append(made.engine.submit(prompts[1], 3))
+        made.engine.admit()
+        assert gate.wait_arrived(1)
+        with made.stack.runtime.control() as cache:
+            cache.reset()
+        gate.open()
+        made.engine.compute()
+        made.engine.run()
+        assert (requests[1].restarts, requests[1].schedule.hit) == (1, 0)
+        made.evict_all()
+        requests.append(made.serve(prompts[2]))
+        assert requests[2].hits["tiers"] == 40
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the first", "who shares"])
+def test_an_aborted_request_takes_nothing_from_others(first: bool) -> None:
+    prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
+    with rig(48, patience=0.1) as made:
+        requests = [made.serve(prompts[0])]
+        made.evict_all()
+        gate = made.link.gates[DEVICE]
+        gate.shut()
+        both = [made.engine.submit(prompt, 3) for prompt in prompts[1:]]
+        made.engine.admit()
+        made.engine.abort(both[0 if first else 1])
+        gate.open()
+        made.settle()
+        kept = both[1 if first else 0]
+        made.engine.compute()
+        made.engine.run()
+        assert (len(kept.logits), kept.restarts) == (3, 0)
+        requests.append(kept)
+        made.engine.abort(kept)  # too late
+        made.check_nothing_is_held()
+    kept_prompt = prompts[2 if first else 1]
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, [prompts[0], kept_prompt]), strict=True))
+
+
+def test_when_the_last_request_is_aborted_nothing_is_left() -> None:
+    with rig(48, patience=0.1) as made:
+        made.serve(tokens(1, 45))
+        made.evict_all()
+        made.link.gates[DEVICE].shut()
+        requests = [made.engine.submit(tokens(1, 45), 3) for _ in range(3)]
+        made.engine.admit()
+        for request in requests:
+            made.engine.abort(request)
+        with made.stack.runtime.observe() as cache:
+            assert cache.held == 0
+        made.link.gates[DEVICE].open()
+        made.check_nothing_is_held()
+        assert not made.pool.index
+
+
 def test_a_prompt_that_can_never_fit_is_refused() -> None:
     with rig(8) as made:
         with pytest.raises(CapacityError, match="need"):
