@@ -98,7 +98,7 @@ def _statuses(job: Job) -> tuple[tuple[Status, ...], int]:
     if job.stopped is None:
         return (Status.OK,) * len(item_bytes), job.arrived
     # Layer by layer, all items arrive at the end. And a device may have failed earlier than it said.
-    in_order = job.arrived and not job.transfer.by_layer and job.stopped is not Status.IO_ERROR
+    in_order = not job.transfer.by_layer and job.stopped is not Status.IO_ERROR
     count = int(np.searchsorted(np.cumsum(item_bytes), job.arrived, side="right")) if in_order else 0
     statuses = (Status.OK,) * count + (job.stopped,) * (len(item_bytes) - count)
     return statuses, int(item_bytes[:count].sum())
