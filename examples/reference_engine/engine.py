@@ -51,8 +51,9 @@ class Request:
         wanted: Tokens of the answer that are still to come.
         replay: Do as another engine did.
         logits: One for each token of the answer, shape `(vocab,)`.
-        schedule: What was done.
-        hits: Tokens that were not computed: those of the `"device"`, of the `"tiers"`, and `"copied"` within a block.
+        schedule: What was done since the request was last admitted.
+        hits: Tokens that were not computed then: those that the `"device"` had, those of which a group came from the
+            `"tiers"`, and those `"copied"` out of another request's block.
         restarts: How often something that was promised did not come.
         tables: For each group, its blocks in logical order; -1 where the window has passed.
         computed: Leading tokens whose K and V are in those blocks, or on their way.
@@ -295,8 +296,8 @@ class Engine:
     def _close_arrivals(self) -> None:
         """Let go of what no request waits for. What has not arrived by now never will: nobody may find it."""
         awaited = {arrival for request in self.running for arrival in chain.from_iterable(request.arrivals)}
-        for arrival in set(self._arriving.values()) - awaited:
-            if not arrival.close():
+        for arrival in dict.fromkeys(self._arriving.values()):
+            if arrival not in awaited and not arrival.close():
                 for block in arrival.blocks:
                     self.pool.forget(block)
         self._arriving = {block: arrival for block, arrival in self._arriving.items() if arrival in awaited}

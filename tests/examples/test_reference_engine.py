@@ -579,8 +579,10 @@ def test_asleep_every_plan_is_refused() -> None:
         with pytest.raises(FreedLayoutError):
             made.stack.engine.submit(_onboard_by_hand())
         with made.stack.runtime.control() as cache:
-            cache.copy_inside([Slot(DEVICE, 0, 0)], [1])
-        assert made.stack.runtime.wait_ended([1], PATIENCE)
+            job = cache.copy_inside([Slot(DEVICE, 0, 0)], [1])
+        assert made.stack.runtime.wait_ended([job], PATIENCE)
+        with made.stack.runtime.observe() as cache:
+            assert cache.counters.routes["device->device"].failed == 1
         assert not made.engine.step()
 
 
@@ -629,6 +631,24 @@ def test_sleep_with_transfers_in_flight_both_ways() -> None:
         made.check_nothing_is_held()
     others = resident([*requests, again], [*prompts, prompts[1]])
     assert all(same_bits(*pair) for pair in zip([*requests, again], others, strict=True))
+
+
+def test_a_request_that_has_begun_to_answer_begins_anew_after_sleep() -> None:
+    """With what it had answered as part of its prompt: another batch of tokens, so the last bits may differ."""
+    prompt = tokens(1, 45)
+    with rig() as made:
+        (undisturbed,) = resident([_wanting(12)], [prompt])
+        request = made.engine.submit(prompt, 12)
+        for _ in range(8):
+            assert made.engine.step()
+        made.engine.sleep()
+        made.engine.wake_up()
+        made.engine.run()
+        assert (request.schedule.hit, request.hits["tiers"]) == (48, 48)
+        assert request.tokens == undisturbed.tokens
+        for logits, expected in zip(request.logits, undisturbed.logits, strict=True):
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+        made.check_nothing_is_held()
 
 
 def test_sleep_waits_no_longer_than_it_is_told_to() -> None:
