@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -659,4 +659,29 @@ def test_compute_goes_on_when_copies_are_given_to_the_device_not_when_they_have_
     assert rig.engine.poll() == []
     go_on.set()
     assert [result.statuses for result in rig.results(1, 2)] == [(OK,), (OK,)]
+    rig.engine.close()
+
+
+WAITS: list[tuple[str, Callable[[TransferEngine], object]]] = [
+    ("wait", lambda engine: engine.wait([1])),
+    ("wait_layer", lambda engine: engine.wait_layer(1, 1)),
+    ("end_step", lambda engine: engine.end_step()),
+    ("shutdown", lambda engine: engine.shutdown()),
+]
+
+
+@pytest.mark.parametrize(("name", "wait"), WAITS, ids=[name for name, _ in WAITS])
+def test_whoever_waits_without_an_end_is_woken(name: str, wait: Callable[[TransferEngine], object]) -> None:
+    rig = Rig()
+    gate = rig.device.gates[DEVICE]
+    gate.shut()
+    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True))
+    waiting = threading.Thread(target=wait, args=(rig.engine,), daemon=True)
+    waiting.start()
+    assert gate.wait_arrived(1)
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    gate.open()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
     rig.engine.close()
