@@ -67,7 +67,7 @@ def _changes(node: ast.AST) -> Iterator[_Change]:  # noqa: PLR0912 - one case fo
                 yield _Change(node.values[index], "operand dropped", _without_value(index))
         case ast.FunctionDef(returns=ast.Name(id="bool")) if _returns(node):
             yield _Change(_returns(node)[-1], f"{node.name} always true", _always_true)
-        case ast.Call(func=ast.Name(id="Access"), args=[_, _, _]):
+        case ast.Call(func=ast.Name(id="Access"), args=[_, _, writes]) if ast.unparse(writes) != "False":
             yield _Change(node, "write taken for a read", _reads_only)
         case ast.Call(args=[_, *rest]):
             for index, argument in enumerate(rest, 1):

@@ -163,6 +163,7 @@ HERE = Slot(HOST, 0, 1)
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("a route of another mover", {"route": Route(HOST, FILE)}),
+    ("a route that looks like an onboard", {"route": Route(FILE, DEVICE), "items": (item(HERE, None),)}),
     ("a route from the device to itself", {"route": Route(DEVICE, DEVICE)}),
     ("no host side", {"items": (item(None, None),)}),
     ("two host sides", {"items": (item(HERE, HERE),)}),

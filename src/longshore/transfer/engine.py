@@ -193,8 +193,9 @@ class TransferEngine:
                 raise PlanError(f"job {job} moves layers [{first}, {stop}), not {layer}")
             if not self._lock.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
-            if layer not in found.layers or found.stopped is Status.IO_ERROR:
-                return found.stopped or Status.IO_ERROR
+            stopped = found.stopped
+            if stopped is not None and (layer not in found.layers or stopped is Status.IO_ERROR):
+                return stopped
             event, compute = found.layers[layer], self._compute
         if event is not None:
             self._device.hold(compute, event)
