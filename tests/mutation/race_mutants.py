@@ -36,6 +36,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/transfer/test_transfer_order.py",
         "tests/transfer/test_order_explore.py",
     ),
+    "runtime": ("tests/runtime/test_block_guard.py",),
     "cache": (
         "tests/cache/test_states.py",
         "tests/cache/test_pool.py",
@@ -53,6 +54,7 @@ MODULES: dict[str, str] = {
     "transfer/lane.py": "transfer",
     "transfer/engine.py": "transfer",
     "transfer/driver.py": "transfer",
+    "runtime/guard.py": "runtime",
     "cache/states.py": "cache",
     "cache/pool.py": "cache",
 }
