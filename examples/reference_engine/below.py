@@ -98,7 +98,7 @@ class Below(ABC):
         start = group.first_needed(reach)
         while start < len(path) and path[start] in self.pool.index:
             start += 1
-        return self.hold(path, start) if start < len(path) else Match(start, 0, (), None)
+        return self.hold(path, start) if start < len(path) else Match(start, 0, None)
 
     @abstractmethod
     def hold(self, path: Sequence[Key], start: int) -> Match:
@@ -166,8 +166,9 @@ class Tiers(Below):
         hold = found.matches[group].hold
         if hold is None:
             raise ValueError(f"nothing was found of group {group}")
-        by_layer = self.by_layer and all(run.tier == HOST for match in found.matches for run in match.runs)
         with self.stack.runtime.control() as cache:
+            holds = [match.hold for match in found.matches if match.hold is not None]
+            by_layer = self.by_layer and all(run.tier == HOST for each in holds for run in cache.runs(each))
             order = cache.onboard(hold, blocks, group=group, by_layer=by_layer)
             for part in order.parts:
                 self._guard.add(part.job, blocks)
@@ -293,7 +294,7 @@ class DeviceOnly(Below):
 
     def hold(self, path: Sequence[Key], start: int) -> Match:
         """Nothing."""
-        return Match(start, 0, (), None)
+        return Match(start, 0, None)
 
     def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
         """Nothing is ever found."""
