@@ -142,7 +142,7 @@ class Tiers(Below):
         super().__init__(pool)
         self.stack = stack
         self.overlapped = 0
-        """Layers that were computed while later ones of the same arrival were still travelling."""
+        """Layers on which compute began while later ones of the same job were still travelling."""
         self.patience = patience
         self._compute = compute
         self.by_layer = by_layer
@@ -172,7 +172,8 @@ class Tiers(Below):
             order = cache.onboard(hold, blocks, group=group, by_layer=by_layer)
             for part in order.parts:
                 self._guard.add(part.job, blocks)
-        return _Load(self, blocks, hold, order.parts[0].job if by_layer and order.parts else None)
+        job = order.parts[0].job if by_layer and order.parts else None
+        return _Load(self, blocks, hold, job, self.groups[group].layers[-1])
 
     def drop(self, found: Found) -> None:
         """Release the holds."""
@@ -211,23 +212,25 @@ class Tiers(Below):
                 cache.reset()
 
     def wait_layer(self, job: int, layer: int, deadline: float) -> bool:
-        """Whether `layer` of `job` may be computed on; counts how often others were still to come."""
-        engine, clock = self.stack.engine, self.stack.runtime.clock
+        """Whether `layer` of `job` may be computed on."""
+        timeout = max(0.0, deadline - self.stack.runtime.clock())
         try:
-            if engine.wait_layer(job, layer, max(0.0, deadline - clock())) is not Status.OK:
-                return False
-            last = self.stack.layout.num_layers - 1
-            self.overlapped += layer < last and engine.wait_layer(job, last, 0.0) is Status.DEADLINE
+            return self.stack.engine.wait_layer(job, layer, timeout) is Status.OK
         except PlanError:  # its mover refused the job, and does not know it
             return False
-        return True
+
+    def note_overlap(self, job: int) -> None:
+        """A layer of `job` is about to be computed that is not its last."""
+        self.stack.runtime.pump()
+        self.overlapped += self.stack.runtime.in_flight(job)
 
 
 class _Load(Arrival):
-    """What a hold is on, by one `job` that goes layer by layer, or else by any number of jobs."""
+    """What a hold is on, by one `job` that goes layer by layer, `last` the last, or else by any number of jobs."""
 
-    def __init__(self, tiers: Tiers, blocks: Sequence[int], hold: Hold, job: int | None) -> None:
+    def __init__(self, tiers: Tiers, blocks: Sequence[int], hold: Hold, job: int | None, last: int) -> None:
         super().__init__(blocks)
+        self._last = last
         self._tiers = tiers
         self._hold = hold
         self._job = job
@@ -237,7 +240,10 @@ class _Load(Arrival):
         """By the layer's event, or by the end of everything."""
         if self._job is None:
             return self.whole()
-        return self._tiers.wait_layer(self._job, layer, self._deadline)
+        is_here = self._tiers.wait_layer(self._job, layer, self._deadline)
+        if is_here and layer != self._last:
+            self._tiers.note_overlap(self._job)
+        return is_here
 
     def whole(self) -> bool:
         """By the outcome: on an accelerator a copy can still fail after compute was made to wait for it."""

@@ -32,11 +32,13 @@ class Schedule(NamedTuple):
     """What another engine must do likewise to compute the same bits.
 
     Attributes:
+        turn: Requests were admitted in this order, which is not that of submission where one had to begin anew.
         hit: Leading tokens that were not computed.
         sources: For each group, the block that the last of them were copied from, if any.
         published: Blocks that went into the prefix cache as this request computed them.
     """
 
+    turn: int = 0
     hit: int = 0
     sources: tuple[bytes | None, ...] = ()
     published: frozenset[bytes] = frozenset()
@@ -114,6 +116,7 @@ class Engine:
         scope = scope_of(decoder, pool)
         self._roots = [replace(scope, group=group.name, block_size=group.block_size).root for group in self._groups]
         self._arriving: dict[int, Arrival] = {}
+        self._turns = 0
 
     # ------------------------------------------------------------------ requests
 
@@ -215,7 +218,8 @@ class Engine:
         request.computed = hit
         request.published = [part.skipped for part in parts]
         sources = tuple(part.source.key if part.source is not None else None for part in parts)
-        request.schedule = Schedule(hit, sources)
+        self._turns += 1
+        request.schedule = Schedule(self._turns, hit, sources)
         loaded = [part.loaded * kind.block_size for part, kind in zip(parts, self._groups, strict=True)]
         request.hits = Counter(device=found.tokens - max(loaded), tiers=max(loaded), copied=hit - found.tokens)
 

@@ -181,13 +181,13 @@ def rig(blocks: int = 24, **settings: Any) -> Iterator[Rig]:
 
 
 def resident(requests: Sequence[Request], prompts: Sequence[Sequence[int]]) -> list[Request]:
-    """The same prompts, on a device that never evicts and has no tiers, with the same hits."""
+    """The same prompts, on a device that never evicts and has no tiers, by the same schedule."""
     engine = Engine(DECODER, DevicePool(SHAPE, 4096, CPU))
-    replayed = []
-    for request, prompt in zip(requests, prompts, strict=True):
-        replayed.append(engine.submit(prompt, len(request.logits), request.schedule))
+    replayed = {}
+    for at in sorted(range(len(requests)), key=lambda at: requests[at].schedule.turn):
+        replayed[at] = engine.submit(prompts[at], len(requests[at].logits), requests[at].schedule)
         engine.run()
-    return replayed
+    return [replayed[at] for at in range(len(requests))]
 
 
 def same_bits(one: Request, other: Request) -> bool:

@@ -172,8 +172,10 @@ def test_any_conversation_with_any_fault_gives_the_same_bits(seed: int) -> None:
     prompts: list[list[int]] = []
     requests: list[Request] = []
 
+    dice = {DEVICE: Random(seed), HOST: Random(seed)}  # each direction has a thread of its own
+
     def fault(batch: Batch) -> None:
-        if random.random() < 0.02:
+        if dice[batch.into].random() < 0.02:
             raise RuntimeError("no")
 
     with rig(44, by_layer=seed % 2 == 0, host_size=f"{random.choice([200, 400])}KiB") as made:
@@ -189,7 +191,7 @@ def test_any_conversation_with_any_fault_gives_the_same_bits(seed: int) -> None:
                 made.engine.wake_up()
         made.engine.run()
         made.check_nothing_is_held()
-    assert sum(request.hits["tiers"] for request in requests) > 0
+        assert made.link.gates[DEVICE].passed > 0
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
 
 
