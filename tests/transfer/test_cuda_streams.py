@@ -23,6 +23,7 @@ from longshore.transfer.device.cuda.chooser import Load, Way
 from longshore.transfer.device.cuda.runs import image_runs, pieces_of, staged, staged_pitch
 
 WAYS = list(Way)
+MOODS: list[str | int] = ["lazy", "eager", 1, 2, 3]
 
 
 class AnyWay:
@@ -70,27 +71,97 @@ def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
     gpu.device.close()
 
 
+@pytest.mark.parametrize("mood", ["lazy", "eager", "random"])
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 1 << 30), bytes_at_once=st.integers(1, 3000), staging=st.sampled_from([0, 4096, 1 << 20]))
-def test_what_follows_another_way_sees_its_bytes(seed: int, bytes_at_once: int, staging: int) -> None:
-    """Onboard into some blocks, copy them on inside the device, onboard over what was copied: in one lane's order."""
+@given(seed=st.integers(0, 1 << 30), staging=st.sampled_from([0, 4096, 1 << 20]))
+def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: int) -> None:
+    """Onboard into some blocks, copy them on inside the device, onboard over what was copied: in one lane's order.
+
+    The last of them is waited for first.
+    """
     chance = random.Random(seed)
-    pools = Pools(flat(24, chance.choice([7, 24, 656]), refs=3, blocks_per_chunk=2), slots=6, seed=seed % 100)
-    ways = AnyWay(seed)
-    gpu = StandIn(ways, staging_bytes=staging)
+    pools = Pools(flat(12, chance.choice([7, 24, 656]), refs=3, blocks_per_chunk=2), slots=6, seed=seed % 100)
+    gpu = StandIn(AnyWay(seed), staging_bytes=staging, mood=seed if mood == "random" else mood)
     lane = gpu.lane(pools.layout, DEVICE)
     model = Model(pools)
-    for _ in range(5):
-        blocks = chance.sample(range(24), 8)
-        if chance.random() < 0.5:
-            parts, slots = [Section(0, 0, tuple(blocks[:6]))], chance.sample(range(6), 3)
-            lane.send(between(pools, parts, slots, DEVICE).whole.cut(bytes_at_once))
+    for _ in range(lane.stream.depth):
+        blocks = chance.sample(range(12), 12)
+        if chance.random() < 0.6:
+            parts, slots = [Section(0, 0, tuple(blocks[:10]))], chance.sample(range(6), 5)
+            lane.send([between(pools, parts, slots, DEVICE).whole])
             model.move(parts, pools.images(slots), into=DEVICE)
         else:
-            lane.send(inside(pools.layout, 0, blocks[:4], blocks[4:]).whole.cut(bytes_at_once))
-            copied_inside(model.device, pools.layout, blocks[:4], blocks[4:])
+            lane.send([inside(pools.layout, 0, blocks[:6], blocks[6:]).whole])
+            copied_inside(model.device, pools.layout, blocks[:6], blocks[6:])
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[-1].reached)
+    gpu.device.mark(gpu.accelerator.compute).wait()
     lane.close()
     model.check(pools)
+
+
+@pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way), mood=mood)
+    lane = gpu.lane(pools.layout, DEVICE)
+    gpu.on_compute(lambda: pools.arena.array.fill(9))
+    mark = gpu.device.mark(gpu.accelerator.compute)
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole], (mark,))
+    lane.finish()
+    assert (pools.tensors[0].view(8, 4096)[3] == 9).all()
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_place_of_the_ring_is_filled_again_only_when_it_is_empty(into: str, seed: int) -> None:
+    pools = Pools(flat(40, 512, refs=1), slots=40)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=8 * 512, mood=seed)
+    lane = gpu.lane(pools.layout, into)
+    model = Model(pools)
+    parts = [Section(0, 0, tuple(range(40)))]
+    lane.send([between(pools, parts, range(40), into).whole])
+    model.move(parts, pools.images(range(40)), into=into)
+    lane.finish()
+    model.check(pools)
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", WAYS)
+def test_after_a_drain_nothing_is_under_way(way: Way, into: str) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way))
+    stream = gpu.device.stream(pools.layout, into)
+    stream.bind()
+    parts = [Section(0, 0, (3,))]
+    stream.copy(between(pools, parts, [1], into).whole, ())
+    stream.drain()
+    model = Model(pools)
+    model.move(parts, pools.images([1]), into=into)
+    model.check(pools)
+
+
+def test_bounced_copies_come_after_all_and_before_all_on_both_streams() -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
+    lane = gpu.lane(pools.layout, HOST)
+    kernels, link = (stream.name for stream in list(gpu.world.streams.values())[1:3])
+    gpu.world.log.clear()
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    log = gpu.world.log
+    assert [line[:2] for line in log[:2]] == [("record", link), ("wait", kernels)]
+    assert log[0][2] == log[1][2]
+    assert [line[:2] for line in log[-2:]] == [("record", kernels), ("wait", link)]
+    assert log[-2][2] == log[-1][2]
+    lane.finish()
+
+
+def test_streams_begin_after_what_used_their_memory_before() -> None:
+    gpu = StandIn(Always(Way.DIRECT))
+    gpu.device.stream(flat(4), HOST)
+    waits = [line for line in gpu.world.log if line[0] == "wait"]
+    assert [stream for _, stream, _ in waits] == [stream.name for stream in list(gpu.world.streams.values())[1:3]]
+    assert all(isinstance(point, tuple) and point[0] == "compute" for *_, point in waits)
 
 
 def copied_inside(device: list[Bytes], layout: KVLayout, written: list[int], read: list[int]) -> None:
@@ -120,23 +191,24 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_copy_waits_for_compute(way: Way, waits: bool) -> None:
+@pytest.mark.parametrize("mood", MOODS)
+def test_a_copy_waits_for_compute(way: Way, mood: str | int) -> None:
     pools = Pools(flat(8, 4096), slots=8)
-    gpu = StandIn(Always(way))
+    gpu = StandIn(Always(way), mood=mood)
     lane = gpu.lane(pools.layout, HOST)
     gpu.on_compute(lambda: pools.tensors[0].fill_(7))
     mark = gpu.device.mark(gpu.accelerator.compute)
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole], (mark,) if waits else ())
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole], (mark,))
     lane.finish()
     offset = pools.host.offset(1)
-    assert (pools.arena.array[offset : offset + 4096] == 7).all() == waits
+    assert (pools.arena.array[offset : offset + 4096] == 7).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_onboard_waits_for_compute_that_still_reads(way: Way) -> None:
+@pytest.mark.parametrize("mood", MOODS)
+def test_an_onboard_waits_for_compute_that_still_reads(way: Way, mood: str | int) -> None:
     pools = Pools(flat(8, 4096), slots=8)
-    gpu = StandIn(Always(way))
+    gpu = StandIn(Always(way), mood=mood)
     lane = gpu.lane(pools.layout, DEVICE)
     seen: list[Bytes] = []
     before = pools.tensors[0].numpy().copy()
@@ -149,9 +221,10 @@ def test_an_onboard_waits_for_compute_that_still_reads(way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: Way) -> None:
+@pytest.mark.parametrize("mood", MOODS)
+def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: Way, mood: str | int) -> None:
     pools = Pools(flat(64, 4096), slots=64)
-    gpu = StandIn(Always(way), staging_bytes=1 << 16)
+    gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
     lane = gpu.lane(pools.layout, HOST)
     before = pools.tensors[0].numpy().copy()
     lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
@@ -167,9 +240,10 @@ def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: W
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_compute_that_is_held_sees_what_was_onboarded(way: Way) -> None:
+@pytest.mark.parametrize("mood", MOODS)
+def test_compute_that_is_held_sees_what_was_onboarded(way: Way, mood: str | int) -> None:
     pools = Pools(flat(64, 4096), slots=64)
-    gpu = StandIn(Always(way), staging_bytes=1 << 16)
+    gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
     lane = gpu.lane(pools.layout, DEVICE)
     lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), DEVICE).whole])
     gpu.device.hold(gpu.accelerator.compute, lane.under_way[0].reached)
@@ -223,7 +297,7 @@ def test_one_dma_for_each_image() -> None:
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 def test_host_memory_that_is_not_registered_goes_through_pinned_stages(into: str) -> None:
     pools = Pools(flat(64, 656, refs=3, blocks_per_chunk=2), slots=32)
-    gpu = StandIn(Always(Way.DIRECT), eager=True, in_one_piece=lambda offsets, lengths: np.asarray(offsets) % 2 == 1)
+    gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=lambda offsets, lengths: np.asarray(offsets) % 2 == 1)
     lane = gpu.lane(pools.layout, into)
     model = Model(pools)
     for _ in range(2):
@@ -239,7 +313,7 @@ def test_host_memory_that_is_not_registered_goes_through_pinned_stages(into: str
 
 def test_stages_for_host_memory_that_nobody_spoke_for_are_taken_at_start() -> None:
     pools = Pools(flat(8), slots=8)
-    gpu = StandIn(Always(Way.DIRECT), eager=True, in_one_piece=None)
+    gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
     lane = gpu.lane(pools.layout, HOST)
     lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
     lane.close()
@@ -256,11 +330,15 @@ def test_no_copy_leaves_a_registered_piece() -> None:
         first, last = np.asarray(offsets), np.asarray(offsets) + lengths
         return (first >= border) | (last <= border)
 
-    gpu = StandIn(AnyWay(0), in_one_piece=in_one_piece)
+    class StagedAsDirectMayNot:
+        def choose(self, load: Load, ways: Collection[Way]) -> Way:
+            assert Way.DIRECT not in ways
+            return Way.STAGED
+
+    gpu = StandIn(StagedAsDirectMayNot(), in_one_piece=in_one_piece)
     lane = gpu.lane(layout, HOST)
     lane.send([between(pools, [Section(0, 0, (0, 1, 2, 3))], [0, 1, 2, 3], HOST).whole])
     assert gpu.device.fallbacks() == {"straddling_piece": 1}
-    assert Way.DIRECT not in gpu.device._chooses.chosen  # type: ignore[union-attr]
     lane.finish()
     np.testing.assert_array_equal(pools.arena.array[: 4 * 4096], pools.tensors[0].numpy()[: 4 * 4096])
 
@@ -309,14 +387,15 @@ def test_kernels_do_not_touch_host_memory_where_its_addresses_do_not_serve() -> 
     world = World()
     library = StandInLibrary(world)
     library.host_pointers_serve = 0
-    gpu = StandIn(AnyWay(2), library=library)
+    ways = AnyWay(2)
+    gpu = StandIn(ways, library=library)
     library.world = gpu.world
     pools = Pools(flat(8), slots=8)
     lane = gpu.lane(pools.layout, HOST)
     for _ in range(20):
         lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
     lane.finish()
-    assert gpu.device._chooses.chosen == {Way.DIRECT, Way.STAGED}  # type: ignore[union-attr]
+    assert ways.chosen == {Way.DIRECT, Way.STAGED}
 
 
 def test_a_driver_without_batches_is_counted() -> None:
