@@ -355,7 +355,10 @@ class StandIn:
         )
 
     def lane(self, layout: KVLayout, into: str) -> Lane:
-        return Lane(self.device.stream(layout, into))
+        lane = Lane(self.device.stream(layout, into))
+        compute = self.accelerator.compute
+        compute.run_to(compute.given)  # what the engine did before is over: nothing of it holds the lane's streams
+        return lane
 
     def on_compute(self, work: Callable[[], object]) -> None:
         """Give the engine's own stream something to do."""

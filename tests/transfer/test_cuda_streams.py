@@ -100,6 +100,25 @@ def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: 
 
 
 @pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_reach_in_the_order_of_their_calls(mood: str | int, seed: int) -> None:
+    """Whoever waits for the last of several offloads by several ways may overwrite the pages of all."""
+    pools = Pools(flat(16, 656), slots=16)
+    gpu = StandIn(AnyWay(seed), mood=mood)
+    lane = gpu.lane(pools.layout, HOST)
+    model = Model(pools)
+    for first in range(0, 16, 4):
+        parts, slots = [Section(0, 0, tuple(range(first, first + 4)))], list(range(first, first + 4))
+        lane.send([between(pools, parts, slots, HOST).whole])
+        model.move(parts, pools.images(slots), into=HOST)
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[-1].reached)
+    gpu.on_compute(lambda: pools.tensors[0].fill_(7))
+    gpu.device.mark(gpu.accelerator.compute).wait()
+    lane.finish()
+    np.testing.assert_array_equal(pools.host_bytes(), model.host)
+
+
+@pytest.mark.parametrize("mood", MOODS)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -> None:
     pools = Pools(flat(8, 4096), slots=8)

@@ -1,10 +1,11 @@
 """Measurements of Longshore's own parts, each beside a reference taken in the same run.
 
-harness.py  Case, Report: what a benchmark says; medians over interleaved repeats
-machine.py  what it ran on, and why it must not be a RAM disk
-plans.py    ids to addresses                  against a loop over references
-copies.py   device pages to images and back   against one memmove of the same bytes
-files.py    images to files and back          against plain direct I/O over the same bytes
+harness.py       Case, Report: what a benchmark says; medians over interleaved repeats
+machine.py       what it ran on, and why it must not be a RAM disk
+plans.py         ids to addresses                  against a loop over references
+copies.py        device pages to images and back   against one memmove of the same bytes
+calibration.py   which way of copying is the fastest on a GPU
+files.py         images to files and back          against plain direct I/O over the same bytes
 """
 
 from longshore.bench.harness import Case, Report, compare
