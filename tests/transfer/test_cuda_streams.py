@@ -8,7 +8,7 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 from cuda_stand_in import StandIn, StandInLibrary, World
-from device_kit import Lane, between, inside
+from device_kit import Lane, between, copied_inside, inside
 from gated import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +16,6 @@ from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layout
 
 from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
-from longshore.layout import KVLayout
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.cuda.calibrate import Always
 from longshore.transfer.device.cuda.chooser import Load, Way
@@ -92,7 +91,7 @@ def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: 
             model.move(parts, pools.images(slots), into=DEVICE)
         else:
             lane.send([inside(pools.layout, 0, blocks[:6], blocks[6:]).whole])
-            copied_inside(model.device, pools.layout, blocks[:6], blocks[6:])
+            copied_inside(model.device, pools.layout, 0, blocks[:6], blocks[6:])
     gpu.device.hold(gpu.accelerator.compute, lane.under_way[-1].reached)
     gpu.device.mark(gpu.accelerator.compute).wait()
     lane.close()
@@ -183,13 +182,6 @@ def test_streams_begin_after_what_used_their_memory_before() -> None:
     assert all(isinstance(point, tuple) and point[0] == "compute" for *_, point in waits)
 
 
-def copied_inside(device: list[Bytes], layout: KVLayout, written: list[int], read: list[int]) -> None:
-    for ref in layout.groups[0].refs:
-        for target, source in zip(written, read, strict=True):
-            to, at = ref.offset + target * ref.stride, ref.offset + source * ref.stride
-            device[ref.tensor][to : to + ref.page_bytes] = device[ref.tensor][at : at + ref.page_bytes]
-
-
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_copies_inside_the_device(data: st.DataObject) -> None:
@@ -199,7 +191,7 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
     written, read = blocks[:count], blocks[count : 2 * count]
     pools = Pools(layout, slots=1)
     expected = pools.device_bytes()
-    copied_inside(expected, layout, written, read)
+    copied_inside(expected, layout, 0, written, read)
     gpu = StandIn(Always(Way.DIRECT))
     lane = gpu.lane(layout, DEVICE)
     lane.send(inside(layout, 0, written, read).whole.cut(data.draw(st.integers(1, 9000))))

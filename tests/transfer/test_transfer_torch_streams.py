@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from device_kit import Lane, between, inside
+from device_kit import Lane, between, copied_inside, inside
 from gated import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,10 +126,7 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
     written, read = blocks[:count], blocks[count : 2 * count]
     pools = Pools(layout, slots=1)
     expected = pools.device_bytes()
-    for ref in layout.groups[group].refs:
-        for target, source in zip(written, read, strict=True):
-            to, at = ref.offset + target * ref.stride, ref.offset + source * ref.stride
-            expected[ref.tensor][to : to + ref.page_bytes] = expected[ref.tensor][at : at + ref.page_bytes]
+    copied_inside(expected, layout, group, written, read)
     device = TorchDevice("cpu", staging_bytes=data.draw(st.integers(0, 6000)), accelerator=FakeAccelerator())
     lane = Lane(device.stream(layout, DEVICE))
     lane.send(inside(layout, group, written, read).whole.cut(data.draw(st.integers(1, 9000))))

@@ -123,18 +123,22 @@ class Driver:
         The arrays, uint64 of one shape `(copies,)` and contiguous, must stay as they are until the copies have ended.
         `inside`: between two places on the device. What is registered must not be left by any one copy.
         """
-        if stream in _NULL_STREAMS:
-            raise DeviceError("expected a stream of our own, got the legacy null stream")
         if self.batch_version is None:
-            for to, at, nbytes in zip(destination.tolist(), source.tolist(), size.tolist(), strict=True):
-                self._check(self._copy_one(to, at, nbytes, stream), "cuMemcpyAsync")
+            self.copy_each(stream, destination, source, size)
             return
+        _check_stream(stream)
         attributes = self._inside if inside else self._link
         starts = [_address(column) for column in (destination, source, size)]
         for first in range(0, len(size), MOST):
             skipped = first * size.itemsize
             arrays = [start + skipped for start in starts]
             self._copy_batch(arrays, min(MOST, len(size) - first), attributes, stream)
+
+    def copy_each(self, stream: int, destination: U64, source: U64, size: U64) -> None:
+        """As `copy`, by a call for each; the arrays are not needed afterwards."""
+        _check_stream(stream)
+        for to, at, nbytes in zip(destination.tolist(), source.tolist(), size.tolist(), strict=True):
+            self._check(self._copy_one(to, at, nbytes, stream), "cuMemcpyAsync")
 
     def _copy_batch(self, arrays: list[int], count: int, attributes: MemcpyAttributes, stream: int) -> None:
         shared = (*arrays, count, ctypes.byref(attributes), _address(self._indices), 1)
@@ -179,6 +183,11 @@ class Driver:
             name = ctypes.c_char_p()
             known = self._error_name(result, ctypes.byref(name)) == 0 and name.value is not None
             raise DeviceError(f"{call} failed: {(name.value or b'').decode() if known else f'error {result}'}")
+
+
+def _check_stream(stream: int) -> None:
+    if stream in _NULL_STREAMS:
+        raise DeviceError("expected a stream of our own, got the legacy null stream")
 
 
 def _address(array: U64) -> int:
