@@ -1,4 +1,4 @@
-"""Tests that need an NVIDIA GPU: nothing here is collected where there is none, and `make gpu` says so."""
+"""Tests that need an NVIDIA GPU. Where there is none, nothing here is collected; `make gpu` then says so, and fails."""
 
 import sys
 from pathlib import Path

@@ -275,6 +275,11 @@ class StandInLibrary:
         ctypes.memmove(destination, source, nbytes)
 
 
+def kernels_for(shape: Shape) -> tuple[int, int, bool]:
+    """What of a shape a kernel is compiled for."""
+    return shape.word, shape.span, shape.tail
+
+
 def uint8(nbytes: int, value: int = 0xA5) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
@@ -287,7 +292,10 @@ class StandInAccelerator(CudaAccelerator):
         self.world = world or World()
         self.compute = LazyStream("compute", self.world)
         self.kernels: list[str] = []
+        self.prepared: set[tuple[int, int, bool]] = set()
+        self.launched: set[tuple[int, int, bool]] = set()
         self.refuse_above: int | None = None
+        self.all_aligned = True
         self._used = threading.local()
 
     @property
@@ -318,6 +326,9 @@ class StandInAccelerator(CudaAccelerator):
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         return uint8(nbytes, 0x5A)
 
+    def prepare(self, shape: Shape) -> None:
+        self.prepared.add(kernels_for(shape))
+
     def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
         self._later(kernels.gather_reference, blocks, rows, table, shape)
 
@@ -329,6 +340,9 @@ class StandInAccelerator(CudaAccelerator):
 
     def _later(self, kernel: Callable[..., None], *arguments: Any) -> None:
         self.kernels.append(kernel.__name__.removesuffix("_reference"))
+        self.launched.add(kernels_for(arguments[-1]))
+        aligned = {tensor.data_ptr() % 16 == 0 for tensor in arguments[:-1]}
+        self.all_aligned = self.all_aligned and aligned == {True}
         cast(LazyStream, self.current_stream()).give(lambda: kernel(*arguments))
 
 

@@ -296,6 +296,25 @@ def test_the_ring_is_gathered_into_while_the_link_empties_it() -> None:
     np.testing.assert_array_equal(pools.arena.array[: 64 * 4096], pools.tensors[0].numpy())
 
 
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", [Way.STAGED, Way.ZERO_COPY])
+@pytest.mark.parametrize("page", [7, 24, 656, 4096, 1 << 16])
+def test_kernels_for_whole_blocks_are_compiled_at_start(way: Way, into: str, page: int) -> None:
+    """Nothing is compiled while copies wait: neither for another shape, nor for pointers that are aligned otherwise."""
+    pools = Pools(flat(9, page, refs=3, blocks_per_chunk=2), slots=5)
+    gpu = StandIn(Always(way), staging_bytes=1 << 20)
+    lane = gpu.lane(pools.layout, into)
+    prepared = set(gpu.accelerator.prepared)
+    for blocks in ((5, 2, 8, 1), (3, 4), (7,)):
+        parts = [Section(0, 0, blocks)]
+        lane.send([between(pools, parts, range((len(blocks) + 1) // 2), into).whole])
+    if into == DEVICE:
+        lane.send([inside(pools.layout, 0, [1, 2, 3], [4, 5, 6]).whole])
+    lane.finish()
+    assert gpu.accelerator.launched <= prepared
+    assert gpu.accelerator.all_aligned
+
+
 def test_one_dma_for_each_image() -> None:
     pools = Pools(flat(64, 512, refs=8, blocks_per_chunk=4), slots=16)
     gpu = StandIn(Always(Way.STAGED))

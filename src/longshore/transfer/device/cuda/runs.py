@@ -56,10 +56,11 @@ class Orders(NamedTuple):
     table: I64
     shape: Shape
 
-    @property
-    def numbers(self) -> int:
-        """How many numbers go to the device."""
-        return self.blocks.size + self.rows.size + self.table.size
+
+def a_chunk(layout: KVLayout, group: int) -> Part:
+    """A whole chunk of `group`, its blocks all the same: what kernels are like for it."""
+    blocks = np.zeros((1, layout.groups[group].blocks_per_chunk), dtype=np.int64)
+    return Part(group, 0, layout.table(group).page, blocks, np.zeros(1, dtype=np.int64), 0, 0)
 
 
 def image_runs(layout: KVLayout, part: Part) -> Runs:
