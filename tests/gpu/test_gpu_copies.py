@@ -85,11 +85,11 @@ def round_trip(pools: Pools, device: Device) -> None:
         out = [Section(0, 1, (3, 0, 17, 4, 5)), Section(1, 2, (9, 8, 7, 20))]
         slots = [4, 0, 9, 3, 2]
         engine.begin_step()
-        engine.submit(transfer(1, OFFLOAD, out, slots, valid=7))
+        engine.submit(transfer(1, OFFLOAD, out, slots, valid=[3, 3, 3, 7, 7]))
         assert engine.wait([1], PATIENCE)
         model.move(out, pools.images(slots), into=HOST)
         back = [Section(0, 1, (10, 11, 12, 13, 14)), Section(1, 2, (23, 1, 2, 15))]
-        engine.submit(transfer(2, ONBOARD, back, slots, valid=7))
+        engine.submit(transfer(2, ONBOARD, back, slots, valid=[3, 3, 3, 7, 7]))
         assert engine.wait([2], PATIENCE)
         model.move(back, pools.images(slots), into=DEVICE)
         engine.submit(inside_transfer(3, pools.layout, 0, [20, 21, 22], [10, 12, 14]))
