@@ -16,6 +16,7 @@
     ├── TierError            a tier cannot be opened or used
     │   ├── TierClosedError  used after close
     │   ├── TierInUseError   the directory belongs to a live process
+    │   ├── RegistrationError memory that a device does not take, or not let go of
     │   └── FormatError      bytes that are not ours, or of another version
     ├── TraceError           a trace that cannot be read; names the line
     ├── ReportError          a report that cannot be made
@@ -93,6 +94,10 @@ class TierClosedError(TierError):
 
 class TierInUseError(TierError):
     """Another live process owns the tier's directory."""
+
+
+class RegistrationError(TierError):
+    """Host memory that a device does not take, or does not let go of; says which call failed, and how."""
 
 
 class FormatError(TierError):

@@ -92,6 +92,8 @@ class GatedDevice(CpuDevice):
         self.log: list[str] = []
         self.fault: Callable[[str, Batch | None], None] = lambda step, batch: None
         self.closed = 0
+        self.streams_closed = 0
+        self.bound = 0
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return GatedStream(self, into)
@@ -110,7 +112,11 @@ class GatedStream(CpuStream):
         self.into = into
 
     def bind(self) -> None:
+        self.device.bound += 1
         self.device.fault("bind", None)
+
+    def close(self) -> None:
+        self.device.streams_closed += 1
 
     def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
         for event in after:

@@ -6,7 +6,6 @@ it has where it stands in the script, whatever overtakes it.
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,13 +15,15 @@ import numpy as np
 import torch
 from transfer_kit import Bytes, Model, Pools, transfer
 
-from longshore.boundary import DEVICE, HOST, Item, Section, Slot, Status, Transfer, TransferResult
+from longshore.boundary import DEVICE, Item, Section, Slot, Status, Transfer, TransferResult
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer.device.base import Copy, Event, Stream
 from longshore.transfer.device.simulated import Queue, SimulatedDevice, World
 from longshore.transfer.device.simulated.streams import CELL
 from longshore.transfer.device.simulated.world import WatchedHazards
 from longshore.transfer.hazards import Ticket
+from longshore.transfer.selection import Batch
 
 BLOCKS = 4
 SLOTS = 4
@@ -49,6 +50,30 @@ class Known(Model):
         """Padding is no cell that anyone reads."""
 
 
+class LoggedDevice(SimulatedDevice):
+    """Notes the device blocks of each copy that is given to it; `fault` may raise before, `late_fault` after that."""
+
+    def __init__(self, world: World, compute: Queue, depth: int) -> None:
+        super().__init__(world, compute, depth=depth)
+        self.log: list[tuple[str, tuple[int, ...]]] = []
+        self.fault: Callable[[Batch], None] = lambda batch: None
+        self.late_fault: Callable[[Batch], None] = lambda batch: None
+
+    def stream(self, layout: KVLayout, into: str) -> Stream:
+        stream = super().stream(layout, into)
+        copy = stream.copy
+
+        def logged(batch: Batch, after: tuple[Event, ...]) -> Copy:
+            self.log.append((into, tuple(block for part in batch.parts for block in part.blocks.ravel().tolist())))
+            self.fault(batch)
+            given = copy(batch, after)
+            self.late_fault(batch)
+            return given
+
+        stream.copy = logged  # type: ignore[method-assign]
+        return stream
+
+
 class Tale:
     """One run of `script` over a new engine; its methods are what a script can do."""
 
@@ -71,7 +96,7 @@ class Tale:
         self.memory = self._memory()
         self.expected = Model(self.memory)
         self.known = Known(self.memory)
-        self.device = SimulatedDevice(world, self.compute, depth=depth)
+        self.device = LoggedDevice(world, self.compute, depth)
         self.engine = TransferEngine(
             self.memory.layout,
             self.device,
@@ -84,6 +109,7 @@ class Tale:
         self.results: dict[int, TransferResult] = {}
         self.wrong: list[str] = []
         self.tickets: dict[int, Ticket] = {}
+        self.given: dict[int, tuple[Transfer, Sequence[int]]] = {}
         self._jobs = 0
         self._writes = 0
         self._done = 0
@@ -121,7 +147,9 @@ class Tale:
         self._pause()
         pages = self._pages(block)
         parts = tuple(
-            partial(self._look, layer, pages, *(model.device[layer][pages].copy() for model in (self.expected, self.known)))
+            partial(
+                self._look, layer, pages, *(model.device[layer][pages].copy() for model in (self.expected, self.known))
+            )
             for layer in layers
         )
         self.world.give(self.compute, f"compute reads {block}", parts, reads=self._cells(layers, block))
@@ -146,8 +174,14 @@ class Tale:
         return self._submit(Transfer(self._number(), INSIDE, (item,), (Section(0, 0, (target,)),), **fields), [source])
 
     def cancel(self, job: int) -> None:
+        """Cancel a job; nothing is promised of what it writes."""
         self._pause()
         self.engine.cancel(job)
+        given, slots = self.given[job]
+        if given.route == OFFLOAD:
+            self.forget(slots=slots)
+        else:
+            self.forget(blocks=given.sections[0].blocks)
 
     def wait(self, *jobs: int) -> None:
         self._pause()
@@ -225,6 +259,7 @@ class Tale:
         ticket = self._hazards().newest
         assert ticket is not None
         self.tickets[given.job] = ticket
+        self.given[given.job] = given, slots
         for model in (self.expected, self.known):
             self._move(model, given, slots)
         return given.job
@@ -246,7 +281,7 @@ class Tale:
             for layer in range(LAYERS):
                 self.known.device[layer][self._pages(block)] = 0
         for image in self.memory.images(slots):
-            self.known.host[image : image + LAYERS * PAGE] = 0
+            self.known.host[image : image + self.memory.layout.image_bytes] = 0
 
     def _poll(self) -> list[int]:
         results = self.engine.poll()
@@ -285,34 +320,3 @@ class Tale:
 def tale(script: Callable[[Tale], None], **options: Any) -> Callable[[World], Tale]:
     """Makes the story of `script`, for `explore`."""
     return lambda world: Tale(world, script, **options)
-
-
-def random_script(chance: random.Random, jobs: int) -> Callable[[Tale], None]:
-    """Jobs of all kinds on all slots, between steps of compute that reads and writes them."""
-
-    def script(told: Tale) -> None:
-        for _ in range(jobs):
-            _one_of(chance, told)
-        told.end_step()
-        told.reads(chance.randrange(BLOCKS))
-
-    return script
-
-
-def _one_of(chance: random.Random, told: Tale) -> None:
-    fields: dict[str, Any] = {"urgency": chance.randrange(3)}
-    count = chance.randint(1, 2)
-    blocks, slots = chance.sample(range(BLOCKS), count), chance.sample(range(SLOTS), count)
-    if chance.random() < 0.5:
-        told.end_step()
-        told.reads(chance.randrange(BLOCKS))
-        told.writes(chance.randrange(BLOCKS))
-        told.begin_step()
-    kind = chance.random()
-    if kind < 0.4:
-        told.offload(blocks, slots, **fields)
-    elif kind < 0.8:
-        told.onboard(blocks, slots, by_layer=chance.random() < 0.3, **fields)
-    else:
-        source, target = chance.sample(range(BLOCKS), 2)
-        told.inside(source, target, tokens=chance.choice([None, 1]), **fields)

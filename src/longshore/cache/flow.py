@@ -19,6 +19,7 @@ from longshore.boundary import (
     Key,
     Route,
     Section,
+    Slot,
     Status,
     Transfer,
     TransferResult,
@@ -27,7 +28,7 @@ from longshore.boundary import (
 from longshore.cache.index import Copy, Entry
 from longshore.cache.jobs import Job, Load
 from longshore.cache.store import Store
-from longshore.cache.types import DropReason, MissReason, Offload, Placement
+from longshore.cache.types import DropReason, MissReason, Offload, Placement, RouteTotals
 from longshore.cache.writing import WritePolicy, to_clean
 from longshore.errors import CacheError, JobError
 
@@ -84,7 +85,9 @@ class Flow:
 
     # ------------------------------------------------------------------ load
 
-    def load(self, keys: Sequence[Key], blocks: Sequence[int], first_block: int) -> Load:
+    def load(
+        self, keys: Sequence[Key], blocks: Sequence[int], first_block: int, group: int = 0, *, by_layer: bool = False
+    ) -> Load:
         """Order `keys` (as far as they are ready, and the host tier has room) into device `blocks`.
 
         `first_block` is the logical index of `blocks[0]`, a block of the first chunk.
@@ -99,7 +102,9 @@ class Flow:
             path, left = path[:cut], path[cut:]
         load = Load()
         for batch in _batches(path):
-            blocks, first_block = self._order_batch(load, batch, blocks, first_block)
+            taken = min(len(blocks), len(batch) * self.settings.blocks_per_chunk - self._skip(first_block))
+            self._order_batch(load, batch, Section(group, first_block, tuple(blocks[:taken])), by_layer=by_layer)
+            blocks, first_block = blocks[taken:], first_block + taken
         load.cut = [MissReason.NO_ROOM if entry.copies[0] is None else MissReason.BEHIND for entry in left]
         load.cut += [self.store.miss(key) for key in keys[len(path) + len(left) :]]
         return load
@@ -134,10 +139,11 @@ class Flow:
         self.store.make_room(0, room, spare_dirty=False)
         return room
 
-    def _order_batch(
-        self, load: Load, batch: Sequence[Entry], blocks: Sequence[int], first_block: int
-    ) -> tuple[Sequence[int], int]:
-        """Order one batch; returns the blocks that are left for the next, and the logical index of their first."""
+    def _skip(self, first_block: int) -> int:
+        return first_block % self.settings.blocks_per_chunk
+
+    def _order_batch(self, load: Load, batch: Sequence[Entry], section: Section, *, by_layer: bool) -> None:
+        """Order one batch into the device blocks of `section`."""
         reading, copying = self.new_id(), self.new_id()
         cold: list[Copy] = []
         warm: list[Copy] = []
@@ -151,27 +157,45 @@ class Flow:
             warm.append(copy)
         if cold:
             self._order(reading, cold, [copy for copy in warm if copy.writer == reading])
-        per_chunk = self.settings.blocks_per_chunk
-        taken = min(len(blocks), len(batch) * per_chunk - first_block % per_chunk)
         load.parts.append(
             self._order(
                 copying,
                 warm,
                 None,
-                sections=(Section(0, first_block, tuple(blocks[:taken])),),
+                sections=(section,),
                 after=tuple(dict.fromkeys(copy.writer for copy in warm if copy.writer is not None)),
                 load=load,
+                by_layer=by_layer,
             )
         )
-        return blocks[taken:], first_block + taken
 
     def _source(self, entry: Entry) -> str:
         """The tier that a chunk comes from: below the host tier also when its slot there is still being filled."""
         return self.store.levels[_readable(entry).tier].name
 
+    # ------------------------------------------------------------------ inside the device
+
+    def copy_inside(self, sources: Sequence[Slot], blocks: Sequence[int], tokens: int | None, group: int) -> int:
+        """Order copies between device blocks, of which the books know nothing; returns the job."""
+        job = self.new_id()
+        transfer = Transfer(
+            job=job,
+            route=Route(DEVICE, DEVICE),
+            items=tuple(Item(b"", None, source, None, 1) for source in sources),
+            sections=(Section(group, 0, tuple(blocks)),),
+            by_layer=True,
+            tokens=tokens,
+            deadline=self.now + self.settings.load_timeout,
+            generation=self.generation,
+            ranks=self.settings.ranks,
+        )
+        self.jobs[job] = Job(transfer, [None] * len(blocks), [None] * len(blocks))
+        self.outbox.append(transfer)
+        return job
+
     # ------------------------------------------------------------------ offload and backup
 
-    def offload(self, keys: Sequence[Key], first: int, blocks: Sequence[int] | None) -> Offload:
+    def offload(self, keys: Sequence[Key], first: int, blocks: Sequence[int] | None, group: int = 0) -> Offload:
         """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it."""
         store = self.store
         known = first
@@ -186,7 +210,7 @@ class Flow:
         if blocks is not None:
             per_chunk = self.settings.blocks_per_chunk
             mine = blocks[(known - first) * per_chunk : (known - first + fresh) * per_chunk]
-            sections = (Section(0, known * per_chunk, tuple(mine)),)
+            sections = (Section(group, known * per_chunk, tuple(mine)),)
         self._order(job, None, copies, sections=sections, command=blocks is not None)
         placed = tuple(Placement(known + i, store.slot(copy)) for i, copy in enumerate(copies))
         return Offload(job, placed, known + fresh)
@@ -302,6 +326,7 @@ class Flow:
         sections: tuple[Section, ...] = (),
         after: tuple[int, ...] = (),
         load: Load | None = None,
+        by_layer: bool = False,
         command: bool = True,
     ) -> Job:
         """Register a job whose sources are pinned and whose destinations are placed (`None`: the device).
@@ -320,6 +345,7 @@ class Flow:
             route=Route(self._name(source), self._name(destination)),
             items=tuple(map(self._item, froms, tos)),
             sections=sections,
+            by_layer=by_layer,
             urgency=Urgency.WRITE if writing else Urgency.DEMAND,
             deadline=self.now + timeout,
             after=after,
@@ -371,7 +397,7 @@ class Flow:
                 store.arrive(copy)
 
     def _count(self, job: Job, result: TransferResult) -> None:
-        totals = self.store.counters.routes[str(job.transfer.route)]
+        totals = self.store.counters.routes.setdefault(str(job.transfer.route), RouteTotals())
         arrived = sum(status is Status.OK for status in result.statuses)
         totals.chunks += arrived
         totals.failed += len(result.statuses) - arrived

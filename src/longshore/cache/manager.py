@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from longshore.boundary import DEVICE, Command, Key, Route, TransferResult
+from longshore.boundary import DEVICE, Command, Key, Route, Slot, TransferResult
 from longshore.cache.eviction import LRU, EvictionPolicy
 from longshore.cache.flow import CacheSettings, Flow
 from longshore.cache.index import Entry
@@ -112,7 +112,9 @@ class TieredCache:
         self._step_holds.append(entry)
         return Presence.READY if copy.tier == 0 else Presence.COLDER
 
-    def onboard(self, hold: Hold, blocks: Sequence[int], *, skip: int = 0) -> Onboarding:
+    def onboard(
+        self, hold: Hold, blocks: Sequence[int], *, skip: int = 0, group: int = 0, by_layer: bool = False
+    ) -> Onboarding:
         """Order the held chunks into device `blocks`; ends with `outcome(hold)`.
 
         Args:
@@ -120,6 +122,8 @@ class TieredCache:
             blocks: Device blocks in logical order. The first is sub-block `skip` of the first held chunk; the last
                 may be any sub-block of a held chunk.
             skip: Leading sub-blocks of the first chunk that the device has already.
+            group: The KV cache group that the keys and blocks are of.
+            by_layer: Have each job go layer after layer, so that compute may begin before all have arrived.
 
         Chunks for which the host tier cannot make room now are left out, and counted as misses.
         """
@@ -133,7 +137,8 @@ class TieredCache:
                 f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {len(record.keys)} held chunks"
             )
         self._check_blocks(blocks)
-        record.load = load = self._flow.load(record.keys[:chunks], blocks, record.start * per_chunk + skip)
+        first_block = record.start * per_chunk + skip
+        record.load = load = self._flow.load(record.keys[:chunks], blocks, first_block, group, by_layer=by_layer)
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
@@ -176,7 +181,23 @@ class TieredCache:
 
     # ------------------------------------------------------------------ writing
 
-    def commit(self, keys: Sequence[Key], blocks: Sequence[int], *, first: int = 0, evicting: bool = False) -> Offload:
+    def copy_inside(
+        self, sources: Sequence[Slot], blocks: Sequence[int], *, tokens: int | None = None, group: int = 0
+    ) -> int:
+        """Order copies of device blocks into other device `blocks`, layer by layer; returns the job.
+
+        For partial reuse: `tokens` are the leading tokens to copy of the last block, `None` all. `sources` are slots
+        of the group's device pool, one for each block. The tiers have no part in it; the job keeps its place and its
+        deadline among all others, and whether it succeeded is known to the mover's `wait_layer`.
+        """
+        if len(sources) != len(blocks) or not blocks or any(source.tier != DEVICE for source in sources):
+            raise CacheError(f"expected a device slot to copy from for each of {len(blocks)} blocks, got {sources}")
+        self._check_blocks(blocks)
+        return self._flow.copy_inside(sources, blocks, tokens, group)
+
+    def commit(
+        self, keys: Sequence[Key], blocks: Sequence[int], *, first: int = 0, evicting: bool = False, group: int = 0
+    ) -> Offload:
         """Chunks `keys[first:]` are complete on the device, in `blocks`, or about to be evicted from it.
 
         The write policy decides whether they are offloaded now; their blocks must stay unchanged until the job has
@@ -189,7 +210,7 @@ class TieredCache:
         self._check_blocks(blocks)
         if not self.settings.offload.wants(evicting=evicting):
             return Offload(None, ())
-        return self._flow.offload(keys, first, blocks)
+        return self._flow.offload(keys, first, blocks, group)
 
     def offer(self, keys: Sequence[Key], *, first: int = 0) -> Offload:
         """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job."""

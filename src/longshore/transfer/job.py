@@ -87,7 +87,7 @@ def _steps(job: Job, max_bytes: int) -> Iterator[Step]:
         yield from map(Step, whole.cut(max_bytes))
         return
     for layer in range(*(job.transfer.layers or (0, whole.layout.num_layers))):
-        *rest, last = whole.of_layer(layer).cut(max_bytes) or (None,)
+        *rest, last = tuple(whole.of_layer(layer).cut(max_bytes)) or (None,)
         yield from map(Step, rest)
         yield Step(last, layer)
 
@@ -98,7 +98,7 @@ def _statuses(job: Job) -> tuple[tuple[Status, ...], int]:
     if job.stopped is None:
         return (Status.OK,) * len(item_bytes), job.arrived
     # Layer by layer, all items arrive at the end. And a device may have failed earlier than it said.
-    in_order = job.arrived and not job.transfer.by_layer and job.stopped is not Status.IO_ERROR
+    in_order = not job.transfer.by_layer and job.stopped is not Status.IO_ERROR
     count = int(np.searchsorted(np.cumsum(item_bytes), job.arrived, side="right")) if in_order else 0
     statuses = (Status.OK,) * count + (job.stopped,) * (len(item_bytes) - count)
     return statuses, int(item_bytes[:count].sum())

@@ -82,8 +82,7 @@ class Lane:
                 return
 
     def _has_work(self) -> bool:
-        idle = not self._under_way and not any(self._queues.values())
-        return bool(self._under_way) or self._next() is not None or (idle and self._board.closing)
+        return bool(self._under_way) or self._next() is not None or self._board.closing
 
     def _next(self) -> Job | None:
         """The job whose step is to be taken next; `None` when none can go on."""
@@ -93,7 +92,7 @@ class Lane:
         return next((job for job in heads if self._can_go_on(job)), None)
 
     def _can_go_on(self, job: Job) -> bool:
-        return job.begun is not None or self._board.may_begin(job) or self._board.why_stop(job) is not None
+        return self._board.may_begin(job) or self._board.why_stop(job) is not None
 
     def _take_step(self, job: Job, stopped: Status | None) -> None:
         """Give the next piece of `job` to the device, unless it is `stopped`: then it ends here."""

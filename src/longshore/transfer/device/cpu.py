@@ -140,10 +140,14 @@ def _copy_medium(source: U64, destination: U64, size: U64) -> bool:
     words = np.asarray(_Memory(int(first), int(index.max()) + 1, word, step=word))
     before = np.cumsum(counts) - counts
     starts = before[runs].tolist()
-    for start, stop, address in zip(starts, [*starts[1:], len(index)], dense[runs].tolist(), strict=True):
-        run = np.asarray(_Memory(address, stop - start, word, step=word))
+    low = int(dense.min())
+    memory = np.asarray(_Memory(low, int(dense.max()) - low + int(size.max()), 1))
+    element = words.dtype
+    begins = (dense[runs] - np.uint64(low)).tolist()
+    for start, stop, begin in zip(starts, [*starts[1:], len(index)], begins, strict=True):
+        run = memory[begin : begin + (stop - start) * word].view(element)
         if gathers:
-            np.take(words, index[start:stop], out=run, mode="clip")  # any other mode goes through a buffer
+            words.take(index[start:stop], out=run, mode="clip")  # any other mode goes through a buffer
         else:
             words[index[start:stop]] = run
     return True

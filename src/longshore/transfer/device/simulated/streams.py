@@ -9,7 +9,7 @@ from longshore.layout.model import U64, KVLayout
 from longshore.transfer.device.base import Copy, Device, Event, Stream
 from longshore.transfer.device.cpu import copy_pieces
 from longshore.transfer.device.simulated.world import BlockedError, Mark, Queue, World
-from longshore.transfer.plan import Planner
+from longshore.transfer.plan import PlannerRing
 from longshore.transfer.selection import Batch
 
 CELL = 8
@@ -95,7 +95,7 @@ class SimulatedStream(Stream):
         self.depth = depth
         self._world = world
         self._queue = queue
-        self._planners = [Planner() for _ in range(depth)]
+        self._planners = PlannerRing(depth)
         self._copies = 0
         self._user: str | None = None
 
@@ -107,12 +107,12 @@ class SimulatedStream(Stream):
         """Describe the batch in the next buffer, and give the copy to the queue."""
         if self._world.actor != self._user:
             raise BlockedError(f"{self._queue.name} belongs to {self._user}, and is used by {self._world.actor}")
-        turn = self._copies % self.depth
+        turn, planner = self._planners.take()
         buffer = (self._queue.name, "descriptors", turn)
         label = f"copy {self._copies} {self._queue.name}"
         self._copies += 1
         self._world.touch(f"descriptors of {label}", writes=[buffer])
-        destination, source, size = self._planners[turn].describe(batch).directed(batch.into)
+        destination, source, size = planner.describe(batch).directed(batch.into)
         mark = self._world.give(
             self._queue,
             label,

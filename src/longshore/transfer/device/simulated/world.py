@@ -83,6 +83,7 @@ class _Lane:
     name: str
     steps: Iterator[Gate]
     gate: Gate | None = None
+    is_running: bool = False
 
 
 class World(Driver):
@@ -210,14 +211,16 @@ class World(Driver):
         return True
 
     def _is_open(self, lane: _Lane) -> bool:
-        if lane.gate is None:
-            return True
+        if lane.gate is None or lane.is_running:
+            return not lane.is_running
         with _Turn(self, lane.name):
             return lane.gate.is_open()
 
     def _resume(self, lane: _Lane) -> None:
         with _Turn(self, lane.name):
+            lane.is_running = True
             lane.gate = next(lane.steps, None)
+            lane.is_running = False
         if lane.gate is None:
             self.lanes.remove(lane)
 
