@@ -53,7 +53,7 @@ class GpuPools(Pools):
         assert int(self._cudart.cudaHostRegister(self.arena.address, self.arena.nbytes, 0)) == 0
 
     def device_bytes(self) -> list[Bytes]:
-        return [tensor.cpu().numpy() for tensor in self.tensors]
+        return [tensor.cpu().numpy().copy() for tensor in self.tensors]
 
     def close(self) -> None:
         torch.cuda.synchronize()
