@@ -19,6 +19,7 @@ from longshore.errors import DeviceError, FreedLayoutError
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.cuda.calibrate import Always
 from longshore.transfer.device.cuda.chooser import Load, Way
+from longshore.transfer.device.cuda.resources import PLACES
 from longshore.transfer.device.cuda.runs import image_runs, pieces_of, staged, staged_pitch
 
 WAYS = list(Way)
@@ -134,7 +135,7 @@ def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -
 @pytest.mark.parametrize("seed", range(8))
 def test_a_place_of_the_ring_is_filled_again_only_when_it_is_empty(into: str, seed: int) -> None:
     pools = Pools(flat(40, 512, refs=1), slots=40)
-    gpu = StandIn(Always(Way.STAGED), staging_bytes=8 * 512, mood=seed)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=PLACES * 512, mood=seed)
     lane = gpu.lane(pools.layout, into)
     model = Model(pools)
     parts = [Section(0, 0, tuple(range(40)))]
@@ -288,7 +289,7 @@ def test_more_copies_than_slips_leave_no_descriptor_behind(way: Way, into: str) 
 def test_the_ring_is_gathered_into_while_the_link_empties_it() -> None:
     """A place is gathered into again only after the link has left it, but the next place at once."""
     pools = Pools(flat(64, 4096, refs=1), slots=64)
-    gpu = StandIn(Always(Way.STAGED), staging_bytes=8 * 4096)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=PLACES * 4096)
     lane = gpu.lane(pools.layout, HOST)
     lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
     assert len(gpu.accelerator.kernels) == 64

@@ -21,7 +21,7 @@ from longshore.transfer.device.accelerator import Accelerator, Fallbacks, Point,
 from longshore.transfer.device.cuda.runs import Orders
 from longshore.transfer.plan import Planner
 
-PLACES = 8
+PLACES = 4
 
 Descriptors = tuple[U64, U64, U64]
 """Destinations, sources and sizes of copies."""

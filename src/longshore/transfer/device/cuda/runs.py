@@ -68,6 +68,9 @@ def image_runs(layout: KVLayout, part: Part) -> Runs:
     table = layout.table(part.group)
     subs = part.blocks.shape[1]
     places = table.places[part.refs, part.sub : part.sub + subs].reshape(-1)
+    total = part.chunk_bytes
+    if int(places[-1] - places[0]) + int(part.widths[-1]) == total:  # all of it side by side, as for whole references
+        return Runs(places[:1], np.zeros(1, dtype=np.uint64), np.array([total], dtype=np.uint64))
     sizes = np.repeat(part.widths, subs)
     first = np.flatnonzero(np.concatenate([[True], places[:-1] + sizes[:-1] != places[1:]]))
     ends = np.cumsum(sizes)
