@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from longshore.boundary import HOST
 from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.accelerator import Events, Fallbacks, Point
-from longshore.transfer.device.base import Copy, Event, Stream
+from longshore.transfer.device.base import Copy, Event, InOnePiece, Stream
 from longshore.transfer.device.cuda import runs
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
@@ -31,9 +31,6 @@ from longshore.transfer.device.cuda.shape import Shape
 from longshore.transfer.device.torch_streams import StagedStream, stream_into
 from longshore.transfer.plan import Pieces
 from longshore.transfer.selection import Batch
-
-InOnePiece = Callable[[Any, Any], Any]
-"""Whether each `[offset, offset + length)` of the host memory lies in one piece that the device reaches: bool array."""
 
 
 @dataclass(frozen=True, slots=True)
