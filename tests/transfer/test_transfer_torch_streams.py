@@ -211,9 +211,12 @@ def test_finishing_one_copy_does_not_wait_for_the_next() -> None:
     first, second = (
         stream.copy(between(pools, [Section(0, 0, (at,))], [at], HOST).whole, ()) for at in range(stream.depth)
     )
+    image = pools.arena.array[4096:8192]
+    before = image.copy()
     first.finish()
     assert first.passed()
     assert not second.passed()
+    np.testing.assert_array_equal(image, before)
     second.finish()
     np.testing.assert_array_equal(pools.arena.array[:8192], pools.tensors[0].numpy()[:8192])
 
