@@ -52,6 +52,7 @@ gpu: $(VENV)/ready
 		echo "make gpu: no GPU here (torch sees no CUDA device): nothing was tested, nothing was measured" >&2; exit 1; }
 	$(BIN)/python -c 'import triton' || $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[cuda]'
 	$(BIN)/pytest -q tests/gpu
+	$(BIN)/python -m examples.reference_engine --device cuda
 	@if command -v compute-sanitizer >/dev/null; then set -x; \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --target-processes all \
 			$(BIN)/python -m pytest -q -p no:cacheprovider tests/gpu -k "$(SANITIZED)"; \

@@ -31,17 +31,16 @@ _EDGES_TAKEN = pytest.StashKey[Counter[Edge]]()
 @pytest.fixture
 def edges_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Edge]]:
     """How often each edge of the table of states is taken in this test; shown at the end of the run."""
-    from longshore.cache.index import Copy
+    from longshore.cache import pool, states
 
     taken: Counter[Edge] = Counter()
-    move = Copy.move
 
-    def counted(copy: Copy, to: State) -> None:
-        before = copy.state
-        move(copy, to)
-        taken[before, to] += 1
+    def counted(state: int, to: int) -> int:
+        after = states.step(state, to)
+        taken[states.STATES[state], states.STATES[to]] += 1
+        return after
 
-    monkeypatch.setattr(Copy, "move", counted)
+    monkeypatch.setattr(pool, "step", counted)
     yield taken
     request.config.stash.setdefault(_EDGES_TAKEN, Counter()).update(taken)
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.errors import TokenError
-from longshore.keys import KeyChain, Scope, chain, pack
+from longshore.keys import KeyChain, MediaItem, Scope, chain, foreign_keys, items_in, pack
 
 ROOT = bytes(32)
 SCOPE = Scope(model="m", weights="w", dtype="torch.bfloat16", layout="l", block_size=4)
@@ -180,3 +181,101 @@ def test_a_root_that_is_no_digest_is_refused(root: Any) -> None:
 def test_a_chunk_without_tokens_is_refused(chunk: int) -> None:
     with pytest.raises(TokenError, match=f"chunk_tokens={chunk}"):
         chain(ROOT, [1], chunk)
+
+
+ITEMS = (MediaItem(2, 5, b"h0"), MediaItem(8, 12, b"h1"), MediaItem(14, 16, b"h2"))
+
+
+def belonging(items: tuple[MediaItem, ...], chunk: int, size: int = 4) -> list[str]:
+    return [item.digest.decode() for item in items_in(items, chunk * size, (chunk + 1) * size)]
+
+
+@pytest.mark.parametrize(("chunk", "expected"), [(0, ["h0"]), (1, ["h0"]), (2, ["h1"]), (3, ["h2"]), (4, [])])
+def test_an_item_belongs_to_every_chunk_that_has_a_token_of_it(chunk: int, expected: list[str]) -> None:
+    assert belonging(ITEMS, chunk) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "chunks"),
+    [
+        (0, 4, [0]),  # ends exactly where chunk 1 begins
+        (4, 5, [1]),  # starts exactly where chunk 0 ends
+        (3, 4, [0]),
+        (3, 5, [0, 1]),
+        (2, 13, [0, 1, 2, 3]),  # spans several
+        (4, 12, [1, 2]),
+        (15, 16, [3]),
+    ],
+)
+def test_items_at_the_edges_of_chunks(start: int, end: int, chunks: list[int]) -> None:
+    assert [chunk for chunk in range(5) if belonging((MediaItem(start, end, b"x"),), chunk)] == chunks
+
+
+def test_several_items_in_one_chunk_are_all_part_of_its_key() -> None:
+    items = (MediaItem(0, 1, b"a"), MediaItem(1, 2, b"b"), MediaItem(3, 4, b"c"))
+    assert belonging(items, 0) == ["a", "b", "c"]
+    for i in range(3):
+        other = [*items[:i], items[i]._replace(digest=b"z"), *items[i + 1 :]]
+        assert chain(ROOT, range(4), 4, other) != chain(ROOT, range(4), 4, items)
+
+
+def test_the_content_of_an_item_changes_its_chunks_and_those_behind_and_no_others() -> None:
+    plain, known = chain(ROOT, range(20), 4), chain(ROOT, range(20), 4, ITEMS)
+    other = chain(ROOT, range(20), 4, [ITEMS[0], ITEMS[1]._replace(digest=b"other"), ITEMS[2]])
+    assert known[0] != plain[0]
+    assert [a == b for a, b in zip(known, other, strict=True)] == [True, True, False, False, False]
+    late = chain(ROOT, range(20), 4, [MediaItem(16, 18, b"late")])
+    assert [a == b for a, b in zip(plain, late, strict=True)] == [True] * 4 + [False]
+
+
+def test_another_part_of_the_same_item_is_another_key() -> None:
+    whole = chain(ROOT, [7] * 8, 4, [MediaItem(0, 8, b"x")])
+    shifted = chain(ROOT, [7] * 8, 4, [MediaItem(1, 8, b"x")])
+    assert whole[0] != shifted[0]
+    longer = chain(ROOT, [7] * 4, 4, [MediaItem(0, 3, b"x")])
+    assert len({whole[0], shifted[0], longer[0]}) == 3
+
+
+# hashlib.sha256(bytes(32) + struct.pack("<4I", 0, 1, 2, 3) + b"longshore items 1\0" + struct.pack("<3q", -2, 2, 4)
+#   + hashlib.sha256(b"h0").digest()).hexdigest()
+GOLDEN_ITEM = "97bb0f28d96bc7c240d69349a306e0784be5f9f0fbafc495cf84a26c04e53eb5"
+
+
+def test_golden_item() -> None:
+    assert chain(ROOT, range(4), 4, ITEMS[:1])[0].hex() == GOLDEN_ITEM
+
+
+@given(cuts=st.lists(st.integers(0, 20), max_size=6))
+def test_tokens_may_come_in_any_pieces_with_items_too(cuts: list[int]) -> None:
+    edges = [0, *sorted(cuts), 20]
+    grown = KeyChain(ROOT, 4, ITEMS)
+    for begin, end in pairwise(edges):
+        grown.extend(range(begin, end))
+    assert grown.keys == chain(ROOT, range(20), 4, ITEMS)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [MediaItem(3, 3, b"x")],
+        [MediaItem(-1, 3, b"x")],
+        [MediaItem(4, 3, b"x")],
+        [MediaItem(0, 3, b"")],
+        [MediaItem(0, 3, b"x"), MediaItem(2, 4, b"y")],
+        [MediaItem(5, 6, b"x"), MediaItem(2, 4, b"y")],
+    ],
+)
+def test_items_that_cannot_be_are_refused(items: list[MediaItem]) -> None:
+    with pytest.raises(TokenError, match="follow in order and do not overlap"):
+        KeyChain(ROOT, 4, items)
+
+
+def test_hashes_of_an_engine_become_keys_in_our_scope() -> None:
+    theirs = replace(SCOPE, hash_algorithm="vllm sha256_cbor")
+    keys = foreign_keys(theirs, [b"one", b"two"])
+    assert keys == [hashlib.sha256(theirs.root + each).digest() for each in (b"one", b"two")]
+    assert foreign_keys(replace(theirs, lora="a"), [b"one"]) != keys[:1]
+    with pytest.raises(TokenError, match="names their algorithm"):
+        foreign_keys(SCOPE, [b"one"])
+    with pytest.raises(TokenError, match="not empty"):
+        foreign_keys(theirs, [b"one", b""])

@@ -2,8 +2,8 @@
 
 An engine asks in this order:
 
-    match      how far do the tiers have this prompt?            holds: there it stays, until they are closed
-    onboard    into these device blocks, please                  an Arrival for each group
+    match      how far do device and tiers have this prompt?     Found; what the tiers have is held
+    onboard    into these device blocks, please                  an Arrival for each group; the hold goes with it
     copy       the first tokens of one block into another        an Arrival
         arrival.layer(3)    before layer 3 is computed: may it be?
         arrival.whole()     before a result is used: has all of it arrived, and did nothing fail afterwards?
@@ -30,15 +30,10 @@ from longshore.runtime.stack import Stack
 
 
 class Arrival(ABC):
-    """Device `blocks` that are being filled.
-
-    Attributes:
-        failed: Set by the engine once an answer was no: other requests need not ask again.
-    """
+    """Device `blocks` that are being filled."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self.blocks = tuple(blocks)
-        self.failed = False
 
     @abstractmethod
     def layer(self, layer: int) -> bool:
@@ -103,11 +98,11 @@ class Below(ABC):
         start = group.first_needed(reach)
         while start < len(path) and path[start] in self.pool.index:
             start += 1
-        return self.hold(path, start) if start < len(path) else Match(start, 0, (), None)
+        return self.hold(path, start) if start < len(path) else Match(start, 0, None)
 
     @abstractmethod
     def hold(self, path: Sequence[Key], start: int) -> Match:
-        """What the tiers have of `path[start:]`."""
+        """What the tiers have of `path[start:]`, held."""
 
     @abstractmethod
     def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
@@ -171,8 +166,9 @@ class Tiers(Below):
         hold = found.matches[group].hold
         if hold is None:
             raise ValueError(f"nothing was found of group {group}")
-        by_layer = self.by_layer and all(run.tier == HOST for match in found.matches for run in match.runs)
         with self.stack.runtime.control() as cache:
+            holds = [match.hold for match in found.matches if match.hold is not None]
+            by_layer = self.by_layer and all(run.tier == HOST for each in holds for run in cache.runs(each))
             order = cache.onboard(hold, blocks, group=group, by_layer=by_layer)
             for part in order.parts:
                 self._guard.add(part.job, blocks)
@@ -277,8 +273,8 @@ class _Copy(Arrival):
         return has_ended and self._tiers.wait_layer(self._job, last, 0.0)
 
     def close(self) -> bool:
-        """Nothing to let go of."""
-        return not self.failed
+        """Nothing to let go of, and nobody else can find the block."""
+        return True
 
 
 class DeviceOnly(Below):
@@ -292,7 +288,7 @@ class DeviceOnly(Below):
 
     def hold(self, path: Sequence[Key], start: int) -> Match:
         """Nothing."""
-        return Match(start, 0, (), None)
+        return Match(start, 0, None)
 
     def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
         """Nothing is ever found."""

@@ -24,8 +24,7 @@ Key = bytes
 """A chunk's content hash: 32 bytes, chained over its prefix, rooted in a scope (`longshore.keys`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """The place of one block image in an owned tier.
 
     `pool` is the physical pool inside the tier (one per image size), `index` the slot within it.
@@ -33,7 +32,7 @@ class Slot:
 
     tier: str
     pool: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides `tuple.index`, which nobody needs here
 
 
 class Route(NamedTuple):

@@ -3,6 +3,13 @@
     key[0] = SHA-256(root   || tokens of chunk 0)
     key[i] = SHA-256(key[i-1] || tokens of chunk i)          tokens packed as little-endian uint32
 
+A chunk that holds a part of a multimodal item (its tokens are placeholders, the same for every image) appends
+
+    "longshore items 1" NUL, then for each item: offset, start and end (int64, little-endian), 32 bytes of its hash
+
+where `offset` is where the chunk's first token lies in the item, negative if the item begins later, and `start` and
+`end` say which of the chunk's tokens the item has. Text-only chunks have the keys that they always had.
+
 `root` is the digest of a `Scope`: everything that must be equal for the bytes to mean the same. Two chains meet only
 if all their tokens so far, and their scopes, are equal. This is a persistent format: tests hold golden vectors.
 """
@@ -11,10 +18,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import sys
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +34,8 @@ from longshore.boundary import Key
 from longshore.errors import TokenError
 
 KEY_BYTES = 32
+OURS = "sha256-le32"
+_ITEMS = b"longshore items 1\0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +68,7 @@ class Scope:
     attention: str = ""
     lora: str = ""
     salt: str = ""
-    hash_algorithm: str = "sha256-le32"
+    hash_algorithm: str = OURS
 
     @property
     def root(self) -> Key:
@@ -64,22 +77,46 @@ class Scope:
         return hashlib.sha256(b"longshore scope 1\0" + canonical.encode()).digest()
 
 
+class MediaItem(NamedTuple):
+    """An image or another item whose content stands behind the placeholder tokens `[start, end)` of a sequence.
+
+    `digest` are bytes that name its content: equal for equal content only. They may have any length but zero.
+    """
+
+    start: int
+    end: int
+    digest: bytes
+
+
+def items_in(items: Sequence[MediaItem], begin: int, end: int) -> list[MediaItem]:
+    """The `items`, which are in order, that have a token in `[begin, end)`: begin before `end`, end after `begin`."""
+    first = bisect_right(items, begin, key=lambda item: item.end)
+    last = bisect_left(items, end, key=lambda item: item.start)
+    return list(items[first:last])
+
+
 class KeyChain:
     """Keys of one growing sequence of tokens; only whole chunks have a key.
 
     Args:
         root: 32 bytes, from `Scope.root`.
         chunk_tokens: Tokens per chunk (`block_size * blocks_per_chunk`).
+        items: Multimodal items of the sequence, in order, without overlap. An item may end behind the tokens that are
+            known so far.
     """
 
-    __slots__ = ("_pending", "_tip", "chunk_bytes", "keys")
+    __slots__ = ("_items", "_pending", "_tip", "chunk_bytes", "keys")
 
-    def __init__(self, root: Key, chunk_tokens: int) -> None:
+    def __init__(self, root: Key, chunk_tokens: int, items: Sequence[MediaItem] = ()) -> None:
         if not isinstance(root, bytes) or len(root) != KEY_BYTES:
             raise TokenError(f"a root has {KEY_BYTES} bytes, got {root!r}")
         if chunk_tokens < 1:
             raise TokenError(f"a chunk has at least one token, got chunk_tokens={chunk_tokens}")
+        for item, following in zip_longest(items, items[1:]):
+            if not 0 <= item.start < item.end or not item.digest or (following and following.start < item.end):
+                raise TokenError(f"items have tokens and a digest, follow in order and do not overlap; got {item}")
         self.chunk_bytes = 4 * chunk_tokens
+        self._items = list(items)
         self.keys: list[Key] = []
         self._tip = root
         self._pending = b""
@@ -88,21 +125,57 @@ class KeyChain:
         """Append tokens (each in `[0, 2**32)`); returns the keys of the chunks that they completed."""
         data = self._pending + pack(tokens)
         whole = len(data) - len(data) % self.chunk_bytes
-        view, tip, sha256 = memoryview(data), self._tip, hashlib.sha256
+        tip, step, sha256 = self._tip, self.chunk_bytes, hashlib.sha256
         fresh: list[Key] = []
-        for start in range(0, whole, self.chunk_bytes):
-            digest = sha256(tip)
-            digest.update(view[start : start + self.chunk_bytes])
-            tip = digest.digest()
-            fresh.append(tip)
+        if self._items:
+            fresh = self._with_items(data[:whole])
+            tip = fresh[-1] if fresh else tip
+        else:
+            for start in range(0, whole, step):
+                tip = sha256(tip + data[start : start + step]).digest()
+                fresh.append(tip)
         self._tip, self._pending = tip, data[whole:]
         self.keys += fresh
         return fresh
 
+    def _with_items(self, data: bytes) -> list[Key]:
+        """Keys of the whole chunks in `data`, the next of the sequence."""
+        size = self.chunk_bytes // 4
+        tip, fresh = self._tip, []
+        for i in range(len(data) // self.chunk_bytes):
+            begin = (len(self.keys) + i) * size
+            extra = b"".join(_packed(item, begin, size) for item in items_in(self._items, begin, begin + size))
+            tokens = data[i * self.chunk_bytes : (i + 1) * self.chunk_bytes]
+            tip = hashlib.sha256(tip + tokens + (_ITEMS + extra if extra else b"")).digest()
+            fresh.append(tip)
+        return fresh
 
-def chain(root: Key, tokens: Sequence[int] | npt.NDArray[np.integer], chunk_tokens: int) -> list[Key]:
+
+def _packed(item: MediaItem, begin: int, size: int) -> bytes:
+    """What an item adds to the key of the chunk of `size` tokens at `begin`: which part of it lies where."""
+    places = begin - item.start, max(0, item.start - begin), min(size, item.end - begin)
+    return struct.pack("<3q", *places) + hashlib.sha256(item.digest).digest()
+
+
+def chain(
+    root: Key, tokens: Sequence[int] | npt.NDArray[np.integer], chunk_tokens: int, items: Sequence[MediaItem] = ()
+) -> list[Key]:
     """Keys of all whole chunks of `tokens`. Raises `TokenError` for ids outside `[0, 2**32)`."""
-    return KeyChain(root, chunk_tokens).extend(tokens)
+    return KeyChain(root, chunk_tokens, items).extend(tokens)
+
+
+def foreign_keys(scope: Scope, hashes: Sequence[bytes]) -> list[Key]:
+    """Keys for an engine that brings its own chained block hashes (of any length): each under our scope.
+
+    Equal hashes are equal keys in one scope, and different keys in different ones. `scope.hash_algorithm` must name
+    the engine's algorithm. Raises `TokenError` for an empty hash, or while it names ours.
+    """
+    if scope.hash_algorithm == OURS:
+        raise TokenError(f"a scope of foreign hashes names their algorithm, got {OURS!r}, which is ours")
+    if not all(hashes):
+        raise TokenError(f"hashes are not empty, got one of {len(hashes)} that is")
+    root, sha256 = scope.root, hashlib.sha256
+    return [sha256(root + each).digest() for each in hashes]
 
 
 def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:

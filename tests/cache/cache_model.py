@@ -33,7 +33,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import DropReason, Hold, MissReason, Onboarding, Outcome, Resident, State
+from longshore.cache import DropReason, Hold, MissReason, Onboarding, Outcome, Resident, Retention, State
 from longshore.errors import CacheError
 
 
@@ -95,6 +95,7 @@ class World:
         self.misses: Counter[MissReason] = Counter()
         self.hits: Counter[str] = Counter()
         self.last_job = 0
+        self.offers: list[Job] = []
         self.resident: dict[tuple[Key, str], Resident] = {}
         self.sound = True
         """Whether the last check went well, so that there is a point in going on."""
@@ -136,15 +137,15 @@ class World:
     def match(self, path: str, start: int, request: str | None) -> Hold | None:
         keys = chunks(path)
         length = 0
-        while start + length < len(keys) and self.is_ready(keys[start + length]):
+        while start + length < len(keys) and all(map(self.is_ready, above(keys[start + length]))):
             length += 1
         self.misses.update(self.reason(each) for each in keys[start + length :])
         found = self.call("match", keys, self.now, start=start, request=request)
         assert (found.start, found.length) == (start, length)
-        assert [run.tier for run in found.runs for _ in range(run.chunks)] == [
-            HOST if self.is_ready(each, HOST) else FILE for each in keys[start : start + length]
-        ]
         if length:
+            assert [run.tier for run in self.call("runs", found.hold) for _ in range(run.chunks)] == [
+                HOST if self.is_ready(each, HOST) else FILE for each in keys[start : start + length]
+            ]
             assert found.hold not in self.holds
             self.holds[found.hold] = ModelHold(keys[start : start + length], start, request)
         else:
@@ -154,7 +155,7 @@ class World:
 
     def peek(self, of: Key) -> str:
         answer = str(self.call("peek", of).value)
-        if self.is_ready(of):
+        if all(map(self.is_ready, above(of))):
             self.peeks.append((of, False))
             assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
         else:
@@ -169,7 +170,8 @@ class World:
         if not blocks:
             return
         keys = model.keys[:count]
-        leading = next((i for i, each in enumerate(keys) if not self.is_ready(each)), count)
+        readable = [all(map(self.is_ready, above(each))) for each in keys]
+        leading = next((i for i, each in enumerate(readable) if not each), count)
         sources = [HOST if self.is_ready(each, HOST) else FILE for each in keys[:leading]]
         before, free = dict(self.resident), self.free(HOST)
         answer: Onboarding = self.call("onboard", hold, tuple(blocks), skip=skip)
@@ -218,7 +220,7 @@ class World:
         if model.onboarded and model.outcome is None:
             self.conclude(model, MissReason.CANCELLED)
 
-    def commit(self, path: str, first: int, evicting: bool) -> None:
+    def commit(self, path: str, first: int, evicting: bool, retention: Sequence[Retention] = ()) -> None:
         keys, per_chunk = chunks(path), self.setup.per_chunk
         blocks = self.take_blocks((len(keys) - first) * per_chunk)
         if not blocks:
@@ -228,7 +230,7 @@ class World:
                 rank[block] = Tag(keys[first + i // per_chunk], self.generation, i % per_chunk)
         wanted = self.setup.offload == "write_through" or evicting
         before = self.before_store(keys, first)
-        offload = self.call("commit", keys, tuple(blocks), first=first, evicting=evicting)
+        offload = self.call("commit", keys, tuple(blocks), first=first, evicting=evicting, retention=retention)
         accepted = self.after_store(before, offload.accepted) if wanted else 0
         if not wanted:
             assert (offload.job, offload.accepted) == (None, ())
@@ -262,6 +264,18 @@ class World:
                 ),
                 commanded=False,
             )
+            self.offers.append(self.jobs[offload.job])
+        self.settle()
+
+    def withdraw(self, job: Job) -> None:
+        """The host will not write what it was offered."""
+        self.call("withdraw", job.transfer.job)
+        job.moving.clear()
+        for rank in sorted(job.untold):
+            statuses = (Status.CANCELLED,) * len(job.told)
+            job.happened[rank] = statuses
+            if job.tell(TransferResult(job.transfer.job, statuses, rank=rank)):
+                self.finish(job)
         self.settle()
 
     class Before(NamedTuple):

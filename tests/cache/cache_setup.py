@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from longshore.boundary import FILE, HOST, Key
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
+from longshore.cache.eviction import ARC, LRU
 from longshore.errors import CacheError
 
 IMAGE_BYTES = 4096
@@ -62,12 +63,14 @@ class Setup(NamedTuple):
     device_blocks: int = 48
     found: tuple[tuple[int, Key, Key | None], ...] = ()
     generation: int = 0
+    policy: str = "lru"
 
     def build(self) -> TieredCache:
         """A new cache, with what was found in its file tier."""
-        tiers = [TierSpec(HOST, self.host, IMAGE_BYTES)]
+        policy = {"lru": LRU, "arc": ARC}[self.policy]
+        tiers = [TierSpec(HOST, self.host, IMAGE_BYTES, policy)]
         if self.file is not None:
-            tiers.append(TierSpec(FILE, self.file, IMAGE_BYTES))
+            tiers.append(TierSpec(FILE, self.file, IMAGE_BYTES, policy))
         settings = CacheSettings(
             blocks_per_chunk=self.per_chunk,
             ranks=self.ranks,

@@ -5,7 +5,8 @@ from cache_model import World
 from cache_setup import Setup, chunks, key, path_of
 
 from longshore.boundary import FILE, HOST, Status
-from longshore.cache.index import Index
+from longshore.cache.index import ROOT, Index
+from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError
 
 
@@ -159,27 +160,68 @@ def test_keys_that_do_not_follow_one_another_are_refused() -> None:
         world.refused(CacheError, method, *args)
 
 
+def index_of(*tiers: int) -> Index:
+    """An index over tiers with so many slots, all of them taken by nobody yet."""
+    return Index([SlotPool(slots) for slots in tiers])
+
+
 def test_the_index_refuses_orphans_and_second_copies() -> None:
-    index = Index(2)
-    index.add(key("a"), None, 0, 0)
+    index = index_of(4, 4)
+    (a,) = index.extend(ROOT, [key("a")], 0, [0])
     with pytest.raises(CacheError, match="has no parent in tier 1 or colder"):
-        index.add(key("ab"), key("a"), 1, 0)
-    with pytest.raises(CacheError, match="has no parent in tier 0 or colder"):
-        index.add(key("xy"), key("x"), 0, 0)
+        index.extend(a, [key("ab")], 1, [0])
     with pytest.raises(CacheError, match="already has a copy in tier 0"):
-        index.add(key("a"), None, 0, 1)
-    assert len(index) == 1
+        index.add_copy(a, 0, 1)
+    with pytest.raises(CacheError, match="is known already"):
+        index.extend(a, [key("ab"), key("a")], 0, [1, 2])
+    (ab,) = index.extend(a, [key("ab")], 0, [1])
+    with pytest.raises(CacheError, match="has no parent in tier 1 or colder"):
+        index.add_copy(ab, 1, 0)
+    assert len(index) == 2
     index.check_integrity()
 
 
+def test_a_number_is_used_again_and_knows_nothing_of_its_former_chunk() -> None:
+    index = index_of(4)
+    a, ab = index.extend(ROOT, chunks("ab"), 0, [0, 1])
+    (ac,) = index.extend(a, [key("ac")], 0, [2])
+    assert index.drop_copy(ab, 0)
+    (b,) = index.extend(ROOT, [key("b")], 0, [1])
+    assert (b, index.parent[b], list(index.children(b))) == (ab, ROOT, [])
+    assert (list(index.children(a)), index.get(key("ab"))) == ([ac], ROOT)
+    index.check_integrity()
+
+
+def test_more_chunks_than_slots_are_refused() -> None:
+    index = index_of(1)
+    index.extend(ROOT, [key("a")], 0, [0])
+    with pytest.raises(CacheError, match="room for 1 chunks, one for each slot"):
+        index.extend(ROOT, [key("b")], 0, [0])
+
+
+def test_the_longest_prefix_is_found_without_looking_at_each_chunk() -> None:
+    looks = 0
+
+    class Keys(list):  # type: ignore[type-arg]
+        def __getitem__(self, at: object) -> object:
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(at)  # type: ignore[index]
+
+    world = World(Setup(host=64, device_blocks=64))
+    world.commit("a" * 40, 0, False)
+    world.settle_all()
+    found = world.cache.match(Keys(chunks("a" * 60)), 0.0)
+    assert found.length == 40
+    assert looks < 30
+    assert world.cache.match(chunks("a" * 60), 0.0, start=39).length == 1
+    assert world.cache.match(chunks("a" * 60), 0.0, start=50).length == 0
+
+
 def test_integrity_notices_a_child_that_lies_colder_than_its_parent() -> None:
-    index = Index(2)
-    index.add(key("a"), None, 1, 0)
-    index.add(key("ab"), key("a"), 1, 1)
-    head = index[key("a")]
-    copy = head.copies[1]
-    assert copy is not None
-    copy.tier = 0
-    head.copies = [copy, None]
+    index = index_of(2, 2)
+    a, _ = index.extend(ROOT, chunks("ab"), 1, [0, 1])
+    index.pools[0].node[0], index.pools[1].node[0] = a, ROOT
+    index.slot[0][a], index.slot[1][a] = 0, -1
     with pytest.raises(CacheError, match="lies colder than its parent"):
         index.check_integrity()

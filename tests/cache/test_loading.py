@@ -5,7 +5,7 @@ from cache_model import World
 from cache_setup import LOAD, Setup, key, path_of
 
 from longshore.boundary import FILE, HOST, Cancel, Status, Urgency
-from longshore.cache import Hold, MissReason, Run, flow
+from longshore.cache import Hold, MissReason, Run, loading
 
 BOTH = Setup(host=6, file=8, backup="write_through")
 
@@ -36,7 +36,8 @@ def test_a_match_names_the_tiers_that_it_will_come_from() -> None:
     load(world, "a")
     world.settle_all()
     found = world.call("match", [key("a"), key("ab"), key("abc")], 0.0)
-    assert found[:3] == (0, 3, (Run(HOST, 1), Run(FILE, 2)))
+    assert found[:2] == (0, 3)
+    assert world.call("runs", found.hold) == (Run(HOST, 1), Run(FILE, 2))
 
 
 def test_a_match_of_nothing_holds_nothing() -> None:
@@ -157,7 +158,7 @@ def test_what_is_loaded_does_not_evict_itself() -> None:
 
 
 def test_what_is_ready_does_not_wait_and_the_rest_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "LOAD_BATCH", 2)
+    monkeypatch.setattr(loading, "LOAD_BATCH", 2)
     world = cold(BOTH, "abcdef")
     load(world, "a")
     world.settle_all()
@@ -189,7 +190,7 @@ def test_parts_of_the_first_and_the_last_chunk() -> None:
 
 
 def test_what_has_arrived_by_the_deadline_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "LOAD_BATCH", 1)
+    monkeypatch.setattr(loading, "LOAD_BATCH", 1)
     world = cold(BOTH, "abc")
     before = misses(world)
     hold = load(world, "abc")

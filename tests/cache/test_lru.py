@@ -1,47 +1,38 @@
-"""Least recently used first."""
+"""Least recently used first; what every policy must do stands in `test_eviction`."""
 
+import numpy as np
 import pytest
 
+from longshore.cache.chains import LISTS
 from longshore.cache.eviction import LRU
-from longshore.errors import CacheError
 
-A, B, C = (bytes([i]) * 32 for i in range(3))
+A, B, C = range(LISTS, LISTS + 3)
 
 
 @pytest.fixture
 def lru() -> LRU:
-    policy = LRU()
-    for key in (A, B, C):
-        policy.insert(key)
+    policy = LRU(3, np.empty(LISTS + 3, object))
+    policy.grow(LISTS + 3)
+    policy.insert([A, B, C])
     return policy
 
 
 def test_the_oldest_goes_first(lru: LRU) -> None:
-    assert list(lru.candidates()) == [A, B, C]
+    assert list(lru.order()) == [A, B, C]
 
 
 def test_use_makes_young(lru: LRU) -> None:
-    lru.touch(A)
-    assert list(lru.candidates()) == [B, C, A]
-    lru.touch(A)
-    assert list(lru.candidates()) == [B, C, A]
+    lru.touch([A])
+    assert list(lru.order()) == [B, C, A]
+    lru.touch([A])
+    assert list(lru.order()) == [B, C, A]
 
 
-def test_what_has_left_is_no_candidate(lru: LRU) -> None:
-    lru.remove(B)
-    assert list(lru.candidates()) == [A, C]
-    assert len(lru) == 2
-
-
-def test_a_key_comes_in_once(lru: LRU) -> None:
-    with pytest.raises(CacheError, match="already in the policy"):
-        lru.insert(B)
-    assert list(lru.candidates()) == [A, B, C]
-
-
-@pytest.mark.parametrize("verb", ["touch", "remove"])
-def test_an_unknown_key_is_an_error(lru: LRU, verb: str) -> None:
-    lru.remove(B)
-    with pytest.raises(CacheError, match="is not in the policy"):
-        getattr(lru, verb)(B)
-    assert list(lru.candidates()) == [A, C]
+def test_what_was_held_comes_back_as_the_oldest_or_by_use_as_the_youngest(lru: LRU) -> None:
+    lru.hold(B)
+    assert list(lru.order()) == [A, C]
+    lru.release([B])
+    assert list(lru.order()) == [B, A, C]
+    lru.hold(A)
+    lru.touch([A])
+    assert list(lru.order()) == [B, C, A]

@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from longshore.cache.pool import SlotPool
+from longshore.cache.states import READY
 from longshore.errors import CacheError, CapacityError
 
 
@@ -92,6 +93,6 @@ def test_integrity_notices_a_slot_that_is_free_and_taken() -> None:
     pool = SlotPool(2)
     pool.allocate(2)
     pool.free(0)
-    pool._taken[0] = 1
+    pool.state[0] = READY
     with pytest.raises(CacheError, match="the free list has 1 slots, the marks say 0"):
         pool.check_integrity()

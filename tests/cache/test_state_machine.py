@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 from cache_model import World
+from cache_movers import Job
 from cache_setup import Setup, chunks, key, parent, path_of, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import EDGES, Hold, State
-from longshore.cache import flow as flow_module
+from longshore.cache import EDGES, Hold, Retention, State
+from longshore.cache import loading as loading_module
 from longshore.errors import CacheError, HoldError, JobError
 
 LEAVES = ("aaaaa", "aaaab", "aabaa", "abaaa", "baaaa", "babab")
@@ -32,6 +33,7 @@ PATTERNS = (
     *[(Status.OK, failure) for failure in FAILURES],
     *[(failure, Status.OK) for failure in FAILURES],
 )
+RETENTION = ((), (), (), (Retention(0, 2, 80, 3.0),), (Retention(1, None, 5),), (Retention(0, None, 35),))
 REQUESTS = (None, "one", "two")
 
 paths = st.sampled_from(PATHS)
@@ -53,6 +55,7 @@ def setups(draw: st.DrawFn) -> Setup:
         max_writes=draw(st.sampled_from((1024, 1, 3))),
         found=tuple((slot, key(path), parent(key(path))) for slot, path in enumerate(found)),
         generation=draw(st.sampled_from((0, 3))),
+        policy=draw(st.sampled_from(("lru", "arc"))),
     )
 
 
@@ -119,9 +122,9 @@ class Tiers(RuleBasedStateMachine):
 
     # writing
 
-    @rule(path=paths, first=st.sampled_from((0, 0, 1, 2)), evicting=st.booleans())
-    def commit(self, path: str, first: int, evicting: bool) -> None:
-        self.world.commit(path, min(first, len(path) - 1), evicting)
+    @rule(path=paths, first=st.sampled_from((0, 0, 1, 2)), evicting=st.booleans(), retention=st.sampled_from(RETENTION))
+    def commit(self, path: str, first: int, evicting: bool, retention: tuple[Retention, ...]) -> None:
+        self.world.commit(path, min(first, len(path) - 1), evicting, retention)
 
     @rule(path=long_paths)
     def commit_and_settle(self, path: str) -> None:
@@ -131,6 +134,16 @@ class Tiers(RuleBasedStateMachine):
     @rule(path=paths, first=st.sampled_from((0, 0, 1)))
     def offer(self, path: str, first: int) -> None:
         self.world.offer(path, first)
+
+    @precondition(lambda self: self.open_offers())
+    @rule(pick=small)
+    def withdraw(self, pick: int) -> None:
+        offers = self.open_offers()
+        self.world.withdraw(offers[pick % len(offers)])
+
+    def open_offers(self) -> list[Job]:
+        """Offers of which the host has written nothing that the cache has not heard of."""
+        return [j for j in self.world.offers if j.transfer.job in self.world.jobs and j.moving == j.untold]
 
     @rule(path=paths, tier=st.sampled_from((HOST, FILE)))
     def discard(self, path: str, tier: str) -> None:
@@ -190,7 +203,7 @@ class Tiers(RuleBasedStateMachine):
 
     # misuse
 
-    @rule(kind=st.integers(0, 23), pick=small)
+    @rule(kind=st.integers(0, 25), pick=small)
     def misuse(self, kind: int, pick: int) -> None:
         """A call that breaks the contract is a typed error, and changes nothing."""
         for error, method, args, kwargs in self.wrong_calls(pick)[kind : kind + 1]:
@@ -208,7 +221,9 @@ class Tiers(RuleBasedStateMachine):
             (HoldError, "release", (None,), {}),
             (CacheError, "match", (keys, world.now), {"start": 4}),
             (CacheError, "match", (keys, world.now), {"start": -1}),
-            (CacheError, "match", ([keys[0], keys[0]], world.now), {}),
+            (CacheError, "offer", ([keys[0], keys[0]],), {}),
+            (CacheError, "match", ([b"", keys[0]], world.now), {}),
+            (CacheError, "match", (["a", 7], world.now), {}),
             (CacheError, "commit", (keys, tuple(range(3 * per_chunk - 1))), {}),
             (CacheError, "commit", (keys, (-1, *range(3 * per_chunk - 1))), {}),
             (CacheError, "commit", (keys, (*range(3 * per_chunk - 1), size)), {}),
@@ -223,6 +238,7 @@ class Tiers(RuleBasedStateMachine):
         for each, _ in list(world.resident)[pick : pick + 1]:  # a path that is no chain of keys
             calls.append((CacheError, "offer", ([key("y"), each],), {}))
             calls.append((CacheError, "match", ([key("y"), each], world.now), {"start": 1}))
+            calls.append((CacheError, "match", ([each, each], world.now), {}))
         for hold, model in list(world.holds.items())[:1]:
             calls += self.wrong_onboards(hold, len(model.keys), model.onboarded)
         if world.jobs:
@@ -273,7 +289,7 @@ class Tiers(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts here have five chunks: let them be loaded in several parts, too."""
-    monkeypatch.setattr(flow_module, "LOAD_BATCH", 2)
+    monkeypatch.setattr(loading_module, "LOAD_BATCH", 2)
 
 
 def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]]) -> None:
@@ -320,7 +336,7 @@ def test_the_same_calls_give_the_same_log_in_another_process(hash_seed: str) -> 
     lives = [busy_world(seed) for seed in range(5)]
     script = (
         "import pickle, sys, cache_setup, test_state_machine as t\n"
-        "t.flow_module.LOAD_BATCH = 2\n"
+        "t.loading_module.LOAD_BATCH = 2\n"
         "for setup, calls in pickle.load(sys.stdin.buffer):\n"
         "    print(t.digest(cache_setup.replay(setup, calls)))\n"
     )

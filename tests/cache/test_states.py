@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from longshore.cache import EDGES, State
-from longshore.cache.index import Copy, Entry
-from longshore.cache.states import step
+from longshore.cache.pool import SlotPool
+from longshore.cache.states import STATES, step
 from longshore.errors import StateError
 
 LEGAL = {
@@ -27,14 +27,15 @@ def test_the_table_has_these_edges_and_says_what_each_means() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(State, State)))
-def test_a_copy_moves_along_legal_edges_only(before: State, after: State) -> None:
-    copy = Copy(Entry(bytes(32), None, 1), 0, 0)
-    copy.state = before
+def test_a_slot_moves_along_legal_edges_only(before: State, after: State) -> None:
+    pool = SlotPool(1)
+    old, new = STATES.index(before), STATES.index(after)
+    pool.state[0] = old
     if (before.value, after.value) in LEGAL:
-        assert step(before, after) is after
-        copy.move(after)
-        assert copy.state is after
+        assert step(old, new) == new
+        pool.move(0, new)
+        assert pool.state[0] == new
     else:
         with pytest.raises(StateError, match=f"cannot go from {before.value} to {after.value}"):
-            copy.move(after)
-        assert copy.state is before
+            pool.move(0, new)
+        assert pool.state[0] == old

@@ -8,6 +8,7 @@ from longshore.boundary import DEVICE, FILE, HOST, Status, TransferResult
 from longshore.cache import DropReason
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError, HoldError, JobError
+from longshore.keys import MediaItem, chain
 
 BOTH = Setup(host=4, file=8, backup="write_through")
 
@@ -190,8 +191,17 @@ def test_trap_30_failures_are_typed_and_say_what_was_expected_and_what_came() ->
         cache.commit([key("a")], (0, 1))
 
 
-@pytest.mark.skip(reason="items of other kinds than text have no keys yet")
-def test_trap_33_an_item_that_ends_on_a_chunk_boundary_belongs_to_that_chunk() -> None: ...
+def test_trap_33_an_item_belongs_to_a_chunk_by_its_tokens_also_at_the_edges() -> None:
+    def first_that_differs(start: int, end: int) -> int:
+        """The first chunk whose key tells two images at `[start, end)` apart."""
+        cat, dog = (chain(bytes(32), [7] * 12, 4, [MediaItem(start, end, image)]) for image in (b"cat", b"dog"))
+        return [one != other for one, other in zip(cat, dog, strict=True)].index(True)
+
+    assert first_that_differs(3, 4) == 0  # its only token is the last of chunk 0
+    assert first_that_differs(3, 5) == 0
+    assert first_that_differs(4, 8) == 1  # it starts where chunk 0 ends
+    text = chain(bytes(32), [7] * 4, 4)
+    assert chain(bytes(32), [7] * 4, 4, [MediaItem(4, 8, b"cat")]) == text
 
 
 def test_trap_34_what_one_rank_has_is_not_taken_for_granted_on_the_others() -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 from cache_model import World
-from cache_setup import Setup, key, path_of
+from cache_setup import Setup, chunks, key, path_of
 
-from longshore.boundary import FILE, HOST, Status
+from longshore.boundary import FILE, HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, DropReason, Offload, TieredCache, TierSpec, WritePolicy
-from longshore.cache.writing import to_clean
+from longshore.cache.eviction import LRU
 from longshore.errors import CacheError
 
 NO_ROOM, BACKPRESSURE, ORPHAN, WRITE_FAILED = (
@@ -57,7 +57,7 @@ def test_what_a_tier_has_or_is_getting_is_not_written_again() -> None:
     assert [path_of(item.key) for item in second.transfer.items] == ["abc"]
     world.end(second)
     world.end(first)
-    assert world.call("commit", [key("a")], (0,)) == Offload(None, (), 1)
+    assert world.call("commit", [key("a")], (0,)) == Offload(None, kept=1)
 
 
 def test_write_through_backs_up_what_is_ready() -> None:
@@ -100,7 +100,7 @@ def test_a_backup_that_failed_is_not_tried_again_and_blocks_nothing() -> None:
     world.end_step()
     world.flush()
     assert backed_up(world) == []
-    world.commit("ab", 0, True)  # nor what is behind it: the file tier alone could not reach it
+    world.commit("ab", 1, True)  # nor what is behind it: the file tier alone could not reach it
     world.end(world.on("device->host")[0])
     assert backed_up(world) == []
     store(world, "xy")
@@ -214,23 +214,70 @@ def test_flush_orders_all_that_a_restart_would_lose() -> None:
     assert all(world.where(path)[FILE] == "ready" for path in ("abc", "xy"))
 
 
-def test_cleaning_does_not_climb_the_same_stuck_path_again_and_again() -> None:
-    """One failed backup at the head of a long path must not make each call quadratic in its length."""
-    world = store(World(Setup(host=40, file=40, backup="write_through", device_blocks=64)), "a")
+def test_a_backup_that_failed_is_tried_again_when_its_chunk_is_used() -> None:
+    world = store(World(Setup(host=4, file=4, backup="write_through")), "ab")
     world.end(world.on("host->file")[0], Status.NO_SPACE)
-    store(world, "a" * 30)
-    climbed = 0
+    world.end_step()
+    assert backed_up(world) == []
+    hold = world.match("ab", 0, None)
+    assert hold is not None
+    world.release(hold)
+    world.end_step()
+    assert backed_up(world) == ["a", "ab"]
 
-    class Counted(dict):  # type: ignore[type-arg]
-        def __contains__(self, each: object) -> bool:
-            nonlocal climbed
-            climbed += 1
-            return super().__contains__(each)
 
+def test_what_is_behind_a_backup_that_is_no_more_waits_again() -> None:
+    world = store(World(Setup(host=8, file=4, backup="write_through")), "ab", "abc")
+    world.deliver(world.on("host->file")[0], 0, [Status.OK])
     books = world.cache._store
-    books.dirty = Counted(books.dirty)
-    assert to_clean(books, 30) == []
-    assert climbed <= 3 * 30
+    books.backlog.choose = lambda wanted: []  # type: ignore[method-assign]
+    world.apply(world.results[:])
+    assert (world.where("ab"), world.where("abc")) == ({HOST: "ready", FILE: "ready"}, {HOST: "ready"})
+    world.discard("ab", FILE)
+    del books.backlog.choose
+    world.end_step()
+    assert backed_up(world) == ["a", "ab", "abc"]
+
+
+class Policy(LRU):
+    """LRU, and what it was asked for."""
+
+    looks = 0
+
+    def coldest(self) -> int:
+        Policy.looks += 1
+        return super().coldest()
+
+
+@pytest.mark.parametrize("kind", ["one long path", "held", "dirty", "heads older than tails"])
+def test_evictions_do_not_walk_past_what_cannot_go_again_and_again(kind: str) -> None:
+    """The cost of an eviction must not depend on how much in the tier may not go."""
+    tiers = [TierSpec(HOST, 400, 1, Policy)] + ([TierSpec(FILE, 400, 1)] if kind == "dirty" else [])
+    cache = TieredCache(tiers)
+
+    def put(path: list[Key], first: int = 0) -> None:
+        """Store a path; backups stay under way for ever."""
+        offload = cache.offer(path, first=first)
+        if offload.job is not None:
+            cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.accepted))], 0.0)
+
+    long = chunks("a" * 300)
+    if kind == "one long path":
+        put(long)
+    elif kind == "heads older than tails":
+        for i in range(300):
+            put(long[: i + 1], i)
+    singles = [b"single" + bytes([i // 256, i % 256]) for i in range(400 - cache.stats()[0].used)]
+    for single in singles:
+        put([single])
+    if kind == "held":
+        assert all(cache.match([single], 0.0).hold for single in singles[:300])
+    Policy.looks = 0
+    for i in range(60):
+        put([b"new" + bytes([i])])
+    assert cache.counters.evictions[HOST] == (0 if kind == "dirty" else 60)
+    assert Policy.looks <= 400 + 3 * 60
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize("name", ["blocks_per_chunk", "ranks", "max_writes"])

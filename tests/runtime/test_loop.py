@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Item, Route, Slot, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, Hold, MissReason, TieredCache, TierSpec, WritePolicy, flow
+from longshore.cache import CacheSettings, Hold, MissReason, TieredCache, TierSpec, WritePolicy, loading
 from longshore.errors import CacheError, PlanError, TierClosedError, TierError
 from longshore.runtime import BackgroundLoop, Runtime, TierMover
 from longshore.tiers.arena import Arena
@@ -235,7 +235,7 @@ def test_a_cancelled_transfer_that_runs_still_ends(rig: Rig) -> None:
 
 
 def test_waiting_ends_at_its_deadline_with_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "LOAD_BATCH", 1)
+    monkeypatch.setattr(loading, "LOAD_BATCH", 1)
     rig = Rig()
     rig.runtime.clock = time.monotonic
     rig.store(path(3))

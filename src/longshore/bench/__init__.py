@@ -5,6 +5,8 @@ machine.py       what it ran on, and why it must not be a RAM disk
 plans.py         ids to addresses                  against a loop over references
 copies.py        device pages to images and back   against one memmove of the same bytes
 calibration.py   which way of copying is the fastest on a GPU
+managers.py      match, offload, evict, memory     against vLLM's CPU manager, or an ordered dictionary
+rivals.py        those two, behind one interface
 files.py         images to files and back          against plain direct I/O over the same bytes
 """
 

@@ -1,7 +1,8 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
-from longshore.cache.flow import CacheSettings
 from longshore.cache.manager import TieredCache, TierSpec
+from longshore.cache.retention import DEFAULT_PRIORITY, Retention
+from longshore.cache.settings import CacheSettings
 from longshore.cache.states import EDGES, State
 from longshore.cache.types import (
     Counters,
@@ -23,6 +24,7 @@ from longshore.cache.types import (
 from longshore.cache.writing import WritePolicy
 
 __all__ = [
+    "DEFAULT_PRIORITY",
     "EDGES",
     "CacheSettings",
     "Counters",
@@ -37,6 +39,7 @@ __all__ = [
     "Placement",
     "Presence",
     "Resident",
+    "Retention",
     "RouteTotals",
     "Run",
     "State",

@@ -1,4 +1,4 @@
-"""Who is where: one `Entry` per key, with a `Copy` per tier that has it, linked to its parent.
+"""Who is where: one small number ("node") per key, its family, and the slot it has in each tier.
 
 Invariant 6, "a child never outlives its parents", is kept for every tier and all colder ones together: the chunks
 that have a copy in tier `t` or colder are closed under "parent of", for every `t`.
@@ -6,193 +6,406 @@ that have a copy in tier `t` or colder are closed under "parent of", for every `
     host   A ── B ── C ── D        {A..D} in host or file is closed: every match can reach its end
     file   A ── B ── C             {A..C} in file is closed: so it is after a restart, too
 
-`Entry.reach[t]` counts the children with a copy in `t` or colder, so that "may this copy go?" is one comparison.
+`reach[t][node]` counts the children with a copy in `t` or colder, so that "may this copy go?" is one comparison. A
+node is *reachable* when it and all its ancestors have a ready copy. Reachable nodes are closed as well, so the longest
+ready prefix of a path is found by bisection, whatever its length.
+
+Nodes live in arrays (24 bytes each, and 8 for each tier): a million of them are some twenty objects, not a million,
+which is what the garbage collector and the memory bill see. Keys find their node in 256 dictionaries, by their first
+byte (keys are digests), so that none of them ever takes long to grow.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
-from longshore.boundary import Key, Status
-from longshore.cache.states import State, step
+import numpy as np
+import numpy.typing as npt
+
+from longshore.boundary import Key
+from longshore.cache.chains import LISTS
+from longshore.cache.pool import SlotPool
+from longshore.cache.states import READY
 from longshore.errors import CacheError
 
+ROOT = 0
+"""The parent of every first chunk; also "no node"."""
 
-class Copy:
-    """One slot's worth of one chunk. `writer` is the job that fills it, `readers` the jobs that read it.
+NONE = -1
+"""No slot."""
 
-    `fault` is set once its bytes are known to be no good: what jobs still read from it is no good either.
-    """
-
-    __slots__ = ("entry", "fault", "readers", "slot", "state", "tier", "writer")
-
-    def __init__(self, entry: Entry, tier: int, slot: int) -> None:
-        self.entry = entry
-        self.tier = tier
-        self.slot = slot
-        self.state = State.FREE
-        self.readers = 0
-        self.writer: int | None = None
-        self.fault: Status | None = None
-
-    def move(self, to: State) -> None:
-        """Change state; raises `StateError` for an edge that the table does not have."""
-        self.state = step(self.state, to)
-
-
-class Entry:
-    """One chunk: its live copies (filling or ready) by tier, its family, and the holds that end on it."""
-
-    __slots__ = ("backup_failed", "children", "copies", "holds", "key", "parent", "reach")
-
-    def __init__(self, key: Key, parent: Entry | None, tiers: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.children: dict[Key, Entry] = {}
-        self.copies: list[Copy | None] = [None] * tiers
-        self.reach = [0] * tiers
-        self.holds = 0
-        self.backup_failed = False
-
-    @property
-    def parent_key(self) -> Key | None:
-        """The key of the chunk before this one; `None` for the first of its path."""
-        return None if self.parent is None else self.parent.key
-
-    @property
-    def coldest(self) -> int:
-        """The coldest tier with a live copy; -1 without one."""
-        for tier in range(len(self.copies) - 1, -1, -1):
-            if self.copies[tier] is not None:
-                return tier
-        return -1
-
-    def ready(self, tier: int) -> Copy | None:
-        """The copy in `tier`, if it is ready."""
-        copy = self.copies[tier]
-        return copy if copy is not None and copy.state is State.READY else None
-
-    def warmest_ready(self) -> Copy | None:
-        """The ready copy in the warmest tier."""
-        for copy in self.copies:
-            if copy is not None and copy.state is State.READY:
-                return copy
-        return None
+_STEP = 16384
+_SHARDS = 256
 
 
 class Index:
-    """Entries by key, kept closed over prefixes."""
+    """Nodes by key over the slots of `pools`, warmest tier first, kept closed over prefixes."""
 
-    def __init__(self, tiers: int) -> None:
-        self.tiers = tiers
-        self._entries: dict[Key, Entry] = {}
+    __slots__ = (
+        "_count",
+        "_free",
+        "_older",
+        "_others",
+        "_shards",
+        "_younger",
+        "child",
+        "depth",
+        "key",
+        "parent",
+        "pools",
+        "reach",
+        "reachable",
+        "size",
+        "slot",
+        "tiers",
+    )
+
+    def __init__(self, pools: Sequence[SlotPool]) -> None:
+        self.pools = list(pools)
+        self.tiers = range(len(pools))
+        self._others = [tuple(t for t in reversed(self.tiers) if t != tier) for tier in self.tiers]
+        self.size = LISTS
+        """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
+        self.key = np.empty(LISTS + sum(pool.capacity for pool in pools), object)
+        self.parent, self.depth, self.child = (array("i", bytes(4 * LISTS)) for _ in range(3))
+        self._older, self._younger = (array("i", bytes(4 * LISTS)) for _ in range(2))
+        self.slot = [array("i", [NONE]) * LISTS for _ in pools]
+        self.reach = [array("i", bytes(4 * LISTS)) for _ in pools]
+        self.reachable = bytearray(LISTS)
+        self.depth[ROOT] = -1
+        self.reachable[ROOT] = 1
+        self._free = array("i")
+        self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._count
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+    def __iter__(self) -> Iterator[int]:
+        """All nodes, in order of their numbers."""
+        return (node for node in range(LISTS, self.size) if self.key[node] is not None)
 
-    def __getitem__(self, key: Key) -> Entry:
-        return self._entries[key]
+    def get(self, key: Key) -> int:
+        """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` for what cannot be a key."""
+        try:
+            return self._shards[key[0]].get(key, ROOT)
+        except (IndexError, TypeError):
+            raise _no_key(key) from None
 
-    def get(self, key: Key) -> Entry | None:
-        """The entry of `key`, if any tier has a live copy."""
-        return self._entries.get(key)
+    # ------------------------------------------------------------------ one node
 
-    def check_path(self, keys: Sequence[Key], first: int) -> None:
-        """Raise `CacheError` if one of `keys[first:]` is known as the child of another key than the one before it."""
-        for i in range(first, len(keys)):
-            entry = self._entries.get(keys[i])
-            if entry is not None and entry.parent_key != (keys[i - 1] if i else None):
-                raise CacheError(f"key {i} of a path, {keys[i].hex()[:12]}, does not follow the one before it")
+    def coldest(self, node: int) -> int:
+        """The coldest tier with a live copy; -1 without one."""
+        for tier in reversed(self.tiers):
+            if self.slot[tier][node] >= 0:
+                return tier
+        return -1
 
-    def accepts(self, parent: Key | None, tier: int) -> bool:
+    def coldest_without(self, node: int, tier: int) -> int:
+        """The coldest tier that `node` is in, apart from `tier`; -1 without one."""
+        for other in self._others[tier]:
+            if self.slot[other][node] >= 0:
+                return other
+        return -1
+
+    def is_ready(self, node: int, tier: int) -> bool:
+        """Whether `node` has a ready copy in `tier`."""
+        slot = self.slot[tier][node]
+        return slot >= 0 and self.pools[tier].state[slot] == READY
+
+    def warmest_ready(self, node: int) -> int:
+        """The warmest tier with a ready copy; -1 without one."""
+        for tier in self.tiers:
+            if self.is_ready(node, tier):
+                return tier
+        return -1
+
+    def children(self, node: int) -> Iterator[int]:
+        """The nodes right behind `node`. The family must not be changed meanwhile."""
+        each = self.child[node]
+        while each:
+            yield each
+            each = self._older[each]
+
+    def path(self, node: int, length: int) -> list[int]:
+        """`node` and its ancestors, at most `length` in all, tail first."""
+        parent = self.parent
+        found: list[int] = []
+        while node and len(found) < length:
+            found.append(node)
+            node = parent[node]
+        return found
+
+    # ------------------------------------------------------------------ a path of keys
+
+    def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
+        """How many of `keys` lead without a gap to the deepest that can be read, but at least `first`; by bisection.
+
+        Raises `CacheError` if what is found shows that `keys` is no path.
+        """
+        low, high, reachable = first, len(keys), self.reachable
+        while low < high:
+            middle = (low + high) // 2
+            node = self._at(keys, middle)
+            if node and reachable[node]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def known_prefix(self, keys: Sequence[Key], first: int) -> int:
+        """The same for chunks that some tier has, or will have."""
+        low, high = first, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if self._at(keys, middle):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def follow(self, keys: Sequence[Key], first: int) -> list[int]:
+        """Nodes of the leading chunks of `keys[first:]` that some tier has, or will have.
+
+        Raises `CacheError` unless these follow one another, and the key before them, and the rest is new and distinct.
+        """
+        shards, parent = self._shards, self.parent
+        before = self._at(keys, first - 1) if first else ROOT
+        path: list[int] = []
+        try:
+            for key in keys[first:]:
+                node = shards[key[0]].get(key, ROOT)
+                if not node:
+                    break
+                if parent[node] != before:
+                    raise _broken(keys, first + len(path))
+                path.append(node)
+                before = node
+            rest = keys[first + len(path) :]
+            for key in rest:
+                if key in shards[key[0]]:
+                    raise _broken(keys, keys.index(key, first))
+        except (IndexError, TypeError):
+            raise CacheError("the keys of a path are digests in bytes") from None
+        if len(set(rest)) != len(rest):
+            raise CacheError(f"the {len(rest)} new keys of a path differ, only {len(set(rest))} do")
+        return path
+
+    def readable(self, keys: Sequence[Key]) -> list[int]:
+        """Nodes of the leading chunks of `keys` that can be read, or that can be once a copy on its way has arrived."""
+        shards, reachable = self._shards, self.reachable
+        path: list[int] = []
+        for key in keys:
+            node = shards[key[0]].get(key, ROOT)
+            if not node or not reachable[node]:
+                break
+            path.append(node)
+        return path
+
+    def check_link(self, keys: Sequence[Key], position: int) -> int:
+        """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""
+        node = self._at(keys, position)
+        if node and position and self.key[self.parent[node]] != keys[position - 1]:
+            raise _broken(keys, position)
+        return node
+
+    def _at(self, keys: Sequence[Key], position: int) -> int:
+        key = keys[position]
+        node = self.get(key)
+        if node and self.depth[node] != position:
+            raise _broken(keys, position)
+        return node
+
+    # ------------------------------------------------------------------ changes
+
+    def accepts(self, parent: int, tier: int) -> bool:
         """Whether a child of `parent` may get a copy in `tier` without becoming an orphan."""
-        if parent is None:
-            return True
-        entry = self._entries.get(parent)
-        return entry is not None and entry.coldest >= tier
+        return parent == ROOT or self.coldest(parent) >= tier
 
-    def add(self, key: Key, parent: Key | None, tier: int, slot: int) -> Copy:
-        """A new copy of `key` in `slot` of `tier`, still `FREE`. Raises `CacheError` for a second one, or an orphan."""
+    def extend(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
+        """New nodes for `keys`, a path that follows `parent`, in `slots` of `tier`; none of them ready.
+
+        Raises `CacheError` for a key that is known, or for orphans, before anything has changed.
+        """
         if not self.accepts(parent, tier):
-            raise CacheError(f"chunk {key.hex()[:12]} has no parent in tier {tier} or colder")
-        entry = self._entries.get(key)
-        if entry is None:
-            above = None if parent is None else self._entries[parent]
-            entry = self._entries[key] = Entry(key, above, self.tiers)
-            if above is not None:
-                above.children[key] = entry
-        elif entry.copies[tier] is not None:
-            raise CacheError(f"chunk {key.hex()[:12]} already has a copy in tier {tier}")
-        before = entry.coldest
-        copy = entry.copies[tier] = Copy(entry, tier, slot)
-        self._shift_reach(entry, before, entry.coldest)
-        return copy
+            raise CacheError(f"chunk {keys[0].hex()[:12]} has no parent in tier {tier} or colder")
+        for key in keys:
+            if self.get(key):
+                raise CacheError(f"chunk {key.hex()[:12]} is known already")
+        return self.link(parent, keys, tier, slots)
 
-    def drop(self, copy: Copy) -> None:
-        """Take a copy out of its entry, and the entry out of the index with its last copy. Keeps the slot's state."""
-        entry = copy.entry
-        before = entry.coldest
-        entry.copies[copy.tier] = None
-        after = entry.coldest
-        self._shift_reach(entry, before, after)
-        if after < 0:
-            del self._entries[entry.key]
-            if entry.parent is not None:
-                del entry.parent.children[entry.key]
+    def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
+        """`extend` for keys of which `follow` has said that they are new, behind a parent that accepts them."""
+        shards = self._shards
+        nodes = self._numbers(len(keys))
+        if not nodes:
+            return []
+        for key, node in zip(keys, nodes, strict=True):
+            shards[key[0]][key] = node
+        at = np.array(nodes)
+        rest, head, tail = at[:-1], nodes[0], nodes[-1]
+        elder, depth = self.child[parent], self.depth[parent] + 1
+        self.key[at] = keys
+        _column(self.parent)[at[1:]] = rest
+        _column(self.child)[rest] = at[1:]
+        _column(self.depth)[at] = np.arange(depth, depth + len(at))
+        _column(self._older)[at] = _column(self._younger)[at] = ROOT
+        _column(self.slot[tier])[at] = slots
+        _column(self.pools[tier].node)[slots] = at
+        self.parent[head], self.child[tail], self._older[head] = parent, ROOT, elder
+        if elder:
+            self._younger[elder] = head
+        self.child[parent] = head
+        for each in range(tier + 1):
+            self.reach[each][parent] += 1
+            _column(self.reach[each])[rest] = 1
+        self._count += len(nodes)
+        return nodes
 
-    def orphaned_by(self, copy: Copy) -> list[Copy]:
-        """Live copies of descendants that would be out of reach once `copy` is dropped, parents before children."""
-        lost: list[Copy] = []
-        queue = [(copy.entry, coldest_without(copy.entry, copy.tier))]
-        for entry, limit in queue:  # what is left of `entry` reaches down to tier `limit`
-            for child in entry.children.values():
-                if child.coldest <= limit:
+    def add_copy(self, node: int, tier: int, slot: int) -> None:
+        """Another copy of `node`, in `slot` of `tier`. Raises `CacheError` for a second one, or an orphan."""
+        if self.slot[tier][node] >= 0:
+            raise CacheError(f"chunk {self.key[node].hex()[:12]} already has a copy in tier {tier}")
+        if not self.accepts(self.parent[node], tier):
+            raise CacheError(f"chunk {self.key[node].hex()[:12]} has no parent in tier {tier} or colder")
+        before = self.coldest(node)
+        self.slot[tier][node] = slot
+        self.pools[tier].node[slot] = node
+        parent = self.parent[node]
+        for each in range(before + 1, tier + 1):
+            self.reach[each][parent] += 1
+
+    def drop_leaf(self, node: int) -> None:
+        """The same as `drop_copy` for a node without children, in the only tier that there is."""
+        parent = self.parent[node]
+        self.slot[0][node] = NONE
+        self.reach[0][parent] -= 1
+        self._forget(node, parent)
+
+    def drop_copy(self, node: int, tier: int) -> bool:
+        """Take a copy out of its node; says whether it was the last, and the node is gone. Keeps the slot's state."""
+        after = self.coldest_without(node, tier)
+        slots = self.slot[tier]
+        self.pools[tier].node[slots[node]] = ROOT
+        slots[node] = NONE
+        parent = self.parent[node]
+        for each in range(after + 1, tier + 1):
+            self.reach[each][parent] -= 1
+        if after >= 0:
+            return False
+        self._forget(node, parent)
+        return True
+
+    def reveal(self, nodes: Sequence[int]) -> None:
+        """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind."""
+        reachable, parent, child, older = self.reachable, self.parent, self.child, self._older
+        for i, node in enumerate(nodes, 1):
+            if reachable[node] or not reachable[parent[node]]:
+                continue
+            reachable[node] = 1
+            below = child[node]
+            if below and (older[below] or i == len(nodes) or below != nodes[i]):
+                self.reveal([c for c in self.children(node) if self.warmest_ready(c) >= 0])
+
+    def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
+        """Live copies (node, tier) of descendants that are out of reach once `node` reaches down to tier `left` only.
+
+        Parents come before children; `left` is -1 when nothing remains of `node`.
+        """
+        lost: list[tuple[int, int]] = []
+        queue = [(node, left)]
+        for each, limit in queue:  # what is left of `each` reaches down to tier `limit`
+            for child in self.children(each):
+                if self.coldest(child) <= limit:
                     continue
-                lost += [c for c in child.copies[limit + 1 :] if c is not None]
-                left = [t for t in range(limit + 1) if child.copies[t] is not None]
-                queue.append((child, left[-1] if left else -1))
+                lost += [(child, t) for t in self.tiers[limit + 1 :] if self.slot[t][child] >= 0]
+                warm = [t for t in range(limit + 1) if self.slot[t][child] >= 0]
+                queue.append((child, warm[-1] if warm else -1))
         return lost
 
-    def clear(self) -> None:
-        """Forget every entry."""
-        self._entries.clear()
+    def _numbers(self, count: int) -> list[int]:
+        while len(self._free) < count:
+            self._grow()
+        if count == 0:
+            return []
+        free = self._free
+        nodes = free[-count:].tolist()[::-1]
+        del free[-count:]
+        return nodes
+
+    def _grow(self) -> None:
+        more = min(_STEP, len(self.key) - self.size)
+        if more <= 0:
+            raise CacheError(f"the index has room for {len(self.key) - LISTS} chunks, one for each slot")
+        zeros = array("i", bytes(4 * more))
+        for column in (self.parent, self.depth, self.child, self._older, self._younger, *self.reach):
+            column.extend(zeros)
+        for column in self.slot:
+            column.extend(array("i", [NONE]) * more)
+        self.reachable.extend(bytes(more))
+        self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
+        self.size += more
+
+    def _forget(self, node: int, parent: int) -> None:
+        key_of, own_older, own_younger = self.key, self._older, self._younger
+        key = key_of[node]
+        del self._shards[key[0]][key]
+        older, younger = own_older[node], own_younger[node]
+        if younger:
+            own_older[younger] = older
+        else:
+            self.child[parent] = older
+        if older:
+            own_younger[older] = younger
+        key_of[node] = None
+        self.reachable[node] = 0
+        self._free.append(node)
+        self._count -= 1
+
+    # ------------------------------------------------------------------ checks
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless family links, reach counts and closure hold everywhere."""
-        for entry in self._entries.values():
-            if entry.coldest < 0:
-                raise CacheError(f"entry {entry.key.hex()[:12]} has no copy")
-            parent = entry.parent
-            if parent is not None and (
-                self._entries.get(parent.key) is not parent or parent.children.get(entry.key) is not entry
+        nodes = list(self)
+        if len(nodes) != self._count or sum(map(len, self._shards)) != self._count:
+            raise CacheError(f"the index counts {self._count} chunks, has {len(nodes)}")
+        for node in (*nodes, ROOT):
+            self._check_node(node)
+
+    def _check_node(self, node: int) -> None:
+        if node != ROOT:
+            name = self.key[node].hex()[:12]
+            parent = self.parent[node]
+            if self.get(self.key[node]) != node or self.coldest(node) < 0:
+                raise CacheError(f"chunk {name} has no copy, or is not found")
+            younger = self._younger[node]
+            if (parent and self.key[parent] is None) or node != (
+                self._older[younger] if younger else self.child[parent]
             ):
-                raise CacheError(f"entry {entry.key.hex()[:12]} outlived its parent")
-            if parent is not None and parent.coldest < entry.coldest:
-                raise CacheError(f"entry {entry.key.hex()[:12]} lies colder than its parent")
-            counted = [sum(c.coldest >= t for c in entry.children.values()) for t in range(self.tiers)]
-            if counted != entry.reach:
-                raise CacheError(f"entry {entry.key.hex()[:12]} counts {entry.reach} children, has {counted}")
-            for tier, copy in enumerate(entry.copies):
-                if copy is not None and (copy.entry is not entry or copy.tier != tier):
-                    raise CacheError(f"entry {entry.key.hex()[:12]} holds another's copy in tier {tier}")
-
-    @staticmethod
-    def _shift_reach(entry: Entry, before: int, after: int) -> None:
-        if entry.parent is None:
-            return
-        reach = entry.parent.reach
-        for tier in range(before + 1, after + 1):
-            reach[tier] += 1
-        for tier in range(after + 1, before + 1):
-            reach[tier] -= 1
+                raise CacheError(f"chunk {name} outlived its parent")
+            if parent and self.coldest(parent) < self.coldest(node):
+                raise CacheError(f"chunk {name} lies colder than its parent")
+            if self.reachable[node] != (self.reachable[parent] and self.warmest_ready(node) >= 0):
+                raise CacheError(f"chunk {name} is wrongly marked as reachable or not")
+            for tier in self.tiers:
+                slot = self.slot[tier][node]
+                if slot >= 0 and self.pools[tier].node[slot] != node:
+                    raise CacheError(f"chunk {name} holds another's slot in tier {tier}")
+        for tier in self.tiers:
+            counted = sum(self.coldest(c) >= tier for c in self.children(node))
+            if counted != self.reach[tier][node]:
+                raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
 
 
-def coldest_without(entry: Entry, tier: int) -> int:
-    """The coldest tier that `entry` is in, apart from `tier`; -1 without one."""
-    for other in range(len(entry.copies) - 1, -1, -1):
-        if other != tier and entry.copies[other] is not None:
-            return other
-    return -1
+def _column(column: array[int]) -> npt.NDArray[np.int32]:
+    """`column` as numpy sees it, to change many places at once. For the moment only: it cannot grow meanwhile."""
+    return np.frombuffer(column, np.int32)
+
+
+def _no_key(key: object) -> CacheError:
+    return CacheError(f"a key is a digest in bytes, got {key!r}")
+
+
+def _broken(keys: Sequence[Key], position: int) -> CacheError:
+    return CacheError(f"key {position} of a path, {keys[position].hex()[:12]}, does not follow the one before it")

@@ -5,10 +5,11 @@ A job has ended when every rank has reported it; an item has succeeded when it d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from longshore.boundary import Key, Status, Transfer, TransferResult
-from longshore.cache.index import Copy, Entry
+from longshore.cache.store import Pin
 from longshore.cache.types import MissReason, Outcome
 from longshore.errors import JobError
 
@@ -60,34 +61,47 @@ class Load:
 
 
 class Hold:
-    """The control plane's side of a hold: the matched keys, and the entry on which the hold ends."""
+    """The control plane's side of a hold: the matched keys, and the pin on the node at which they end."""
 
-    __slots__ = ("keys", "load", "request", "start", "tail")
+    __slots__ = ("keys", "load", "pin", "request", "start")
 
-    def __init__(self, keys: list[Key], start: int, tail: Entry, request: str | None) -> None:
+    def __init__(self, keys: Sequence[Key], start: int, pin: Pin, request: str | None) -> None:
         self.keys = keys
         self.start = start
-        self.tail = tail
+        self.pin = pin
         self.request = request
         self.load: Load | None = None
 
 
-class Job:
-    """One transfer in flight. `sources[i]` and `destinations[i]` are the copies of item `i` (`None`: the device)."""
+class Side(NamedTuple):
+    """The slots of `tier` that a job reads or fills, in item order."""
 
-    __slots__ = ("destinations", "load", "sources", "statuses", "transfer", "waiting")
+    tier: int
+    slots: list[int]
+
+
+class Job:
+    """One transfer in flight between two sides, of which one may be the device (`None`).
+
+    It is `commanded` unless the host was offered the slots, and moves the bytes itself.
+    """
+
+    __slots__ = ("commanded", "destination", "load", "source", "statuses", "transfer", "waiting")
 
     def __init__(
         self,
         transfer: Transfer,
-        sources: list[Copy | None],
-        destinations: list[Copy | None],
+        source: Side | None,
+        destination: Side | None,
         load: Load | None = None,
+        *,
+        commanded: bool = True,
     ) -> None:
         self.transfer = transfer
-        self.sources = sources
-        self.destinations = destinations
+        self.source = source
+        self.destination = destination
         self.load = load
+        self.commanded = commanded
         self.waiting = set(range(transfer.ranks))
         self.statuses = [Status.OK] * len(transfer.items)
 
@@ -103,13 +117,16 @@ class Job:
         self.check(result)
         self.waiting.discard(result.rank)
         for i, status in enumerate(result.statuses):
+            if status is Status.OK:
+                continue
             known = self.statuses[i]
             if known is Status.OK or (status.condemns_source and not known.condemns_source):
                 self.statuses[i] = status
         return not self.waiting
 
-    def blame_sources(self) -> None:
-        """What was read from a source that turned out unusable meanwhile has not arrived, whatever its mover says."""
-        for i, source in enumerate(self.sources):
-            if source is not None and source.fault is not None and self.statuses[i] is Status.OK:
-                self.statuses[i] = source.fault
+    def blame_sources(self, faults: Mapping[int, Status]) -> None:
+        """What was read from a slot that turned out unusable meanwhile has not arrived, whatever its mover says."""
+        if self.source is not None and faults:
+            for i, slot in enumerate(self.source.slots):
+                if slot in faults and self.statuses[i] is Status.OK:
+                    self.statuses[i] = faults[slot]

@@ -6,7 +6,7 @@
 
 Sans I/O: no torch, no threads, no clock and no randomness of its own; the same calls give the same log. Every method
 validates before it changes anything. This module is the interface; the books are kept in `store`, the transfers in
-`flow`, the write policies in `writing`.
+`flow`, and decided upon in `loading` and `storing`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from longshore.boundary import DEVICE, Command, Key, Route, Slot, TransferResult
-from longshore.cache.eviction import LRU, EvictionPolicy
-from longshore.cache.flow import CacheSettings, Flow
-from longshore.cache.index import Entry
+from longshore.cache.eviction import ARC, EvictionPolicy
+from longshore.cache.flow import Flow
 from longshore.cache.jobs import Hold as HoldRecord
 from longshore.cache.jobs import Load
+from longshore.cache.loading import Loading
 from longshore.cache.pool import SlotPool
-from longshore.cache.store import Level, Store
+from longshore.cache.retention import Retention
+from longshore.cache.retention import check as check_retention
+from longshore.cache.settings import CacheSettings
+from longshore.cache.states import STATES
+from longshore.cache.store import Level, Pin, Store
+from longshore.cache.storing import Storing
 from longshore.cache.types import (
     Counters,
     Hold,
@@ -37,6 +42,7 @@ from longshore.cache.types import (
     Run,
     TierStats,
 )
+from longshore.cache.writing import WritePolicy
 from longshore.errors import CacheError, HoldError
 
 
@@ -47,7 +53,7 @@ class TierSpec:
     name: str
     slots: int
     image_bytes: int
-    policy: type[EvictionPolicy] = LRU
+    policy: type[EvictionPolicy] = ARC
 
 
 class TieredCache:
@@ -63,11 +69,14 @@ class TieredCache:
         pairs = [(DEVICE, names[0]), *pairwise(names)]
         routes = tuple(str(Route(*p)) for pair in pairs for p in (pair, pair[::-1]))
         self.counters = Counters.zero(names, routes)
-        levels = [Level(t.name, SlotPool(t.slots), t.policy(), t.image_bytes) for t in tiers]
-        self._store = Store(levels, self.counters)
+        levels = [Level(t.name, SlotPool(t.slots), t.policy, t.image_bytes) for t in tiers]
+        selective = self.settings.backup is WritePolicy.SELECTIVE
+        self._store = Store(levels, self.counters, backup_threshold=self.settings.threshold if selective else 0)
         self._flow = Flow(self._store, self.settings, generation)
+        self._loading = Loading(self._flow)
+        self._storing = Storing(self._flow)
         self._holds: dict[int, HoldRecord] = {}
-        self._step_holds: list[Entry] = []
+        self._step_pins: list[Pin] = []
 
     @property
     def generation(self) -> int:
@@ -80,37 +89,53 @@ class TieredCache:
         """The longest run of ready chunks among `keys[start:]`, and a hold on it.
 
         `keys` is the path from the first chunk of the prompt; chunks before `start` are the engine's own. Every chunk
-        behind the run is counted as a miss.
+        behind the run is counted as a miss. The run is found by bisection, in microseconds whatever its length: a key
+        names its whole prefix, so only some are looked at. `CacheError` is raised where one of these is out of place.
         """
-        self._check_path(keys, start)
-        self._advance(now)
+        self._check_first(keys, start)
         index = self._store.index
-        path: list[Entry] = []
-        for key in keys[start:]:
-            entry = index.get(key)
-            if entry is None or entry.warmest_ready() is None:
-                break
-            path.append(entry)
-        self.counters.misses.update(self._store.miss(key) for key in keys[start + len(path) :])
-        if not path:
-            return Match(start, 0, (), None)
-        self._store.touch(path)
-        path[-1].holds += 1
+        end = index.reachable_prefix(keys, start)
+        for position in {start, max(start, end - 1), end} - {len(keys)}:
+            index.check_link(keys, position)
+        self._advance(now)
+        self._count_misses(keys, end)
+        if end == start:
+            return Match(start, 0, None)
+        pin = self._store.pin(index.get(keys[end - 1]))
         hold = Hold(self._flow.new_id())
-        self._holds[hold.id] = HoldRecord([entry.key for entry in path], start, path[-1], request)
-        return Match(start, len(path), self._runs(path), hold)
+        self._holds[hold.id] = HoldRecord(keys[start:end], start, pin, request)
+        return Match(start, end - start, hold)
+
+    def runs(self, hold: Hold) -> tuple[Run, ...]:
+        """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""
+        index = self._store.index
+        tiers = [index.warmest_ready(index.get(key)) for key in self._hold(hold).keys]
+        runs = ((tier, len(list(run))) for tier, run in groupby(tiers))
+        return tuple(Run(self._store.levels[tier].name, chunks) for tier, chunks in runs if tier >= 0)
+
+    def slots(self, hold: Hold) -> list[Slot]:
+        """The slot that each held chunk can be read from, the warmest; fewer than held if some were lost."""
+        record, index = self._hold(hold), self._store.index
+        tail, held = record.pin.node, len(record.keys)
+        path = index.path(tail, held)[::-1] if tail else index.readable(record.keys)
+        if len(index.tiers) == 1:
+            return self._store.addresses(0, [index.slot[0][node] for node in path])
+        tiers = [index.warmest_ready(node) for node in path]
+        return [self._store.slot(tier, index.slot[tier][node]) for tier, node in zip(tiers, path, strict=True)]
 
     def peek(self, key: Key) -> Presence:
-        """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`."""
-        entry = self._store.index.get(key)
-        if entry is None:
+        """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`.
+
+        A chunk that could not be reached yet, because one before it is still on its way, is in flight itself.
+        """
+        index = self._store.index
+        node = index.get(key)
+        if not node:
             return Presence.ABSENT
-        copy = entry.warmest_ready()
-        if copy is None:
+        if not index.reachable[node]:
             return Presence.IN_FLIGHT
-        entry.holds += 1
-        self._step_holds.append(entry)
-        return Presence.READY if copy.tier == 0 else Presence.COLDER
+        self._step_pins.append(self._store.pin(node))
+        return Presence.READY if index.is_ready(node, 0) else Presence.COLDER
 
     def onboard(
         self, hold: Hold, blocks: Sequence[int], *, skip: int = 0, group: int = 0, by_layer: bool = False
@@ -137,8 +162,16 @@ class TieredCache:
                 f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {len(record.keys)} held chunks"
             )
         self._check_blocks(blocks)
-        first_block = record.start * per_chunk + skip
-        record.load = load = self._flow.load(record.keys[:chunks], blocks, first_block, group, by_layer=by_layer)
+        first_block, held = record.start * per_chunk + skip, len(record.keys)
+        record.load = load = self._loading.load(
+            record.keys[:chunks],
+            blocks,
+            first_block,
+            tail=record.pin.node,
+            held=held,
+            group=group,
+            by_layer=by_layer,
+        )
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
@@ -166,7 +199,8 @@ class TieredCache:
             self._flow.abandon(record.load)
             self._conclude(record.load, MissReason.CANCELLED)
         del self._holds[hold.id]
-        record.tail.holds -= 1
+        self._store.touch(self._store.index.path(record.pin.node, len(record.keys)))
+        self._store.unpin(record.pin)
 
     def abort(self, request: str) -> int:
         """Release every hold that was taken for `request`, at any moment; says how many there were."""
@@ -196,26 +230,49 @@ class TieredCache:
         return self._flow.copy_inside(sources, blocks, tokens, group)
 
     def commit(
-        self, keys: Sequence[Key], blocks: Sequence[int], *, first: int = 0, evicting: bool = False, group: int = 0
+        self,
+        keys: Sequence[Key],
+        blocks: Sequence[int],
+        *,
+        first: int = 0,
+        evicting: bool = False,
+        prompt: int | None = None,
+        retention: Sequence[Retention] = (),
+        group: int = 0,
     ) -> Offload:
         """Chunks `keys[first:]` are complete on the device, in `blocks`, or about to be evicted from it.
 
         The write policy decides whether they are offloaded now; their blocks must stay unchanged until the job has
         ended. `keys` is the path from the first chunk of the prompt; what a tier has already is not written again.
+        Chunks from position `prompt` on are of the answer. `retention` says what is worth keeping.
         """
-        self._check_path(keys, first)
+        check_retention(retention)
+        self._check_first(keys, first)
         expected = (len(keys) - first) * self.settings.blocks_per_chunk
         if len(blocks) != expected:
             raise CacheError(f"{len(keys) - first} chunks have {expected} blocks, got {len(blocks)}")
         self._check_blocks(blocks)
+        path = self._store.index.follow(keys, first)
         if not self.settings.offload.wants(evicting=evicting):
-            return Offload(None, ())
-        return self._flow.offload(keys, first, blocks, group)
+            return Offload(None)
+        end = len(keys) if prompt is None or not self.settings.prompt_only else max(first, min(prompt, len(keys)))
+        if end < first + len(path):
+            path = path[: end - first]
+        self._storing.leave_out(len(keys) - max(end, first + len(path)))
+        return self._storing.offload(keys[:end], first, path, blocks, retention, group)
 
-    def offer(self, keys: Sequence[Key], *, first: int = 0) -> Offload:
-        """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job."""
-        self._check_path(keys, first)
-        return self._flow.offload(keys, first, None)
+    def offer(self, keys: Sequence[Key], *, first: int = 0, retention: Sequence[Retention] = ()) -> Offload:
+        """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job.
+
+        A host that will not move them after all must say so, by `withdraw`.
+        """
+        check_retention(retention)
+        self._check_first(keys, first)
+        return self._storing.offload(keys, first, self._store.index.follow(keys, first), None, retention)
+
+    def withdraw(self, job: int) -> None:
+        """The host that was offered slots by `offer` will not write them, on any rank that has not reported."""
+        self._flow.withdraw(job)
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
         """Remove the copies of a path in `tier` that nothing holds, reads or needs to be reached; says how many."""
@@ -223,7 +280,7 @@ class TieredCache:
 
     def flush(self) -> bool:
         """Order backups of all that a restart would lose; says whether there is nothing left to order or wait for."""
-        self._flow.clean(at_least=len(self._store.dirty))
+        self._storing.clean(at_least=self._store.backlog.count)
         return not self._flow.jobs
 
     # ------------------------------------------------------------------ life
@@ -264,15 +321,15 @@ class TieredCache:
 
     def end_step(self) -> None:
         """The engine's step is over: what `peek` protected no longer is, and pending backups are ordered."""
-        for entry in self._step_holds:
-            entry.holds -= 1
-        self._step_holds.clear()
-        self._flow.clean()
+        for pin in self._step_pins:
+            self._store.unpin(pin)
+        self._step_pins.clear()
+        self._storing.clean()
 
     def tick(self, now: float) -> None:
         """Time has passed: order what is due."""
         self._advance(now)
-        self._flow.clean()
+        self._storing.clean()
 
     def take(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
@@ -289,7 +346,7 @@ class TieredCache:
         for load in loads:
             if load.outcome is None and not load.pending:
                 self._conclude(load, MissReason.CANCELLED)
-        self._flow.clean()
+        self._storing.clean()
 
     # ------------------------------------------------------------------ watching
 
@@ -299,17 +356,23 @@ class TieredCache:
 
     def residents(self) -> list[Resident]:
         """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
+        index = self._store.index
         return [
-            Resident(entry.key, entry.parent_key, self._store.slot(copy), copy.state)
-            for entry in self._store.index
-            for copy in entry.copies
-            if copy is not None
+            Resident(
+                index.key[node],
+                index.key[index.parent[node]],
+                self._store.slot(tier, slot),
+                STATES[index.pools[tier].state[slot]],
+            )
+            for node in index
+            for tier in index.tiers
+            if (slot := index.slot[tier][node]) >= 0
         ]
 
     @property
     def held(self) -> int:
         """Holds that were not released, those of `peek` included."""
-        return len(self._holds) + len(self._step_holds)
+        return len(self._holds) + len(self._step_pins)
 
     @property
     def jobs_in_flight(self) -> int:
@@ -320,19 +383,17 @@ class TieredCache:
         """Walk every structure; raise `CacheError` where two of them disagree."""
         self._store.check_integrity()
         self._flow.check_integrity()
-        holds: dict[int, int] = {}
-        for entry in (*(record.tail for record in self._holds.values()), *self._step_holds):
-            holds[id(entry)] = holds.get(id(entry), 0) + 1
-        for entry in self._store.index:
-            if entry.holds != holds.get(id(entry), 0):
-                raise CacheError(
-                    f"chunk {entry.key.hex()[:12]} counts {entry.holds} holds, not {holds.get(id(entry), 0)}"
-                )
+        ours = {pin for pin in (*(record.pin for record in self._holds.values()), *self._step_pins) if pin.node}
+        theirs = [pin for pins in self._store.pins.values() for pin in pins]
+        if ours != set(theirs) or len(ours) != len(theirs):
+            raise CacheError(f"{len(theirs)} pins are in place, holds and peeks have {len(ours)}")
 
     # ------------------------------------------------------------------ inside
 
     def _advance(self, now: float) -> None:
         self._flow.now = max(self._flow.now, now)
+        if self._store.retention.used:
+            self._store.retention.expire(self._flow.now)
 
     def _hold(self, hold: Hold) -> HoldRecord:
         record = self._holds.get(hold.id) if isinstance(hold, Hold) else None
@@ -357,16 +418,16 @@ class TieredCache:
                 return tier
         raise CacheError(f"no tier is called {name!r}; there are {[level.name for level in self._store.levels]}")
 
-    def _runs(self, path: Sequence[Entry]) -> tuple[Run, ...]:
-        names = [self._store.levels[copy.tier].name for entry in path if (copy := entry.warmest_ready())]
-        return tuple(Run(name, len(list(run))) for name, run in groupby(names))
+    def _count_misses(self, keys: Sequence[Key], end: int) -> None:
+        misses = self.counters.misses
+        known = self._store.index.known_prefix(keys, end)
+        for key in keys[end:known]:
+            misses[self._store.miss(key)] += 1
+        misses[MissReason.ABSENT] += len(keys) - known
 
-    def _check_path(self, keys: Sequence[Key], first: int) -> None:
+    def _check_first(self, keys: Sequence[Key], first: int) -> None:
         if not 0 <= first <= len(keys):
             raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")
-        if len(set(keys)) != len(keys):
-            raise CacheError(f"the {len(keys)} keys of a path differ, only {len(set(keys))} do")
-        self._store.index.check_path(keys, first)
 
     def _check_blocks(self, blocks: Sequence[int]) -> None:
         limit = self.settings.device_blocks

@@ -40,9 +40,16 @@ EDGES = MappingProxyType(
 )
 """Every legal edge, with its meaning."""
 
+STATES = tuple(State)
+"""A slot's state is kept as one byte: its index here."""
 
-def step(state: State, to: State) -> State:
-    """`to`, if the table has the edge; raises `StateError` otherwise."""
-    if (state, to) not in EDGES:
-        raise StateError(f"a slot cannot go from {state.value} to {to.value}")
+FREE, FILLING, READY, DRAINING = range(len(STATES))
+
+_LEGAL = bytes((before, after) in EDGES for before in STATES for after in STATES)
+
+
+def step(state: int, to: int) -> int:
+    """`to`, if the table has the edge; raises `StateError` otherwise. Both are indices into `STATES`."""
+    if not _LEGAL[state * len(STATES) + to]:
+        raise StateError(f"a slot cannot go from {STATES[state].value} to {STATES[to].value}")
     return to

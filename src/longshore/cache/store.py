@@ -1,27 +1,37 @@
-"""The tiers' books: slots, index and eviction orders, changed together so that they never disagree.
+"""The tiers' books: slots, index, eviction orders and backlog, changed together so that they never disagree.
 
-Everything above (`writing`, `manager`) goes through these few verbs; each leaves the books whole:
+Everything above (`flow`, `manager`) goes through these few verbs; each leaves the books whole:
 
-    place    a slot for a chunk that a job will fill          FREE    -> FILLING
+    place    slots for chunks that a job will fill            FREE    -> FILLING
     adopt    chunks that were found at start                  FREE    -> READY
     arrive   the job filled it                                FILLING -> READY
     fail, lose  its bytes are no good                         any -> FREE or DRAINING, its descendants too
     unread   a reader has let go of it                        DRAINING -> FREE when it was the last
-    make_room   evict until a number of slots is free, or change nothing
+    make_room   evict until a number of slots is free, as far as that can be
+
+A chunk is a node of the index here, a copy is (node, tier), and jobs know slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 
 from longshore.boundary import Key, Slot, Status
+from longshore.cache.backlog import Backlog
+from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.index import Copy, Entry, Index, coldest_without
+from longshore.cache.index import ROOT, Index
+from longshore.cache.keeping import Keeping
 from longshore.cache.pool import SlotPool
-from longshore.cache.states import State
+from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.cache.types import Counters, MissReason, TierStats
 from longshore.errors import CacheError
+
+_new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
+# A named tuple from C: there may be thousands in one call, and its own constructor runs in Python.
 
 
 @dataclass(slots=True)
@@ -30,267 +40,317 @@ class Level:
 
     name: str
     pool: SlotPool
-    policy: EvictionPolicy
+    make_policy: type[EvictionPolicy]
     image_bytes: int
 
 
-class Store:
-    """Slots, index and eviction orders of all tiers."""
+class Pin:
+    """Keeps a node, and with it all its ancestors, from eviction. `node` is `ROOT` once it was lost all the same."""
 
-    def __init__(self, levels: Sequence[Level], counters: Counters) -> None:
+    __slots__ = ("node",)
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+
+
+class Store:
+    """Slots, index, eviction orders and backlog of all tiers."""
+
+    def __init__(self, levels: Sequence[Level], counters: Counters, *, backup_threshold: int = 0) -> None:
         self.levels = list(levels)
         self.counters = counters
-        self.index = Index(len(self.levels))
-        self.dirty: dict[Key, Entry] = {}
-        """Entries that are ready in the warmest tier, and could yet be copied to the one below."""
-        self._draining: set[Copy] = set()
+        self.pools = [level.pool for level in levels]
+        self.pins: dict[int, set[Pin]] = {}
+        self.backup_threshold = backup_threshold
+        self._begin()
 
-    def slot(self, copy: Copy) -> Slot:
-        """The address of a copy."""
-        return Slot(self.levels[copy.tier].name, 0, copy.slot)
+    def _begin(self) -> None:
+        """Empty books over the pools as they are."""
+        self.index = Index(self.pools)
+        self.policies = [level.make_policy(level.pool.capacity, self.index.key) for level in self.levels]
+        self.backlog = Backlog(self.index, self.backup_threshold)
+        self.retention = Keeping(self)
+        self.eviction = Eviction(self)
+        self._grow()
 
-    def place(self, key: Key, parent: Key | None, tier: int, writer: int) -> Copy:
-        """A slot in `tier` for `writer` to fill. The caller has made room, and asked `Index.accepts`."""
-        level = self.levels[tier]
-        (slot,) = level.pool.allocate(1)
+    def _grow(self) -> None:
+        self._size = self.index.size
+        for policy in self.policies:
+            policy.grow(self._size)
+        self.backlog.grow(self._size)
+
+    # ------------------------------------------------------------------ arrivals
+
+    def place(self, keys: Sequence[Key], parent: int, job: int) -> list[int]:
+        """Slots of the warmest tier for `keys`, which follow `parent` and are in no tier, for `job` to fill.
+
+        The caller has made room, and asked `Index.follow` about the keys.
+        """
+        slots = self.pools[0].allocate(len(keys))
+        self.index.link(parent, keys, 0, slots)
+        if self.index.size != self._size:
+            self._grow()
+        self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
+        return slots
+
+    def place_copy(self, node: int, tier: int, job: int) -> int:
+        """A slot in `tier` for another copy of `node`, for `job` to fill. The caller has made room."""
+        pool = self.pools[tier]
+        (slot,) = pool.allocate(1)
         try:
-            copy = self.index.add(key, parent, tier, slot)
+            self.index.add_copy(node, tier, slot)
         except CacheError:
-            level.pool.free(slot)
+            pool.free(slot)
             raise
-        copy.move(State.FILLING)
-        copy.writer = writer
-        self._note(copy.entry)
-        return copy
+        pool.writer[slot] = job
+        self._note(node)
+        return slot
 
     def adopt(self, tier: int, found: Sequence[tuple[int, Key, Key | None]]) -> None:
         """Take in chunks found in slots of `tier` at start, as (slot, key, parent), parents first: all or none."""
+        index = self.index
         for _, key, parent in found:
-            entry = self.index.get(key)
-            if entry is not None and (entry.copies[tier] is not None or entry.parent_key != parent):
+            node = index.get(key)
+            if node and (index.slot[tier][node] >= 0 or index.key[index.parent[node]] != parent):
                 raise CacheError(f"chunk {key.hex()[:12]} is known already, in tier {tier} or as another's child")
         if len({key for _, key, _ in found}) != len(found):
             raise CacheError(f"the {len(found)} chunks to adopt have different keys, two of these have the same")
-        self.levels[tier].pool.claim([slot for slot, _, _ in found])
+        self.pools[tier].claim([slot for slot, _, _ in found])
         for slot, key, parent in found:
-            self.index.add(key, parent, tier, slot).move(State.READY)
-            self.levels[tier].policy.insert(key)
-            self._note(self.index[key])
+            node = index.get(key)
+            if node:
+                index.add_copy(node, tier, slot)
+            else:
+                (node,) = index.extend(ROOT if parent is None else index.get(parent), [key], tier, [slot])
+                if index.size != self._size:
+                    self._grow()
+            self._settle_in([node], tier)
 
     def age(self, tier: int, keys: Sequence[Key]) -> None:
         """Put adopted chunks in order of age, oldest first; but tails before heads, as `touch` does."""
-        newest_first: dict[Key, None] = {}
+        newest_first: dict[int, None] = {}
         for key in reversed(keys):
-            path: list[Key] = []
-            entry: Entry | None = self.index[key]
-            while entry is not None and entry.key not in newest_first:
-                path.append(entry.key)
-                entry = entry.parent
+            path: list[int] = []
+            node = self.index.get(key)
+            while node and node not in newest_first:
+                path.append(node)
+                node = self.index.parent[node]
             newest_first.update(dict.fromkeys(reversed(path)))
-        for key in reversed(newest_first):
-            self.levels[tier].policy.touch(key)
+        self.policies[tier].touch(list(reversed(newest_first)))
 
-    def copies(self) -> list[Copy]:
-        """Every copy that owns a slot."""
-        live = [copy for entry in self.index for copy in entry.copies if copy is not None]
-        return [*live, *self._draining]
+    def arrive(self, tier: int, slots: Sequence[int]) -> None:
+        """The writer put all bytes in place in these slots, of which the last is to go first."""
+        pool, writer = self.pools[tier], self.pools[tier].writer
+        for slot in slots:
+            del writer[slot]
+        state, node = pool.state, pool.node
+        wanted = [slot for slot in slots if state[slot] != DRAINING]
+        pool.move_all(wanted, FILLING, READY)
+        self._settle_in([node[slot] for slot in wanted], tier)
+        if len(wanted) < len(slots):
+            for slot in slots:
+                if state[slot] == DRAINING:
+                    self._settle(tier, slot)
 
-    def arrive(self, copy: Copy) -> None:
-        """The writer put all bytes in place."""
-        copy.writer = None
-        if copy.state is State.DRAINING:
-            self._settle(copy)
-            return
-        copy.move(State.READY)
-        self.levels[copy.tier].policy.insert(copy.entry.key)
-        self._note(copy.entry)
+    def _settle_in(self, nodes: Sequence[int], tier: int) -> None:
+        """Copies have become ready; parents come before children."""
+        self.policies[tier].insert(nodes[::-1])
+        self.index.reveal(nodes)
+        if len(self.policies) > 1:
+            for node in nodes:
+                self._note(node)
+                self._reconsider(node)
+                if tier == 1:
+                    self.backlog.backed_up(node)
 
-    def fail(self, copy: Copy, fault: Status) -> None:
+    # ------------------------------------------------------------------ losses
+
+    def fail(self, tier: int, slot: int, fault: Status) -> None:
         """The writer has ended without putting the bytes in place."""
-        copy.writer = None
-        copy.fault = fault
-        if copy.state is State.DRAINING:
-            self._settle(copy)
+        pool = self.pools[tier]
+        del pool.writer[slot]
+        pool.fault[slot] = fault
+        if pool.state[slot] == DRAINING:
+            self._settle(tier, slot)
         else:
-            self.lose(copy)
+            self.lose(pool.node[slot], tier)
 
-    def keep_dirty(self, entry: Entry) -> None:
-        """A backup of `entry` has failed: it is not tried again."""
-        entry.backup_failed = True
-        self._note(entry)
+    def backup_failed(self, node: int) -> None:
+        """A backup of `node` has ended without success: it is not tried again until `node` is used."""
+        if self.backlog.fail(node):
+            self._reconsider(node)
 
-    def unread(self, copy: Copy, fault: Status | None = None) -> None:
-        """A reader has let go of `copy`; having found it unusable, if there is a `fault`."""
-        copy.readers -= 1
-        copy.fault = copy.fault or fault
-        if copy.state is State.DRAINING:
-            self._settle(copy)
-        elif fault is not None:
-            self.lose(copy)
+    def unread(self, tier: int, slots: Sequence[int]) -> None:
+        """Readers have let go of these slots."""
+        pool = self.pools[tier]
+        readers, state, node = pool.readers, pool.state, pool.node
+        idle: list[int] = []
+        for slot in slots:
+            readers[slot] -= 1
+            if not readers[slot]:
+                idle.append(slot)
+        self.policies[tier].release([node[slot] for slot in idle if state[slot] == READY])
+        for slot in idle:
+            if state[slot] == DRAINING:
+                self._settle(tier, slot)
 
-    def miss(self, key: Key) -> MissReason:
-        """Why a request that got no further than to some chunk before `key` does without it."""
-        entry = self.index.get(key)
-        if entry is None:
-            return MissReason.ABSENT
-        return MissReason.IN_FLIGHT if entry.warmest_ready() is None else MissReason.BEHIND
+    def condemn(self, tier: int, slot: int, fault: Status) -> None:
+        """A reader has let go of a slot, whose bytes it found unusable."""
+        pool = self.pools[tier]
+        pool.readers[slot] -= 1
+        pool.fault.setdefault(slot, fault)
+        if pool.state[slot] == DRAINING:
+            self._settle(tier, slot)
+        else:
+            self.lose(pool.node[slot], tier)
 
-    def lose(self, copy: Copy) -> None:
-        """Take a live copy, and what would be out of reach without it, out of the index."""
-        for each in (*reversed(self.index.orphaned_by(copy)), copy):
-            self.counters.lost[self.levels[each.tier].name] += 1
-            self._detach(each)
+    def lose(self, node: int, tier: int) -> None:
+        """Take a copy, and what would be out of reach without it, out of the index.
 
-    def touch(self, path: Sequence[Entry]) -> None:
-        """The chunks of `path` were used: tail first, so that heads stay longest."""
-        for entry in reversed(path):
-            for tier, level in enumerate(self.levels):
-                if entry.ready(tier) is not None:
-                    level.policy.touch(entry.key)
-
-    def make_room(self, tier: int, count: int, *, spare_dirty: bool) -> bool:
-        """Evict until `count` slots of `tier` are free. Changes nothing, and says so, when that cannot be."""
-        missing = count - self.levels[tier].pool.free_count
-        if missing <= 0:
-            return True
-        victims = self._victims(tier, missing, spare_dirty=spare_dirty)
-        if len(victims) < missing:
-            return False
-        for copy in victims:
-            self.counters.evictions[self.levels[tier].name] += 1
-            self._detach(copy)
-        return True
-
-    def room(self, tier: int, count: int, *, spare_dirty: bool) -> int:
-        """How many of `count` slots `make_room` could provide now."""
-        free = self.levels[tier].pool.free_count
-        if free >= count:
-            return count
-        return free + len(self._victims(tier, count - free, spare_dirty=spare_dirty))
+        A copy that is being filled from the one that is lost cannot become good, and goes too.
+        """
+        index = self.index
+        others = [t for t in index.tiers if t != tier and index.slot[t][node] >= 0]
+        if not any(index.is_ready(node, t) for t in others):
+            doomed, left = [*others, tier], -1
+        else:
+            doomed, left = [tier], others[-1]
+        copies = [*reversed(index.orphaned_by(node, left)), *((node, t) for t in doomed)]
+        for each, where in copies:
+            self.counters.lost[self.levels[where].name] += 1
+            self.detach(each, where)
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
         """Remove the copies of `keys` that nothing holds, reads or needs to be reached; says how many."""
-        plan = Eviction(tier)
+        count = 0
         for key in reversed(keys):
-            entry = self.index.get(key)
-            copy = entry.copies[tier] if entry is not None else None
-            if copy is not None and copy not in plan.copies:
-                plan.take(copy)
-        for copy in plan.copies:
-            self._detach(copy)
-        return len(plan.copies)
+            node = self.index.get(key)
+            if node and self.index.is_ready(node, tier) and self.eviction.may_go(node, tier):
+                self.detach(node, tier)
+                count += 1
+        return count
 
     def clear(self) -> None:
-        """Take every copy out of the index. Slots that jobs still touch drain."""
-        for entry in list(self.index):
-            for copy in entry.copies:
-                if copy is not None:
-                    self._release(copy)
-        self.index.clear()
-        self.dirty.clear()
+        """Forget every chunk. Slots that jobs still touch drain."""
+        for pool in self.pools:
+            pool.clear()
+        for pins in self.pins.values():
+            for pin in pins:
+                pin.node = ROOT
+        self.pins.clear()
+        self._begin()
+
+    # ------------------------------------------------------------------ use
+
+    def miss(self, key: Key) -> MissReason:
+        """Why a request that got no further than to some chunk before `key` does without it."""
+        node = self.index.get(key)
+        if not node:
+            return MissReason.ABSENT
+        return MissReason.IN_FLIGHT if self.index.warmest_ready(node) < 0 else MissReason.BEHIND
+
+    def pin(self, node: int) -> Pin:
+        """Keep `node` from eviction until `unpin`."""
+        pin = Pin(node)
+        self.pins.setdefault(node, set()).add(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Let go of a node; one that was lost meanwhile has been let go of."""
+        node = pin.node
+        if node == ROOT:
+            return
+        pin.node = ROOT
+        pins = self.pins[node]
+        pins.discard(pin)
+        if not pins:
+            del self.pins[node]
+            self._reconsider(node)
+
+    def make_room(self, tier: int, count: int, *, spare_dirty: bool) -> int:
+        """Evict until `count` slots of `tier` are free, or nothing more may go; says how many of them are."""
+        missing = count - self.pools[tier].free_count
+        return count if missing <= 0 else count - missing + self.eviction.evict(tier, missing, spare_dirty=spare_dirty)
+
+    def touch(self, nodes: Sequence[int]) -> None:
+        """The chunks of a path, tail first, were used: heads stay longest."""
+        for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
+            state = pool.state
+            policy.touch([node for node in nodes if slots[node] >= 0 and state[slots[node]] == READY])
+        if len(self.policies) > 1:
+            self.backlog.use(nodes)
+
+    # ------------------------------------------------------------------ inside
+
+    def _reconsider(self, node: int) -> None:
+        """Something that kept `node` from going may have changed."""
+        for tier, policy in enumerate(self.policies):
+            if self.index.is_ready(node, tier):
+                policy.release((node,))
+
+    def _note(self, node: int) -> None:
+        """The copies of `node` have changed: it may be dirty now, or clean."""
+        if self.backlog.note(node):
+            self._reconsider(node)
+
+    def detach(self, node: int, tier: int, *, evicted: bool = False) -> None:
+        """Take a copy out of all books, and give its slot back."""
+        index, pool = self.index, self.pools[tier]
+        slot, parent = index.slot[tier][node], index.parent[node]
+        if pool.state[slot] == READY:
+            self.policies[tier].remove(node, evicted=evicted)
+        gone = index.drop_copy(node, tier)
+        pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
+        if gone and self.retention.used:
+            self.retention.forget(node)
+        if gone and self.pins:
+            for pin in self.pins.pop(node, ()):
+                pin.node = ROOT
+        if tier == 0 and len(self.policies) > 1:
+            self.backlog.forget(node)
+        if not gone:
+            if tier == 1:
+                self.backlog.exposed(node)
+            self._note(node)
+            self._reconsider(node)
+        if parent and not index.reach[tier][parent]:
+            self._reconsider(parent)
+
+    def _settle(self, tier: int, slot: int) -> None:
+        """Free a slot that drains, once no job touches it any more."""
+        if not self.pools[tier].is_busy(slot):
+            self.pools[tier].move(slot, FREE)
+
+    # ------------------------------------------------------------------ watching
+
+    def slot(self, tier: int, index: int) -> Slot:
+        """The address of a slot."""
+        return Slot(self.levels[tier].name, 0, index)
+
+    def addresses(self, tier: int, slots: Sequence[int]) -> list[Slot]:
+        """The addresses of many slots of one tier."""
+        return list(map(_new_slot, zip(repeat(self.levels[tier].name), repeat(0), slots, strict=False)))
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
         return tuple(
-            TierStats(level.name, level.pool.capacity, level.pool.used, len(level.policy), level.image_bytes)
-            for level in self.levels
+            TierStats(level.name, pool.capacity, pool.used, len(policy), level.image_bytes)
+            for level, pool, policy in zip(self.levels, self.pools, self.policies, strict=True)
         )
 
     def check_integrity(self) -> None:
         """Walk all books; raise `CacheError` where two of them disagree."""
         self.index.check_integrity()
-        for tier, level in enumerate(self.levels):
-            level.pool.check_integrity()
-            live = [c for e in self.index if (c := e.copies[tier]) is not None]
-            owned = [*live, *(c for c in self._draining if c.tier == tier)]
-            if len({c.slot for c in owned}) != len(owned) or len(owned) != level.pool.used:
-                raise CacheError(f"{level.name}: {len(owned)} copies own {level.pool.used} slots")
-            ready = {c.entry.key for c in live if c.state is State.READY}
-            if ready != set(level.policy.candidates()):
-                raise CacheError(f"{level.name}: the eviction policy knows {len(level.policy)} of {len(ready)} keys")
-        for entry in self.index:
-            if self._is_dirty(entry) != (entry.key in self.dirty):
-                raise CacheError(f"chunk {entry.key.hex()[:12]} is wrongly marked as dirty or clean")
-
-    def _victims(self, tier: int, count: int, *, spare_dirty: bool) -> list[Copy]:
-        """At most `count` copies that may go, coldest first; an old head goes as soon as the last of its tails has."""
-        plan = Eviction(tier)
-        refused: set[Key] = set()
-        for key in self.levels[tier].policy.candidates():
-            entry = self.index.get(key)
-            while entry is not None and len(plan.copies) < count:
-                copy = entry.copies[tier]
-                if copy is None or self._is_spared(entry, tier, spare_dirty) or not plan.take(copy):
-                    refused.add(entry.key)
-                    break
-                entry = entry.parent if entry.parent is not None and entry.parent.key in refused else None
-            if len(plan.copies) == count:
-                break
-        return plan.copies
-
-    def _is_spared(self, entry: Entry, tier: int, spare_dirty: bool) -> bool:
-        """In the file tier, what the host tier has too is spared: it would only have to be written again."""
-        return spare_dirty and entry.key in self.dirty if tier == 0 else entry.copies[0] is not None
-
-    def _detach(self, copy: Copy) -> None:
-        self.index.drop(copy)
-        self._release(copy)
-        self._note(copy.entry)
-
-    def _release(self, copy: Copy) -> None:
-        """Give the slot back, now or when the jobs that touch it have ended."""
-        level = self.levels[copy.tier]
-        if copy.state is State.READY:
-            level.policy.remove(copy.entry.key)
-        if copy.writer is None and not copy.readers:
-            copy.move(State.FREE)
-            level.pool.free(copy.slot)
-        else:
-            copy.move(State.DRAINING)
-            self._draining.add(copy)
-
-    def _settle(self, copy: Copy) -> None:
-        """Free the slot of a copy that drains, once no job touches it any more."""
-        if copy.writer is None and not copy.readers:
-            copy.move(State.FREE)
-            self._draining.discard(copy)
-            self.levels[copy.tier].pool.free(copy.slot)
-
-    def _is_dirty(self, entry: Entry) -> bool:
-        return (
-            len(self.levels) > 1 and not entry.backup_failed and entry.ready(0) is not None and entry.copies[1] is None
-        )
-
-    def _note(self, entry: Entry) -> None:
-        if self._is_dirty(entry):
-            self.dirty.setdefault(entry.key, entry)
-        else:
-            self.dirty.pop(entry.key, None)
-
-
-class Eviction:
-    """Copies of one tier that are to go together: says of each whether it may, given those before it."""
-
-    def __init__(self, tier: int) -> None:
-        self.tier = tier
-        self.copies: list[Copy] = []
-        self._reach: dict[Key, list[int]] = {}
-
-    def take(self, copy: Copy) -> bool:
-        """Add `copy` unless something works on it, holds it, or needs it to be reached."""
-        entry = copy.entry
-        if copy.state is not State.READY or copy.readers:
-            return False
-        above = coldest_without(entry, self.tier)
-        last = not any(c is not None and c is not copy and c.state is State.READY for c in entry.copies)
-        if last and (entry.holds or above >= 0):
-            return False
-        if above < self.tier:  # nothing of it stays in this tier or colder: then no child may be there
-            if self._reach.get(entry.key, entry.reach)[above + 1] > 0:
-                return False
-            if entry.parent is not None:
-                theirs = self._reach.setdefault(entry.parent.key, list(entry.parent.reach))
-                for tier in range(above + 1, self.tier + 1):
-                    theirs[tier] -= 1
-        self.copies.append(copy)
-        return True
+        self.backlog.check_integrity()
+        for tier, (level, pool, policy) in enumerate(zip(self.levels, self.pools, self.policies, strict=True)):
+            pool.check_integrity()
+            policy.check_integrity()
+            live = [node for node in self.index if self.index.slot[tier][node] >= 0]
+            if len(live) + len(pool.draining()) != pool.used:
+                raise CacheError(f"{level.name}: {len(live)} copies own {pool.used} slots")
+            ready = [node for node in live if self.index.is_ready(node, tier)]
+            if len(policy) != len(ready) or not all(node in policy for node in ready):
+                raise CacheError(f"{level.name}: the eviction policy knows {len(policy)} of {len(ready)} chunks")
+        for node, pins in self.pins.items():
+            if self.index.key[node] is None or not pins or any(pin.node != node for pin in pins):
+                raise CacheError(f"node {node} is pinned, and gone")

@@ -42,6 +42,9 @@ class DropReason(enum.Enum):
     BACKPRESSURE = "backpressure"  # too many writes are in flight
     ORPHAN = "orphan"  # the chunk before it is not in the tier, so it could not be reached
     WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
+    SELDOM = "seldom"  # offered less often than the write policy asks for
+    ANSWER = "answer"  # behind the prompt, of which alone the write policy takes chunks
+    PRIORITY = "priority"  # of less priority than the write policy asks for
 
 
 class Presence(enum.Enum):
@@ -67,11 +70,10 @@ class Hold(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The longest ready prefix: `length` chunks from `start`, as runs by tier. `hold` is `None` when it is empty."""
+    """The longest ready prefix: `length` chunks from `start`. `hold` is `None` when it is empty."""
 
     start: int
     length: int
-    runs: tuple[Run, ...]
     hold: Hold | None
 
 
@@ -104,14 +106,21 @@ class Placement(NamedTuple):
 
 
 class Offload(NamedTuple):
-    """What `commit` or `offer` accepted; `job` is `None` when nothing was.
+    """What `commit` or `offer` accepted: the chunks from position `first` of the keys on go to `slots`.
 
-    `kept` counts the leading chunks of the path that a tier has or will have, those of earlier calls included.
+    `job` is `None` when nothing was accepted. `kept` counts the leading chunks of the path that a tier has or will
+    have, those of earlier calls included.
     """
 
     job: int | None
-    accepted: tuple[Placement, ...]
+    first: int = 0
+    slots: tuple[Slot, ...] = ()
     kept: int = 0
+
+    @property
+    def accepted(self) -> tuple[Placement, ...]:
+        """Position and slot of each accepted chunk."""
+        return tuple(Placement(self.first + i, slot) for i, slot in enumerate(self.slots))
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longshore.bench.harness import Case, Report, size_of
+from longshore.bench.harness import Case, Report, counts_of, size_of
 from longshore.bench.machine import check_disk, machine_facts
 from longshore.errors import BenchError
 
@@ -118,6 +118,19 @@ def _calibrate(as_json: bool) -> None:
     console = Console()
     console.print(table)
     console.print(f"GB/s on {found.calibration.device}, kept in {found.path}", style="dim", soft_wrap=True)
+
+
+@bench.command()
+def cache(
+    blocks: Annotated[str, typer.Option(help="Numbers of tracked blocks, with commas between.")] = "10000,1000000",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 5,
+    case: Only = None,
+    as_json: Json = False,
+) -> None:
+    """The cache manager's time per block and bytes per block; less is better, but for ratios."""
+    from longshore.bench import managers  # noqa: PLC0415
+
+    _report(managers.run(blocks=counts_of(blocks), repeats=repeats, only=case or ()), dict, as_json)
 
 
 def _report(cases: Iterable[Case], marks: Callable[[], dict[str, object]], as_json: bool) -> None:

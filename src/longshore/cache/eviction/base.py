@@ -1,41 +1,109 @@
 """The seam for eviction policies.
 
-A policy knows keys and the order in which they should go; it knows nothing of slots, states, holds or prefixes.
-The cache asks for candidates, coldest first, and takes those that may go (`longshore.cache.store`).
+A policy knows the chunks of one tier by small numbers ("nodes"), and the order in which they should go; it knows
+nothing of slots, states or prefixes. Whether a chunk may go is the cache's business: `evict` offers candidates in
+order, and what the cache will not part with now is *held*, out of the order, until `release` puts it back at the
+cold end, or a use at the hot end. So a chunk that cannot go costs once, not at each eviction.
+
+    insert ──► in order ──► evicted
+                │     ▲
+       refused  ▼     │ release, touch
+               held ──┘
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from longshore.boundary import Key
+import numpy as np
+import numpy.typing as npt
+
+from longshore.cache.chains import LISTS
+from longshore.errors import CacheError
+
+Names = npt.NDArray[np.object_]
+"""The key of each node: for policies that remember what has left."""
 
 
 class EvictionPolicy(ABC):
-    """An order of eviction over the resident keys of one tier.
+    """An order of eviction over the resident chunks of one tier, which has `slots` slots.
 
-    The cache calls `insert` when a copy became ready, `touch` when it was used (a request's chunks tail first, so that
-    heads stay longest), and `remove` when it left for whatever reason. `insert` of a key that is in, `touch` and
-    `remove` of one that is not, raise `CacheError`.
+    `insert` of a node that is in, `touch`, `hold`, `release` and `remove` of one that is not, are a `CacheError`.
     """
 
-    @abstractmethod
-    def insert(self, key: Key) -> None:
-        """`key` became resident."""
+    def __init__(self, slots: int, names: Names) -> None:
+        self.slots = slots
+        self.names = names
 
     @abstractmethod
-    def touch(self, key: Key) -> None:
-        """`key` was used."""
+    def insert(self, nodes: Sequence[int]) -> None:
+        """`nodes` became resident: a part of a path, tail first, so that heads stay longest."""
 
     @abstractmethod
-    def remove(self, key: Key) -> None:
-        """`key` left."""
+    def touch(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used: a part of a path, tail first. Held ones are so no longer."""
 
     @abstractmethod
-    def candidates(self) -> Iterator[Key]:
-        """Resident keys, the first to go first. The policy must not be changed while this is consumed."""
+    def hold(self, node: int) -> None:
+        """`node` cannot go at present. Holding what is held changes nothing."""
+
+    @abstractmethod
+    def release(self, nodes: Sequence[int]) -> None:
+        """Those of `nodes` that are held may go again, and first."""
+
+    @abstractmethod
+    def remove(self, node: int, *, evicted: bool = False) -> None:
+        """`node` left; `evicted` if for want of room, which a policy may remember."""
+
+    @abstractmethod
+    def coldest(self) -> int:
+        """The node that should go first, of those that are not held; 0 without one."""
+
+    @abstractmethod
+    def order(self) -> Iterator[int]:
+        """All nodes that are not held, the first to go first. For tests and diagnosis: O(n)."""
+
+    @abstractmethod
+    def is_held(self, node: int) -> bool:
+        """Whether `node` is in, and held."""
+
+    @abstractmethod
+    def __contains__(self, node: object) -> bool:
+        """Whether `node` is in, held or not."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Resident keys."""
+        """Nodes that are in, held ones included."""
+
+    @abstractmethod
+    def grow(self, nodes: int) -> None:
+        """Nodes may now have any number below `nodes`."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise `CacheError` where the policy's own books disagree."""
+
+    def evict(self, count: int, let_go: Callable[[int], bool]) -> int:
+        """Offer nodes to `let_go`, first to go first, until `count` have gone; says how many did.
+
+        `let_go` either takes leave of the node (calling `remove`, and `release` for what can go now) and says so, or
+        changes nothing; the node is then held.
+        """
+        gone, coldest, hold = 0, self.coldest, self.hold
+        while gone < count and (node := coldest()):
+            if let_go(node):
+                gone += 1
+            else:
+                hold(node)
+        return gone
+
+
+def unknown(node: int) -> CacheError:
+    """The error for a node that should have been in."""
+    return CacheError(f"node {node} is not in the policy")
+
+
+def known(node: int) -> CacheError:
+    """The error for a node that should not have been in."""
+    return CacheError(f"node {node} is already in the policy, or no node (these begin at {LISTS})")

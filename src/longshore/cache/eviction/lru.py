@@ -2,43 +2,122 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from longshore.boundary import Key
-from longshore.cache.eviction.base import EvictionPolicy
+from longshore.cache.chains import LISTS, Chains
+from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
 from longshore.errors import CacheError
+
+_ORDER = 1
+_OUT, _IN, _HELD = range(3)
 
 
 class LRU(EvictionPolicy):
-    """The key that was not used for the longest time goes first. Every operation is O(1)."""
+    """The chunk that was not used for the longest time goes first. Every operation is O(1); 9 bytes per node."""
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[Key, None] = OrderedDict()
+    def __init__(self, slots: int, names: Names) -> None:
+        super().__init__(slots, names)
+        self._chains = Chains()
+        self._place = bytearray(LISTS)
+        self._count = 0
 
-    def insert(self, key: Key) -> None:
-        """`key` became resident; it is now the most recently used."""
-        if key in self._order:
-            raise CacheError(f"key {key.hex()[:12]} is already in the policy")
-        self._order[key] = None
+    def grow(self, nodes: int) -> None:
+        """Nodes may now have any number below `nodes`."""
+        self._chains.grow(nodes)
+        self._place.extend(bytes(max(0, nodes - len(self._place))))
 
-    def touch(self, key: Key) -> None:
-        """`key` is now the most recently used."""
-        try:
-            self._order.move_to_end(key)
-        except KeyError:
-            raise CacheError(f"key {key.hex()[:12]} is not in the policy") from None
+    def insert(self, nodes: Sequence[int]) -> None:
+        """`nodes` became resident, the last is now the most recently used."""
+        place, after, before = self._place, self._chains.after, self._chains.before
+        last = before[_ORDER]
+        for node in nodes:
+            if place[node] != _OUT or node < LISTS:
+                raise known(node)
+            place[node] = _IN
+            after[last] = node
+            before[node] = last
+            last = node
+            after[last], before[_ORDER] = _ORDER, last
+        self._count += len(nodes)
 
-    def remove(self, key: Key) -> None:
-        """`key` left."""
-        if key not in self._order:
-            raise CacheError(f"key {key.hex()[:12]} is not in the policy")
-        del self._order[key]
+    def touch(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used, the last is now the most recently used. Those that are neighbours already move as one."""
+        place, after, before = self._place, self._chains.after, self._chains.before
+        at, count = 0, len(nodes)
+        while at < count:
+            first = last = nodes[at]
+            at += 1
+            if place[first] == _IN:
+                while at < count and after[last] == nodes[at]:
+                    last = nodes[at]
+                    at += 1
+                behind, ahead = before[first], after[last]
+                after[behind] = ahead
+                before[ahead] = behind
+            elif place[first] == _OUT:
+                raise unknown(first)
+            place[first] = _IN
+            hottest = before[_ORDER]
+            after[hottest] = first
+            before[first] = hottest
+            after[last] = _ORDER
+            before[_ORDER] = last
 
-    def candidates(self) -> Iterator[Key]:
-        """Keys, least recently used first."""
-        return iter(self._order)
+    def hold(self, node: int) -> None:
+        """`node` cannot go at present."""
+        place = self._place[node]
+        if place == _IN:
+            self._chains.drop(node)
+            self._place[node] = _HELD
+        elif place == _OUT:
+            raise unknown(node)
+
+    def release(self, nodes: Sequence[int]) -> None:
+        """Those of `nodes` that are held may go again, and first."""
+        place = self._place
+        for node in nodes:
+            if place[node] == _HELD:
+                self._chains.chill(_ORDER, node)
+                place[node] = _IN
+            elif place[node] == _OUT:
+                raise unknown(node)
+
+    def remove(self, node: int, *, evicted: bool = False) -> None:
+        """`node` left."""
+        place, after, before = self._place, self._chains.after, self._chains.before
+        if place[node] == _IN:
+            behind, ahead = before[node], after[node]
+            after[behind] = ahead
+            before[ahead] = behind
+        elif place[node] == _OUT:
+            raise unknown(node)
+        place[node] = _OUT
+        self._count -= 1
+
+    def coldest(self) -> int:
+        """The node that was not used for the longest time; 0 without one."""
+        node = self._chains.after[_ORDER]
+        return 0 if node == _ORDER else node
+
+    def order(self) -> Iterator[int]:
+        """Nodes, least recently used first."""
+        return self._chains.walk(_ORDER)
+
+    def is_held(self, node: int) -> bool:
+        """Whether `node` is in, and held."""
+        return self._place[node] == _HELD
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, int) and node < len(self._place) and self._place[node] != _OUT
 
     def __len__(self) -> int:
-        """Resident keys."""
-        return len(self._order)
+        return self._count
+
+    def check_integrity(self) -> None:
+        """Raise `CacheError` where the order and the marks disagree."""
+        self._chains.check_integrity(_ORDER)
+        ordered = set(self.order())
+        marked = {node for node, place in enumerate(self._place) if place == _IN}
+        held = self._place.count(_HELD)
+        if ordered != marked or len(marked) + held != self._count:
+            raise CacheError(f"LRU orders {len(ordered)} nodes, marks {len(marked)} and {held} held, of {self._count}")

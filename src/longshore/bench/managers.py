@@ -1,0 +1,369 @@
+"""The cache manager's own time and memory, at a given number of tracked blocks.
+
+    match    match, hold and release                       ns per block, over prompts of 8 to 8,192 blocks
+    commit   offer blocks that the tier has already        ns per block
+    offload  offload into free slots: commit to arrival    ns per block
+    evict    offload into a full tier                      ns per block
+    prompt   match and hold one resident prompt            us, of up to 8,192 blocks
+    slots    resolve its slots                             us
+    onboard  pin it, and order its transfer                us
+    hash     keys of 131,072 tokens                        ms
+    memory   bytes per tracked block, key and policy       bytes
+    ghosts   bytes per block that the policy remembers after it has left (0 without such a memory)
+    pause    longest single call outside eviction          ms
+
+Ours and the rivals (`longshore.bench.rivals`) see the same keys in the same order, in turn; the reference is the
+fastest of them. All is measured in processor time of the calling thread: nothing here waits, so garbage collection and
+page faults count, and a busy machine does not.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from longshore.bench.harness import Case, chosen, compare
+from longshore.bench.rivals import Rival, makers_of_rivals
+from longshore.boundary import HOST, Key, Status, TransferResult
+from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.errors import BenchError
+from longshore.keys import Scope, chain
+
+T = TypeVar("T")
+
+LONGEST = 8192
+_PIECE = 1024
+_TOKENS = 131_072
+_BLOCK = 16
+_PER_SIZE = ("match", "commit", "offload", "evict", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
+
+
+class Ours:
+    """`TieredCache` with one tier of `slots` slots, and the longest call so far."""
+
+    name = "longshore"
+
+    def __init__(self, slots: int) -> None:
+        self.cache = TieredCache([TierSpec(HOST, slots, 1)], CacheSettings(max_writes=_PIECE))
+        self.longest = 0.0
+
+    def match(self, keys: Sequence[Key]) -> None:
+        """Match, hold and release."""
+        hold = self._call(lambda: self.cache.match(keys, 0.0)).hold
+        if hold is not None:
+            self._call(lambda: self.cache.release(hold))
+
+    def known(self, keys: Sequence[Key]) -> None:
+        """A commit of which nothing is taken."""
+        self._call(lambda: self.cache.commit(keys, range(len(keys))))
+
+    def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
+        """A commit, its command, and its result."""
+        for start in range(first, len(keys), _PIECE):
+            path, blocks = keys[: start + _PIECE], range(min(_PIECE, len(keys) - start))
+            commit = partial(self.cache.commit, path, blocks, first=start)
+            offload = commit() if evicting else self._call(commit)
+            if offload.job is None or len(offload.slots) != len(blocks):
+                raise BenchError(f"{len(offload.slots)} of {len(blocks)} blocks were taken")
+            self._call(self.cache.take)
+            result = TransferResult(offload.job, (Status.OK,) * len(blocks))
+            self._call(partial(self.cache.apply, (result,), 0.0))
+
+    def onboard(self, keys: Sequence[Key]) -> float:
+        """Order the loading of a resident prompt, and let it arrive; the seconds that the order took."""
+        hold = self.cache.match(keys, 0.0).hold
+        if hold is None:
+            raise BenchError("a resident prompt was not found")
+        begun = time.thread_time()
+        parts = self._call(partial(self.cache.onboard, hold, range(len(keys)))).parts
+        self.cache.take()
+        taken = time.thread_time() - begun
+        results = [TransferResult(part.job, (Status.OK,) * part.chunks) for part in parts]
+        self._call(partial(self.cache.apply, results, 0.0))
+        self._call(partial(self.cache.release, hold))
+        return taken
+
+    def _call(self, method: Callable[[], T]) -> T:
+        begun = time.thread_time()
+        answer = method()
+        self.longest = max(self.longest, time.thread_time() - begun)
+        return answer
+
+
+class Load:
+    """Prompts that share prefixes, `blocks` different keys in all: what both sides are filled with and asked for."""
+
+    def __init__(self, blocks: int, seed: int = 0) -> None:
+        self._dice = random.Random(seed)  # noqa: S311 - keys to measure with, not to keep
+        self.blocks = blocks
+        self.prompts: list[list[Key]] = []
+        """Every prompt that is resident after the fill; each begins with a part of an earlier one, or afresh."""
+        self.shared: list[int] = []
+        """How many of its leading blocks a prompt shares with an earlier one."""
+        left = blocks
+        while left:
+            prompt, shared = self._prompt()
+            del prompt[shared + left :]
+            self.prompts.append(prompt)
+            self.shared.append(shared)
+            left -= len(prompt) - shared
+        self.longest = max(self.prompts, key=len)
+
+    def _prompt(self) -> tuple[list[Key], int]:
+        """A new prompt of 8 to 8,192 blocks (but at most a quarter of all), all sizes alike; how much it shares."""
+        longest = max(8, min(LONGEST, self.blocks // 4))
+        if not self.prompts:
+            return self.fresh(longest), 0
+        length, shared = int(8 * (longest / 8) ** self._dice.random()), 0
+        elder = self._dice.choice(self.prompts)
+        if self._dice.random() < 0.5:
+            shared = self._dice.randrange(min(len(elder), length))
+        return [*elder[:shared], *self.fresh(length - shared)], shared
+
+    def fresh(self, count: int) -> list[Key]:
+        """Keys that nobody has seen."""
+        return [self._dice.randbytes(32) for _ in range(count)]
+
+    def sample(self, blocks: int) -> list[list[Key]]:
+        """Resident prompts of about so many blocks in all."""
+        picked: list[list[Key]] = []
+        while sum(map(len, picked)) < blocks:
+            picked.append(self._dice.choice(self.prompts))
+        return picked
+
+
+def run(*, blocks: Sequence[int], repeats: int = 5, only: Sequence[str] = ()) -> Iterator[Case]:
+    """All cases, or those in `only`, for each number of tracked blocks."""
+    if any(size < 64 for size in blocks):
+        raise BenchError(f"a number of blocks is at least 64, got {list(blocks)}")
+    names = chosen([*(f"{kind}/{size}" for size in blocks for kind in _PER_SIZE), "hash"], only)
+    for size in blocks:
+        kinds = [kind for kind in _PER_SIZE if f"{kind}/{size}" in names]
+        if kinds:
+            yield from _sized(size, kinds, repeats)
+    if "hash" in names:
+        yield _hash(repeats)
+
+
+def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
+    load = Load(size)
+    gc.collect()
+    gc.freeze()  # as engines do at their start: what collections cost now is what the managers keep
+    ours = Ours(size)
+    others = [make(size) for make in makers_of_rivals()]
+    offload = _fill(ours, others, load)
+    if "offload" in kinds:
+        yield _per_block(f"offload/{size}", *offload, size)
+    measures = {
+        "match": _match,
+        "commit": _commit,
+        "prompt": _prompt,
+        "slots": _slots,
+        "onboard": _onboard,
+        "evict": _evict,
+    }
+    for kind, measure in measures.items():
+        if kind in kinds:
+            yield measure(size, ours, others, load, repeats)
+    del ours, others
+    gc.collect()
+    if "pause" in kinds:
+        yield _pause(size, load)
+    if "memory" in kinds or "ghosts" in kinds:
+        yield from _memory(size, kinds)
+
+
+def _fill(ours: Ours, others: Sequence[Rival], load: Load) -> tuple[float, list[tuple[float, str]]]:
+    """Store all prompts on all sides in turn; seconds of ours and of each rival."""
+    taken = [0.0] * (1 + len(others))
+    for prompt, first in zip(load.prompts, load.shared, strict=True):
+        taken[0] += _timed(partial(ours.store, prompt, first))()
+        for i, other in enumerate(others, 1):
+            taken[i] += _timed(partial(other.store, prompt[first:]))()
+    return taken[0], [(seconds, other.name) for seconds, other in zip(taken[1:], others, strict=True)]
+
+
+def _match(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+    prompts = load.sample(min(4 * size, 100_000))
+    return _each(f"match/{size}", prompts, ours.match, [(o.name, o.match) for o in others], repeats)
+
+
+def _commit(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+    prompts = load.sample(min(4 * size, 50_000))
+    return _each(f"commit/{size}", prompts, ours.known, [(o.name, o.known) for o in others], repeats)
+
+
+def _evict(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+    """Fresh prompts into a full tier: as many blocks in each repeat, never more than a quarter of the tier."""
+    batches = [[load.fresh(n) for n in _lengths(min(size // 4, 30_000))] for _ in range(repeats)]
+    total = sum(map(len, batches[0]))
+    sides: list[Callable[[Sequence[Key]], None]] = [
+        lambda keys: ours.store(keys, evicting=True),
+        *(o.store for o in others),
+    ]
+    medians = []
+    for side in sides:
+        taken = []
+        for batch in batches:
+            begun = time.thread_time()
+            for prompt in batch:
+                side(prompt)
+            taken.append(time.thread_time() - begun)
+        medians.append(statistics.median(taken))
+    return _per_block(f"evict/{size}", medians[0], list(zip(medians[1:], [o.name for o in others], strict=True)), total)
+
+
+def _lengths(total: int) -> list[int]:
+    """Prompt lengths from 8 on, doubling, over and over until there are `total` blocks."""
+    lengths: list[int] = []
+    length = 8
+    while total:
+        lengths.append(min(length, total))
+        total -= lengths[-1]
+        length = 8 if length >= LONGEST else 2 * length
+    return lengths
+
+
+def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+    prompt, cache, taken = load.longest, ours.cache, []
+    for _ in range(4 * repeats):
+        begun = time.thread_time()
+        found = cache.match(prompt, 0.0)
+        taken.append(time.thread_time() - begun)
+        if found.length != len(prompt) or found.hold is None:
+            raise BenchError(f"{found.length} of {len(prompt)} resident blocks were found")
+        cache.release(found.hold)
+    best = min((statistics.median(_times(o.match, prompt, repeats)), o.name) for o in others)
+    return _single(f"prompt/{size}", statistics.median(taken), best)
+
+
+def _slots(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+    prompt, taken = load.longest, []
+    hold = ours.cache.match(prompt, 0.0).hold
+    if hold is None:
+        raise BenchError("a resident prompt was not found")
+    for _ in range(4 * repeats):
+        taken.append(_timed(partial(ours.cache.slots, hold))())
+    ours.cache.release(hold)
+    best = min((statistics.median(_times(o.slots, prompt, repeats)), o.name) for o in others)
+    return _single(f"slots/{size}", statistics.median(taken), best)
+
+
+def _onboard(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+    taken = statistics.median(ours.onboard(load.longest) for _ in range(4 * repeats))
+    best = min((statistics.median(_times(o.slots, load.longest, repeats)), o.name) for o in others)
+    return _single(f"onboard/{size}", taken, best)
+
+
+def _pause(size: int, load: Load) -> Case:
+    """The longest call of a life without eviction, nobody else's objects being in memory."""
+    ours = Ours(size)
+    _fill(ours, [], load)
+    for prompt in load.sample(2 * size):
+        ours.match(prompt)
+        ours.known(prompt)
+    for _ in range(8):
+        ours.onboard(load.longest)
+    return Case(f"pause/{size}", ours.longest * 1e3, "ms", "the bound", 5.0, 5e-3 / ours.longest)
+
+
+def _memory(size: int, kinds: Sequence[str]) -> Iterator[Case]:
+    """What is allocated while a tier is filled, its keys included; and what more once all of it has been evicted."""
+    taken = []
+    makers: list[Callable[[], Ours | Rival]] = [
+        partial(Ours, size),
+        *(partial(make, size) for make in makers_of_rivals()),
+    ]
+    names, ghosts = [], 0.0
+    for i, make in enumerate(makers):
+        gc.collect()
+        tracemalloc.start()
+        side = make()
+        names.append(side.name)
+        dice = random.Random(1)  # noqa: S311
+        for _ in range(size // 64):
+            side.store([dice.randbytes(32) for _ in range(64)])
+        gc.collect()
+        taken.append(tracemalloc.get_traced_memory()[0] / (size // 64 * 64))
+        if i == 0 and "ghosts" in kinds:
+            for _ in range(size // 64):
+                side.store([dice.randbytes(32) for _ in range(64)])
+            gc.collect()
+            ghosts = max(0.0, tracemalloc.get_traced_memory()[0] / (size // 64 * 64) - taken[0])
+        tracemalloc.stop()
+        del side
+    if "memory" in kinds:
+        best, name = min(zip(taken[1:], names[1:], strict=True))
+        yield Case(f"memory/{size}", taken[0], "bytes", name, best, best / taken[0])
+    if "ghosts" in kinds:
+        yield Case(f"ghosts/{size}", ghosts, "bytes", "the blocks themselves", taken[0], taken[0] / max(ghosts, 1.0))
+
+
+def _hash(repeats: int) -> Case:
+    """Keys of 131,072 tokens, beside bare hashlib over the same bytes, packed beforehand."""
+    dice = random.Random(2)  # noqa: S311
+    tokens = [dice.randrange(150_000) for _ in range(_TOKENS)]
+    root = Scope(model="m", weights="w", dtype="d", layout="l", block_size=_BLOCK).root
+    step = 4 * _BLOCK
+    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+
+    def bare() -> None:
+        tip = root
+        for start in range(0, len(packed), step):
+            tip = hashlib.sha256(tip + packed[start : start + step]).digest()
+
+    taken = compare(_timed(lambda: chain(root, tokens, _BLOCK)), _timed(bare), repeats=2 * repeats + 1)
+    return Case("hash", taken.ours * 1e3, "ms", "bare hashlib", taken.reference * 1e3, taken.reference / taken.ours)
+
+
+def _each(
+    name: str,
+    prompts: Sequence[Sequence[Key]],
+    ours: Callable[[Sequence[Key]], None],
+    others: Sequence[tuple[str, Callable[[Sequence[Key]], None]]],
+    repeats: int,
+) -> Case:
+    """The median of `repeats` passes over all prompts, sides in turn."""
+    sides = [ours, *(verb for _, verb in others)]
+    taken: list[list[float]] = [[] for _ in sides]
+    for repeat in range(-1, repeats):
+        for side, verb in enumerate(sides):
+            begun = time.thread_time()
+            for prompt in prompts:
+                verb(prompt)
+            if repeat >= 0:
+                taken[side].append(time.thread_time() - begun)
+    medians = [statistics.median(each) for each in taken]
+    rest = list(zip(medians[1:], [each for each, _ in others], strict=True))
+    return _per_block(name, medians[0], rest, sum(map(len, prompts)))
+
+
+def _per_block(name: str, seconds: float, others: Sequence[tuple[float, str]], blocks: int) -> Case:
+    best, which = min(others)
+    return Case(name, seconds / blocks * 1e9, "ns", which, best / blocks * 1e9, best / seconds)
+
+
+def _single(name: str, seconds: float, best: tuple[float, str]) -> Case:
+    return Case(name, seconds * 1e6, "us", best[1], best[0] * 1e6, best[0] / seconds)
+
+
+def _times(verb: Callable[[Sequence[Key]], None], keys: Sequence[Key], repeats: int) -> list[float]:
+    return [_timed(partial(verb, keys))() for _ in range(repeats)]
+
+
+def _timed(call: Callable[[], object]) -> Callable[[], float]:
+    """`call` as something that returns the processor seconds of one run of it."""
+
+    def run() -> float:
+        begun = time.thread_time()
+        call()
+        return time.thread_time() - begun
+
+    return run

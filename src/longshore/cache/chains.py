@@ -1,0 +1,81 @@
+"""Ordered lists over small numbers, all in two arrays: no object per element, nothing for a garbage collector to walk.
+
+    numbers   0 .. LISTS-1        the lists themselves: list `l` is a ring through element `l`
+              LISTS ..            elements; each is in at most one list at a time
+
+    cold end                hot end
+       l ──► 17 ──► 9 ──► 4 ──► l            `after[l]` is the coldest, `before[l]` the hottest
+
+Every operation is O(1), and takes some hundred nanoseconds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from longshore.errors import CacheError
+
+LISTS = 256
+"""Numbers below this one name lists, not elements."""
+
+
+class Chains:
+    """`LISTS` ordered lists over the numbers from `LISTS` on. 8 bytes per number."""
+
+    __slots__ = ("after", "before")
+
+    def __init__(self, size: int = LISTS) -> None:
+        self.after = array("i", range(LISTS))
+        self.before = array("i", range(LISTS))
+        self.grow(size)
+
+    def grow(self, size: int) -> None:
+        """Make room for numbers below `size`; those that are new are in no list."""
+        more = array("i", bytes(4 * max(0, size - len(self.after))))
+        self.after.extend(more)
+        self.before.extend(more)
+
+    def warm(self, which: int, number: int) -> None:
+        """Put `number`, which is in no list, at the hot end of list `which`."""
+        after, before = self.after, self.before
+        last = before[which]
+        after[last] = before[which] = number
+        after[number] = which
+        before[number] = last
+
+    def chill(self, which: int, number: int) -> None:
+        """Put `number`, which is in no list, at the cold end of list `which`."""
+        after, before = self.after, self.before
+        first = after[which]
+        before[first] = after[which] = number
+        before[number] = which
+        after[number] = first
+
+    def drop(self, number: int) -> None:
+        """Take `number` out of the list that it is in."""
+        after, before = self.after, self.before
+        behind, ahead = before[number], after[number]
+        after[behind] = ahead
+        before[ahead] = behind
+
+    def coldest(self, which: int) -> int:
+        """The first element of list `which`; the list's own number when it is empty."""
+        return self.after[which]
+
+    def walk(self, which: int) -> Iterator[int]:
+        """The elements of list `which`, coldest first. The lists must not be changed meanwhile."""
+        number = self.after[which]
+        while number != which:
+            yield number
+            number = self.after[number]
+
+    def check_integrity(self, which: int) -> None:
+        """Raise `CacheError` unless list `which` is the same from both ends."""
+        last = which
+        for number in self.walk(which):
+            if self.before[number] != last or number < LISTS:
+                raise CacheError(f"list {which}: {number} comes after {last}, and says {self.before[number]}")
+            last = number
+        if self.before[which] != last:
+            raise CacheError(f"list {which} ends with {last}, and says {self.before[which]}")

@@ -1,0 +1,165 @@
+"""Adaptive replacement: recency and frequency, weighed by what was missed lately.
+
+    once ──► hits ──► often         resident: seen once, or more often; both in order of use
+      │                 │
+      ▼ evicted         ▼ evicted
+    ghosts of once    ghosts of often       keys only, of as many chunks again each
+
+A chunk that comes back while its ghost is in `once` says that list is too short, and `target` (the slots that are meant
+for it) grows; a ghost of `often` makes it shrink. After N. Megiddo and D. Modha, "ARC: a self-tuning, low overhead
+replacement cache" (FAST 2003), with two differences: each list has ghosts for all slots, which hits more often on
+prefix traces; and what the cache will not part with is held, and passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from longshore.boundary import Key
+from longshore.cache.chains import LISTS, Chains
+from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
+from longshore.cache.eviction.ghosts import Ghosts
+from longshore.errors import CacheError
+
+_OUT, _ONCE, _OFTEN = range(3)
+_HELD = 4
+
+
+class ARC(EvictionPolicy):
+    """Evicts the oldest chunk seen once, or the oldest seen more often, whichever list is longer than it should be.
+
+    Every operation is O(1); 9 bytes per node, and about 170 for each ghost, of which there are at most two per slot.
+    """
+
+    def __init__(self, slots: int, names: Names) -> None:
+        super().__init__(slots, names)
+        self.target = 0.0
+        """Slots that are meant for chunks seen once."""
+        self._chains = Chains()
+        self._place = bytearray(LISTS)
+        self._counts = [0, 0, 0]
+        self._ghosts = (Ghosts(0), Ghosts(slots), Ghosts(slots))
+
+    def grow(self, nodes: int) -> None:
+        """Nodes may now have any number below `nodes`."""
+        self._chains.grow(nodes)
+        self._place.extend(bytes(max(0, nodes - len(self._place))))
+
+    def insert(self, nodes: Sequence[int]) -> None:
+        """`nodes` became resident: among those seen often if a ghost says that they were here before."""
+        place, counts, chains = self._place, self._counts, self._chains
+        remember = len(self._ghosts[_ONCE]) + len(self._ghosts[_OFTEN]) > 0
+        for node in nodes:
+            if place[node] != _OUT or node < LISTS:
+                raise known(node)
+            which = _OFTEN if remember and self._recall(self.names[node]) else _ONCE
+            place[node] = which
+            counts[which] += 1
+            chains.warm(which, node)
+
+    def touch(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used: they have been seen often now. Neighbours in one list move as one."""
+        place, after, before = self._place, self._chains.after, self._chains.before
+        at, count = 0, len(nodes)
+        while at < count:
+            begin, first = at, nodes[at]
+            last, was = first, place[first]
+            at += 1
+            if was == _OUT:
+                raise unknown(first)
+            if was < _HELD:
+                while at < count and after[last] == nodes[at]:
+                    last = nodes[at]
+                    at += 1
+                behind, ahead = before[first], after[last]
+                after[behind] = ahead
+                before[ahead] = behind
+            if was != _OFTEN:
+                for node in nodes[begin:at]:
+                    place[node] = _OFTEN
+                self._counts[was & ~_HELD] -= at - begin
+                self._counts[_OFTEN] += at - begin
+            hottest = before[_OFTEN]
+            after[hottest] = first
+            before[first] = hottest
+            after[last] = _OFTEN
+            before[_OFTEN] = last
+
+    def hold(self, node: int) -> None:
+        """`node` cannot go at present."""
+        at = self._place[node]
+        if at == _OUT:
+            raise unknown(node)
+        if at < _HELD:
+            self._chains.drop(node)
+            self._place[node] = at | _HELD
+
+    def release(self, nodes: Sequence[int]) -> None:
+        """Those of `nodes` that are held may go again, each as the first of its list."""
+        for node in nodes:
+            at = self._place[node]
+            if at == _OUT:
+                raise unknown(node)
+            if at & _HELD:
+                self._place[node] = at & ~_HELD
+                self._chains.chill(at & ~_HELD, node)
+
+    def remove(self, node: int, *, evicted: bool = False) -> None:
+        """`node` left; its key is remembered if it was evicted."""
+        at = self._place[node]
+        if at == _OUT:
+            raise unknown(node)
+        if at < _HELD:
+            self._chains.drop(node)
+        which = at & ~_HELD
+        self._place[node] = _OUT
+        self._counts[which] -= 1
+        if evicted:
+            self._ghosts[which].add(self.names[node])
+
+    def coldest(self) -> int:
+        """The oldest node of the list that is longer than it should be, or else of the other one; 0 without one."""
+        first = _ONCE if self._counts[_ONCE] > self.target else _OFTEN
+        for which in (first, _ONCE + _OFTEN - first):
+            node = self._chains.after[which]
+            if node != which:
+                return node
+        return 0
+
+    def order(self) -> Iterator[int]:
+        """Nodes seen once, then those seen often, each the oldest first."""
+        yield from self._chains.walk(_ONCE)
+        yield from self._chains.walk(_OFTEN)
+
+    def is_held(self, node: int) -> bool:
+        """Whether `node` is in, and held."""
+        return self._place[node] >= _HELD
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, int) and node < len(self._place) and self._place[node] != _OUT
+
+    def __len__(self) -> int:
+        return self._counts[_ONCE] + self._counts[_OFTEN]
+
+    def check_integrity(self) -> None:
+        """Raise `CacheError` where lists, marks, counts and ghosts disagree."""
+        for which in (_ONCE, _OFTEN):
+            self._chains.check_integrity(which)
+            marked = {node for node, at in enumerate(self._place) if at == which}
+            held = self._place.count(which | _HELD)
+            if set(self._chains.walk(which)) != marked or len(marked) + held != self._counts[which]:
+                raise CacheError(f"ARC marks {len(marked)} and {held} held nodes, counts {self._counts[which]}")
+            self._ghosts[which].check_integrity()
+        if not 0 <= self.target <= self.slots:
+            raise CacheError(f"ARC means {self.target} of {self.slots} slots for what was seen once")
+
+    def _recall(self, key: Key) -> bool:
+        """Whether the chunk left lately; if so, learns from it."""
+        once, often = self._ghosts[_ONCE], self._ghosts[_OFTEN]
+        if once.take(key):
+            self.target = min(float(self.slots), self.target + max(1.0, len(often) / (len(once) + 1)))
+            return True
+        if often.take(key):
+            self.target = max(0.0, self.target - max(1.0, len(once) / (len(often) + 1)))
+            return True
+        return False

@@ -1,0 +1,157 @@
+"""Loads: held chunks onto the device, by way of the host tier.
+
+    file ──A──► host ──B──► device      B waits for A; a slot that is being filled already is joined
+
+The leading run that is in the host tier is one job that waits for nothing; the rest follows in batches, so that what
+has arrived by a deadline can be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from longshore.boundary import Key, Section
+from longshore.cache.flow import Flow
+from longshore.cache.index import ROOT
+from longshore.cache.jobs import Load, Side
+from longshore.cache.states import READY
+from longshore.cache.types import MissReason
+
+LOAD_BATCH = 16
+"""Chunks that one onboarding job waits for together: what has arrived by a deadline can be used."""
+
+
+class Batch(NamedTuple):
+    """Consecutive chunks to load together; `above` is the key before them, `tiers` and `slots` say what is pinned.
+
+    All of them are ready in the host tier when they are `warm`.
+    """
+
+    nodes: Sequence[int]
+    keys: Sequence[Key]
+    above: Key | None
+    tiers: Sequence[int]
+    slots: Sequence[int]
+    warm: bool
+
+
+def _batches(warm: int, count: int) -> Iterator[tuple[int, int]]:
+    """The leading warm run, which waits for nothing; then `LOAD_BATCH` chunks at a time."""
+    if warm:
+        yield 0, warm
+    for start in range(warm, count, LOAD_BATCH):
+        yield start, min(start + LOAD_BATCH, count)
+
+
+class Loading:
+    """Orders loads on one `Flow`."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._store = flow.store
+
+    def load(
+        self,
+        keys: Sequence[Key],
+        blocks: Sequence[int],
+        first_block: int,
+        *,
+        tail: int = ROOT,
+        held: int = 0,
+        group: int = 0,
+        by_layer: bool = False,
+    ) -> Load:
+        """Order `keys` (as far as they are ready, and the host tier has room) into device `blocks`.
+
+        `first_block` is the logical index of `blocks[0]`, a block of the first chunk. `keys` are the first of `held`
+        chunks that end at `tail`, if that is known and reachable.
+        """
+        store, load = self._store, Load()
+        path = store.index.path(tail, held)[held - len(keys) :][::-1] if tail else store.index.readable(keys)
+        tiers, slots = self._pin(path)
+        cold = [i for i, tier in enumerate(tiers) if tier]
+        room = store.make_room(0, len(cold), spare_dirty=True)
+        if room < len(cold):
+            room = store.make_room(0, len(cold), spare_dirty=False)
+        if room < len(cold):
+            cut = cold[room]
+            load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers[cut:]]
+            for tier, slot in zip(tiers[cut:], slots[cut:], strict=True):
+                store.unread(tier, [slot])
+            path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
+        load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
+        per_chunk = self._flow.settings.blocks_per_chunk
+        above = store.index.key[store.index.parent[path[0]]] if path else None
+        warm = self._warm(tiers, slots)
+        for start, end in _batches(warm, len(path)):
+            here = slice(start, end)
+            batch = Batch(path[here], keys[here], above, tiers[here], slots[here], warm=end <= warm)
+            above = keys[end - 1]
+            taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
+            self._order_batch(load, batch, Section(group, first_block, tuple(blocks[:taken])), by_layer=by_layer)
+            blocks, first_block = blocks[taken:], first_block + taken
+        return load
+
+    def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Pin the copy that each reachable node is read from, or will be: says tiers and slots."""
+        index, pools = self._store.index, self._store.pools
+        slots, tiers = [index.slot[0][node] for node in path], [0] * len(path)
+        readers = pools[0].readers
+        for i, slot in enumerate(slots):
+            if slot >= 0:
+                readers[slot] += 1
+            else:
+                tier = tiers[i] = index.warmest_ready(path[i])
+                slots[i] = index.slot[tier][path[i]]
+                pools[tier].readers[slots[i]] += 1
+        return tiers, slots
+
+    def _warm(self, tiers: Sequence[int], slots: Sequence[int]) -> int:
+        """How many chunks lead that are ready in the host tier."""
+        state, count = self._store.pools[0].state, 0
+        for tier, slot in zip(tiers, slots, strict=True):
+            if tier or state[slot] != READY:
+                break
+            count += 1
+        return count
+
+    def _order_batch(self, load: Load, batch: Batch, section: Section, *, by_layer: bool) -> None:
+        """Order one batch into the device blocks of `section`."""
+        host, names = self._store.pools[0], [level.name for level in self._store.levels]
+        warm = list(batch.slots)
+        if batch.warm:
+            load.sources += [names[0]] * len(warm)
+        else:
+            load.sources += [names[self._store.index.warmest_ready(node)] for node in batch.nodes]
+            for tier in sorted({tier for tier in batch.tiers if tier}):
+                self._order_read(batch, tier, warm)
+        writer = host.writer
+        load.parts.append(
+            self._flow.order(
+                self._flow.new_id(),
+                batch.keys,
+                [batch.above, *batch.keys[:-1]],
+                Side(0, warm),
+                None,
+                sections=(section,),
+                after=tuple(dict.fromkeys(writer[slot] for slot in warm if slot in writer)) if writer else (),
+                load=load,
+                by_layer=by_layer,
+            )
+        )
+
+    def _order_read(self, batch: Batch, tier: int, warm: list[int]) -> None:
+        """Order what a batch has in a colder `tier` into the host tier; enters its slots there into `warm`."""
+        job = self._flow.new_id()
+        chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
+        for i in chosen:
+            warm[i] = self._store.place_copy(batch.nodes[i], 0, job)
+            self._store.pools[0].readers[warm[i]] += 1
+        self._flow.order(
+            job,
+            [batch.keys[i] for i in chosen],
+            [batch.keys[i - 1] if i else batch.above for i in chosen],
+            Side(tier, [batch.slots[i] for i in chosen]),
+            Side(0, [warm[i] for i in chosen]),
+        )

@@ -1,0 +1,53 @@
+"""How long parts of a request are worth keeping: priorities from 0 to 100, for a time or for good.
+
+    tokens     0 ──────── 512 ─────────────────── 4096
+    priority   90         10, for 30 seconds           35 where nothing is said
+
+What has the lowest priority is evicted first, whatever its age. When its time is over, a chunk has the priority of
+those of which nothing was said. After the retention settings of TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from longshore.errors import CacheError
+
+DEFAULT_PRIORITY = 35
+HIGHEST_PRIORITY = 100
+
+
+class Retention(NamedTuple):
+    """Chunks `[first, end)` of a request have `priority`, for some `seconds` or for good.
+
+    `end` is `None` for all chunks behind.
+    """
+
+    first: int
+    end: int | None
+    priority: int
+    seconds: float | None = None
+
+    @classmethod
+    def of_tokens(
+        cls, first: int, end: int | None, priority: int, seconds: float | None = None, *, chunk_tokens: int
+    ) -> Retention:
+        """The same for tokens `[first, end)`: every chunk that has one of them."""
+        return cls(first // chunk_tokens, None if end is None else -(-end // chunk_tokens), priority, seconds)
+
+
+def check(retention: Sequence[Retention]) -> None:
+    """Raise `CacheError` for a range, a priority or a time that cannot be."""
+    for each in retention:
+        good = each.first >= 0 and (each.end is None or each.end > each.first)
+        if not good or not 0 <= each.priority <= HIGHEST_PRIORITY or (each.seconds is not None and each.seconds <= 0):
+            raise CacheError(
+                f"a retention names chunks, a priority in [0, {HIGHEST_PRIORITY}] and a positive time, got {each}"
+            )
+
+
+def at(retention: Sequence[Retention], position: int) -> Retention | None:
+    """What is said of the chunk at `position`: the highest priority, if several ranges have it."""
+    said = [each for each in retention if each.first <= position and (each.end is None or position < each.end)]
+    return max(said, key=lambda each: each.priority, default=None)

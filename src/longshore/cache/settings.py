@@ -1,0 +1,48 @@
+"""How a `TieredCache` behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longshore.cache.retention import HIGHEST_PRIORITY
+from longshore.cache.writing import WritePolicy
+from longshore.errors import CacheError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    """How a `TieredCache` behaves.
+
+    Attributes:
+        blocks_per_chunk: Device blocks per chunk.
+        ranks: How many ranks hold a part of each image, and report each job.
+        offload: Write policy device -> warmest tier.
+        backup: Write policy warmest tier -> the one below.
+        threshold: How often a chunk is offered, or used, before a selective write policy copies it.
+        prompt_only: Whether chunks behind the prompt are left out of offloads.
+        priority_floor: The least priority that is offloaded.
+        load_timeout: Seconds after which a load that has not begun is not worth beginning.
+        write_timeout: The same for writes.
+        max_writes: Chunks in flight per write route; more are dropped (offloads) or left for later (backups).
+        device_blocks: Blocks of the device pool, to check ids against; `None` leaves that to the data plane.
+    """
+
+    blocks_per_chunk: int = 1
+    ranks: int = 1
+    offload: WritePolicy = WritePolicy.THROUGH
+    backup: WritePolicy = WritePolicy.BACK
+    threshold: int = 2
+    prompt_only: bool = False
+    priority_floor: int = 0
+    load_timeout: float = 10.0
+    write_timeout: float = 60.0
+    max_writes: int = 1024
+    device_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.blocks_per_chunk, self.ranks, self.max_writes) < 1:
+            raise CacheError(f"blocks_per_chunk, ranks and max_writes are at least 1, got {self}")
+        if WritePolicy.SELECTIVE in (self.offload, self.backup) and self.threshold < 2:
+            raise CacheError(f"a selective policy has a threshold of 2 or more, got {self.threshold}")
+        if not 0 <= self.priority_floor <= HIGHEST_PRIORITY:
+            raise CacheError(f"priority_floor lies in [0, {HIGHEST_PRIORITY}], got {self.priority_floor}")

@@ -1,0 +1,241 @@
+"""What every eviction policy must do; and what ARC does beyond it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.cache.chains import LISTS
+from longshore.cache.eviction import ARC, LRU, EvictionPolicy
+from longshore.cache.eviction.banded import Banded
+from longshore.cache.eviction.ghosts import Ghosts
+from longshore.errors import CacheError
+
+SLOTS = 8
+A, B, C, D = range(LISTS, LISTS + 4)
+NODES = range(LISTS, LISTS + 12)
+
+
+def make(kind: type[EvictionPolicy], slots: int = SLOTS) -> EvictionPolicy:
+    names = np.empty(LISTS + 64, object)
+    names[:] = [i.to_bytes(32, "little") for i in range(LISTS + 64)]
+    policy = kind(slots, names)
+    policy.grow(LISTS + 64)
+    return policy
+
+
+def banded(slots: int = SLOTS, kind: type[EvictionPolicy] = LRU) -> Banded:
+    """Priorities over `kind`; no node has one of its own yet."""
+    first = make(kind, slots)
+    return Banded(slots, first.names, kind, first, 35, LISTS + 64)
+
+
+MAKERS = {"LRU": lambda: make(LRU), "ARC": lambda: make(ARC), "banded": banded}
+
+
+@pytest.fixture(params=MAKERS)
+def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
+    policy: EvictionPolicy = MAKERS[request.param]()
+    policy.insert([A, B, C])
+    return policy
+
+
+def evict(policy: EvictionPolicy, count: int, *, refuse: tuple[int, ...] = ()) -> list[int]:
+    gone: list[int] = []
+
+    def let_go(node: int) -> bool:
+        if node in refuse:
+            return False
+        policy.remove(node, evicted=True)
+        gone.append(node)
+        return True
+
+    assert policy.evict(count, let_go) == len(gone)
+    policy.check_integrity()
+    return gone
+
+
+def test_the_oldest_go_first_and_no_more_than_asked_for(policy: EvictionPolicy) -> None:
+    assert evict(policy, 0) == []
+    assert evict(policy, 2) == [A, B]
+    assert (A in policy, C in policy, len(policy)) == (False, True, 1)
+    assert evict(policy, 5) == [C]
+
+
+def test_use_keeps(policy: EvictionPolicy) -> None:
+    policy.touch([A])
+    assert evict(policy, 2) == [B, C]
+
+
+def test_what_is_refused_is_held_and_not_asked_for_again(policy: EvictionPolicy) -> None:
+    asked: list[int] = []
+    assert policy.evict(3, lambda node: bool(asked.append(node))) == 0
+    assert asked == [A, B, C]
+    assert policy.evict(3, lambda node: bool(asked.append(node))) == 0
+    assert asked == [A, B, C]
+    assert all(map(policy.is_held, (A, B, C)))
+    assert len(policy) == 3
+
+
+def test_what_is_released_goes_first(policy: EvictionPolicy) -> None:
+    policy.hold(C)
+    policy.hold(C)
+    policy.release([C, A])
+    assert evict(policy, 2) == [C, A]
+
+
+def test_use_ends_a_hold(policy: EvictionPolicy) -> None:
+    policy.hold(A)
+    policy.touch([A])
+    assert not policy.is_held(A)
+    assert evict(policy, 3) == [B, C, A]
+
+
+def test_a_held_node_can_leave(policy: EvictionPolicy) -> None:
+    policy.hold(A)
+    policy.remove(A)
+    assert (len(policy), A in policy) == (2, False)
+    policy.insert([A])
+    assert sorted(evict(policy, 3)) == [A, B, C]
+
+
+def test_neighbours_that_are_used_together_keep_their_order(policy: EvictionPolicy) -> None:
+    policy.insert([D])
+    policy.touch([B, C, A])
+    assert evict(policy, 4) == [D, B, C, A]
+
+
+def test_what_lets_another_go_may_release_it_meanwhile(policy: EvictionPolicy) -> None:
+    policy.hold(A)
+    gone: list[int] = []
+
+    def let_go(node: int) -> bool:
+        policy.remove(node, evicted=True)
+        if node == B:
+            policy.release([A])
+        gone.append(node)
+        return True
+
+    policy.evict(3, let_go)
+    assert gone == [B, A, C]
+
+
+@pytest.mark.parametrize("verb", ["touch", "release"])
+def test_an_unknown_node_is_an_error(policy: EvictionPolicy, verb: str) -> None:
+    with pytest.raises(CacheError, match="is not in the policy"):
+        getattr(policy, verb)([D])
+    for single in (policy.hold, policy.remove):
+        with pytest.raises(CacheError, match="is not in the policy"):
+            single(D)
+    policy.check_integrity()
+
+
+def test_a_node_comes_in_once_and_lists_are_no_nodes(policy: EvictionPolicy) -> None:
+    for node in (A, 1):
+        with pytest.raises(CacheError, match="already in the policy"):
+            policy.insert([node])
+    assert sorted(policy.order()) == [A, B, C]
+
+
+@given(
+    kind=st.sampled_from(sorted(MAKERS)),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["insert", "touch", "hold", "release", "remove", "evict"]), st.sampled_from(NODES))
+    ),
+)
+def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) -> None:
+    policy: EvictionPolicy = MAKERS[kind]()
+    if isinstance(policy, Banded):
+        policy.wanted = {node: node % 3 for node in NODES if node % 2}
+    resident: set[int] = set()
+    held: set[int] = set()
+    for verb, node in steps:
+        if verb == "insert" and node not in resident and len(resident) < SLOTS:
+            policy.insert([node])
+            resident.add(node)
+        elif verb == "evict":
+            gone = evict(policy, 1, refuse=(node,))
+            assert bool(gone) == bool(resident - held - {node})
+            assert resident.issuperset(gone)
+            assert held.isdisjoint(gone)
+            resident -= set(gone)
+            held = {each for each in resident if policy.is_held(each)}
+        elif verb in ("touch", "release") and node in resident:
+            getattr(policy, verb)([node])
+            held.discard(node)
+        elif verb in ("hold", "remove") and node in resident:
+            getattr(policy, verb)(node)
+            held.discard(node)
+            if verb == "hold":
+                held.add(node)
+            else:
+                resident.discard(node)
+        assert {each for each in NODES if each in policy} == resident
+        assert set(policy.order()) == resident - held
+        policy.check_integrity()
+
+
+def test_arc_keeps_what_was_seen_often_through_a_scan() -> None:
+    arc = make(ARC, 4)
+    arc.insert([A, B])
+    arc.touch([A, B])
+    for node in range(LISTS + 10, LISTS + 30):
+        if len(arc) == 4:
+            evict(arc, 1)
+        arc.insert([node])
+    assert A in arc
+    assert B in arc
+
+
+def test_arc_gives_more_room_to_the_list_whose_ghosts_come_back() -> None:
+    arc = make(ARC, 4)
+    assert isinstance(arc, ARC)
+    arc.insert([A, B, C, D])
+    assert evict(arc, 1) == [A]
+    arc.insert([A])  # seen once, evicted, and back: recency deserves more
+    assert arc.target == 1
+    arc.touch([B])
+    evict(arc, 4)
+    arc.insert([B])  # seen often, evicted, and back
+    assert arc.target == 0
+    arc.check_integrity()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12))))
+def test_ghosts_are_the_last_that_were_added_and_not_taken_back(steps: list[tuple[bool, int]]) -> None:
+    ghosts = Ghosts(5)
+    places: list[bytes | None] = [None] * 5
+    at = 0
+    for add, i in steps:
+        key = bytes([i]) * 32
+        if add and key not in places:
+            ghosts.add(key)
+            places[at] = key
+            at = (at + 1) % 5
+        elif not add:
+            assert ghosts.take(key) == (key in places)
+            places = [None if each == key else each for each in places]
+        assert len(ghosts) == 5 - places.count(None)
+        ghosts.check_integrity()
+
+
+def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
+    policy = banded()
+    policy.wanted = {A: 90, B: 10}
+    policy.insert([C, B, A])
+    policy.touch([B])
+    assert evict(policy, 3) == [B, C, A]
+
+
+def test_a_change_of_priority_moves_a_node_and_it_goes_first_there() -> None:
+    policy = banded()
+    policy.insert([A, B, C])
+    policy.wanted[C] = 90
+    policy.move(C)
+    policy.wanted[A] = 90
+    policy.move(A)
+    policy.move(D)  # which is not in
+    policy.check_integrity()
+    assert evict(policy, 3) == [B, A, C]

@@ -1,0 +1,217 @@
+"""What is kept longer, what is not stored at all, and until when."""
+
+from __future__ import annotations
+
+import pytest
+from cache_setup import IMAGE_BYTES, chunks, key, path_of
+
+from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
+from longshore.cache.retention import at
+from longshore.cache.sightings import Sightings
+from longshore.errors import CacheError, JobError
+
+
+def build(host: int, file: int = 0, **settings: object) -> TieredCache:
+    tiers = [TierSpec(HOST, host, IMAGE_BYTES), *([TierSpec(FILE, file, IMAGE_BYTES)] if file else [])]
+    return TieredCache(tiers, CacheSettings(**settings))  # type: ignore[arg-type]
+
+
+def finish(cache: TieredCache) -> None:
+    """Everything that was ordered ends well."""
+    while transfers := [command for command in cache.take() if isinstance(command, Transfer)]:
+        for transfer in transfers:
+            cache.apply([TransferResult(transfer.job, (Status.OK,) * len(transfer.items))], 0.0)
+
+
+def put(cache: TieredCache, path: str, *retention: Retention, first: int = 0, prompt: int | None = None) -> None:
+    cache.commit(chunks(path), range(len(path) - first), first=first, retention=retention, prompt=prompt)
+    finish(cache)
+    cache.check_integrity()
+
+
+def on(cache: TieredCache, tier: str = HOST) -> list[str]:
+    return sorted(path_of(r.key) for r in cache.residents() if r.slot.tier == tier)
+
+
+def dropped(cache: TieredCache, tier: str = HOST) -> dict[DropReason, int]:
+    return {reason: n for reason, n in cache.counters.drops[tier].items() if n}
+
+
+def use(cache: TieredCache, path: str) -> None:
+    hold = cache.match(chunks(path), 0.0).hold
+    assert hold is not None
+    cache.release(hold)
+
+
+def test_what_has_less_priority_goes_first_though_it_is_younger() -> None:
+    cache = build(3)
+    put(cache, "a", Retention(0, None, 90))
+    put(cache, "b")
+    put(cache, "c", Retention(0, None, 10))
+    put(cache, "d")
+    assert on(cache) == ["a", "b", "d"]
+    put(cache, "e")
+    put(cache, "f")
+    assert on(cache) == ["a", "e", "f"]
+
+
+def test_a_priority_reaches_over_the_chunks_that_it_names() -> None:
+    cache = build(4)
+    put(cache, "abcd", Retention(0, 1, 90), Retention(2, None, 5))
+    put(cache, "w")
+    assert on(cache) == ["a", "ab", "abc", "w"]
+    put(cache, "x")
+    assert on(cache) == ["a", "ab", "w", "x"]
+
+
+def test_a_head_of_little_priority_stays_while_its_tail_does() -> None:
+    cache = build(2)
+    put(cache, "ab", Retention(0, 1, 0), Retention(1, 2, 100))
+    put(cache, "x")
+    assert on(cache) == ["a", "x"]
+    put(cache, "y")
+    assert on(cache) == ["x", "y"]
+
+
+def test_a_priority_ends_with_its_time() -> None:
+    cache = build(2)
+    put(cache, "a", Retention(0, None, 90, seconds=30.0))
+    put(cache, "b")
+    cache.tick(29.0)
+    put(cache, "c")
+    assert on(cache) == ["a", "c"]
+    cache.tick(30.0)
+    put(cache, "d")
+    assert on(cache) == ["c", "d"]
+
+
+def test_a_low_priority_ends_with_its_time_too_and_a_new_one_replaces_an_old_one() -> None:
+    cache = build(2)
+    put(cache, "a", Retention(0, None, 1, seconds=5.0))
+    put(cache, "a", Retention(0, None, 80))
+    cache.tick(10.0)
+    put(cache, "b")
+    put(cache, "c")
+    assert on(cache) == ["a", "c"]
+
+
+def test_a_chunk_that_left_takes_its_priority_along() -> None:
+    cache = build(2)
+    put(cache, "a", Retention(0, None, 90, seconds=50.0))
+    cache.discard([key("a")], HOST)
+    put(cache, "b")
+    put(cache, "c")
+    cache.tick(60.0)
+    put(cache, "d")
+    assert on(cache) == ["c", "d"]
+
+
+def test_tokens_become_the_chunks_that_have_one_of_them() -> None:
+    assert Retention.of_tokens(5, 9, 90, chunk_tokens=4) == Retention(1, 3, 90)
+    assert Retention.of_tokens(4, 8, 90, 2.0, chunk_tokens=4) == Retention(1, 2, 90, 2.0)
+    assert Retention.of_tokens(0, None, 1, chunk_tokens=4) == Retention(0, None, 1)
+    said = (Retention(0, 2, 10), Retention(1, None, 20))
+    assert [each and each.priority for each in (at(said, 0), at(said, 1), at(said, 5))] == [10, 20, 20]
+    assert at(said[:1], 2) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [Retention(0, 0, 5), Retention(-1, 2, 5), Retention(0, 1, 101), Retention(0, 1, -1), Retention(0, 1, 5, 0.0)],
+)
+def test_a_retention_that_cannot_be_is_refused(wrong: Retention) -> None:
+    cache = build(2)
+    for call in (
+        lambda: cache.commit([key("a")], (0,), retention=[wrong]),
+        lambda: cache.offer([key("a")], retention=[wrong]),
+    ):
+        with pytest.raises(CacheError, match="a retention names chunks"):
+            call()
+    assert not cache.residents()
+
+
+def test_below_the_floor_nothing_is_offloaded() -> None:
+    cache = build(4, priority_floor=30)
+    put(cache, "abcd", Retention(2, 3, 29))
+    assert on(cache) == ["a", "ab"]  # what is behind could not be reached
+    assert dropped(cache) == {DropReason.PRIORITY: 2}
+    put(cache, "x", Retention(0, None, 30))
+    assert on(cache) == ["a", "ab", "x"]
+
+
+def test_of_a_prompt_only_the_prompt_is_offloaded() -> None:
+    cache = build(8, prompt_only=True)
+    put(cache, "abcd", prompt=2)
+    assert on(cache) == ["a", "ab"]
+    assert dropped(cache) == {DropReason.ANSWER: 2}
+    put(cache, "abcd", first=3, prompt=2)
+    assert dropped(cache) == {DropReason.ANSWER: 3}
+    put(cache, "abcd")  # the answer has become a part of the next prompt
+    assert on(cache) == ["a", "ab", "abc", "abcd"]
+    assert build(8).commit(chunks("ab"), range(2), prompt=1).kept == 2
+
+
+def test_a_selective_policy_offloads_what_is_offered_again() -> None:
+    cache = build(8, offload=WritePolicy.SELECTIVE, threshold=3)
+    for _ in range(2):
+        put(cache, "ab")
+    assert on(cache) == []
+    assert dropped(cache) == {DropReason.SELDOM: 4}
+    put(cache, "abc")
+    assert on(cache) == ["a", "ab"]
+    assert dropped(cache) == {DropReason.SELDOM: 5}
+
+
+def test_sightings_are_counted_for_the_last_so_many_chunks() -> None:
+    sightings = Sightings(2, 2)
+    one, two, three = (bytes([i]) * 32 for i in range(3))
+    assert sightings.leading([one, two]) == 0
+    assert sightings.leading([three]) == 0  # and "one" is forgotten
+    assert sightings.leading([two, one]) == 1
+    assert sightings.leading([two]) == 1
+
+
+def test_a_selective_policy_backs_up_what_is_used_again_and_what_is_before_it() -> None:
+    cache = build(8, 8, backup=WritePolicy.SELECTIVE, threshold=2)
+    put(cache, "abc")
+    put(cache, "x")
+    cache.end_step()
+    assert cache.take() == []
+    use(cache, "ab")
+    use(cache, "ab")
+    cache.end_step()
+    finish(cache)
+    assert on(cache, FILE) == ["a", "ab"]
+    put(cache, "abc", first=2)
+    put(cache, "abc", first=2)  # its use is one of the whole path
+    cache.end_step()
+    finish(cache)
+    assert on(cache, FILE) == ["a", "ab", "abc"]
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"offload": WritePolicy.SELECTIVE, "threshold": 1}, {"priority_floor": 101}, {"priority_floor": -1}],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(CacheError):
+        CacheSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_an_offer_that_is_withdrawn_leaves_nothing_behind() -> None:
+    cache = build(2, ranks=2)
+    keys: list[Key] = chunks("ab")
+    job = cache.offer(keys).job
+    assert job is not None
+    cache.apply([TransferResult(job, (Status.OK, Status.OK), rank=1)], 0.0)
+    cache.withdraw(job)
+    assert (cache.jobs_in_flight, cache.residents(), cache.stats()[0].used) == (0, [], 0)
+    cache.check_integrity()
+    with pytest.raises(JobError, match="no offer that is still open"):
+        cache.withdraw(job)
+    commanded = cache.commit(keys, range(2)).job
+    assert commanded is not None
+    with pytest.raises(JobError, match="no offer that is still open"):
+        cache.withdraw(commanded)
