@@ -41,8 +41,11 @@ class CudaAccelerator(Accelerator):
         torch.cuda.set_stream(cast(torch.cuda.Stream, stream))
 
     def new_event(self) -> torch.Event:
-        """An event that keeps time, and is there: torch makes one only when it is first recorded."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        """An event that keeps time, and that a thread sleeps for: the engine needs the cores more than the copies do.
+
+        It is there when this returns: torch makes one only when it is first recorded.
+        """
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
