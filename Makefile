@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract orders soak race-mutants gpu clean
+.PHONY: demo test lint types tests contract gpu orders soak race-mutants clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -20,7 +20,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/ready
-	$(BIN)/mypy -p longshore
+	MYPYPATH=src:. $(BIN)/mypy -p longshore -p examples
 
 tests: $(VENV)/ready
 	$(BIN)/pytest -q
