@@ -1,4 +1,4 @@
-"""What others may test with: the conformance suite of a tier, a tier that fails on purpose, disks that rot.
+"""What others may test with: a tier's conformance suite, a faulty tier, disks that rot, a simulated device.
 
 `TierTests` needs pytest, and is loaded when it is first asked for; the rest needs nothing beyond Longshore.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from longshore.testing.disk import flip_header_bit, flip_image_bit
 from longshore.testing.faulty import Fault, FaultPlan, FaultyTier, Rule
 from longshore.testing.tier_harness import TierHarness
+from longshore.transfer.device.simulated import SimulatedDevice, Story, World, explore, sample
 
 if TYPE_CHECKING:
     from longshore.testing.tier_tests import TierTests
@@ -20,10 +21,15 @@ __all__ = [
     "FaultPlan",
     "FaultyTier",
     "Rule",
+    "SimulatedDevice",
+    "Story",
     "TierHarness",
     "TierTests",
+    "World",
+    "explore",
     "flip_header_bit",
     "flip_image_bit",
+    "sample",
 ]
 
 _SUITE = "longshore.testing.tier_tests"
