@@ -27,6 +27,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
+from longshore.cache.events import EventKind
 from longshore.cache.jobs import Job, Load, Side
 from longshore.cache.settings import CacheSettings
 from longshore.cache.store import Store
@@ -149,6 +150,8 @@ class Flow:
         if writing and destination is not None:
             self.writing[destination.tier] += len(keys)
         record = self.jobs[job] = Job(transfer, source, destination, load, commanded=command)
+        if destination is not None and self.store.log.on:
+            self.store.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
         if command:
             self.outbox.append(transfer)
         return record

@@ -63,6 +63,7 @@ class Loading:
         path = store.index.path(tail, held)[held - len(keys) :][::-1] if tail else store.index.readable(keys)
         tiers, slots = self._pin(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
+        store.log.by = keys[cold[0]] if cold else None
         room = store.make_room(0, len(cold), spare_dirty=True)
         if room < len(cold):
             room = store.make_room(0, len(cold), spare_dirty=False)

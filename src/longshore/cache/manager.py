@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from longshore.boundary import DEVICE, Command, Key, Route, Slot, TransferResult
+from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction import ARC, EvictionPolicy
 from longshore.cache.flow import Flow
 from longshore.cache.jobs import Hold as HoldRecord
@@ -71,7 +72,8 @@ class TieredCache:
         self.counters = Counters.zero(names, routes)
         levels = [Level(t.name, SlotPool(t.slots), t.policy, t.image_bytes) for t in tiers]
         selective = self.settings.backup is WritePolicy.SELECTIVE
-        self._store = Store(levels, self.counters, backup_threshold=self.settings.threshold if selective else 0)
+        threshold = self.settings.threshold if selective else 0
+        self._store = Store(levels, self.counters, backup_threshold=threshold, events=self.settings.events)
         self._flow = Flow(self._store, self.settings, generation)
         self._loading = Loading(self._flow)
         self._storing = Storing(self._flow)
@@ -99,6 +101,9 @@ class TieredCache:
             index.check_link(keys, position)
         self._advance(now)
         self._count_misses(keys, end)
+        if self._store.log.on:
+            asked, found = tuple(keys), end - start
+            self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
         if end == start:
             return Match(start, 0, None)
         pin = self._store.pin(index.get(keys[end - 1]))
@@ -344,6 +349,10 @@ class TieredCache:
             if (slot := index.slot[tier][node]) >= 0
         ]
 
+    def events(self) -> list[Event]:
+        """What happened since the last call, in order, as far as it was kept (`CacheSettings.events`)."""
+        return self._store.log.pull()
+
     @property
     def held(self) -> int:
         """Holds that were not released, those of `peek` included."""
@@ -366,7 +375,7 @@ class TieredCache:
     # ------------------------------------------------------------------ inside
 
     def _advance(self, now: float) -> None:
-        self._flow.now = max(self._flow.now, now)
+        self._flow.now = self._store.log.now = max(self._flow.now, now)
         if self._store.retention.used:
             self._store.retention.expire(self._flow.now)
 
