@@ -365,6 +365,13 @@ class Index:
 
     # ------------------------------------------------------------------ checks
 
+    def resize(self) -> None:
+        """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
+        size = max(self.size, LISTS + sum(pool.capacity for pool in self.pools))
+        keys = np.empty(size, object)
+        keys[: min(size, len(self.key))] = self.key[:size]
+        self.key = keys
+
     def check_integrity(self) -> None:
         """Raise `CacheError` unless family links, reach counts and closure hold everywhere."""
         nodes = list(self)

@@ -23,11 +23,12 @@ from longshore.cache.jobs import Hold as HoldRecord
 from longshore.cache.jobs import Load
 from longshore.cache.loading import Loading
 from longshore.cache.pool import SlotPool
+from longshore.cache.resizing import resize
 from longshore.cache.retention import Retention
 from longshore.cache.retention import check as check_retention
 from longshore.cache.settings import CacheSettings
 from longshore.cache.states import STATES
-from longshore.cache.store import Level, Pin, Store
+from longshore.cache.store import Level, Pin, Store, parents_first
 from longshore.cache.storing import Storing
 from longshore.cache.types import (
     Counters,
@@ -273,19 +274,19 @@ class TieredCache:
         """
         level = self._tier(tier)
         known = list(found)
-        children: dict[Key | None, list[tuple[int, Key]]] = {}
-        for slot, key, parent in known:
-            children.setdefault(parent, []).append((slot, key))
-        reachable: list[tuple[int, Key, Key | None]] = []
-        queue: list[Key | None] = [None]
-        for parent in queue:
-            ours = children.pop(parent, [])
-            reachable += [(slot, key, parent) for slot, key in ours]
-            queue += [key for _, key in ours]
+        reachable = parents_first(known)
         self._store.adopt(level, reachable)
         adopted = {key for _, key, _ in reachable}
         self._store.age(level, [key for _, key, _ in known if key in adopted])
         return len(adopted)
+
+    def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
+        """Have `slots` slots in `tier` from now on; the caller gives or takes the memory.
+
+        What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
+        and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
+        """
+        resize(self._store, self._tier(tier), slots, discard=discard)
 
     def reset(self) -> int:
         """Forget everything, here and after a restart; returns the new generation.

@@ -378,3 +378,17 @@ class Store:
         for node, pins in self.pins.items():
             if self.index.key[node] is None or not pins or any(pin.node != node for pin in pins):
                 raise CacheError(f"node {node} is pinned, and gone")
+
+
+def parents_first(found: Sequence[tuple[int, Key, Key | None]]) -> list[tuple[int, Key, Key | None]]:
+    """Chunks found at start, as (slot, key, parent), in an order in which they can be adopted; orphans are left out."""
+    children: dict[Key | None, list[tuple[int, Key]]] = {}
+    for slot, key, parent in found:
+        children.setdefault(parent, []).append((slot, key))
+    reachable: list[tuple[int, Key, Key | None]] = []
+    queue: list[Key | None] = [None]
+    for parent in queue:
+        ours = children.pop(parent, [])
+        reachable += [(slot, key, parent) for slot, key in ours]
+        queue += [key for _, key in ours]
+    return reachable

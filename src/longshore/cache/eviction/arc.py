@@ -40,6 +40,12 @@ class ARC(EvictionPolicy):
         self._counts = [0, 0, 0]
         self._ghosts = (Ghosts(0), Ghosts(slots), Ghosts(slots))
 
+    def resize(self, slots: int, names: Names) -> None:
+        """The tier has `slots` slots now. What left before is forgotten."""
+        super().resize(slots, names)
+        self.target = min(self.target, float(slots))
+        self._ghosts = (Ghosts(0), Ghosts(slots), Ghosts(slots))
+
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         self._chains.grow(nodes)

@@ -36,6 +36,12 @@ class Banded(EvictionPolicy):
         self.wanted: dict[int, int] = {}
         """The priority that a node is to have; those that are not here have the default."""
 
+    def resize(self, slots: int, names: Names) -> None:
+        """The tier has `slots` slots now."""
+        super().resize(slots, names)
+        for policy in self._bands.values():
+            policy.resize(slots, names)
+
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         self._nodes = nodes

@@ -84,6 +84,11 @@ class EvictionPolicy(ABC):
     def check_integrity(self) -> None:
         """Raise `CacheError` where the policy's own books disagree."""
 
+    def resize(self, slots: int, names: Names) -> None:
+        """The tier has `slots` slots now, and the keys of nodes are in `names`."""
+        self.slots = slots
+        self.names = names
+
     def evict(self, count: int, let_go: Callable[[int], bool]) -> int:
         """Offer nodes to `let_go`, first to go first, until `count` have gone; says how many did.
 
