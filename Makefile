@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract clean
+.PHONY: demo test lint types tests contract orders soak race-mutants clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -44,6 +44,20 @@ contract: $(VENV)/ready
 		PYTHONPATH=.venvs/transformers-$$version $(BIN)/pytest -q -p no:cacheprovider \
 			tests/engines/transformers/test_contract.py tests/engines/transformers/test_exactness.py; \
 	done
+
+# The ordering code on the simulated device: every order of small stories, many larger ones by chance.
+orders: $(VENV)/ready
+	$(BIN)/python tests/transfer/soak.py --schedules 10000
+
+# The same for MINUTES, from FIRST_SEED on.
+MINUTES ?= 30
+FIRST_SEED ?= 10000
+soak: $(VENV)/ready
+	$(BIN)/python tests/transfer/soak.py --minutes $(MINUTES) --first-seed $(FIRST_SEED)
+
+# Weakens the ordering code at one place after the other; a test must notice each time.
+race-mutants: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/race_mutants.py
 
 clean:
 	rm -rf $(VENV) .venvs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,6 +37,14 @@ def test_sizes_are_numbers_or_text(text: str | int, size: int) -> None:
         ("host_size", "much", "a whole number of bytes, or text such as '64GiB'"),
         ("host_size", "12XiB", "a whole number of bytes, or text such as '64GiB'"),
         ("host_size", 1.5, "a whole number of bytes, or text such as '64GiB'"),
+        ("host_numa", "near", "'auto', 'off', or the number of a NUMA node"),
+        ("host_numa", -1, "'auto', 'off', or the number of a NUMA node"),
+        ("host_numa", 1.0, "'auto', 'off', or the number of a NUMA node"),
+        ("host_numa", "\u0661", "'auto', 'off', or the number of a NUMA node"),
+        ("host_numa", True, "'auto', 'off', or the number of a NUMA node"),
+        ("host_numa", None, "'auto', 'off', or the number of a NUMA node"),
+        ("host_huge_pages", "some", "a valid boolean"),
+        ("host_shared", 2, "a valid boolean"),
         ("offload", "write", "'write_through' or 'write_back'"),
         ("backup", None, "'write_through' or 'write_back'"),
         ("blocks_per_chunk", 0, "greater than or equal to 1"),
@@ -58,6 +66,11 @@ def test_an_error_names_the_key_the_value_and_what_is_allowed(setting: str, valu
     assert allowed in message
 
 
+@pytest.mark.parametrize(("given", "node"), [("auto", "auto"), ("off", "off"), (0, 0), ("1", 1), (12, 12)])
+def test_a_numa_node_is_a_word_or_a_number(given: str | int, node: str | int) -> None:
+    assert Config.make(host_numa=given).host_numa == node
+
+
 def test_all_errors_come_at_once() -> None:
     with pytest.raises(ConfigError, match=r"host_size = 0.*; max_writes = 0"):
         Config.make(host_size=0, max_writes=0)
@@ -69,7 +82,7 @@ def test_an_unknown_key_gets_the_nearest_name() -> None:
 
 
 def test_an_unknown_key_that_is_near_to_nothing_gets_all_names() -> None:
-    with pytest.raises(ConfigError, match=r"'zzz' is not a setting; known are host_size, file_path, .*salt"):
+    with pytest.raises(ConfigError, match=r"'zzz' is not a setting; known are host_size, host_numa, .*salt"):
         Config.make(zzz=1)
 
 
@@ -139,6 +152,16 @@ def test_trap_29_a_host_size_beyond_free_memory_is_refused_with_the_figure(monke
     Config.make(host_size="3GiB").check_machine()
     with pytest.raises(ConfigError, match=r"host_size is 4\.0 TiB, but only 3\.0 GiB of memory is free"):
         Config.make(host_size="4TiB").check_machine()
+
+
+def test_a_numa_node_that_the_machine_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("node0", "node1", "online"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(module, "_NODES", tmp_path)
+    for node in ("auto", "off", 0, 1):
+        Config.make(host_size="1MiB", host_numa=node).check_machine()
+    with pytest.raises(ConfigError, match=r"host_numa is 2, but the NUMA nodes of this machine are \[0, 1\]"):
+        Config.make(host_size="1MiB", host_numa=2).check_machine()
 
 
 def test_a_file_size_beyond_free_space_is_refused_with_the_figure(

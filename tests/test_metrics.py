@@ -8,6 +8,9 @@ from longshore.boundary import Route, Status
 from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, TierSpec
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import Runtime
+from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
+from longshore.tiers.host import HostTier
+from pinning import PinningDevice
 from scripted import Scripted
 
 IMAGE_BYTES = 4096
@@ -83,3 +86,25 @@ def test_a_scrape_moves_nothing_and_works_after_the_end() -> None:
     mover.end(Status.OK)
     runtime.close(0.0)
     assert b"longshore_jobs_in_flight 0.0" in generate_latest(found)
+
+
+def test_an_arena_shows_what_it_has_and_every_fallback_from_the_start() -> None:
+    arena = Arena(8 * PAGE, ArenaSettings(shared=True))
+    found = CollectorRegistry()
+    found.register(LongshoreCollector(make()[0], HostTier(arena, slots=8, image_bytes=PAGE)))
+    for reason in Fallback:
+        assert found.get_sample_value("longshore_arena_fallbacks_total", {"reason": reason.value}) == 0
+    values = {"bytes": 8 * PAGE, "huge_bytes": 0, "registered_bytes": 0, "registered_pieces": 0}
+    for name, value in {**values, "numa_bound": 0, "shared": 1}.items():
+        assert found.get_sample_value(f"longshore_arena_{name}") == value
+    arena.register(PinningDevice(refused={1}), PAGE, largest=2 * PAGE)
+    assert found.get_sample_value("longshore_arena_registered_bytes") == 6 * PAGE
+    assert found.get_sample_value("longshore_arena_registered_pieces") == 3
+    assert found.get_sample_value("longshore_arena_fallbacks_total", {"reason": "registration"}) == 1
+    arena.close()
+    assert found.get_sample_value("longshore_arena_registered_bytes") == 0
+    assert found.get_sample_value("longshore_arena_bytes") == 8 * PAGE
+
+
+def test_without_a_host_tier_at_hand_nothing_is_said_about_its_memory() -> None:
+    assert b"longshore_arena" not in generate_latest(registry(make()[0]))

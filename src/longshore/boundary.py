@@ -48,7 +48,8 @@ class Route(NamedTuple):
 class Item(NamedTuple):
     """One chunk of a transfer.
 
-    A side that is `None` is the device: its blocks stand in `Transfer.sections`, in item order.
+    A side that is `None` is the device: its blocks stand in `Transfer.sections`, in item order. A copy inside the
+    device has one item for each block; `source` is the slot to copy from, and `destination` `None`.
     `parent` is the key of the chunk before this one (`None` for the first of its path), which tiers that
     outlive the process store beside the image. `valid` is a bit mask of the chunk's sub-blocks whose bytes
     mean something; bit 0 is the first block.
@@ -87,7 +88,9 @@ class Transfer:
 
     Attributes:
         job: Identity, unique in the life of one control plane.
-        layers: Half-open range of layer references to move; `None` moves all.
+        layers: Half-open range of model layers to move; `None` moves all.
+        by_layer: Move layer after layer, so that compute may begin before all have arrived. Items then arrive together,
+            at the end.
         tokens: Leading tokens of the *last* device block to move; `None` moves whole blocks.
         deadline: Clock reading (seconds) after which what has not begun is not worth beginning.
         generation: The reset generation in which the transfer was ordered.
@@ -99,6 +102,7 @@ class Transfer:
     items: tuple[Item, ...]
     sections: tuple[Section, ...] = ()
     layers: tuple[int, int] | None = None
+    by_layer: bool = False
     tokens: int | None = None
     urgency: Urgency = Urgency.DEMAND
     deadline: float = math.inf
@@ -136,6 +140,7 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun, or not done, in time
     CANCELLED = "cancelled"  # the requester went away first
     TIER_OFF = "tier_off"  # the tier was closed or turned off
+    QUEUE_FULL = "queue_full"  # a bounded queue had no room: nothing was begun
 
     @property
     def condemns_source(self) -> bool:

@@ -11,7 +11,7 @@ import os
 import shutil
 import tomllib
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -19,6 +19,7 @@ from longshore.cache.writing import WritePolicy
 from longshore.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
+_NODES = Path("/sys/devices/system/node")
 _SIZE = "a size is a whole number of bytes, or text such as '64GiB' or '1.5TB'"
 
 
@@ -28,6 +29,9 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     host_size: ByteSize = Field(ByteSize(4 << 30), gt=0, description="bytes of host memory for block images")
+    host_numa: int | Literal["auto", "off"] = Field("auto", description="NUMA node of host memory: auto, the device's")
+    host_huge_pages: bool = Field(True, description="use huge pages for host memory where they can be had")
+    host_shared: bool = Field(False, description="let other processes attach to the host memory")
     file_path: Path | None = Field(None, description="directory of the file tier; without one there is none")
     file_size: ByteSize = Field(ByteSize(0), ge=0, description="bytes on disk for the file tier")
     offload: WritePolicy = Field(WritePolicy.THROUGH, description="when blocks go from the device to the host tier")
@@ -46,6 +50,16 @@ class Config(BaseModel):
         if isinstance(value, bool):
             raise ValueError(_SIZE)
         return value
+
+    @field_validator("host_numa", mode="plain")
+    @classmethod
+    def _numa_node(cls, value: object) -> int | str:
+        text = str(value)
+        if text in ("auto", "off"):
+            return text
+        if text.isascii() and text.isdecimal():
+            return int(text)
+        raise ValueError("'auto', 'off', or the number of a NUMA node")
 
     @field_validator("file_path")
     @classmethod
@@ -80,6 +94,9 @@ class Config(BaseModel):
             raise ConfigError(
                 f"host_size is {format_bytes(self.host_size)}, but only {format_bytes(available)} of memory is free"
             )
+        if isinstance(self.host_numa, int) and not _NODES.joinpath(f"node{self.host_numa}").exists():
+            nodes = sorted(int(path.name.removeprefix("node")) for path in _NODES.glob("node[0-9]*"))
+            raise ConfigError(f"host_numa is {self.host_numa}, but the NUMA nodes of this machine are {nodes}")
         if self.file_path is not None:
             self._check_directory(self.file_path)
 

@@ -5,6 +5,8 @@
     ├── LayoutError          tensors or sizes that cannot be placed
     │   └── FreedLayoutError a plan against device memory that was freed
     ├── PlanError            ids out of range, or not consumed exactly
+    ├── DeviceError          a device's own call failed, or there is no such device
+    ├── QueueFullError       a bounded queue has no room; nothing was begun
     ├── TokenError           tokens that no key can be made of
     ├── CacheError           a caller broke the control plane's contract
     │   ├── CapacityError    more was asked for than can be had; nothing has changed
@@ -14,6 +16,7 @@
     ├── TierError            a tier cannot be opened or used
     │   ├── TierClosedError  used after close
     │   ├── TierInUseError   the directory belongs to a live process
+    │   ├── RegistrationError memory that a device does not take, or not let go of
     │   └── FormatError      bytes that are not ours, or of another version
     ├── TraceError           a trace that cannot be read; names the line
     ├── ReportError          a report that cannot be made
@@ -47,6 +50,14 @@ class FreedLayoutError(LayoutError):
 
 class PlanError(LongshoreError, ValueError):
     """Block or slot ids out of range, or ids that a transfer would not consume exactly."""
+
+
+class DeviceError(LongshoreError):
+    """A device refused a call, or there is none; names the call and the device's own error."""
+
+
+class QueueFullError(LongshoreError):
+    """A bounded queue has no room for one more job. Nothing was begun; the same may be given again later."""
 
 
 class TokenError(LongshoreError, ValueError):
@@ -83,6 +94,10 @@ class TierClosedError(TierError):
 
 class TierInUseError(TierError):
     """Another live process owns the tier's directory."""
+
+
+class RegistrationError(TierError):
+    """Host memory that a device does not take, or does not let go of; says which call failed, and how."""
 
 
 class FormatError(TierError):

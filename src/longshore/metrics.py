@@ -3,7 +3,7 @@
 Every label is present from the start, at zero, so that a tier that never serves is visible as such.
 
     from prometheus_client import REGISTRY
-    REGISTRY.register(LongshoreCollector(runtime))
+    REGISTRY.register(LongshoreCollector(stack.runtime, stack.host))
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from prometheus_client.registry import Collector
 
 from longshore.cache import Counters, TierStats
 from longshore.runtime import Runtime
+from longshore.tiers.arena import ArenaReport
+from longshore.tiers.host import HostTier
 
 
 class LongshoreCollector(Collector):
-    """The metrics of one runtime."""
+    """The metrics of one runtime, and of the memory of `host` where that is in this process."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, host: HostTier | None = None) -> None:
         self._runtime = runtime
+        self._host = host
 
     def collect(self) -> Iterable[Metric]:
         """All metric families, read in one go under the runtime's lock; also after its end."""
         with self._runtime.observe() as cache:
-            return [*_counters(cache.counters), *_gauges(cache.stats(), cache.held, cache.jobs_in_flight)]
+            books = [*_counters(cache.counters), *_gauges(cache.stats(), cache.held, cache.jobs_in_flight)]
+        return books if self._host is None else [*books, *_arena(self._host.report)]
 
 
 def _counters(counters: Counters) -> Iterable[Metric]:
@@ -60,6 +64,21 @@ def _gauges(tiers: Iterable[TierStats], held: int, jobs: int) -> Iterable[Metric
     yield capacity
     yield GaugeMetricFamily("longshore_holds", "Matches not released", value=held)
     yield GaugeMetricFamily("longshore_jobs_in_flight", "Jobs whose results have not come", value=jobs)
+
+
+def _arena(report: ArenaReport) -> Iterable[Metric]:
+    gauges = {
+        "bytes": ("Bytes of the host arena", report.nbytes),
+        "huge_bytes": ("Bytes of the host arena on huge pages, when it was made", report.huge_bytes),
+        "registered_bytes": ("Bytes of the host arena that the device reaches directly", report.registered_bytes),
+        "registered_pieces": ("Pieces that these are in", report.registered_pieces),
+        "numa_bound": ("Whether the host arena is bound to a NUMA node", report.numa_bound),
+        "shared": ("Whether other processes can attach to the host arena", report.shared),
+    }
+    for name, (about, value) in gauges.items():
+        yield GaugeMetricFamily(f"longshore_arena_{name}", about, value=value)
+    about = "What the host arena had to do without"
+    yield _family("longshore_arena_fallbacks", about, "reason", report.fallbacks)
 
 
 def _family(name: str, about: str, label: str, values: Mapping[Any, float]) -> Metric:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longshore.bench import Case, Report, compare, machine_facts
-from longshore.bench.harness import Seconds, chosen, duration, rate, size_of, timed
+from longshore.bench.harness import Seconds, chosen, duration, loops_within, rate, size_of, timed
 from longshore.bench.machine import check_direct, check_disk, file_system_of
 from longshore.cli.app import app
 from longshore.errors import BenchError
@@ -40,6 +41,11 @@ def test_a_timed_call_runs_as_often_as_told() -> None:
     calls: list[int] = []
     assert timed(lambda: calls.append(1), loops=5)() >= 0
     assert len(calls) == 5
+
+
+def test_sides_that_differ_much_run_for_the_same_time_and_each_at_least_once() -> None:
+    assert loops_within(lambda: time.sleep(0.002), seconds=1e-3) == 1
+    assert loops_within(lambda: None, seconds=1.0) > 1
 
 
 def test_ratios_are_better_when_higher() -> None:

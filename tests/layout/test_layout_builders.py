@@ -214,9 +214,12 @@ def test_keys_and_values_in_tensors_apart_stand_together_by_layer() -> None:
     assert [(ref.layer, ref.tensor) for ref in layout.groups[0].refs] == [(0, 0), (0, 2), (1, 1), (1, 3)]
 
 
-def test_packed_four_bit_pages_are_not_split() -> None:
-    packed = torch.zeros(10, 4, 5, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.bits8])
+def test_packed_four_bit_pages_and_block_scales_are_not_split(dtype: torch.dtype) -> None:
+    packed = torch.zeros(10, 4, 5, dtype=torch.uint8).view(dtype)
     assert from_axes([packed], ("block", "token", "dim"), block_size=4).groups[0].refs[0].token_bytes is None
+    rows = from_rows(torch.zeros(6, 48, dtype=torch.uint8).view(dtype), pages_per_block=2, block_size=4)
+    assert [ref.token_bytes for ref in rows.groups[0].refs] == [None, None]
 
 
 def test_several_groups_over_tensors_of_one_layout() -> None:

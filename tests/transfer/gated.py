@@ -6,11 +6,11 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from longshore.boundary import HOST
 from longshore.layout import KVLayout
 from longshore.transfer import CpuDevice
-from longshore.transfer.device.base import Event, Stream
+from longshore.transfer.device.base import Copy, Event, Stream
 from longshore.transfer.device.cpu import CpuStream, copy_pieces
 from longshore.transfer.plan import describe
 from longshore.transfer.selection import Batch
@@ -92,6 +92,8 @@ class GatedDevice(CpuDevice):
         self.log: list[str] = []
         self.fault: Callable[[str, Batch | None], None] = lambda step, batch: None
         self.closed = 0
+        self.streams_closed = 0
+        self.bound = 0
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return GatedStream(self, into)
@@ -110,18 +112,38 @@ class GatedStream(CpuStream):
         self.into = into
 
     def bind(self) -> None:
+        self.device.bound += 1
         self.device.fault("bind", None)
 
-    def copy(self, batch: Batch) -> None:
+    def close(self) -> None:
+        self.device.streams_closed += 1
+
+    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+        for event in after:
+            event.wait()
         self.device.log.append(f"{self.into} begins")
         self.device.gates[self.into].pass_through()
         self.device.fault("copy", batch)
-        super().copy(batch)
+        copy = super().copy(batch, ())
         self.device.log.append(f"{self.into} ends")
+        return FaultyCopy(self.device, copy)
+
+
+class FaultyCopy(Copy):
+    def __init__(self, device: GatedDevice, copy: Copy) -> None:
+        self.device = device
+        self.copy = copy
+
+    @property
+    def reached(self) -> Event:
+        return self.copy.reached
+
+    def passed(self) -> bool:
+        return self.copy.passed()
 
     def finish(self) -> float:
         self.device.fault("finish", None)
-        return super().finish()
+        return self.copy.finish()
 
 
 class SlowDevice(CpuDevice):
@@ -139,11 +161,11 @@ class SlowStream(CpuStream):
         super().__init__()
         self.pauses = pauses
 
-    def copy(self, batch: Batch) -> None:
-        device, host, size = describe(batch)
-        source, destination = (device, host) if batch.into == HOST else (host, device)
+    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+        destination, source, size = describe(batch).directed(batch.into)
         half = len(size) // 2
         for part in (slice(0, half), slice(half, None)):
             time.sleep(self.pauses.choice([0.0, 0.0002, 0.001]))
             copy_pieces(source[part], destination[part], size[part])
         time.sleep(self.pauses.choice([0.0, 0.0005]))
+        return super().copy(replace(batch, parts=()), after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
 
-from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, Slot, Status, Transfer
-from longshore.errors import FreedLayoutError, LayoutError, PlanError, TierClosedError
-from longshore.layout import KVLayout, from_rows
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, Slot, Status, Transfer, Urgency
+from longshore.errors import FreedLayoutError, LayoutError, PlanError, QueueFullError, TierClosedError
+from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
+from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
 from longshore.transfer.selection import Batch
 
 OK = Status.OK
@@ -57,7 +57,7 @@ def rig() -> Iterator[Rig]:
 
 def test_it_is_a_mover(rig: Rig) -> None:
     mover: Mover = rig.engine
-    assert mover.routes == {Route(DEVICE, HOST), Route(HOST, DEVICE)}
+    assert mover.routes == {Route(DEVICE, HOST), Route(HOST, DEVICE), Route(DEVICE, DEVICE)}
 
 
 @settings(deadline=None, max_examples=40)
@@ -142,6 +142,7 @@ def test_jobs_of_one_direction_end_in_order(rig: Rig) -> None:
         rig.offload(job, (job,), [job])
     assert rig.engine.wait(range(8), PATIENCE)
     assert [result.job for result in rig.engine.poll()] == list(range(8))
+    assert rig.device.bound == 1
 
 
 def test_source_and_destination_ids_are_not_confused(rig: Rig) -> None:
@@ -277,7 +278,7 @@ def test_what_has_not_begun_by_the_deadline_does_not_begin() -> None:
 
 
 @pytest.mark.parametrize("step", ["bind", "copy", "finish"])
-def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str) -> None:
+def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str, caplog: pytest.LogCaptureFixture) -> None:
     def fail_once(at: str, batch: Batch | None) -> None:
         if at == step:
             rig.device.fault = lambda at, batch: None
@@ -289,6 +290,7 @@ def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str) -> N
     first, second = rig.results(1, 2)
     assert (first.statuses, first.bytes) == ((Status.IO_ERROR, Status.IO_ERROR), 0)
     assert second.statuses == (OK,)
+    assert [record.message for record in caplog.records] == ["job 1 failed on device->host"]
 
 
 def test_a_failed_batch_fails_all_items() -> None:
@@ -325,6 +327,7 @@ def test_close_waits_for_what_has_begun_and_ends_the_rest() -> None:
     assert [(result.job, result.statuses) for result in rig.engine.poll()] == [(1, (OK,)), (2, (Status.TIER_OFF,))]
     assert set(threading.enumerate()) <= before
     assert rig.device.closed >= 1
+    assert rig.device.streams_closed >= 2
     rig.expect(HOST, (0,), [0])
     rig.model.check(rig.pools)
 
@@ -403,3 +406,282 @@ def test_float_payloads_keep_their_bits() -> None:
     assert engine.wait([2], PATIENCE)
     engine.close()
     assert torch.equal(rows.view(torch.int32), payload.flip(0).view(torch.int32))
+
+
+def inside(job: int, pairs: dict[int, int], **fields: Any) -> Transfer:
+    """Copies inside the device: `{target: source}`."""
+    items = tuple(Item(b"k" * 32, None, Slot(DEVICE, 0, source), None, 1) for source in pairs.values())
+    return Transfer(job, INSIDE, items, (Section(0, 0, tuple(pairs)),), **fields)
+
+
+def test_blocks_are_copied_inside_the_device() -> None:
+    refs = tuple(PageRef(index, 0, 24, 24, 6 if index else None, index) for index in range(3))
+    rig = Rig(KVLayout((KVGroup("kv", 4, 1, refs),), flat(16, 24, refs=3).tensors, 16))
+    rig.engine.submit(inside(1, {5: 2, 6: 3, 9: 2}, tokens=3))
+    rig.engine.submit(inside(2, {7: 9}, layers=(1, 2)))
+    for tensor, last in zip(rig.model.device, (24, 18, 18), strict=True):  # the first layer cannot be split
+        pages = tensor.reshape(16, 24)
+        pages[5], pages[6], pages[9, :last] = pages[2], pages[3], pages[2, :last]
+    layer = rig.model.device[1].reshape(16, 24)
+    layer[7] = layer[9]
+    first, second = rig.results(1, 2)
+    assert (first.statuses, first.bytes) == ((OK, OK, OK), 3 * (24 + 24) + 24 + 18 + 18)
+    assert (second.statuses, second.bytes) == ((OK,), 24)
+    rig.model.check(rig.pools)
+    rig.engine.close()
+
+
+REFUSED_INSIDE: list[tuple[str, dict[str, Any]]] = [
+    ("a block that is written twice", {"sections": (Section(0, 0, (5, 5)),), "items": None}),
+    ("a block that is written and copied from", {"sections": (Section(0, 0, (2, 6)),), "items": None}),
+    ("an item too few", {"sections": (Section(0, 0, (5, 6, 7)),), "items": None}),
+    ("a source beyond the pool", {"items": (item(Slot(DEVICE, 0, 16), None),) * 2}),
+    ("a source in another pool", {"items": (item(Slot(DEVICE, 1, 2), None),) * 2}),
+    ("a source on the host", {"items": (item(Slot(HOST, 0, 2), None),) * 2}),
+    ("no source", {"items": (item(None, None),) * 2}),
+    ("a destination", {"items": (item(Slot(DEVICE, 0, 2), HERE),) * 2}),
+    ("a block beyond the pool", {"sections": (Section(0, 0, (5, 16)),), "items": None}),
+    ("a group that does not exist", {"sections": (Section(1, 0, (5, 6)),), "items": None}),
+    ("layers that do not exist", {"layers": (1, 1), "items": None}),
+]
+
+
+@pytest.mark.parametrize(("why", "changes"), REFUSED_INSIDE, ids=[case[0] for case in REFUSED_INSIDE])
+def test_copies_inside_that_do_not_fit_are_refused(rig: Rig, why: str, changes: dict[str, Any]) -> None:
+    good = {"sections": (Section(0, 0, (5, 6)),), "items": (item(Slot(DEVICE, 0, 2), None),) * 2}
+    given = {name: value for name, value in changes.items() if value is not None}
+    with pytest.raises(PlanError):
+        rig.engine.submit(Transfer(1, INSIDE, **(good | given)))
+    assert rig.results(1) == []
+    rig.model.check(rig.pools)
+
+
+def test_a_copy_of_a_block_in_flight_waits_for_it(rig: Rig) -> None:
+    gate = rig.device.gates[DEVICE]
+    gate.shut()
+    rig.onboard(1, (2,), [7])
+    rig.expect(DEVICE, (2,), [7])
+    rig.engine.submit(inside(2, {5: 2}))
+    for tensor in rig.model.device:
+        pages = tensor.reshape(16, 24)
+        pages[5] = pages[2]
+    assert gate.wait_arrived(1)
+    gate.open()
+    rig.results(1, 2)
+    rig.model.check(rig.pools)
+
+
+@pytest.mark.parametrize("route", [OFFLOAD, ONBOARD], ids=str)
+def test_layer_by_layer_moves_the_same_bytes(route: Route) -> None:
+    rig = Rig(flat(16, 24, refs=5), max_batch_bytes=48)
+    parts = [Section(0, 0, (3, 1, 8))]
+    rig.engine.submit(transfer(1, route, parts, [6, 2, 4], by_layer=True, layers=(1, 4)))
+    rig.model.move(parts, rig.pools.images([6, 2, 4]), into=route.destination, layers=(1, 4))
+    (result,) = rig.results(1)
+    assert (result.statuses, result.bytes) == ((OK,) * 3, 3 * 3 * 24)
+    rig.model.check(rig.pools)
+    rig.engine.close()
+
+
+def test_a_layer_can_be_used_while_the_next_one_travels() -> None:
+    rig = Rig(flat(16, 24, refs=3))
+    gate = rig.device.gates[DEVICE]
+    gate.shut(after=1)
+    parts = [Section(0, 0, (3, 1))]
+    rig.engine.submit(transfer(1, ONBOARD, parts, [6, 2], by_layer=True))
+    assert rig.engine.wait_layer(1, 0, PATIENCE) is OK
+    assert rig.engine.wait_layer(1, 1, 0) is Status.DEADLINE
+    rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE, layers=(0, 1))
+    rig.model.check(rig.pools)
+    gate.open()
+    assert [rig.engine.wait_layer(1, layer, PATIENCE) for layer in (2, 1, 0)] == [OK, OK, OK]
+    rig.results(1)
+    assert rig.engine.wait_layer(1, 2) is OK  # until the step in which it ended is over
+    rig.engine.end_step()
+    with pytest.raises(PlanError, match="ended before the last end_step"):
+        rig.engine.wait_layer(1, 2)
+    rig.engine.close()
+
+
+def test_layers_that_cannot_be_waited_for_are_refused(rig: Rig) -> None:
+    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True, layers=(1, 2)))
+    rig.onboard(2, (4,), [6])
+    for job, layer in ((1, 0), (1, 2), (1, -1), (2, 1), (3, 1)):
+        with pytest.raises(PlanError, match=f"job {job} "):
+            rig.engine.wait_layer(job, layer, 0)
+    assert rig.engine.wait_layer(1, 1, PATIENCE) is OK
+
+
+def test_layers_that_do_not_come_are_said_to_be_missing() -> None:
+    rig = Rig(flat(16, 24, refs=3))
+    gate = rig.device.gates[DEVICE]
+    gate.shut(after=1)
+    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
+    assert gate.wait_arrived(2)
+    rig.engine.cancel(1)
+    gate.open()
+    (result,) = rig.results(1)
+    assert (result.statuses, result.bytes) == ((Status.CANCELLED,) * 2, 0)
+    assert [rig.engine.wait_layer(1, layer) for layer in range(3)] == [OK, OK, Status.CANCELLED]
+    rig.engine.close()
+
+
+def test_a_layer_whose_copy_fails_at_its_end_is_missing() -> None:
+    rig = Rig(flat(16, 24, refs=3))
+
+    def fail(step: str, batch: Batch | None) -> None:
+        if step == "finish":
+            raise RuntimeError("the device fell off the bus")
+
+    rig.device.fault = fail
+    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
+    (result,) = rig.results(1)
+    assert result.statuses == (Status.IO_ERROR,) * 2
+    assert [rig.engine.wait_layer(1, layer) for layer in range(3)] == [Status.IO_ERROR] * 3
+    rig.engine.close()
+
+
+def test_an_urgent_job_goes_between_the_batches_of_a_large_one() -> None:
+    rig = Rig(max_batch_bytes=48)
+    gate = rig.device.gates[HOST]
+    gate.shut()
+    rig.offload(1, (0, 1, 2, 3), [0, 1, 2, 3], urgency=Urgency.WRITE)
+    rig.offload(2, (4,), [4], urgency=Urgency.WRITE)
+    assert gate.wait_arrived(1)
+    rig.offload(3, (5,), [5], urgency=Urgency.PREFETCH)
+    rig.offload(4, (6,), [6])
+    rig.offload(5, (7,), [7])
+    gate.open()
+    assert rig.engine.wait([1, 2, 3, 4, 5], PATIENCE)
+    assert [result.job for result in rig.engine.poll()] == [4, 5, 3, 1, 2]
+    rig.engine.close()
+
+
+def test_a_queue_has_an_end() -> None:
+    rig = Rig(max_queued=2)
+    gate = rig.device.gates[HOST]
+    gate.shut()
+    rig.offload(1, (0,), [0])
+    assert gate.wait_arrived(1)
+    rig.offload(2, (1,), [1])
+    with pytest.raises(QueueFullError, match="2 DEMAND jobs are waiting to go into host"):
+        rig.offload(3, (2,), [2])
+    rig.offload(4, (2,), [2], urgency=Urgency.WRITE)
+    rig.onboard(5, (3,), [3])
+    gate.open()
+    assert [result.job for result in rig.results(1, 2, 3, 4, 5)] == [1, 2, 4, 5]
+    rig.offload(3, (2,), [2])
+    assert [result.statuses for result in rig.results(3)] == [(OK,)]
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("bound", ["max_batch_bytes", "max_queued"])
+def test_bounds_are_positive(bound: str) -> None:
+    with pytest.raises(PlanError, match=f"{bound}=0"):
+        Rig(**{bound: 0})
+
+
+def test_shutdown_drains() -> None:
+    rig = Rig()
+    gate = rig.device.gates[HOST]
+    gate.shut()
+    for job in range(4):
+        rig.offload(job, (job,), [job])
+    threading.Timer(0.05, gate.open).start()
+    assert rig.engine.shutdown(PATIENCE)
+    assert [result.statuses for result in rig.results(0, 1, 2, 3)] == [(OK,)] * 4
+    assert rig.engine.shutdown()
+
+
+def test_shutdown_in_a_hurry_says_so() -> None:
+    rig = Rig()
+    gate = rig.device.gates[HOST]
+    gate.shut()
+    rig.offload(1, (1,), [1])
+    assert gate.wait_arrived(1)
+    rig.offload(2, (2,), [2])
+    threading.Timer(0.2, gate.open).start()
+    assert not rig.engine.shutdown(0.05)
+    assert [result.statuses for result in rig.results(1, 2)] == [(OK,), (Status.TIER_OFF,)]
+
+
+def test_a_step_ends_without_waiting_for_jobs_that_it_does_not_name(rig: Rig) -> None:
+    gate = rig.device.gates[HOST]
+    gate.shut()
+    rig.offload(1, (1,), [1], urgency=Urgency.WRITE)
+    rig.onboard(2, (2,), [2])
+    assert gate.wait_arrived(1)
+    rig.engine.end_step(None, [2])
+    assert not rig.engine.wait([1], 0)
+
+
+def test_a_layer_that_a_group_does_not_have_is_there_at_once() -> None:
+    refs = (PageRef(0, 0, 24, 24, None, 1), PageRef(1, 0, 24, 24, None, 3))
+    rig = Rig(KVLayout((KVGroup("kv", 4, 1, refs),), flat(16, 24, refs=2).tensors, 16))
+    parts = [Section(0, 0, (3, 1))]
+    rig.engine.submit(transfer(1, ONBOARD, parts, [6, 2], by_layer=True))
+    assert [rig.engine.wait_layer(1, layer, PATIENCE) for layer in range(4)] == [OK] * 4
+    (result,) = rig.results(1)
+    assert (result.statuses, result.bytes) == ((OK, OK), 96)
+    rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE)
+    rig.model.check(rig.pools)
+    rig.engine.close()
+
+
+def test_when_a_copy_has_failed_the_rest_of_its_job_is_not_copied() -> None:
+    rig = Rig(max_batch_bytes=48)
+
+    def fail(step: str, batch: Batch | None) -> None:
+        if step == "finish":
+            raise RuntimeError("the device fell off the bus")
+
+    rig.device.fault = fail
+    rig.onboard(1, (0, 1, 2), [0, 1, 2])
+    assert [result.statuses for result in rig.results(1)] == [(Status.IO_ERROR,) * 3]
+    assert rig.device.log == ["device begins", "device ends"]
+    rig.engine.close()
+
+
+def test_compute_goes_on_when_copies_are_given_to_the_device_not_when_they_have_ended() -> None:
+    """`finish` blocks; whoever waits for a layer, or for the end of the step, does not."""
+    rig = Rig()
+    go_on = threading.Event()
+
+    def slow(step: str, batch: Batch | None) -> None:
+        if step == "finish":
+            assert go_on.wait(PATIENCE)
+
+    rig.device.fault = slow
+    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True, layers=(0, 1)))
+    assert rig.engine.wait_layer(1, 0, PATIENCE) is OK
+    rig.offload(2, (4,), [7])
+    rig.engine.end_step()
+    assert rig.engine.poll() == []
+    go_on.set()
+    assert [result.statuses for result in rig.results(1, 2)] == [(OK,), (OK,)]
+    rig.engine.close()
+
+
+WAITS: list[tuple[str, Callable[[TransferEngine], object]]] = [
+    ("wait", lambda engine: engine.wait([1])),
+    ("wait_layer", lambda engine: engine.wait_layer(1, 1)),
+    ("end_step", lambda engine: engine.end_step()),
+    ("shutdown", lambda engine: engine.shutdown()),
+]
+
+
+@pytest.mark.parametrize(("name", "wait"), WAITS, ids=[name for name, _ in WAITS])
+def test_whoever_waits_without_an_end_is_woken(name: str, wait: Callable[[TransferEngine], object]) -> None:
+    rig = Rig()
+    gate = rig.device.gates[DEVICE]
+    gate.shut()
+    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True))
+    waiting = threading.Thread(target=wait, args=(rig.engine,), daemon=True)
+    waiting.start()
+    assert gate.wait_arrived(1)
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    gate.open()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    rig.engine.close()

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.transfer.hazards import Access, Hazards, Place
+from longshore.transfer.hazards import Access, Hazards, Place, Ticket
 
 DEVICE = Place("device", 0)
 HOST = Place("host", 0)
@@ -26,46 +26,46 @@ def hazards(lanes: int = 2) -> Hazards:
 
 def test_a_reader_waits_for_the_writer() -> None:
     records = hazards()
-    assert records.admit(0, 1, [writes(HOST, 3)]) == (0, 0)
-    assert records.admit(1, 1, [reads(HOST, 3)]) == (1, 0)
+    assert records.admit(0, [writes(HOST, 3)]).needs == (0, 0)
+    assert records.admit(1, [reads(HOST, 3)]).needs == (1, 0)
 
 
 def test_a_writer_waits_for_readers_and_writers() -> None:
     records = hazards(lanes=3)
-    records.admit(0, 5, [reads(HOST, 3)])
-    records.admit(1, 7, [writes(HOST, 3)])
-    assert records.admit(2, 1, [writes(HOST, 2, 3)]) == (5, 7, 0)
+    records.admit(0, [reads(HOST, 3)])
+    records.admit(1, [writes(HOST, 3)])
+    assert records.admit(2, [writes(HOST, 2, 3)]).needs == (1, 1, 0)
 
 
 def test_all_readers_are_kept_not_only_the_last() -> None:
     records = hazards(lanes=3)
-    records.admit(0, 5, [reads(DEVICE, 3)])
-    records.admit(1, 7, [reads(DEVICE, 3)])
-    assert records.admit(2, 1, [writes(DEVICE, 3)]) == (5, 7, 0)
+    records.admit(0, [reads(DEVICE, 3)])
+    records.admit(1, [reads(DEVICE, 3)])
+    assert records.admit(2, [writes(DEVICE, 3)]).needs == (1, 1, 0)
 
 
 def test_readers_do_not_wait_for_readers() -> None:
     records = hazards()
-    records.admit(0, 1, [reads(HOST, 3)])
-    assert records.admit(1, 1, [reads(HOST, 3)]) == (0, 0)
+    records.admit(0, [reads(HOST, 3)])
+    assert records.admit(1, [reads(HOST, 3)]).needs == (0, 0)
 
 
 def test_a_slot_is_its_tier_and_pool_too() -> None:
     records = hazards()
-    records.admit(0, 1, [writes(HOST, 5), writes(Place("device", 1), 5)])
-    assert records.admit(1, 1, [writes(DEVICE, 5)]) == (0, 0)
+    records.admit(0, [writes(HOST, 5), writes(Place("device", 1), 5)])
+    assert records.admit(1, [writes(DEVICE, 5)]).needs == (0, 0)
 
 
 def test_nothing_is_forgotten_when_a_later_job_touches_the_slot() -> None:
     records = hazards(lanes=3)
-    records.admit(0, 1, [writes(HOST, 3)])
-    records.admit(1, 1, [reads(HOST, 3)])
-    assert records.admit(2, 1, [reads(HOST, 3)]) == (1, 0, 0)
-    assert records.admit(2, 2, [writes(HOST, 3)]) == (1, 1, 1)
+    records.admit(0, [writes(HOST, 3)])
+    records.admit(1, [reads(HOST, 3)])
+    assert records.admit(2, [reads(HOST, 3)]).needs == (1, 0, 0)
+    assert records.admit(2, [writes(HOST, 3)]).needs == (1, 1, 1)
 
 
 def test_an_access_to_no_slots_waits_for_nobody() -> None:
-    assert hazards().admit(0, 1, [writes(HOST)]) == (0, 0)
+    assert hazards().admit(0, [writes(HOST)]).needs == (0, 0)
 
 
 JOB = st.tuples(
@@ -81,12 +81,24 @@ def test_it_agrees_with_comparing_every_pair_of_jobs(jobs: list[tuple[int, list[
     tickets = [0, 0, 0]
     earlier: list[tuple[int, int, list[tuple[Place, int, bool]]]] = []
     for lane, touched in jobs:
-        tickets[lane] += 1
         accesses = [Access(place, np.array([slot], dtype=np.int64), write) for place, slot, write in touched]
         expected = [0, 0, 0]
         for other_lane, ticket, others in earlier:
             for place, slot, write in touched:
                 if any((place, slot) == (p, s) and (write or w) for p, s, w in others):
                     expected[other_lane] = max(expected[other_lane], ticket)
-        assert records.admit(lane, tickets[lane], accesses) == tuple(expected)
+        tickets[lane] += 1
+        assert records.admit(lane, accesses) == Ticket(lane, tickets[lane], tuple(expected))
         earlier.append((lane, tickets[lane], touched))
+
+
+def test_a_job_is_clear_when_all_that_it_needs_has_ended_and_not_before() -> None:
+    records = hazards(lanes=3)
+    first = records.admit(0, [reads(HOST, 3)])
+    second = records.admit(0, [reads(HOST, 3)])
+    other = records.admit(1, [reads(HOST, 3)])
+    last = records.admit(2, [writes(HOST, 3)])
+    for ended in (first, other, second):
+        assert not records.is_clear(last)
+        records.end(ended)
+    assert records.is_clear(last)

@@ -182,9 +182,66 @@ def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
     pools = Pools(layout, slots=items + 2)
     made = make_plan(pools, parts, slots, HOST, max_descriptors=1 << 20, max_bytes=1 << 30)
     assert adjacent(Pieces(made.source, made.destination, made.size)) == []
-    small = make_plan(pools, parts, slots, HOST, max_bytes=data.draw(st.integers(1, 9000)))
+    max_bytes = data.draw(st.integers(1, 9000))
+    small = make_plan(pools, parts, slots, HOST, max_bytes=max_bytes)
     starts = {start for start, _ in small.batches}
     assert set(adjacent(Pieces(small.source, small.destination, small.size))) <= starts
+    longest = max(ref.page_bytes for group in layout.groups for ref in group.refs)
+    assert all(int(small.size[start:stop].sum()) <= max(max_bytes, longest) for start, stop in small.batches)
+
+
+def every_byte(pieces: Pieces) -> list[tuple[int, int]]:
+    lists = (column.tolist() for column in pieces)
+    return [(d + i, h + i) for d, h, n in zip(*lists, strict=True) for i in range(n)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_both_orders_are_the_same_bytes_and_that_by_image_writes_each_in_one_go(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    parts = data.draw(st.composite(lambda draw: ascending(draw, layout))())
+    items = chunks_of(layout, parts)
+    images = [layout.image_bytes * (at + 1) for at in data.draw(st.permutations(range(items)))]
+    host_bytes = layout.image_bytes * (items + 2)
+    batch = select(layout, parts, images, into=HOST, host_address=0, host_bytes=host_bytes).whole
+    by_image = Planner().describe(batch)
+    quickest = Planner().describe(batch, any_order=True)
+    assert sorted(every_byte(by_image)) == sorted(every_byte(quickest))
+    # The host's bytes come image after image, and in an image from front to back.
+    position = {image: at for at, image in enumerate(images)}
+    places = [(position[at // layout.image_bytes * layout.image_bytes], at) for _, at in every_byte(by_image)]
+    assert places == sorted(places)
+
+
+def test_runs_within_chunks_are_one_copy_in_every_reference() -> None:
+    pools = Pools(flat(64, 32, refs=3, blocks_per_chunk=4), slots=4)
+    # Chunks of 2, 4, and 3 blocks; 12 and 13 follow one another, but in two chunks.
+    made = make_plan(pools, [Section(0, 2, (8, 9, 20, 21, 22, 12, 13, 4, 5))], [3, 0, 1], HOST)
+    of_one = [2, 3, 1, 1, 2]
+    assert [int(size) // 32 for size in made.size] == of_one[:1] * 3 + of_one[1:3] * 3 + of_one[3:] * 3
+
+
+def test_a_run_longer_than_a_batch_is_cut() -> None:
+    pools = Pools(flat(64, 32, refs=2, blocks_per_chunk=16), slots=4)
+    made = make_plan(pools, [Section(0, 0, tuple(range(20, 36)))], [1], HOST, max_bytes=3 * 32)
+    assert sorted(int(size) // 32 for size in made.size) == [1, 2, 2, *[3] * 9]
+    assert all(int(made.size[start:stop].sum()) <= 96 for start, stop in made.batches)
+
+
+def test_a_plan_leaves_the_settings_of_numpy_alone() -> None:
+    pools = Pools(flat(200, 8, refs=3), slots=100)
+    before = np.setbufsize(4096)
+    try:
+        make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST)
+        assert np.getbufsize() == 4096
+    finally:
+        np.setbufsize(before)
+
+
+def test_a_run_goes_on_from_a_partial_chunk_into_whole_ones() -> None:
+    pools = Pools(flat(64, 4096, refs=1, blocks_per_chunk=2), slots=8)
+    made = make_plan(pools, [Section(0, 1, (7, 8, 9))], [3, 4], HOST)
+    assert made.size.tolist() == [3 * 4096]
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
@@ -211,10 +268,6 @@ def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> 
     pieces = Pieces(*(column.copy() for column in columns))
     merged = merge(pieces)
 
-    def every_byte(some: Pieces) -> list[tuple[int, int]]:
-        lists = (column.tolist() for column in some)
-        return [(d + i, h + i) for d, h, n in zip(*lists, strict=True) for i in range(n)]
-
     assert every_byte(merged) == every_byte(pieces)
     assert adjacent(merged) == []
 
@@ -230,6 +283,15 @@ def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
         for one, other in zip(fresh[:3], again[:3], strict=True):
             np.testing.assert_array_equal(one, other)
         assert fresh.batches == again.batches
+
+
+def test_pages_of_another_size_get_sizes_of_their_own() -> None:
+    planner = Planner()
+    for page in (24, 656, 24):
+        pools = Pools(flat(64, page, refs=3), slots=8)
+        arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
+        made = planner.plan(pools.layout, [Section(0, 0, (5, 9))], pools.images([1, 4]), **arguments)  # type: ignore[arg-type]
+        assert made.size.tolist() == [page] * 6
 
 
 def test_block_ids_may_be_an_array() -> None:
@@ -251,9 +313,11 @@ def test_arrays_are_uint64_and_batches_are_bounded() -> None:
     assert light.batches == tuple((start, start + 30) for start in range(0, 300, 30))
     exact = make_plan(pools, [Section(0, 0, (3, 5)), Section(0, 0, (9,))], [0, 1, 2], HOST, max_bytes=72)
     assert exact.batches == ((0, 9),)
-    # One block is longer than a batch may be: it is cut between its references.
+    # One block is longer than a batch may be: it is cut between its pages; a page never is.
     lighter = make_plan(pools, [Section(0, 0, (3, 5))], [0, 1], HOST, max_bytes=17)
-    assert lighter.batches == ((0, 2), (2, 3), (3, 5), (5, 6))
+    assert lighter.batches == ((0, 2), (2, 4), (4, 6))
+    lightest = make_plan(pools, [Section(0, 0, (3, 5))], [0, 1], HOST, max_bytes=1)
+    assert lightest.batches == tuple((at, at + 1) for at in range(6))
 
 
 def test_no_batch_has_more_than_4096_descriptors() -> None:
@@ -312,6 +376,28 @@ def test_what_is_written_may_not_be_named_twice() -> None:
         attempt([Section(0, 0, (1, 2, 3, 4))], [4096, 4096], HOST)
     attempt(twice, [0, 4096], HOST)  # to read twice is fine
     attempt([Section(0, 0, (1, 2, 3, 4))], [4096, 4096], DEVICE)
+
+
+@pytest.mark.parametrize("host_bytes", [200 * 4096, 1 << 40])
+@pytest.mark.parametrize("count", [2, 100])
+def test_images_written_twice_are_found_among_few_and_many(count: int, host_bytes: int) -> None:
+    layout = flat(200, 24, refs=1)
+    blocks = tuple(range(count))
+    images = [4096 * (199 - image) for image in blocks]
+    select(layout, [Section(0, 0, blocks)], images, into=HOST, host_address=0, host_bytes=host_bytes)
+    images[-1] = images[0]
+    with pytest.raises(PlanError, match=f"written twice: at offset {images[0]} of"):
+        select(layout, [Section(0, 0, blocks)], images, into=HOST, host_address=0, host_bytes=host_bytes)
+
+
+def test_small_images_close_to_one_another_are_not_one() -> None:
+    """Slots may be as long as a group's own images, which are shorter than those of another group."""
+    tensors = [torch.zeros(16 * size, dtype=torch.uint8) for size in (24, 20_000)]
+    groups = [KVGroup(str(i), 16, 1, (PageRef(i, 0, size, size),)) for i, size in enumerate((24, 20_000))]
+    layout = KVLayout(groups, tensors, 16)
+    images = [0, 4096, 16_384]
+    made = plan(layout, [Section(0, 0, (1, 2, 3))], images, into=HOST, host_address=0, host_bytes=20_480)
+    assert made.destination.tolist() == images
 
 
 def test_blocks_of_one_id_in_groups_apart_are_not_one_block() -> None:

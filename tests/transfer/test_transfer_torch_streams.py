@@ -7,20 +7,23 @@ runs on it.
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
+from device_kit import Lane, between, inside
 from gated import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status
+from longshore.errors import FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
-from longshore.transfer.device.torch_streams import Accelerator, TorchDevice
-from longshore.transfer.selection import select
+from longshore.transfer.device.accelerator import Accelerator
+from longshore.transfer.device.torch_streams import TorchDevice
 
 
 class Notes:
@@ -41,18 +44,21 @@ class FakeEvent:
         notes.events += 1
         self.name = f"event {notes.events}"
         self.notes = notes
+        self.happened = False
 
     def record(self, stream: FakeStream) -> None:
+        self.happened = False
         self.notes.lines.append(("record", self.name, stream.name))
 
     def wait(self, stream: FakeStream) -> None:
         self.notes.lines.append(("wait", self.name, stream.name))
 
     def synchronize(self) -> None:
+        self.happened = True
         self.notes.lines.append(("synchronize", self.name))
 
     def query(self) -> bool:
-        return False
+        return self.happened
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return 1500.0
@@ -78,7 +84,7 @@ class FakeAccelerator(Accelerator):
     def new_event(self) -> torch.Event:
         return cast(torch.Event, FakeEvent(self.notes))
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
+    def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 
 
@@ -91,60 +97,68 @@ def test_offload_then_onboard_through_the_stages(data: st.DataObject) -> None:
     items = chunks_of(layout, parts)
     pools = Pools(layout, slots=items + 1, seed=data.draw(st.integers(0, 99)))
     slots = data.draw(st.permutations(range(items + 1)))[:items]
-    valid = [
-        (1 << layout.groups[section.group].blocks_per_chunk) - 1
-        for section in parts
-        for _ in range(chunks_of(layout, [section]))
-    ]
     tokens = data.draw(st.none() | st.integers(1, 15))
+    max_bytes = data.draw(st.integers(1, 9000))
     model = Model(pools)
     device = TorchDevice("cpu", staging_bytes=data.draw(st.integers(0, 6000)), accelerator=FakeAccelerator())
-    engine = TransferEngine(layout, device, pools.host, max_batch_bytes=data.draw(st.integers(1, 9000)))
-    try:
-        engine.submit(transfer(1, OFFLOAD, parts, slots, valid=valid, tokens=tokens))
-        assert engine.wait([1], PATIENCE)
-        model.move(parts, pools.images(slots), into=HOST, tokens=tokens)
-        model.check(pools)
-        for tensor in pools.tensors:
-            tensor.bitwise_not_()
-        model.device = pools.device_bytes()
-        engine.submit(transfer(2, ONBOARD, there, slots, valid=valid, tokens=tokens))
-        assert engine.wait([2], PATIENCE)
-        model.move(there, pools.images(slots), into=DEVICE, tokens=tokens)
-        model.check(pools)
-        assert {status for result in engine.poll() for status in result.statuses} <= {Status.OK}
-    finally:
-        engine.close()
+    out, back = Lane(device.stream(layout, HOST)), Lane(device.stream(layout, DEVICE))
+    out.send(between(pools, parts, slots, HOST, tokens).whole.cut(max_bytes))
+    out.close()
+    model.move(parts, pools.images(slots), into=HOST, tokens=tokens)
+    model.check(pools)
+    for tensor in pools.tensors:
+        tensor.bitwise_not_()
+    model.device = pools.device_bytes()
+    back.send(between(pools, there, slots, DEVICE, tokens).whole.cut(max_bytes))
+    back.close()
+    model.move(there, pools.images(slots), into=DEVICE, tokens=tokens)
+    model.check(pools)
+    device.close()
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_copies_inside_the_device(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    group = data.draw(st.integers(0, len(layout.groups) - 1))
+    blocks = data.draw(st.permutations(range(layout.num_blocks)))
+    count = data.draw(st.integers(1, layout.num_blocks // 2))
+    written, read = blocks[:count], blocks[count : 2 * count]
+    pools = Pools(layout, slots=1)
+    expected = pools.device_bytes()
+    for ref in layout.groups[group].refs:
+        for target, source in zip(written, read, strict=True):
+            to, at = ref.offset + target * ref.stride, ref.offset + source * ref.stride
+            expected[ref.tensor][to : to + ref.page_bytes] = expected[ref.tensor][at : at + ref.page_bytes]
+    device = TorchDevice("cpu", staging_bytes=data.draw(st.integers(0, 6000)), accelerator=FakeAccelerator())
+    lane = Lane(device.stream(layout, DEVICE))
+    lane.send(inside(layout, group, written, read).whole.cut(data.draw(st.integers(1, 9000))))
+    lane.close()
+    for got, wanted in zip(pools.device_bytes(), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def pieces_through(into: str, blocks: int) -> tuple[FakeAccelerator, list[tuple[str, ...]]]:
     """The notes of a copy of `blocks` blocks, each of which fills a stage."""
     accelerator = FakeAccelerator()
     pools = Pools(flat(16, 4096, refs=1), slots=16)
-    stream = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator).stream(pools.layout, into)
-    selection = select(
-        pools.layout,
-        [Section(0, 0, tuple(range(blocks)))],
-        pools.images(range(blocks)),
-        into=into,
-        host_address=pools.arena.address,
-        host_bytes=pools.arena.nbytes,
-    )
+    device = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator)
+    stream = device.stream(pools.layout, into)
+    selection = between(pools, [Section(0, 0, tuple(range(blocks)))], range(blocks), into)
     stream.bind()
-    stream.begin(())
     accelerator.notes.lines.clear()
-    stream.copy(selection.whole)
+    copy = stream.copy(selection.whole, ())
     copied = list(accelerator.notes.lines)
-    stream.end()
-    assert stream.finish() == 1.5
+    assert copy.finish() == 1.5
     stream.close()
+    assert not device.fallbacks()
     return accelerator, copied
 
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 def test_a_stage_is_used_again_only_when_its_last_use_has_ended(into: str) -> None:
     _, lines = pieces_through(into, 5)
-    recorded = [line[1] for line in lines if line[0] == "record"]
+    recorded = [line[1] for line in lines if line[0] == "record"][1:-1]  # the first and the last one keep time
     assert len(recorded) == 5
     for before, after in zip(recorded, recorded[2:], strict=False):
         assert lines.index(("synchronize", before)) < lines.index(("record", after, "stream 1"))
@@ -153,7 +167,7 @@ def test_a_stage_is_used_again_only_when_its_last_use_has_ended(into: str) -> No
 
 def test_an_offload_ends_when_the_last_stages_are_empty() -> None:
     accelerator, copied = pieces_through(HOST, 5)
-    recorded = [line[1] for line in copied if line[0] == "record"]
+    recorded = [line[1] for line in copied if line[0] == "record"][1:]
     assert {("synchronize", event) for event in recorded} <= set(accelerator.notes.lines)
 
 
@@ -166,45 +180,69 @@ def test_the_thread_of_a_direction_works_on_its_own_stream() -> None:
 def test_the_stream_waits_for_what_used_the_stages_memory_before() -> None:
     accelerator = FakeAccelerator()
     TorchDevice("cpu", accelerator=accelerator, staging_bytes=0).stream(flat(4), HOST)
-    assert accelerator.notes.lines == [("record", "event 1", "compute"), ("wait", "event 1", "stream 1")]
+    (record, wait) = accelerator.notes.lines
+    assert record == ("record", wait[1], "compute")
+    assert wait == ("wait", record[1], "stream 1")
 
 
 def test_copies_wait_for_compute_and_compute_for_copies_on_the_device() -> None:
     accelerator = FakeAccelerator()
     device = TorchDevice("cpu", accelerator=accelerator, staging_bytes=0)
     pools = Pools(flat(4), slots=4)
-    engine = TransferEngine(pools.layout, device, pools.host)
     compute = FakeStream("engine's stream")
+    stream = device.stream(pools.layout, DEVICE)
+    stream.bind()
     accelerator.notes.lines.clear()
-    engine.begin_step(compute)
-    engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [1]))
-    engine.end_step(compute)
-    assert engine.wait([1], PATIENCE)
-    engine.close()
-    lines = accelerator.notes.lines
+    copy = stream.copy(between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole, (device.mark(compute),))
+    device.hold(compute, copy.reached)
+    lines = list(accelerator.notes.lines)
     (mark,) = [line for line in lines if line[0] == "record" and line[2] == "engine's stream"]
     (hold,) = [line for line in lines if line[0] == "wait" and line[2] == "engine's stream"]
-    wait = lines.index(("wait", mark[1], "stream 2"))
-    first_copy = next(i for i, line in enumerate(lines) if line[0] == "record" and line[2] == "stream 2")
-    end = lines.index(("record", hold[1], "stream 2"))
+    wait = lines.index(("wait", mark[1], "stream 1"))
+    first_copy = next(i for i, line in enumerate(lines) if line[0] == "record" and line[2] == "stream 1")
+    end = lines.index(("record", hold[1], "stream 1"))
     assert lines.index(mark) < wait < first_copy < end < lines.index(hold)
     assert ("synchronize", mark[1]) not in lines  # the thread did not wait, the stream did
+    copy.finish()
 
 
-def test_memory_that_cannot_be_pinned_is_said(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    empty = torch.empty
+def test_finishing_one_copy_does_not_wait_for_the_next() -> None:
+    accelerator = FakeAccelerator()
+    pools = Pools(flat(16, 4096, refs=1), slots=16)
+    stream = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator).stream(pools.layout, HOST)
+    stream.bind()
+    first, second = (
+        stream.copy(between(pools, [Section(0, 0, (at,))], [at], HOST).whole, ()) for at in range(stream.depth)
+    )
+    first.finish()
+    assert first.passed()
+    assert not second.passed()
+    second.finish()
+    np.testing.assert_array_equal(pools.arena.array[:8192], pools.tensors[0].numpy()[:8192])
 
-    def refuse(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        if pin_memory:
+
+def test_a_batch_of_freed_memory_is_refused_before_it_moves() -> None:
+    accelerator = FakeAccelerator()
+    pools = Pools(flat(16), slots=16)
+    stream = TorchDevice("cpu", accelerator=accelerator).stream(pools.layout, DEVICE)
+    selection = between(pools, [Section(0, 0, (3,))], [1], DEVICE)
+    pools.layout.free()
+    accelerator.notes.lines.clear()
+    with pytest.raises(FreedLayoutError):
+        stream.copy(selection.whole, ())
+    assert not accelerator.notes.lines
+
+
+def test_memory_that_cannot_be_pinned_is_said_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    class Unpinned(FakeAccelerator):
+        def pinned_bytes(self, nbytes: int) -> torch.Tensor:
             raise RuntimeError("no")
-        return empty(*args, **options)
 
-    monkeypatch.setattr(torch, "empty", refuse)
+    device = TorchDevice("cpu", staging_bytes=0, accelerator=Unpinned())
     with caplog.at_level(logging.WARNING):
-        assert Accelerator(torch.device("cpu")).pinned(64).numel() == 64
+        device.stream(flat(4), HOST)
     assert "no pinned memory" in caplog.text
+    assert device.fallbacks() == {"unpinned_stage": 2}
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")

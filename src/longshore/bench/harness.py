@@ -81,6 +81,16 @@ def timed(call: Callable[[], object], loops: int = 1) -> Callable[[], float]:
     return run
 
 
+def loops_within(call: Callable[[], object], seconds: float = 1e-3) -> int:
+    """How often `call` runs in about `seconds`, at least once.
+
+    Short measurements fit between two interruptions by whatever else the machine does, long ones never do: sides that
+    differ much in speed must be measured for the same time, not for the same number of calls.
+    """
+    call()
+    return max(1, round(seconds / timed(call)()))
+
+
 def duration(name: str, taken: Seconds, reference: str) -> Case:
     """A case in microseconds; less is better, so `ratio` is the reference's by ours."""
     return Case(name, taken.ours * 1e6, "us", reference, taken.reference * 1e6, taken.reference / taken.ours)

@@ -1,26 +1,34 @@
 """`longshore bench plan`: from a transfer's ids to arrays of addresses and sizes.
 
-Both sides get the same ids, as Python integers, and fill the same three arrays. Ours checks every id and merges runs.
-The reference is the plain way: for each reference of the layout, whole-array arithmetic over its blocks; it checks
-nothing and merges nothing. Blocks and slots are scattered, so nothing merges, which is the most to describe.
+Both sides get what a worker of vLLM's is given, the ids of device blocks and of host chunks as int32 arrays, and fill
+three arrays of the same addresses and sizes. Ours checks every id and merges runs. The reference goes through the
+layout's references one by one, whole-array arithmetic in each; it checks nothing and merges nothing. It is vLLM's own
+code where vLLM is installed, else the same steps written here. Blocks and slots are scattered, so that next to nothing
+merges, which is the most to describe.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore.bench.harness import Case, Seconds, chosen, compare, duration, timed
+from longshore.bench.harness import Case, Seconds, chosen, compare, duration, loops_within, timed
 from longshore.boundary import HOST, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer.plan import Plan, Planner
 
-REFERENCE = "numpy loop over references"
+REFERENCE = "numpy, reference by reference"
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 
 _PAGE_BYTES = 1024
 _SPARE = 4  # times as many blocks and slots as one transfer names, to scatter them over
@@ -50,17 +58,27 @@ def run(*, repeats: int = 41, only: Sequence[str] = ()) -> Iterator[Case]:
     """The cases of `SHAPES`, one after the other."""
     for name in chosen(list(SHAPES), only):
         work = Work.of(SHAPES[name])
-        yield duration(name, _measure(work, repeats), REFERENCE)
+        reference, called = vllm(work) or (baseline(work), REFERENCE)
+        yield duration(name, _measure(work, reference, repeats), called)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Ids of one transfer, and the layout they are of."""
+    """Ids of one transfer from the device to the host, and the layout they are of.
+
+    Attributes:
+        layout: One group, each reference in a tensor of its own.
+        blocks: Device blocks, shape `(blocks,)`.
+        slots: Host chunks, shape `(chunks,)`; chunk `i` is at byte `i * layout.image_bytes` of `host`.
+        host: The host memory; like the layout's tensors it is described only, and takes no room.
+        host_address: Where it starts.
+    """
 
     layout: KVLayout
-    blocks: tuple[int, ...]
-    images: list[int]
-    host_bytes: int
+    blocks: I32
+    slots: I32
+    host: npt.NDArray[np.int8]
+    host_address: int
 
     @classmethod
     def of(cls, shape: Shape, seed: int = 0) -> Work:
@@ -71,85 +89,184 @@ class Work:
         refs = tuple(PageRef(index, 0, _PAGE_BYTES, _PAGE_BYTES) for index in range(shape.references))
         layout = KVLayout((KVGroup("kv", 16, shape.blocks_per_chunk, refs),), tensors, num_blocks)
         chunks = -(-shape.blocks // shape.blocks_per_chunk)
-        slots = chooser.sample(range(chunks * _SPARE), chunks)
+        host = np.empty(chunks * _SPARE * layout.image_bytes, dtype=np.int8)
         return cls(
             layout,
-            tuple(chooser.sample(range(num_blocks), shape.blocks)),
-            [slot * layout.image_bytes for slot in slots],
-            chunks * _SPARE * layout.image_bytes,
+            np.array(chooser.sample(range(num_blocks), shape.blocks), dtype=np.int32),
+            np.array(chooser.sample(range(chunks * _SPARE), chunks), dtype=np.int32),
+            host,
+            _address(host),
         )
 
 
-def _measure(work: Work, repeats: int) -> Seconds:
+def _measure(work: Work, reference: Callable[[], object], repeats: int) -> Seconds:
     planner = Planner()
-    loops = max(1, 40_000 // (len(work.blocks) * len(work.layout.groups[0].refs)))
-    return compare(timed(lambda: ours(work, planner), loops), timed(baseline(work), loops), repeats=repeats, warm_ups=3)
+    sides = [timed(call, loops_within(call)) for call in (lambda: ours(work, planner), reference)]
+    return compare(*sides, repeats=repeats, warm_ups=3)
 
 
 def ours(work: Work, planner: Planner) -> Plan:
     """The transfer as Longshore plans it."""
+    blocks = cast("tuple[int, ...]", work.blocks)  # a planner takes an array as well
     return planner.plan(
         work.layout,
-        [Section(0, 0, work.blocks)],
-        work.images,
+        [Section(0, 0, blocks)],
+        work.slots.astype(np.int64) * work.layout.image_bytes,
         into=HOST,
-        host_address=0,
-        host_bytes=work.host_bytes,
+        host_address=work.host_address,
+        host_bytes=work.host.nbytes,
     )
 
 
 class Addresses(NamedTuple):
-    """What the reference makes: int64 arrays of one shape `(descriptors,)`."""
+    """What the reference makes: int64 arrays of one shape `(descriptors,)`, filled anew by each call."""
 
-    source: npt.NDArray[np.int64]
-    destination: npt.NDArray[np.int64]
-    size: npt.NDArray[np.int64]
+    source: I64
+    destination: I64
+    size: I64
+
+    @classmethod
+    def of(cls, work: Work) -> Addresses:
+        """Room for the descriptors of `work`."""
+        total = len(work.blocks) * len(work.layout.groups[0].refs)
+        return cls(*(np.empty(total, dtype=np.int64) for _ in range(3)))
 
 
 def baseline(work: Work) -> Callable[[], Addresses]:
-    """The transfer planned reference by reference, as a competent engineer would at first."""
-    group = work.layout.groups[0]
-    table = work.layout.table(0)
-    bases = table.base.tolist()
-    per_chunk = group.blocks_per_chunk
+    """The steps of vLLM's planning, for each reference: both tensors asked, ids widened, addresses, sizes."""
+    device, host = _rows(work)
+    per_chunk = work.layout.groups[0].blocks_per_chunk
+    made = Addresses.of(work)
 
     def per_reference() -> Addresses:
-        blocks = np.array(work.blocks, dtype=np.int64)
-        images = np.array(work.images, dtype=np.int64)
-        total = len(blocks) * len(group.refs)
-        made = Addresses(*(np.empty(total, dtype=np.int64) for _ in range(3)))
-        at = offset = 0
-        for base, ref in zip(bases, group.refs, strict=True):
-            end = at + len(blocks)
-            made.source[at:end] = base + blocks * ref.stride
-            places = offset + np.arange(per_chunk, dtype=np.int64) * ref.page_bytes
-            made.destination[at:end] = (images[:, None] + places).reshape(-1)[: len(blocks)]
-            made.size[at:end] = ref.page_bytes
-            at, offset = end, offset + ref.page_bytes * per_chunk
+        at = 0
+        for rows, chunks in zip(device, host, strict=True):
+            end = at + len(work.blocks)
+            _fill(made.source[at:end], rows, work.blocks, 1)
+            _fill(made.destination[at:end], chunks, work.slots, per_chunk)
+            made.size[at:end] = rows.shape[1]
+            at = end
         return made
 
     return per_reference
 
 
-class _Untouched:
-    """Device memory that is only described: a tensor of bytes, as far as a layout asks."""
+def _fill(out: I64, rows: _Rows, ids: I32, per_row: int) -> None:
+    """Addresses of the first `len(out)` pages in the rows `ids`, `per_row` in each."""
+    first, pitch = rows.data_ptr(), rows.stride(0)
+    starts = ids.astype(np.uint64) * pitch + first
+    if per_row == 1:
+        out[:] = starts[: len(out)]
+    else:
+        pages = np.arange(per_row, dtype=np.uint64) * (rows.shape[1] // per_row)
+        out[:] = (starts[:, None] + pages).ravel()[: len(out)]
 
-    dtype = "uint8"
-    device = "cpu"
-    _next = 1 << 40
 
-    def __init__(self, nbytes: int) -> None:
-        self.shape = (nbytes,)
-        self._nbytes = nbytes
-        # Apart from each other by no multiple of a page, as an allocator would place them.
-        self._address = _Untouched._next
-        _Untouched._next += nbytes + 4096 + 64
+def vllm(work: Work) -> tuple[Callable[[], Addresses], str] | None:
+    """vLLM's own planning, and its name; `None` where it is not installed, or has other functions than 0.32 has.
+
+    Of `transfer_async` what comes before the copies: its pooled arrays, and its filling of them for each group.
+    """
+    try:
+        from vllm.v1.kv_offload.base import CanonicalKVCacheRef  # noqa: PLC0415
+        from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler  # noqa: PLC0415
+
+        fill = SingleDirectionOffloadingHandler._fill_direct_ops
+    except (ImportError, AttributeError):
+        return None
+    group = work.layout.groups[0]
+    device, host = _rows(work)
+    handler = SimpleNamespace(
+        layer_refs_per_group=[[CanonicalKVCacheRef(index, ref.page_bytes) for index, ref in enumerate(group.refs)]],
+        src_tensors=device,
+        dst_tensors=host,
+        src_blocks_per_chunk=1,
+        dst_blocks_per_chunk=group.blocks_per_chunk,
+    )
+    pooled = Addresses.of(work)
+    total = len(pooled.size)
+
+    def planned() -> Addresses:
+        made = Addresses(*(column[:total] for column in pooled))
+        fill(
+            handler,
+            0,
+            group_src=work.blocks,
+            group_dst=work.slots,
+            group_size=len(work.blocks),
+            src_skip_count=0,
+            dst_skip_count=0,
+            all_src=made.source,
+            all_dst=made.destination,
+            all_sizes=made.size,
+            op_idx=0,
+        )
+        return made
+
+    return planned, f"vLLM {importlib.metadata.version('vllm')}"
+
+
+def _rows(work: Work) -> tuple[Sequence[_Rows], Sequence[_Rows]]:
+    """The device's pages and the host's, a tensor of rows for each reference."""
+    group, table = work.layout.groups[0], work.layout.table(0)
+    images = work.host.reshape(-1, work.layout.image_bytes)
+    device = [
+        tensor.memory.reshape(work.layout.num_blocks, -1) for tensor in cast("list[_Untouched]", work.layout.tensors)
+    ]
+    host = [
+        images[:, place : place + ref.page_bytes * group.blocks_per_chunk]
+        for place, ref in zip(table.image.tolist(), group.refs, strict=True)
+    ]
+    return [_tensor(rows) for rows in device], [_tensor(rows) for rows in host]
+
+
+class _Rows(Protocol):
+    """What a planner asks of a tensor of rows of bytes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def data_ptr(self) -> int: ...
+
+    def stride(self, axis: int) -> int: ...
+
+
+def _tensor(rows: npt.NDArray[np.int8]) -> _Rows:
+    """`rows` as vLLM has them, as torch's; as a stand-in that is asked in the same way where there is no torch."""
+    try:
+        return cast("_Rows", importlib.import_module("torch").from_numpy(rows))
+    except ImportError:
+        return _StandIn(rows)
+
+
+class _StandIn:
+    def __init__(self, rows: npt.NDArray[np.int8]) -> None:
+        self.shape = rows.shape
+        self._address = _address(rows)
+        self._strides = rows.strides
 
     def data_ptr(self) -> int:
         return self._address
 
+    def stride(self, axis: int) -> int:
+        return self._strides[axis]
+
+
+class _Untouched:
+    """Device memory that is only described, and takes no room: a tensor of bytes, as far as a layout asks."""
+
+    dtype = "int8"
+    device = "cpu"
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = np.empty(nbytes, dtype=np.int8)
+        self.shape = (nbytes,)
+
+    def data_ptr(self) -> int:
+        return _address(self.memory)
+
     def nbytes(self) -> int:
-        return self._nbytes
+        return self.memory.nbytes
 
     def element_size(self) -> int:
         return 1
@@ -159,3 +276,7 @@ class _Untouched:
 
     def untyped_storage(self) -> _Untouched:
         return self
+
+
+def _address(array: npt.NDArray[np.int8]) -> int:
+    return int(array.__array_interface__["data"][0])

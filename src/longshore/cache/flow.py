@@ -31,7 +31,7 @@ from longshore.cache.events import EventKind
 from longshore.cache.jobs import Job, Load, Side
 from longshore.cache.settings import CacheSettings
 from longshore.cache.store import Store
-from longshore.cache.types import DropReason
+from longshore.cache.types import DropReason, RouteTotals
 from longshore.errors import CacheError, JobError
 
 _new_item: Callable[[Iterable[object]], Item] = partial(tuple.__new__, Item)
@@ -91,6 +91,24 @@ class Flow:
                     loads.append(job.load)
         return loads
 
+    def copy_inside(self, sources: Sequence[Slot], blocks: Sequence[int], tokens: int | None, group: int) -> int:
+        """Order copies between device blocks, of which the books know nothing; returns the job."""
+        job = self.new_id()
+        transfer = Transfer(
+            job=job,
+            route=Route(DEVICE, DEVICE),
+            items=tuple(Item(b"", None, source, None, 1) for source in sources),
+            sections=(Section(group, 0, tuple(blocks)),),
+            by_layer=True,
+            tokens=tokens,
+            deadline=self.now + self.settings.load_timeout,
+            generation=self.generation,
+            ranks=self.settings.ranks,
+        )
+        self.jobs[job] = Job(transfer, None, None)
+        self.outbox.append(transfer)
+        return job
+
     def withdraw(self, job: int) -> None:
         """The host gives an offer back: it ends as cancelled. Raises `JobError` for any other job."""
         record = self.jobs.get(job)
@@ -128,6 +146,7 @@ class Flow:
         sections: tuple[Section, ...] = (),
         after: tuple[int, ...] = (),
         load: Load | None = None,
+        by_layer: bool = False,
         command: bool = True,
     ) -> Job:
         """Register a job for chunks whose source slots are pinned and whose destinations are placed.
@@ -141,6 +160,7 @@ class Flow:
             route=Route(self._name(source and source.tier), self._name(destination and destination.tier)),
             items=self._items(keys, parents, source, destination),
             sections=sections,
+            by_layer=by_layer,
             urgency=Urgency.WRITE if writing else Urgency.DEMAND,
             deadline=self.now + timeout,
             after=after,
@@ -215,7 +235,7 @@ class Flow:
         store.fail(tier, slot, status)
 
     def _count(self, job: Job, result: TransferResult) -> None:
-        totals = self.store.counters.routes[str(job.transfer.route)]
+        totals = self.store.counters.routes.setdefault(str(job.transfer.route), RouteTotals())
         arrived = result.statuses.count(Status.OK)
         totals.chunks += arrived
         totals.failed += len(result.statuses) - arrived

@@ -52,7 +52,15 @@ class Loading:
         self._store = flow.store
 
     def load(
-        self, keys: Sequence[Key], blocks: Sequence[int], first_block: int, *, tail: int = ROOT, held: int = 0
+        self,
+        keys: Sequence[Key],
+        blocks: Sequence[int],
+        first_block: int,
+        *,
+        tail: int = ROOT,
+        held: int = 0,
+        group: int = 0,
+        by_layer: bool = False,
     ) -> Load:
         """Order `keys` (as far as they are ready, and the host tier has room) into device `blocks`.
 
@@ -80,7 +88,10 @@ class Loading:
             here = slice(start, end)
             batch = Batch(path[here], keys[here], above, tiers[here], slots[here], warm=end <= warm)
             above = keys[end - 1]
-            blocks, first_block = self._order_batch(load, batch, blocks, first_block)
+            per_chunk = self._flow.settings.blocks_per_chunk
+            taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
+            self._order_batch(load, batch, Section(group, first_block, tuple(blocks[:taken])), by_layer=by_layer)
+            blocks, first_block = blocks[taken:], first_block + taken
         return load
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -106,10 +117,8 @@ class Loading:
             count += 1
         return count
 
-    def _order_batch(
-        self, load: Load, batch: Batch, blocks: Sequence[int], first_block: int
-    ) -> tuple[Sequence[int], int]:
-        """Order one batch; returns the blocks that are left for the next, and the logical index of their first."""
+    def _order_batch(self, load: Load, batch: Batch, section: Section, *, by_layer: bool) -> None:
+        """Order one batch into the device blocks of `section`."""
         host, names = self._store.pools[0], [level.name for level in self._store.levels]
         warm = list(batch.slots)
         if batch.warm:
@@ -118,8 +127,6 @@ class Loading:
             load.sources += [names[self._store.index.warmest_ready(node)] for node in batch.nodes]
             for tier in sorted({tier for tier in batch.tiers if tier}):
                 self._order_read(batch, tier, warm)
-        per_chunk = self._flow.settings.blocks_per_chunk
-        taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
         writer = host.writer
         load.parts.append(
             self._flow.order(
@@ -128,12 +135,12 @@ class Loading:
                 [batch.above, *batch.keys[:-1]],
                 Side(0, warm),
                 None,
-                sections=(Section(0, first_block, tuple(blocks[:taken])),),
+                sections=(section,),
                 after=tuple(dict.fromkeys(writer[slot] for slot in warm if slot in writer)) if writer else (),
                 load=load,
+                by_layer=by_layer,
             )
         )
-        return blocks[taken:], first_block + taken
 
     def _order_read(self, batch: Batch, tier: int, warm: list[int]) -> None:
         """Order what a batch has in a colder `tier` into the host tier; enters its slots there into `warm`."""

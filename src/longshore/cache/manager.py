@@ -143,7 +143,9 @@ class TieredCache:
         self._step_pins.append(self._store.pin(node))
         return Presence.READY if index.is_ready(node, 0) else Presence.COLDER
 
-    def onboard(self, hold: Hold, blocks: Sequence[int], *, skip: int = 0) -> Onboarding:
+    def onboard(
+        self, hold: Hold, blocks: Sequence[int], *, skip: int = 0, group: int = 0, by_layer: bool = False
+    ) -> Onboarding:
         """Order the held chunks into device `blocks`; ends with `outcome(hold)`.
 
         Args:
@@ -151,6 +153,8 @@ class TieredCache:
             blocks: Device blocks in logical order. The first is sub-block `skip` of the first held chunk; the last
                 may be any sub-block of a held chunk.
             skip: Leading sub-blocks of the first chunk that the device has already.
+            group: The KV cache group that the keys and blocks are of.
+            by_layer: Have each job go layer after layer, so that compute may begin before all have arrived.
 
         Chunks for which the host tier cannot make room now are left out, and counted as misses.
         """
@@ -165,8 +169,9 @@ class TieredCache:
             )
         self._check_blocks(blocks)
         first_block, held = record.start * per_chunk + skip, len(record.keys)
+        tail, wanted = record.pin.node, record.keys[:chunks]
         record.load = load = self._loading.load(
-            record.keys[:chunks], blocks, first_block, tail=record.pin.node, held=held
+            wanted, blocks, first_block, tail=tail, held=held, group=group, by_layer=by_layer
         )
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
@@ -211,6 +216,20 @@ class TieredCache:
 
     # ------------------------------------------------------------------ writing
 
+    def copy_inside(
+        self, sources: Sequence[Slot], blocks: Sequence[int], *, tokens: int | None = None, group: int = 0
+    ) -> int:
+        """Order copies of device blocks into other device `blocks`, layer by layer; returns the job.
+
+        For partial reuse: `tokens` are the leading tokens to copy of the last block, `None` all. `sources` are slots
+        of the group's device pool, one for each block. The tiers have no part in it; the job keeps its place and its
+        deadline among all others, and whether it succeeded is known to the mover's `wait_layer`.
+        """
+        if len(sources) != len(blocks) or not blocks or any(source.tier != DEVICE for source in sources):
+            raise CacheError(f"expected a device slot to copy from for each of {len(blocks)} blocks, got {sources}")
+        self._check_blocks(blocks)
+        return self._flow.copy_inside(sources, blocks, tokens, group)
+
     def commit(
         self,
         keys: Sequence[Key],
@@ -220,6 +239,7 @@ class TieredCache:
         evicting: bool = False,
         prompt: int | None = None,
         retention: Sequence[Retention] = (),
+        group: int = 0,
     ) -> Offload:
         """Chunks `keys[first:]` are complete on the device, in `blocks`, or about to be evicted from it.
 
@@ -240,7 +260,7 @@ class TieredCache:
         if end < first + len(path):
             path = path[: end - first]
         self._storing.leave_out(len(keys) - max(end, first + len(path)))
-        return self._storing.offload(keys[:end], first, path, blocks, retention)
+        return self._storing.offload(keys[:end], first, path, blocks, retention, group)
 
     def offer(self, keys: Sequence[Key], *, first: int = 0, retention: Sequence[Retention] = ()) -> Offload:
         """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job.

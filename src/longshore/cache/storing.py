@@ -39,6 +39,7 @@ class Storing:
         path: Sequence[int],
         blocks: Sequence[int] | None,
         retention: Sequence[Retention] = (),
+        group: int = 0,
     ) -> Offload:
         """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it.
 
@@ -65,7 +66,7 @@ class Storing:
         if blocks is not None:
             per_chunk = self._flow.settings.blocks_per_chunk
             taken = blocks[(known - first) * per_chunk : (known - first + fresh) * per_chunk]
-            sections = (Section(0, known * per_chunk, tuple(taken)),)
+            sections = (Section(group, known * per_chunk, tuple(taken)),)
         parents = [store.index.key[parent], *mine[:-1]]
         record = self._flow.order(
             job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None

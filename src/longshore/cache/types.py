@@ -27,6 +27,7 @@ class MissReason(enum.Enum):
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     TIER_OFF = "tier_off"
+    QUEUE_FULL = "queue_full"
 
     @classmethod
     def of(cls, status: Status) -> MissReason:

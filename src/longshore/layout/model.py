@@ -105,6 +105,8 @@ class RefTable(NamedTuple):
         token: uint64, bytes per token; 0 where a page cannot be split.
         layer: int64, model layer, never decreasing.
         places: uint64, shape `(references, blocks_per_chunk)`: bytes from the start of the image to each page.
+        starts: uint64, shape `(2, references, blocks_per_chunk)`: `base`, again and again, above `places`, for the two
+            sides of a copy to be computed in one go.
         pitch: The stride of all references; `None` where they differ.
         seams: Every `a - b` for which block a's page in one reference may end where block b's begins in the next.
             `None` where that is not known.
@@ -117,6 +119,7 @@ class RefTable(NamedTuple):
     token: U64
     layer: npt.NDArray[np.int64]
     places: U64
+    starts: U64
     pitch: np.uint64 | None
     seams: frozenset[int] | None
 
@@ -219,7 +222,7 @@ class KVLayout:
         if expected not in (None, fingerprint):
             raise LayoutError(f"expected tensors of layout {expected}, got tensors of {fingerprint}: other dtypes")
         part = zip(self.groups, bases, strict=True)
-        self._tables = tuple(_table(group, base, self.rank * group.part_bytes) for group, base in part)
+        self._tables = tuple(_table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part)
         self.pools = pools
         self.fingerprint = fingerprint
         self.device = str(tensors[0].device)
@@ -312,12 +315,14 @@ def _flat_pages(groups: Sequence[KVGroup], bases: Sequence[U64], num_blocks: int
     )
 
 
-def _table(group: KVGroup, base: U64, part: int) -> RefTable:
+def _table(group: KVGroup, base: U64, part: int, num_blocks: int) -> RefTable:
     page = np.array([ref.page_bytes for ref in group.refs], dtype=np.uint64)
     chunk = page * np.uint64(group.blocks_per_chunk)
     image = np.uint64(part) + np.cumsum(chunk, dtype=np.uint64) - chunk
     stride = np.array([ref.stride for ref in group.refs], dtype=np.uint64)
-    places = np.arange(group.blocks_per_chunk, dtype=np.uint64)
+    starts = np.empty((2, len(base), group.blocks_per_chunk), dtype=np.uint64)
+    starts[0] = base[:, None]
+    starts[1] = image[:, None] + np.outer(page, np.arange(group.blocks_per_chunk, dtype=np.uint64))
     pitch = stride[0] if (stride == stride[0]).all() else None
     return RefTable(
         base=base,
@@ -326,17 +331,18 @@ def _table(group: KVGroup, base: U64, part: int) -> RefTable:
         image=image,
         token=np.array([ref.token_bytes or 0 for ref in group.refs], dtype=np.uint64),
         layer=np.array(group.layers, dtype=np.int64),
-        places=np.add(image[:, None], np.outer(page, places), dtype=np.uint64),
+        places=starts[1],
+        starts=starts,
         pitch=pitch,
-        seams=_seams(base, page, int(pitch)) if pitch else None,
+        seams=_seams(base, page, int(pitch), num_blocks) if pitch else None,
     )
 
 
-def _seams(base: U64, page: U64, pitch: int) -> frozenset[int]:
+def _seams(base: U64, page: U64, pitch: int, num_blocks: int) -> frozenset[int]:
     """`RefTable.seams` of references of one stride."""
     steps = zip(itertools.pairwise(base.tolist()), page.tolist(), strict=False)
     gaps = [second - first - nbytes for (first, second), nbytes in steps]
-    return frozenset(gap // pitch for gap in gaps if gap % pitch == 0)
+    return frozenset(gap // pitch for gap in gaps if gap % pitch == 0 and abs(gap) < num_blocks * pitch)
 
 
 def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ranks: int) -> str:

@@ -29,7 +29,7 @@ from longshore.boundary import (
     leading_ok,
 )
 from longshore.cache import Hold, Outcome, TieredCache
-from longshore.errors import LongshoreError, PlanError, TierClosedError
+from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.tier_mover import truncated
 from longshore.tiers.base import Tier
 
@@ -228,6 +228,8 @@ class Runtime:
             if mover is None:
                 raise PlanError(f"no mover serves the route {transfer.route}")
             mover.submit(transfer if whole else truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
+        except QueueFullError:
+            self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
         except LongshoreError as error:
             if not isinstance(error, TierClosedError):
                 _log.exception("job %d on %s was refused by its mover", transfer.job, transfer.route)

@@ -21,6 +21,7 @@ from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
+from longshore.runtime.host_memory import open_arena, registrar_for
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.tier_mover import TierMover
 from longshore.tiers.arena import Arena
@@ -80,7 +81,7 @@ def open_stack(
         _check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
     slots = config.host_size // layout.image_bytes
     with contextlib.ExitStack() as undo:
-        arena = Arena(slots * layout.image_bytes)
+        arena = open_arena(config, slots, layout.image_bytes, registrar_for(layout.device))
         undo.callback(arena.close)
         host = HostTier(arena, slots=slots, image_bytes=layout.image_bytes)
         file = _open_file(config, layout, scope, arena, open_file)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from longshore.boundary import HOST, Key, Status
 from longshore.errors import TierClosedError, TierError
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import PAGE, Arena, ArenaReport
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
 from longshore.tiers.ops import Batch, check_batch, check_generation
 
@@ -64,6 +64,11 @@ class HostTier(Tier):
         if not 0 <= slot < self.slots:
             raise TierError(f"slot {slot} does not lie in [0, {self.slots})")
         return self._base + slot * self.image_bytes
+
+    @property
+    def report(self) -> ArenaReport:
+        """What was had for the arena, and every fallback."""
+        return self.arena.report
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Copy `batch`, now."""

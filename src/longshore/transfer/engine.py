@@ -1,76 +1,57 @@
-"""The mover at the device's edge: device <-> host, one thread for each direction.
+"""The mover at the device's edge: device <-> host, and copies inside the device.
 
 submit()   check everything, note who must be waited for, queue        caller's thread
 ─────────────────────────────────────────────────────────────────────────────────────
-wait for the jobs of the other direction that touch the same slots     direction's thread
-begin      on the device: wait for the compute that was marked
-copy       batch by batch; between two, cancel and deadline are heard
+wait for the jobs that touch the same slots                            direction's thread (lane.py)
+copy       batch by batch, on the device after the compute that was
+           marked; between two, cancel, deadline and more urgent jobs
+           are heard
 finish     block until the last byte is in place
 result     only now: the job has ended, others may touch its slots
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferResult
-from longshore.errors import FreedLayoutError, LayoutError, PlanError, TierClosedError
+from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferResult, Urgency
+from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
-from longshore.transfer.device.base import Device, Event, Stream
+from longshore.transfer.device.base import Device, Event
+from longshore.transfer.driver import Driver, Threads
 from longshore.transfer.hazards import Access, Hazards, Place
-from longshore.transfer.host_side import HostSlots, slots_of, zero_padding
+from longshore.transfer.host_side import HostSlots, slots_of
+from longshore.transfer.inside import select_inside
+from longshore.transfer.job import Board, Job
+from longshore.transfer.lane import Lane
 from longshore.transfer.plan import MAX_BYTES
-from longshore.transfer.selection import I64, Selection, select
+from longshore.transfer.selection import Selection, select
 
 OFFLOAD = Route(DEVICE, HOST)
 ONBOARD = Route(HOST, DEVICE)
+INSIDE = Route(DEVICE, DEVICE)
 
-_log = logging.getLogger(__name__)
+MAX_QUEUED = 1024
+"""Jobs of one direction and class that wait to be handed to the device; one more is refused."""
 
-
-@dataclass(slots=True)
-class _Job:
-    """A transfer between `submit` and its result."""
-
-    transfer: Transfer
-    selection: Selection
-    fences: tuple[Event, ...]
-    ticket: int
-    needs: tuple[int, ...]
-    submitted: float
-    cancelled: bool = False
-    copied: Event | None = None
-    ended: bool = False
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One direction: jobs start and end in the order of their tickets."""
-
-    index: int
-    stream: Stream
-    queue: deque[_Job] = field(default_factory=deque)
-    tickets: int = 0
-    ended: int = 0
-    bound: bool = False
+_DIRECTIONS = {HOST: 0, DEVICE: 1}
 
 
 class TransferEngine:
-    """Moves blocks between device and host; a `longshore.boundary.Mover`.
+    """Moves blocks between device and host, and inside the device; a `longshore.boundary.Mover`.
 
-    Use from one thread or several; nothing blocks except `wait`, `end_step` and `close`. It owns `device`. `close` must
-    be called: there is no finaliser.
+    Use from one thread or several; nothing blocks except `wait`, `wait_layer`, `end_step`, `shutdown` and `close`. It
+    owns `device`. `close` or `shutdown` must be called: there is no finaliser.
+
+    Order among copies: those of one direction and class begin and end in the order of submission; a more urgent class
+    overtakes, unless it touches what was submitted before. Into the device go both onboards and copies inside it.
 
     Order against compute: copies submitted between `begin_step` and `end_step` wait for what was given to compute
     before `begin_step`; copies submitted at any other time for what was given to it before `submit`. `end_step` makes
-    compute wait for every copy submitted so far.
+    compute wait for copies.
     """
 
     def __init__(
@@ -80,45 +61,48 @@ class TransferEngine:
         host: HostSlots,
         *,
         max_batch_bytes: int = MAX_BYTES,
+        max_queued: int = MAX_QUEUED,
         clock: Callable[[], float] = time.monotonic,
+        driver: Driver | None = None,
     ) -> None:
-        """`clock` is the one that deadlines are given in; `max_batch_bytes` bounds how late a cancel may be heard.
+        """Take all that copying will need, and start.
+
+        Args:
+            layout: Where pages lie.
+            device: The device that they lie on.
+            host: Where images lie.
+            max_batch_bytes: Bounds how late a cancel may be heard, or an urgent job begin.
+            max_queued: Jobs of one direction and class that may wait.
+            clock: The one that deadlines are given in, in seconds.
+            driver: What runs the lanes; `None` for threads.
 
         Raises:
             LayoutError: The host's slots are too small for an image.
+            PlanError: A bound that is not positive.
         """
         if host.image_bytes < layout.image_bytes:
             raise LayoutError(f"an image has {layout.image_bytes} bytes, a host slot only {host.image_bytes}")
-        if max_batch_bytes <= 0:
-            raise PlanError(f"max_batch_bytes must be positive, got {max_batch_bytes}")
+        if max_batch_bytes <= 0 or max_queued <= 0:
+            raise PlanError(f"bounds must be positive, got max_batch_bytes={max_batch_bytes}, max_queued={max_queued}")
         self._layout = layout
         self._device = device
         self._host = host
-        self._max_batch_bytes = max_batch_bytes
-        self._clock = clock
+        self._max_queued = max_queued
+        self._lock = driver or Threads()
         self._compute: object = None
         self._step: tuple[Event, ...] = ()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._outstanding: dict[int, _Job] = {}
-        self._results: list[TransferResult] = []
+        self._layered: dict[int, Job] = {}
         places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
-        self._hazards = Hazards({**places, Place(HOST, 0): host.slots}, lanes=2)
-        self._lanes = {
-            OFFLOAD: _Lane(0, device.stream(layout, HOST)),
-            ONBOARD: _Lane(1, device.stream(layout, DEVICE)),
-        }
-        self._threads = [
-            threading.Thread(target=self._serve, args=(lane,), name=f"longshore {route}", daemon=True)
-            for route, lane in self._lanes.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        hazards = Hazards({**places, Place(HOST, 0): host.slots}, lanes=len(_DIRECTIONS) * len(Urgency))
+        self._board = Board(self._lock, self._lock.watch(hazards), clock, max_batch_bytes)
+        self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._board) for into in _DIRECTIONS}
+        for lane in self._lanes.values():
+            self._lock.start(f"longshore {lane.name}", lane.serve())
 
     @property
     def routes(self) -> frozenset[Route]:
-        """Device to host, and host to device."""
-        return frozenset(self._lanes)
+        """Device to host, host to device, and inside the device."""
+        return frozenset({OFFLOAD, ONBOARD, INSIDE})
 
     def begin_step(self, compute: object = None) -> None:
         """Copies submitted until `end_step` wait for what was given to `compute` so far.
@@ -126,65 +110,57 @@ class TransferEngine:
         `compute` is the device's own kind of stream, `None` the one at hand. A second call adds to the first.
         """
         event = self._device.mark(compute)
-        with self._changed:
+        with self._lock:
             self._check_open()
             self._compute = compute
             self._step = (*(earlier for earlier in self._step if not earlier.passed()), event)
 
-    def end_step(self, compute: object = None) -> None:
-        """What is given to `compute` from here on waits for all copies submitted so far.
+    def end_step(self, compute: object = None, jobs: Collection[int] | None = None) -> None:
+        """What is given to `compute` from here on waits for `jobs`; `None`: for all copies submitted so far.
 
-        Blocks until the last of them has been handed to the device (on the CPU: until it has ended).
+        Blocks until the last of them has been handed to the device (on the CPU: until it has ended). Whoever keeps a
+        block that is being copied from others until its result has come need not name offloads here.
         """
-        with self._changed:
+        with self._lock:
             self._compute = compute
             self._step = ()
-            jobs = list(self._outstanding.values())
-            self._changed.wait_for(lambda: all(job.ended or job.copied is not None for job in jobs))
-        for job in jobs:
-            if job.copied is not None:
-                self._device.hold(compute, job.copied)
+            self._layered = {number: job for number, job in self._layered.items() if job.result is None}
+            waited = [job for number, job in self._board.jobs.items() if jobs is None or number in jobs]
+            self._lock.wait_for(lambda: all(job.handed for job in waited))
+        for job in waited:
+            if job.reached is not None:
+                self._device.hold(compute, job.reached)
 
     def submit(self, transfer: Transfer) -> None:
         """Begin `transfer`.
 
         Raises:
             PlanError: A route, id, slot or mask that does not fit, or a job that is in flight. Nothing has changed.
+            QueueFullError: Too many of its direction and class are waiting. Nothing has changed.
             FreedLayoutError: The device memory is gone.
             TierClosedError: The engine was closed.
         """
-        lane = self._lanes.get(transfer.route)
-        if lane is None:
-            raise PlanError(f"route {transfer.route} is not served, only {', '.join(map(str, self._lanes))}")
-        slots = slots_of(transfer, self._host)
-        selection = select(
-            self._layout,
-            transfer.sections,
-            [self._host.offset(slot) for slot in slots],
-            into=transfer.route.destination,
-            host_address=self._host.arena.address,
-            host_bytes=self._host.arena.nbytes,
-            valid=[item.valid for item in transfer.items],
-            layers=transfer.layers,
-            tokens=transfer.tokens,
-        )
-        accesses = _accesses(selection, np.array(slots, dtype=np.int64))
-        with self._changed:
+        selection, accesses = self._select(transfer)
+        direction = _DIRECTIONS[transfer.route.destination]
+        lane = self._lanes[transfer.route.destination]
+        with self._lock:
             self._check_open()
-            if transfer.job in self._outstanding:
+            if transfer.job in self._board.jobs:
                 raise PlanError(f"job {transfer.job} is already in flight")
+            if lane.queued(transfer.urgency) >= self._max_queued:
+                raise QueueFullError(f"{self._max_queued} {transfer.urgency.name} jobs are waiting to go {lane.name}")
             fences = self._step or (self._device.mark(self._compute),)
-            lane.tickets += 1
-            needs = self._hazards.admit(lane.index, lane.tickets, accesses)
-            job = _Job(transfer, selection, fences, lane.tickets, needs, self._clock())
-            self._outstanding[transfer.job] = job
-            lane.queue.append(job)
-            self._changed.notify_all()
+            ticket = self._board.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
+            job = Job(transfer, selection, fences, ticket, self._board.clock())
+            self._board.jobs[transfer.job] = job
+            if transfer.by_layer:
+                self._layered[transfer.job] = job
+            lane.put(job)
 
     def poll(self) -> list[TransferResult]:
         """Results since the last call, without waiting. Works after `close` too."""
-        with self._changed:
-            results, self._results = self._results, []
+        with self._lock:
+            results, self._board.results = self._board.results, []
         return results
 
     def wait(self, jobs: Collection[int], timeout: float | None = None) -> bool:
@@ -192,126 +168,93 @@ class TransferEngine:
 
         Their results come out of `poll`. A job that is not in flight counts as ended.
         """
-        with self._changed:
-            return self._changed.wait_for(lambda: not any(job in self._outstanding for job in jobs), timeout)
+        with self._lock:
+            return self._lock.wait_for(lambda: not any(job in self._board.jobs for job in jobs), timeout)
+
+    def wait_layer(self, job: int, layer: int, timeout: float | None = None) -> Status:
+        """Make compute wait for one layer of a job that goes layer by layer.
+
+        Blocks until the layer has been handed to the device; what is given afterwards to the `compute` of the last
+        `begin_step` waits for it there. May be asked until the `end_step` after the job's end.
+
+        Returns:
+            `Status.OK`: compute may read the layer. `Status.DEADLINE`: `timeout` seconds were too short; may be asked
+            again. Any other: the layer will not come, as the job ended so.
+
+        Raises:
+            PlanError: No such job goes layer by layer, or it does not move that layer.
+        """
+        with self._lock:
+            found = self._layered.get(job)
+            if found is None:
+                raise PlanError(f"job {job} does not go layer by layer, or ended before the last end_step")
+            first, stop = found.transfer.layers or (0, self._layout.num_layers)
+            if not first <= layer < stop:
+                raise PlanError(f"job {job} moves layers [{first}, {stop}), not {layer}")
+            if not self._lock.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
+                return Status.DEADLINE
+            if layer not in found.layers or found.stopped is Status.IO_ERROR:
+                return found.stopped or Status.IO_ERROR
+            event, compute = found.layers[layer], self._compute
+        if event is not None:
+            self._device.hold(compute, event)
+        return Status.OK
 
     def cancel(self, job: int) -> None:
         """What has not begun of `job` need not begin; a job that is not in flight is ignored."""
-        with self._changed:
-            if job in self._outstanding:
-                self._outstanding[job].cancelled = True
-                self._changed.notify_all()
+        with self._lock:
+            if job in self._board.jobs:
+                self._board.jobs[job].cancelled = True
+                self._lock.notify()
+
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Wait until all that was submitted has ended, at most `timeout` seconds, then `close`. Idempotent.
+
+        Returns whether nothing was cut short.
+        """
+        with self._lock:
+            is_drained = self._lock.wait_for(lambda: not self._board.jobs, timeout)
+        self.close()
+        return is_drained
 
     def close(self) -> None:
         """Wait for the batches that have begun, end the rest as `Status.TIER_OFF`, close the device. Idempotent."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        with self._lock:
+            self._board.closing = True
+            self._lock.notify()
+        self._lock.join()
         for lane in self._lanes.values():
-            lane.stream.close()
+            lane.close()
         self._device.close()
 
     def _check_open(self) -> None:
-        if self._closing:
+        if self._board.closing:
             raise TierClosedError("the transfer engine was closed")
 
-    # From here on: the threads of the lanes.
-
-    def _serve(self, lane: _Lane) -> None:
-        while (job := self._next(lane)) is not None:
-            result = self._run(lane, job)
-            with self._changed:
-                lane.ended = job.ticket
-                job.ended = True
-                del self._outstanding[job.transfer.job]
-                self._results.append(result)
-                self._changed.notify_all()
-
-    def _next(self, lane: _Lane) -> _Job | None:
-        """The next job, when nothing that it conflicts with is in flight; `None` when there will be no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: lane.queue or self._closing)
-            if not lane.queue:
-                return None
-            job = lane.queue.popleft()
-            self._changed.wait_for(lambda: self._is_clear(job) or job.cancelled or self._closing)
-            return job
-
-    def _is_clear(self, job: _Job) -> bool:
-        return all(lane.ended >= job.needs[lane.index] for lane in self._lanes.values())
-
-    def _run(self, lane: _Lane, job: _Job) -> TransferResult:
-        """Copy, as far as it is wanted, and say how each item ended."""
-        begun = self._clock()
-        seconds = 0.0
-        done = 0
-        stopped = self._stopped(job)
-        if stopped is None:
-            try:
-                done, stopped = self._copy(lane, job)
-            except FreedLayoutError:
-                stopped = Status.TIER_OFF
-            except Exception:  # noqa: BLE001 - whatever the device raises ends this job, never the thread or the engine
-                _log.exception("job %d failed on %s", job.transfer.job, job.transfer.route)
-                stopped = Status.IO_ERROR
-            try:
-                seconds = lane.stream.finish()
-            except Exception:  # noqa: BLE001 - as above; what was copied may not have arrived
-                _log.exception("job %d did not finish on %s", job.transfer.job, job.transfer.route)
-                done, stopped = 0, Status.IO_ERROR
-        statuses, arrived = _statuses(job.selection, done, stopped)
-        return TransferResult(
-            job=job.transfer.job,
-            statuses=statuses,
-            bytes=arrived,
-            seconds=seconds,
-            queued_seconds=begun - job.submitted,
-            rank=self._layout.rank,
+    def _select(self, transfer: Transfer) -> tuple[Selection, list[Access]]:
+        """What moves, and the slots that are touched."""
+        if transfer.route not in self.routes:
+            served = ", ".join(map(str, sorted(self.routes)))
+            raise PlanError(f"route {transfer.route} is not served, only {served}")
+        if transfer.route == INSIDE:
+            selection = select_inside(
+                self._layout, transfer.sections, transfer.items, layers=transfer.layers, tokens=transfer.tokens
+            )
+            read = [Access(Place(DEVICE, pool), blocks, False) for pool, blocks in selection.sources().items()]
+            written = [Access(Place(DEVICE, pool), blocks, True) for pool, blocks in selection.blocks().items()]
+            return selection, read + written
+        slots = slots_of(transfer, self._host)
+        into = transfer.route.destination
+        selection = select(
+            self._layout,
+            transfer.sections,
+            [self._host.offset(slot) for slot in slots],
+            into=into,
+            host_address=self._host.arena.address,
+            host_bytes=self._host.arena.nbytes,
+            valid=[item.valid for item in transfer.items],
+            layers=transfer.layers,
+            tokens=transfer.tokens,
         )
-
-    def _copy(self, lane: _Lane, job: _Job) -> tuple[int, Status | None]:
-        """Copy batch by batch. Returns the bytes copied, and why it stopped before the end."""
-        if not lane.bound:
-            lane.stream.bind()
-            lane.bound = True
-        lane.stream.begin(job.fences)
-        if job.transfer.route == OFFLOAD:
-            zero_padding(job.selection)
-        done = 0
-        stopped = None
-        for batch in job.selection.whole.cut(self._max_batch_bytes):
-            stopped = self._stopped(job)
-            if stopped is not None:
-                break
-            lane.stream.copy(batch)
-            done += batch.nbytes
-        copied = lane.stream.end()
-        with self._changed:
-            job.copied = copied
-            self._changed.notify_all()
-        return done, stopped
-
-    def _stopped(self, job: _Job) -> Status | None:
-        """Why what has not begun of `job` should not begin."""
-        if self._closing or job.selection.whole.generation != self._layout.generation:
-            return Status.TIER_OFF
-        if job.cancelled:
-            return Status.CANCELLED
-        return Status.DEADLINE if self._clock() > job.transfer.deadline else None
-
-
-def _accesses(selection: Selection, slots: I64) -> list[Access]:
-    into = selection.whole.into
-    device = [Access(Place(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in selection.blocks().items()]
-    return [*device, Access(Place(HOST, 0), slots, into == HOST)]
-
-
-def _statuses(selection: Selection, done: int, stopped: Status | None) -> tuple[tuple[Status, ...], int]:
-    """Status of each item when the first `done` bytes of all arrived, and the bytes of those that are whole."""
-    if stopped is None:
-        return (Status.OK,) * len(selection.item_bytes), done
-    arrived = np.cumsum(selection.item_bytes) <= done if done else np.zeros(len(selection.item_bytes), dtype=np.bool_)
-    statuses = tuple(Status.OK if ok else stopped for ok in arrived.tolist())
-    return statuses, int(selection.item_bytes[arrived].sum())
+        device = [Access(Place(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in selection.blocks().items()]
+        return selection, [*device, Access(Place(HOST, 0), np.array(slots, dtype=np.int64), into == HOST)]

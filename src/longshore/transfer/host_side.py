@@ -58,8 +58,12 @@ def slots_of(transfer: Transfer, host: HostSlots) -> list[int]:
 def zero_padding(selection: Selection) -> None:
     """Zero the padding of the images that are written: a slot's former owner may have had data there."""
     layout = selection.whole.layout
-    for image, index in zip(selection.images.tolist(), selection.item_groups.tolist(), strict=True):
+    begin = 0
+    for index, items in selection.sections:
         group = layout.groups[index]
-        if group.part_bytes > group.used_bytes:
-            first = selection.whole.host_address + image + layout.rank * group.part_bytes + group.used_bytes
-            ctypes.memset(first, 0, group.part_bytes - group.used_bytes)
+        padding = group.part_bytes - group.used_bytes
+        if padding:
+            first = selection.whole.host_address + layout.rank * group.part_bytes + group.used_bytes
+            for image in selection.images[begin : begin + items].tolist():
+                ctypes.memset(first + image, 0, padding)
+        begin += items

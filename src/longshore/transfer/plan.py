@@ -4,14 +4,18 @@
     describe()    device, host, size of each piece   whole-array numpy, runs merged
     plan()        both, as source, destination, size, with the bounds of each batch
 
-Pieces come chunk by chunk, in each chunk reference by reference, in each reference block by block: the order of bytes
-in the images, so that whatever can merge is adjacent, and bytes arrive item by item.
+Pieces come in one of two orders:
+
+    by image        chunk by chunk, in each chunk reference by reference, in each reference block by block: the order of
+                    bytes in the images, so that whatever can merge is adjacent, and an image is written in one go
+    by reference    reference by reference, in each reference block by block: long rows, which numpy fills several times
+                    faster; where nothing can merge, and whoever copies says that any order will do
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
+from contextvars import Context
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +24,7 @@ import numpy.typing as npt
 from longshore.boundary import HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout.model import U64, KVLayout, RefTable
+from longshore.transfer.runs import Runs, one_value, runs_of
 from longshore.transfer.selection import I64, Batch, Part, select
 
 MAX_DESCRIPTORS = 4096
@@ -28,16 +33,24 @@ MAX_DESCRIPTORS = 4096
 MAX_BYTES = 32 << 20
 """Bytes per batch: what a more urgent copy may have to wait for."""
 
+_LONG_ROW = 64
 
-_LONG_ROW = 16
+_BUFFER_SIZE_IS_LOCAL = int(np.__version__.partition(".")[0]) >= 2  # to the context; before, to the thread
 
 
 class Pieces(NamedTuple):
-    """What lies where: uint64 arrays of one shape `(pieces,)`, sizes in bytes."""
+    """What lies where: uint64 arrays of one shape `(pieces,)`, sizes in bytes.
+
+    For copies inside the device `host` are the addresses of the blocks that are copied from.
+    """
 
     device: U64
     host: U64
     size: U64
+
+    def directed(self, into: str) -> tuple[U64, U64, U64]:
+        """Destination, source and size."""
+        return (self.host, self.device, self.size) if into == HOST else (self.device, self.host, self.size)
 
 
 class Plan(NamedTuple):
@@ -65,6 +78,12 @@ class Planner:
     def __init__(self) -> None:
         self._room = 0
         self._reserve(1024)
+        self._alikes = np.zeros(1, dtype=np.uint64)
+        # Numpy takes operands that it broadcasts through a buffer, even where types agree: that costs three times as
+        # much as the sum. Only a buffer shorter than a row keeps it from that; its size is a setting of the context.
+        self._unbuffered = Context()
+        if _BUFFER_SIZE_IS_LOCAL:
+            self._unbuffered.run(np.setbufsize, 16)
 
     def plan(
         self,
@@ -83,8 +102,8 @@ class Planner:
     ) -> Plan:
         """The copies of one transfer; arguments and errors as for `select`.
 
-        A batch has at most `max_descriptors` copies, and at most `max_bytes` unless one reference's pages of one chunk
-        are more.
+        The copies of a plan may be made in any order. A batch has at most `max_descriptors` of them, and at most
+        `max_bytes` unless a single page has more.
         """
         if max_descriptors <= 0 or max_bytes <= 0:
             raise PlanError(f"a batch needs a positive size, got {max_descriptors} descriptors, {max_bytes} bytes")
@@ -99,8 +118,7 @@ class Planner:
             layers=layers,
             tokens=tokens,
         )
-        cuts = _cuts(selection.whole, max_bytes)
-        (device, host, size), ends = self._describe(selection.whole, cuts)
+        (device, host, size), ends = self._describe(selection.whole, max_bytes, any_order=True)
         batches: list[tuple[int, int]] = []
         start = 0
         for stop in ends:
@@ -109,13 +127,13 @@ class Planner:
         source, destination = (device, host) if into == HOST else (host, device)
         return Plan(source, destination, size, tuple(batches))
 
-    def describe(self, batch: Batch) -> Pieces:
-        """Addresses and sizes of what `batch` moves, adjacent runs merged.
+    def describe(self, batch: Batch, *, any_order: bool = False) -> Pieces:
+        """Addresses and sizes of what `batch` moves, adjacent runs merged; by image, or in whatever order is quickest.
 
         Raises:
             FreedLayoutError: The device memory is gone, or is no longer that which the ids were checked against.
         """
-        return self._describe(batch, ())[0]
+        return self._describe(batch, None, any_order=any_order)[0]
 
     def merge(self, pieces: Pieces) -> Pieces:
         """`pieces`, which may be anyone's, with each run that is adjacent on both sides as one, in the same order."""
@@ -127,33 +145,59 @@ class Planner:
             column[...] = given
         return self._merge(own, (count,), 0, count)[0]
 
-    def _describe(self, batch: Batch, cuts: Sequence[int]) -> tuple[Pieces, Sequence[int]]:
-        """What `batch` moves, and where it ends; nothing merges across `cuts`, which are then ends too."""
+    def _describe(self, batch: Batch, max_bytes: int | None, *, any_order: bool) -> tuple[Pieces, Sequence[int]]:
+        """What `batch` moves, and the ends of runs of at most `max_bytes`, across which nothing merges."""
         layout = batch.layout
         if batch.generation != layout.generation:
             raise FreedLayoutError(
                 f"planned in generation {batch.generation} of a layout that is in {layout.generation}"
             )
-        total = sum(part.pieces for part in batch.parts)
-        pieces = self._reserve(total)
+        room = self._reserve(sum([part.pieces for part in batch.parts]))
+        sizes: set[int | None] = set()
         start = 0
-        low, high = total, 0  # pieces between which some may merge
+        low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
-            stop = start + part.pieces
-            shape = (len(part.images), len(part.widths), part.blocks.shape[1])
-            device, host, size = (column[start:stop].reshape(shape) for column in pieces)
             table = layout.table(part.group)
-            _device_addresses(part, table, device)
-            host_addresses(part, table, batch.host_address, host)
-            _sizes(part, size)
-            if start > 0 and _meet(pieces, start):
-                low, high = min(low, start - 1), start + 1
-            for rows in _may_merge(part, table):
-                row = part.pieces // shape[0]
-                low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
+            runs = runs_of(batch, part, table, max_bytes) if any_order else None
+            if runs is not None:
+                stop = start + runs.first.shape[1] * len(part.widths)
+                self._fill_by_reference(part, runs, table, start, stop)
+                if runs.size is None or len(batch.parts) > 1:
+                    _fill_sizes(part, runs, room.size[start:stop])
+                sizes.add(runs.size)
+            else:
+                stop = start + part.pieces
+                _fill_by_image(part, table, batch.host_address, _span(room, start, stop))
+                sizes.add(None)
+                row = part.pieces // len(part.images)
+                for rows in _may_merge(part, table):
+                    low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
+            if start > 0 and _meet(room, start):
+                low, high = min(low, start - 1), max(high, start + 1)
             start = stop
-        ends = (*cuts, total)
+        pieces = _span(room, 0, start)
+        each = sizes.pop() if len(sizes) == 1 else None
+        if each is not None and len(batch.parts) == 1:
+            pieces = Pieces(pieces.device, pieces.host, self._alike(each, start))
+        ends = [] if max_bytes is None else _cuts(pieces.size, each, max_bytes)
+        ends.append(start)
         return self._merge(pieces, ends, low, high) if low < high else (pieces, ends)
+
+    def _fill_by_reference(self, part: Part, runs: Runs, table: RefTable, start: int, stop: int) -> None:
+        refs, count = len(part.widths), runs.first.shape[1]
+        column, row = table.starts[:, part.refs, part.sub, None], runs.first[:, None]
+        out = self._addresses[:, start:stop].reshape(2, refs, count)
+        if count < _LONG_ROW:
+            np.add(column, row, out)
+        else:
+            self._unbuffered.run(np.add, column, row, out)
+
+    def _alike(self, size: int, count: int) -> U64:
+        """`count` times `size`, to be read only: most plans have one size, the one that the last plan had."""
+        if self._alikes[0] != size or len(self._alikes) < count:
+            self._alikes = np.full(self._room, size, dtype=np.uint64)
+            self._alikes.flags.writeable = False
+        return self._alikes[:count]
 
     def _merge(self, pieces: Pieces, ends: Sequence[int], low: int, high: int) -> tuple[Pieces, Sequence[int]]:
         """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece.
@@ -192,12 +236,29 @@ class Planner:
         """The first `count` elements of the buffers."""
         if count > self._room:
             self._room = max(count, 2 * self._room)
-            self._buffers = Pieces(*(np.empty(self._room, dtype=np.uint64) for _ in range(3)))
+            self._addresses = np.empty((2, self._room), dtype=np.uint64)  # on the device, in the host
+            self._sizes = np.empty(self._room, dtype=np.uint64)
             self._stops = np.empty(self._room, dtype=np.uint64)
             self._starts = np.empty(self._room, dtype=np.bool_)
             self._apart = np.empty(self._room, dtype=np.bool_)
-        device, host, size = self._buffers
-        return Pieces(device[:count], host[:count], size[:count])
+        return Pieces(self._addresses[0, :count], self._addresses[1, :count], self._sizes[:count])
+
+
+class PlannerRing:
+    """As many planners as there may be copies under way, taken in turn.
+
+    A device may read the arrays of a copy until that has finished: they must not be rewritten for the next one before.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._planners = [Planner() for _ in range(depth)]
+        self._turn = 0
+
+    def take(self) -> tuple[int, Planner]:
+        """The next one, and its number."""
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._planners)
+        return turn, self._planners[turn]
 
 
 def plan(
@@ -242,23 +303,41 @@ def host_addresses(part: Part, table: RefTable, host_address: int, out: U64) -> 
     np.add(images[:, None, None], places, out=out)
 
 
-def _sizes(part: Part, out: U64) -> None:
-    chunks, refs, subs = out.shape
-    width = part.widths[0]
-    if refs * subs < _LONG_ROW and (part.widths == width).all():
-        out.fill(width)
+def _fill_sizes(part: Part, runs: Runs, out: U64) -> None:
+    if runs.size is not None:
+        out.fill(runs.size)
     else:
-        out.reshape(chunks, refs * subs)[...] = part.widths if subs == 1 else np.repeat(part.widths, subs)
+        out.reshape(len(part.widths), -1)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
 
 
-def _device_addresses(part: Part, table: RefTable, out: U64) -> None:
-    base, subs = table.base[part.refs], part.blocks.shape[1]
-    blocks = part.blocks.view(np.uint64)
+def _fill_by_image(part: Part, table: RefTable, host_address: int, out: Pieces) -> None:
+    shape = (len(part.images), len(part.widths), part.blocks.shape[1])
+    device, host, size = (column.reshape(shape) for column in out)
+    _device_addresses(part, part.blocks, table, device)
+    if part.sources is None:
+        host_addresses(part, table, host_address, host)
+    else:
+        _device_addresses(part, part.sources, table, host)
+    width = one_value(part.widths)
+    if width is None:
+        size[...] = part.widths[:, None]
+    else:
+        size.fill(width)
+
+
+def _span(pieces: Pieces, start: int, stop: int) -> Pieces:
+    if stop - start == len(pieces.size):
+        return pieces
+    return Pieces(*(column[start:stop] for column in pieces))
+
+
+def _device_addresses(part: Part, blocks: I64, table: RefTable, out: U64) -> None:
+    base, subs = table.base[part.refs], blocks.shape[1]
     if table.pitch is None:
-        np.multiply(blocks[:, None, :], table.stride[part.refs, None], out=out)
+        np.multiply(blocks.view(np.uint64)[:, None, :], table.stride[part.refs, None], out=out)
         out += base[:, None]
         return
-    offsets = blocks * table.pitch  # one product per block, not per block and reference
+    offsets = blocks.view(np.uint64) * table.pitch  # one product per block, not per block and reference
     if subs == 1:
         np.add(offsets, base, out=out[:, :, 0])
         return
@@ -273,18 +352,15 @@ def _may_merge(part: Part, table: RefTable) -> Iterator[slice]:
     Looks at blocks and images, not at each piece: whoever has scattered blocks need not search for runs among them.
     """
     chunks, subs = part.blocks.shape
-    first, last = part.blocks[:, 0], part.blocks[:, -1]
-    if table.pitch is None or table.seams is None:
+    if table.pitch is None or table.seams is None or part.sources is not None:
         yield slice(0, chunks)
         return
+    first, last = part.blocks[:, 0], part.blocks[:, -1]
     if subs > 1:
         yield from _rows(np.flatnonzero(part.blocks[:, 1:] - part.blocks[:, :-1] == 1) // (subs - 1), 1)
     if len(part.widths) > 1:
         for seam in table.seams:
-            if subs > 1:
-                yield from _rows(np.flatnonzero(last - first == seam), 1)
-            elif seam == 0:
-                yield slice(0, chunks)
+            yield from _rows(np.flatnonzero(last - first == seam), 1)
     if chunks > 1:  # from the last page of a chunk to the first page of the next one
         ref = part.first_ref + len(part.widths) - 1
         end = table.places[ref, part.sub + subs - 1] + part.widths[-1]
@@ -308,12 +384,20 @@ def _meet(pieces: Pieces, at: int) -> bool:
     return bool(pieces.host[at - 1] + size == pieces.host[at] and pieces.device[at - 1] + size == pieces.device[at])
 
 
-def _cuts(batch: Batch, max_bytes: int) -> tuple[int, ...]:
-    """Where to cut the pieces of `batch` so that it moves in batches of at most `max_bytes`."""
-    if batch.nbytes <= max_bytes:
-        return ()
-    counts = [sum(part.pieces for part in piece.parts) for piece in batch.cut(max_bytes)]
-    return tuple(itertools.accumulate(counts[:-1]))
+def _cuts(size: U64, each: int | None, max_bytes: int) -> list[int]:
+    """Where to cut pieces of `size` into at most `max_bytes`; `each`: the size of all, where it is one."""
+    total = len(size)
+    if each is not None:
+        step = max(1, max_bytes // each)
+        return list(range(step, total, step))
+    ends = np.cumsum(size.view(np.int64))  # bytes never need the last bit; another type would go through a buffer
+    cuts: list[int] = []
+    at = 0
+    while at < total:
+        before = int(ends[at - 1]) if at else 0
+        at = max(at + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
+        cuts.append(at)
+    return cuts[:-1]
 
 
 def merge(pieces: Pieces) -> Pieces:

@@ -33,6 +33,8 @@ class Part(NamedTuple):
         images: int64, shape `(chunks,)`: byte offset of each chunk's image in host memory.
         sub: Position of `blocks[:, 0]` in its chunk.
         item: Item of the transfer that `images[0]` belongs to; the others follow.
+        sources: For copies inside the device, in place of images: int64, shape `(chunks, subs)`, the blocks to copy
+            from.
     """
 
     group: int
@@ -42,6 +44,7 @@ class Part(NamedTuple):
     images: I64
     sub: int
     item: int
+    sources: I64 | None = None
 
     @property
     def refs(self) -> slice:
@@ -76,7 +79,10 @@ class Part(NamedTuple):
         chunks = max(1, max_bytes // chunk_bytes)
         for first in range(0, len(self.images), chunks):
             rows = slice(first, first + chunks)
-            piece = self._replace(blocks=self.blocks[rows], images=self.images[rows], item=self.item + first)
+            sources = None if self.sources is None else self.sources[rows]
+            piece = self._replace(
+                blocks=self.blocks[rows], images=self.images[rows], item=self.item + first, sources=sources
+            )
             if chunk_bytes <= max_bytes:
                 yield piece
             else:
@@ -89,8 +95,12 @@ class Part(NamedTuple):
         while first < len(ends):
             before = int(ends[first - 1]) if first else 0
             stop = max(first + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
-            yield self._replace(first_ref=self.first_ref + first, widths=self.widths[first:stop])
+            yield self.between(first, stop)
             first = stop
+
+    def between(self, first: int, stop: int) -> Part:
+        """The same with `[first, stop)` of its references."""
+        return self._replace(first_ref=self.first_ref + first, widths=self.widths[first:stop])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,21 @@ class Batch:
     def nbytes(self) -> int:
         """Bytes that move."""
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is copied from other blocks of the device, and not between the device and the host."""
+        return any(part.sources is not None for part in self.parts)
+
+    def of_layer(self, layer: int) -> Batch:
+        """What belongs to one model layer, which may be nothing."""
+        parts = (part.between(*self._refs_of(part, layer)) for part in self.parts)
+        return replace(self, parts=tuple(part for part in parts if len(part.widths)))
+
+    def _refs_of(self, part: Part, layer: int) -> tuple[int, int]:
+        layers = self.layout.table(part.group).layer[part.refs]
+        first, stop = np.searchsorted(layers, (layer, layer + 1)).tolist()
+        return first, stop
 
     def cut(self, max_bytes: int) -> Iterator[Batch]:
         """The same in batches of at most `max_bytes`, in order, cut as `Part.cut` does."""
@@ -154,6 +179,14 @@ class Selection:
         """int64, shape `(items,)`: group of each item."""
         groups, items = zip(*self.sections, strict=True) if self.sections else ((), ())
         return np.repeat(np.array(groups, dtype=np.int64), items)
+
+    def sources(self) -> dict[int, I64]:
+        """For copies inside the device, the blocks that are copied from, by pool."""
+        pools: dict[int, list[I64]] = {}
+        for part in self.whole.parts:
+            if part.sources is not None:
+                pools.setdefault(self.whole.layout.pools[part.group], []).append(part.sources.ravel())
+        return {pool: np.concatenate(blocks) for pool, blocks in pools.items()}
 
     @property
     def item_bytes(self) -> I64:
@@ -212,7 +245,7 @@ def select(
         raise PlanError(f"the sections' blocks fill {items} chunks, {sum(items)} in all; got {got}")
     if layers is not None and not 0 <= layers[0] < layers[1] <= layout.num_layers:
         raise PlanError(f"layers must be a range within [0, {layout.num_layers}), got {layers}")
-    last = max((index for index, count in enumerate(items) if count), default=-1)
+    last = -1 if tokens is None else max((index for index, count in enumerate(items) if count), default=-1)
     parts: list[Part] = []
     item = 0
     for index, (section, count) in enumerate(zip(sections, items, strict=True)):
@@ -221,17 +254,17 @@ def select(
         places = offsets[item : item + count]
         _check_images(places, item, layout.image_bytes_of(section.group), host_bytes)
         masks = None if valid is None else valid[item : item + count]
-        pages = _pages(layout, section.group, layers, tokens if index == last else None)
+        pages = page_widths(layout, section.group, layers, tokens if index == last else None)
         parts += _parts(layout, section, pages, images=places, valid=masks, item=item)
         item += count
     whole = Batch(layout, layout.generation, into, host_address, tuple(parts))
-    groups = (section.group for section in sections)
+    groups = [section.group for section in sections]
     selection = Selection(whole, offsets, tuple(zip(groups, items, strict=True)))
-    _check_written_once(selection)
+    _check_written_once(selection, host_bytes)
     return selection
 
 
-class _Pages(NamedTuple):
+class PageWidths(NamedTuple):
     """Which pages of a block move, and how much: of every block, and of a partial last one."""
 
     first_ref: int
@@ -251,21 +284,25 @@ def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[in
     return items
 
 
-def _pages(layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None) -> _Pages:
+def page_widths(layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None) -> PageWidths:
+    """Which pages of a block of `group` move, and how many bytes of them; arguments as for `select`."""
     table = layout.table(group)
-    first, stop = np.searchsorted(table.layer, layers).tolist() if layers else (0, len(table.layer))
-    whole, token = table.page[first:stop], table.token[first:stop]
+    if layers is None:
+        first, whole, token = 0, table.page, table.token
+    else:
+        first, stop = np.searchsorted(table.layer, layers).tolist()
+        whole, token = table.page[first:stop], table.token[first:stop]
     if tokens is None or not 0 < tokens < layout.groups[group].block_size or not token.any():
-        return _Pages(first, whole, None)
-    return _Pages(first, whole, np.where(token > 0, token * np.uint64(tokens), whole))
+        return PageWidths(first, whole, None)
+    return PageWidths(first, whole, np.where(token > 0, token * np.uint64(tokens), whole))
 
 
 def _parts(
-    layout: KVLayout, section: Section, pages: _Pages, *, images: I64, valid: Sequence[int] | None, item: int
+    layout: KVLayout, section: Section, pages: PageWidths, *, images: I64, valid: Sequence[int] | None, item: int
 ) -> Iterator[Part]:
     """The parts of one section, whose first chunk is `item`."""
     per_chunk = layout.groups[section.group].blocks_per_chunk
-    blocks = _block_ids(section, layout.num_blocks)
+    blocks = block_ids(section, layout.num_blocks)
     skip = section.first_block % per_chunk
     rectangles = lay_out(len(blocks), skip, per_chunk)
     if valid is not None:
@@ -290,10 +327,10 @@ def _parts(
         )
 
 
-def _block_ids(section: Section, num_blocks: int) -> I64:
+def block_ids(section: Section, num_blocks: int) -> I64:
+    """The section's blocks, int64, shape `(blocks,)`; `PlanError` when one does not exist."""
     ids = _integers(section.blocks, f"block ids of group {section.group}")
-    # As unsigned numbers, negative ones are the largest: one pass finds both kinds.
-    if np.maximum.reduce(ids.view(np.uint64)) >= num_blocks:
+    if _largest(ids) >= num_blocks:
         low, high = int(ids.min()), int(ids.max())
         raise PlanError(f"block ids of group {section.group} must lie in [0, {num_blocks}), got {low} to {high}")
     return ids
@@ -304,7 +341,7 @@ def _integers(values: Sequence[int] | I64, what: str) -> I64:
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iu" or values.ndim != 1:
             raise PlanError(f"{what} must be integers in a row, got {values.dtype} of shape {values.shape}")
-        return np.ascontiguousarray(values, dtype=np.int64)
+        return np.asarray(values, dtype=np.int64)
     if not len(values):
         return np.empty(0, dtype=np.int64)
     try:
@@ -314,10 +351,16 @@ def _integers(values: Sequence[int] | I64, what: str) -> I64:
     return np.frombuffer(packed, dtype=np.int64)
 
 
+def _largest(values: I64) -> int:
+    """The largest of `values`, a negative one being larger than all others: one pass finds what is on either side."""
+    unsigned = values.view(np.uint64)
+    return int(unsigned[unsigned.argmax()])  # several times as fast as `max`
+
+
 def _check_images(images: I64, item: int, image_bytes: int, host_bytes: int) -> None:
     """That images of one group, the first of them that of `item`, lie within the host memory."""
     room = host_bytes - image_bytes
-    if room < 0 or np.maximum.reduce(images.view(np.uint64)) > room:
+    if room < 0 or _largest(images) > room:
         bad = int(np.argmax((images < 0) | (images > room)))
         raise PlanError(
             f"item {item + bad}: an image of {image_bytes} bytes at {images[bad]} does not lie within "
@@ -325,19 +368,35 @@ def _check_images(images: I64, item: int, image_bytes: int, host_bytes: int) -> 
         )
 
 
-def _check_written_once(selection: Selection) -> None:
+def _check_written_once(selection: Selection, host_bytes: int) -> None:
+    layout = selection.whole.layout
     if selection.whole.into == HOST:
-        twice = _repeated(selection.images)
-        if twice is not None:
-            raise PlanError(f"an image would be written twice: at offset {twice} of host memory")
+        # Images that are apart by the length of one, or by any power of two below it, differ in the bits above that.
+        shift = layout.image_bytes.bit_length() - 1
+        if not _surely_differ(selection.images >> shift, (host_bytes >> shift) + 1):
+            twice = repeated(selection.images)
+            if twice is not None:
+                raise PlanError(f"an image would be written twice: at offset {twice} of host memory")
     else:
         for pool, blocks in selection.blocks().items():
-            twice = _repeated(blocks)
+            twice = None if _surely_differ(blocks, layout.num_blocks) else repeated(blocks)
             if twice is not None:
                 raise PlanError(f"block {twice} of device pool {pool} would be written twice")
 
 
-def _repeated(values: I64) -> int | None:
+def _surely_differ(values: I64, limit: int) -> bool:
+    """Whether no two of `values`, within `[0, limit)`, are equal: a quick answer, `False` where it would be a slow one.
+
+    Marks them and counts the marks: several times as fast as sorting, as long as there are not many more places.
+    """
+    if limit > 64 * len(values):
+        return False
+    marks = np.zeros(limit, dtype=np.bool_)
+    marks[values] = True
+    return bool(np.count_nonzero(marks) == len(values))
+
+
+def repeated(values: I64) -> int | None:
     """One of those that `values` has more than once."""
     ordered = values.copy()
     ordered.sort()

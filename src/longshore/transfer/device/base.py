@@ -1,18 +1,20 @@
 """The seam between the transfer engine and a device.
 
-    engine thread of one direction                        the thread that computes
+    engine's thread of one direction                      the thread that computes
 
-    stream.begin(after)   wait for `after`, on the device   event = device.mark(compute)
-    stream.copy(batch)    ... as often as there are batches
-    stream.end() ──────── event ──────────────────────────► device.hold(compute, event)
-    stream.finish()       block until it is all done
+    copy = stream.copy(batch, after)                      event = device.mark(compute)
+      the device waits for `after`, then copies
+    copy.reached ──────────── event ────────────────────► device.hold(compute, event)
+    copy.finish()         block until both sides are in place
 
-To serve a new kind of device, subclass `Device` and `Stream`.
+Several copies may be under way at once, `Stream.depth` of them; they reach and finish in the order of their calls. To
+serve a new kind of device, subclass `Device`, `Stream` and `Copy`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Protocol
 
 from longshore.layout.model import KVLayout
@@ -29,37 +31,51 @@ class Event(Protocol):
         """Block the calling thread until everything before this point has ended."""
 
 
-class Stream(ABC):
-    """Copies in one direction, in order. Used by one thread, job by job:
-    `begin`, `copy` as often as needed, `end`, `finish`.
+class Copy(Protocol):
+    """A batch that was given to the device."""
 
-    Any method may raise what the device raises; the job has failed then. `finish` is called for a failed job too: when
-    it has returned or raised, nothing of the job is still being copied.
+    @property
+    def reached(self) -> Event:
+        """The point from which on others may use the device memory of the batch."""
+
+    def passed(self) -> bool:
+        """Whether `finish` would return without waiting for the device."""
+
+    def finish(self) -> float:
+        """Block until the batch is in place on both sides. Returns seconds on its way, by the device's clock.
+
+        Called once, by the thread of the stream, in the order of the copies. May raise what the device raises.
+        """
+
+
+class Stream(ABC):
+    """Copies in one direction, in order. Used by one thread.
+
+    Attributes:
+        depth: How many copies may be unfinished at once: as many as there are resources taken for.
     """
+
+    depth: int = 1
 
     @abstractmethod
     def bind(self) -> None:
         """Make the calling thread the one that uses this stream. Called once, before anything else."""
 
     @abstractmethod
-    def begin(self, after: tuple[Event, ...]) -> None:
-        """Start a job: what is copied from here on waits for `after`, and its time counts."""
+    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+        """Give `batch` to the device, to be copied once `after` have passed and all earlier copies have.
+
+        May return before that. May raise what the device raises; some of the batch may be under way then, and `drain`
+        is called before anything else.
+        """
 
     @abstractmethod
-    def copy(self, batch: Batch) -> None:
-        """Copy `batch`. May return before that has ended: nothing may rewrite the batch's arrays until `finish`."""
-
-    @abstractmethod
-    def end(self) -> Event:
-        """The point at which the device memory of what was copied since `begin` may be used by others."""
-
-    @abstractmethod
-    def finish(self) -> float:
-        """Block until all since `begin` has ended, on both sides. Returns seconds since then, by the device's clock."""
+    def drain(self) -> None:
+        """Block until nothing that was given to the device is still being copied, finished or not. May raise."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what was taken at start."""
+        """Give back what was taken at start. Nothing is being copied then."""
 
 
 class Device(ABC):
@@ -67,7 +83,10 @@ class Device(ABC):
 
     @abstractmethod
     def stream(self, layout: KVLayout, into: str) -> Stream:
-        """A stream for copies of `layout` into the tier `into`. All that it will need is taken here."""
+        """A stream for copies of `layout` into the tier `into`. All that it will need is taken here.
+
+        Into the device come copies from the host and, where `Batch.inside`, from other blocks of the device.
+        """
 
     @abstractmethod
     def mark(self, compute: object) -> Event:
@@ -76,6 +95,10 @@ class Device(ABC):
     @abstractmethod
     def hold(self, compute: object, event: Event) -> None:
         """What is given to `compute` from here on waits for `event`."""
+
+    def fallbacks(self) -> Mapping[str, int]:
+        """How often something was done the slower way, by reason."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import HOST
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.device.base import Device, Event, Stream
+from longshore.transfer.device.base import Copy, Device, Event, Stream
 from longshore.transfer.plan import Planner
 from longshore.transfer.selection import Batch
 
@@ -41,14 +40,24 @@ _SHORTEST_RUN = 64 << 10  # average bytes, for which a call of numpy's pays
 _STAGE = 256 << 10  # bytes that small pieces pass through at a time; fits a second-level cache
 
 
-class _Passed(Event):
-    """A point that has passed: on the CPU, work has ended when the call that did it returns."""
+class _Done(Event, Copy):
+    """A point that has passed, a copy that has finished: on the CPU, work ends when the call that does it returns."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+
+    @property
+    def reached(self) -> Event:
+        return self
 
     def passed(self) -> bool:
         return True
 
     def wait(self) -> None:
         pass
+
+    def finish(self) -> float:
+        return self._seconds
 
 
 class CpuDevice(Device):
@@ -60,7 +69,7 @@ class CpuDevice(Device):
 
     def mark(self, compute: object) -> Event:
         """A point that has passed."""
-        return _Passed()
+        return _Done()
 
     def hold(self, compute: object, event: Event) -> None:
         """Wait here: what this thread does next comes after."""
@@ -74,33 +83,22 @@ class CpuStream(Stream):
     """Copies when `copy` is called, in the calling thread."""
 
     def __init__(self) -> None:
-        self._begun = 0.0
         self._planner = Planner()
 
     def bind(self) -> None:
         """Nothing to do."""
 
-    def begin(self, after: tuple[Event, ...]) -> None:
-        """Wait for `after`."""
+    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+        """Wait for `after`, then copy `batch`, now."""
         for event in after:
             event.wait()
-        self._begun = time.perf_counter()
+        begun = time.perf_counter()
+        destination, source, size = self._planner.describe(batch).directed(batch.into)
+        copy_pieces(source, destination, size)
+        return _Done(time.perf_counter() - begun)
 
-    def copy(self, batch: Batch) -> None:
-        """Copy `batch`, now."""
-        device, host, size = self._planner.describe(batch)
-        if batch.into == HOST:
-            copy_pieces(device, host, size)
-        else:
-            copy_pieces(host, device, size)
-
-    def end(self) -> Event:
-        """A point that has passed."""
-        return _Passed()
-
-    def finish(self) -> float:
-        """Seconds since `begin`."""
-        return time.perf_counter() - self._begun
+    def drain(self) -> None:
+        """Nothing is ever under way."""
 
     def close(self) -> None:
         """Nothing was taken."""
@@ -142,10 +140,14 @@ def _copy_medium(source: U64, destination: U64, size: U64) -> bool:
     words = np.asarray(_Memory(int(first), int(index.max()) + 1, word, step=word))
     before = np.cumsum(counts) - counts
     starts = before[runs].tolist()
-    for start, stop, address in zip(starts, [*starts[1:], len(index)], dense[runs].tolist(), strict=True):
-        run = np.asarray(_Memory(address, stop - start, word, step=word))
+    low = int(dense.min())
+    memory = np.asarray(_Memory(low, int(dense.max()) - low + int(size.max()), 1))
+    element = words.dtype
+    begins = (dense[runs] - np.uint64(low)).tolist()
+    for start, stop, begin in zip(starts, [*starts[1:], len(index)], begins, strict=True):
+        run = memory[begin : begin + (stop - start) * word].view(element)
         if gathers:
-            np.take(words, index[start:stop], out=run, mode="clip")  # any other mode goes through a buffer
+            words.take(index[start:stop], out=run, mode="clip")  # any other mode goes through a buffer
         else:
             words[index[start:stop]] = run
     return True

@@ -13,8 +13,8 @@ short ones. While the device fills one stage, this thread empties the other:
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -23,48 +23,15 @@ import torch
 from longshore.boundary import HOST
 from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout, PageRef
-from longshore.transfer.device.base import Device, Event, Stream
+from longshore.transfer.device.accelerator import Accelerator, Events, Fallbacks, Point, pinned_or_pageable
+from longshore.transfer.device.base import Copy, Device, Event, Stream
 from longshore.transfer.device.cpu import copy_pieces
 from longshore.transfer.plan import Pieces, host_addresses, merge
-from longshore.transfer.selection import Batch, Part
+from longshore.transfer.selection import I64, Batch, Part
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 _ALIGNMENT = 16
-
-_log = logging.getLogger(__name__)
-
-
-class Accelerator:
-    """The calls that need an accelerator, in one place."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def current_stream(self) -> torch.Stream:
-        """The calling thread's stream."""
-        return torch.accelerator.current_stream(self.device)
-
-    def new_stream(self) -> torch.Stream:
-        """A stream of our own."""
-        return torch.Stream(device=self.device)
-
-    def use(self, stream: torch.Stream) -> None:
-        """Make `stream`, and its device, the calling thread's own: a new thread starts on device 0."""
-        torch.accelerator.set_device_index(self.device.index)
-        torch.accelerator.set_stream(stream)
-
-    def new_event(self) -> torch.Event:
-        """An event that keeps time."""
-        return torch.Event(device=self.device, enable_timing=True)
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device reaches directly, where it can be had."""
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:
-            _log.warning("no pinned memory for a stage of %d bytes: copies to %s will be slow", nbytes, self.device)
-            return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class TorchDevice(Device):
@@ -74,168 +41,237 @@ class TorchDevice(Device):
         self, device: torch.device | str, *, staging_bytes: int = 64 << 20, accelerator: Accelerator | None = None
     ) -> None:
         """`staging_bytes` of pinned and of device memory are taken for each direction."""
-        where = torch.device(device)
-        if where.index is None and accelerator is None:
-            where = torch.device(where.type, torch.accelerator.current_device_index())
-        self._accelerator = accelerator or Accelerator(where)
+        self._accelerator = accelerator or Accelerator(with_index(torch.device(device)))
         self._staging_bytes = staging_bytes
+        self._fallbacks = Fallbacks()
+        self._events = Events(self._accelerator, self._fallbacks)
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         """A stream with its stages."""
-        kind = _Offload if into == HOST else _Onboard
-        return kind(self._accelerator, layout, self._staging_bytes)
+        return stream_into(
+            into, self._accelerator, self._events, self._fallbacks, self._accelerator.new_stream(), layout,
+            self._staging_bytes,
+        )  # fmt: skip
 
     def mark(self, compute: object) -> Event:
         """An event on the compute stream."""
-        return _record(self._accelerator, self._compute(compute))
+        return self._events.record(self._compute(compute))
 
     def hold(self, compute: object, event: Event) -> None:
         """The compute stream waits for `event`; the calling thread does not."""
-        cast(_TorchEvent, event).hold(self._compute(compute))
+        cast(Point, event).hold(self._compute(compute))
+
+    def fallbacks(self) -> Mapping[str, int]:
+        """`new_event`: more events were needed at once than were taken; `unpinned_stage`: no pinned memory."""
+        return self._fallbacks.counts()
 
     def close(self) -> None:
-        """Nothing was taken: the stages belong to the streams."""
+        """Let go of the events."""
+        self._events.close()
 
     def _compute(self, compute: object) -> torch.Stream:
         return self._accelerator.current_stream() if compute is None else cast(torch.Stream, compute)
 
 
-class _TorchEvent(Event):
-    def __init__(self, event: torch.Event) -> None:
-        self.event = event
-
-    def passed(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def hold(self, stream: torch.Stream) -> None:
-        self.event.wait(stream)
+def with_index(device: torch.device) -> torch.device:
+    """`device`, with the index of the current one where it has none."""
+    return torch.device(device.type, torch.accelerator.current_device_index()) if device.index is None else device
 
 
-def _record(accelerator: Accelerator, stream: torch.Stream) -> _TorchEvent:
-    event = accelerator.new_event()
-    event.record(stream)
-    return _TorchEvent(event)
+def stream_into(
+    into: str,
+    accelerator: Accelerator,
+    events: Events,
+    fallbacks: Fallbacks,
+    stream: torch.Stream,
+    layout: KVLayout,
+    staging_bytes: int,
+) -> StagedStream:
+    """Copies of `layout` into the tier `into`, on `stream`, through stages that are taken here."""
+    kind = _Offload if into == HOST else _Onboard
+    return kind(accelerator, events, fallbacks, stream, layout, staging_bytes)
 
 
 class _Stage:
-    """One of the two stages: its memory, the event after its last use, and what is still to be carried from it."""
+    """One of the two stages: its memory, the point after its last use, and what is still to be carried from it."""
 
     def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
         self.host = host
         self.device = device
-        self.used: _TorchEvent | None = None
+        self.used: Point | None = None
         self.pending: tuple[Batch, Part] | None = None
+        self.of: _Through | None = None
 
 
-class _TorchStream(Stream):
+class _Through(Copy):
+    """A batch that went, or goes, through the stages."""
+
+    def __init__(self, stream: StagedStream, begun: Point, ended: Point) -> None:
+        self._stream = stream
+        self.begun = begun
+        self.ended = ended
+
+    @property
+    def reached(self) -> Event:
+        """The point after the last gather or scatter."""
+        return self.ended
+
+    def passed(self) -> bool:
+        return self.ended.passed()
+
+    def finish(self) -> float:
+        return self._stream.finish(self)
+
+
+class StagedStream(Stream):
     """What both directions share. Every method runs in the thread that called `bind`."""
 
-    def __init__(self, accelerator: Accelerator, layout: KVLayout, staging_bytes: int) -> None:
+    depth = 2
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        events: Events,
+        fallbacks: Fallbacks,
+        stream: torch.Stream,
+        layout: KVLayout,
+        staging_bytes: int,
+    ) -> None:
         self._accelerator = accelerator
+        self._events = events
         # A part of a stage holds at least one reference's pages of one chunk, and each reference may lose 16 bytes.
         largest = max(ref.page_bytes * group.blocks_per_chunk for group in layout.groups for ref in group.refs)
         slack = _ALIGNMENT * max(len(group.refs) for group in layout.groups)
         self._piece_bytes = max(staging_bytes // 2 - slack, largest)
         self._stages = [
             _Stage(
-                accelerator.pinned(self._piece_bytes + slack),
-                torch.empty(self._piece_bytes + slack, dtype=torch.uint8, device=accelerator.device),
+                pinned_or_pageable(accelerator, fallbacks, self._piece_bytes + slack),
+                accelerator.device_bytes(self._piece_bytes + slack),
             )
             for _ in range(2)
         ]
-        self._stream = accelerator.new_stream()
+        self._stream = stream
         # The stages' memory may have had another owner, whose work on the current stream is not done.
-        _record(accelerator, accelerator.current_stream()).hold(self._stream)
+        events.record(accelerator.current_stream()).hold(self._stream)
         self._turn = 0
-        self._begun: _TorchEvent | None = None
-        self._ended: _TorchEvent | None = None
 
     def bind(self) -> None:
         """From now on, what this thread gives to torch goes to our stream."""
         self._accelerator.use(self._stream)
 
-    def begin(self, after: tuple[Event, ...]) -> None:
-        """The stream waits for `after`, this thread does not."""
-        self._ended = None
-        for event in after:
-            cast(_TorchEvent, event).hold(self._stream)
-        self._begun = self._record()
-
-    def copy(self, batch: Batch) -> None:
-        """Send `batch` through the stages."""
+    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+        """Send `batch` through the stages; the stream waits for `after`, this thread does not."""
         if batch.generation != batch.layout.generation:
             raise FreedLayoutError(f"planned in generation {batch.generation}, now it is {batch.layout.generation}")
-        for part in batch.parts:
-            for piece in part.cut(self._piece_bytes):
-                self._turn = 1 - self._turn
-                self._send(batch, piece, self._stages[self._turn])
-
-    def end(self) -> Event:
-        """The point after the last gather or scatter."""
-        self._ended = self._record()
-        return self._ended
-
-    def finish(self) -> float:
-        """Carry what the stages still hold to the images, and wait for the stream."""
+        for event in after:
+            cast(Point, event).hold(self._stream)
+        begun = self._record()
         try:
-            for turn in (1 - self._turn, self._turn):
-                self._empty(self._stages[turn])
+            sent = [self._send_part(batch, piece) for part in batch.parts for piece in part.cut(self._piece_bytes)]
+            copy = _Through(self, begun, self._record())
+        except BaseException:
+            self._events.release(begun)
+            raise
+        for stage in sent[-len(self._stages) :]:
+            stage.of = copy
+        return copy
+
+    def finish(self, copy: _Through) -> float:
+        """Carry to the images what the stages still hold of `copy`, and wait for it."""
+        try:
+            for stage in self._by_age():
+                if stage.of is copy:
+                    self._empty(stage)
         finally:
-            for stage in self._stages:
-                stage.pending = None
-            ended = self._ended or self._record()
-            ended.wait()
-        return 0.0 if self._begun is None else self._begun.event.elapsed_time(ended.event) / 1000
+            copy.ended.wait()
+            seconds = copy.begun.seconds_until(copy.ended)
+            self._events.release(copy.begun, copy.ended)
+        return seconds
+
+    def drain(self) -> None:
+        """Carry what the stages still hold, and wait for the stream."""
+        try:
+            for stage in self._by_age():
+                self._empty(stage)
+        finally:
+            self._events.record(self._stream).wait()
 
     def close(self) -> None:
         """Give the stages back."""
         self._stages = []
 
-    def _record(self) -> _TorchEvent:
-        return _record(self._accelerator, self._stream)
+    def _record(self) -> Point:
+        return self._events.record(self._stream, keep=True)
+
+    def _send_part(self, batch: Batch, part: Part) -> _Stage:
+        self._turn = 1 - self._turn
+        stage = self._stages[self._turn]
+        if part.sources is None:
+            self._send(batch, part, stage)
+        else:
+            self._send_inside(batch, part, part.sources, stage)
+        return stage
 
     @abstractmethod
     def _send(self, batch: Batch, part: Part, stage: _Stage) -> None:
         """Give the copy of `part` through `stage` to the stream."""
 
+    def _send_inside(self, batch: Batch, part: Part, sources: I64, stage: _Stage) -> None:
+        """From block to block through the device's side of `stage`, which earlier work on the stream has left."""
+        _gather(batch.layout, part, _on_device(sources, self._accelerator), stage)
+        _scatter(batch.layout, part, _on_device(part.blocks, self._accelerator), stage)
+
+    def _use(self, stage: _Stage) -> None:
+        """What was given to the stream so far was the last use of `stage`."""
+        stage.used = self._events.record(self._stream)
+
+    def _by_age(self) -> tuple[_Stage, _Stage]:
+        """The stages, that which was used last at the end."""
+        return self._stages[1 - self._turn], self._stages[self._turn]
+
     def _empty(self, stage: _Stage) -> None:
         """Carry what `stage` still holds to its images."""
 
 
-class _Offload(_TorchStream):
+class _Offload(StagedStream):
     def _send(self, batch: Batch, part: Part, stage: _Stage) -> None:
         self._empty(stage)
-        regions = _regions(part)
-        blocks = _blocks(part, self._accelerator.device)
-        for pages, region in zip(_pages(batch.layout, part), regions.offsets, strict=True):
-            torch.index_select(pages, 0, blocks, out=_rows(stage.device, region, len(blocks), pages))
-        stage.host[: regions.end].copy_(stage.device[: regions.end], non_blocking=True)
-        stage.used = self._record()
+        _gather(batch.layout, part, _on_device(part.blocks, self._accelerator), stage)
+        end = _regions(part).end
+        stage.host[:end].copy_(stage.device[:end], non_blocking=True)
+        self._use(stage)
         stage.pending = (batch, part)
 
     def _empty(self, stage: _Stage) -> None:
-        if stage.pending is not None and stage.used is not None:
+        pending, stage.pending, stage.of = stage.pending, None, None
+        if pending is not None and stage.used is not None:
             stage.used.wait()
-            pieces = _through(stage, *stage.pending)
+            pieces = _through(stage, *pending)
             copy_pieces(pieces.device, pieces.host, pieces.size)
-            stage.pending = None
 
 
-class _Onboard(_TorchStream):
+class _Onboard(StagedStream):
     def _send(self, batch: Batch, part: Part, stage: _Stage) -> None:
         if stage.used is not None:
             stage.used.wait()  # the link may still be reading the host side
         pieces = _through(stage, batch, part)
         copy_pieces(pieces.host, pieces.device, pieces.size)
-        regions = _regions(part)
-        stage.device[: regions.end].copy_(stage.host[: regions.end], non_blocking=True)
-        blocks = _blocks(part, self._accelerator.device)
-        for pages, region in zip(_pages(batch.layout, part), regions.offsets, strict=True):
-            pages.index_copy_(0, blocks, _rows(stage.device, region, len(blocks), pages))
-        stage.used = self._record()
+        end = _regions(part).end
+        stage.device[:end].copy_(stage.host[:end], non_blocking=True)
+        _scatter(batch.layout, part, _on_device(part.blocks, self._accelerator), stage)
+        self._use(stage)
+
+
+def _gather(layout: KVLayout, part: Part, blocks: torch.Tensor, stage: _Stage) -> None:
+    """The pages of `blocks` into the device's side of `stage`."""
+    for pages, region in zip(_pages(layout, part), _regions(part).offsets, strict=True):
+        torch.index_select(pages, 0, blocks, out=_rows(stage.device, region, len(blocks), pages))
+
+
+def _scatter(layout: KVLayout, part: Part, blocks: torch.Tensor, stage: _Stage) -> None:
+    """The device's side of `stage` into the pages of `blocks`."""
+    for pages, region in zip(_pages(layout, part), _regions(part).offsets, strict=True):
+        pages.index_copy_(0, blocks, _rows(stage.device, region, len(blocks), pages))
 
 
 class _Regions(NamedTuple):
@@ -264,9 +300,9 @@ def _through(stage: _Stage, batch: Batch, part: Part) -> Pieces:
     return merge(Pieces(staged.reshape(-1), images.reshape(-1), sizes.reshape(-1)))
 
 
-def _blocks(part: Part, device: torch.device) -> torch.Tensor:
-    """Device blocks of `part`, int64, shape `(blocks,)`, on the device."""
-    return torch.from_numpy(np.array(part.blocks).reshape(-1)).to(device)
+def _on_device(blocks: I64, accelerator: Accelerator) -> torch.Tensor:
+    """Ids of blocks, int64, shape `(blocks,)`, on the device."""
+    return torch.from_numpy(np.array(blocks).reshape(-1)).to(accelerator.device)
 
 
 def _pages(layout: KVLayout, part: Part) -> list[torch.Tensor]:

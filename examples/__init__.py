@@ -1,0 +1,1 @@
+"""Programs that show how to use Longshore; run them from the repository's root."""

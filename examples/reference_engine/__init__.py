@@ -1,0 +1,29 @@
+"""A small inference engine in plain torch, with Longshore under its paged KV cache.
+
+model.py      a tiny decoder: full and sliding-window attention over pages; calls a hook before each layer
+pool.py       the device's blocks: which are free, which hold a known prefix
+below.py      what lies below them: Longshore, or nothing; what is on its way up
+engine.py     requests: admit, compute, publish; sleep and wake up
+__main__.py   a demonstration
+
+Begin with `engine.py`, then `below.py`: together they are all that an engine has to do.
+"""
+
+from examples.reference_engine.below import Arrival, Below, DeviceOnly, Tiers
+from examples.reference_engine.engine import Engine, Request, Schedule
+from examples.reference_engine.model import Decoder, Group, Shape
+from examples.reference_engine.pool import DevicePool
+
+__all__ = [
+    "Arrival",
+    "Below",
+    "Decoder",
+    "DeviceOnly",
+    "DevicePool",
+    "Engine",
+    "Group",
+    "Request",
+    "Schedule",
+    "Shape",
+    "Tiers",
+]

@@ -1,0 +1,263 @@
+"""`Arena`: host memory for block images. Everything below the device reads and writes through it, by byte offset: the
+transfer engine at one edge, tiers at the other.
+
+    map ─► bind to a node ─► ask for huge pages ─► touch every page ─► look what came of it ─► register, piece by piece
+                                                                                                       │
+    unmap ◄─────────────────────────────────── unregister ◄─────────────────────── close, never a finaliser
+
+Nothing in this chain but the memory itself is worth a failure: what cannot be had is counted, logged, and done without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.errors import RegistrationError, TierClosedError, TierError
+from longshore.tiers.arena import huge_pages, memory, numa, populate
+from longshore.tiers.arena.memory import Memory, align
+from longshore.tiers.arena.registration import LARGEST_PIECE, Registrar, Registration, cut
+from longshore.tiers.arena.report import ArenaReport, Fallback
+from longshore.tiers.arena.system import System
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSettings:
+    """How an arena is to be. Raises `TierError` for a node or a number of threads that cannot be.
+
+    Attributes:
+        numa_node: The node to take memory from: a number, `"auto"` for that of the device, or `None` for any.
+        pci_address: Of the device that `"auto"` means, such as `0000:3b:00.0`; `None` when no device is near or far.
+        huge_pages: Whether to use huge pages where they can be had.
+        shared: Whether other processes can attach to it; private memory is given huge pages more readily.
+        threads: How many touch its pages; by default one for each core, at most 16.
+    """
+
+    numa_node: int | Literal["auto"] | None = "auto"
+    pci_address: str | None = None
+    huge_pages: bool = True
+    shared: bool = False
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        node = self.numa_node
+        if node is not None and node != "auto" and (not isinstance(node, int) or node < 0):
+            raise TierError(f"numa_node is the number of a node, 'auto' or None, got {node!r}")
+        if self.threads is not None and self.threads < 1:
+            raise TierError(f"an arena's pages are touched by at least one thread, got {self.threads}")
+
+
+class Arena:
+    """`nbytes` of host memory, rounded up to a page, zeroed, page-aligned; every page of it is there.
+
+    Attributes:
+        nbytes: Size in bytes.
+        address: Address of the first byte, for copy plans.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        settings: ArenaSettings | None = None,
+        *,
+        system: System | None = None,
+        shared_fd: int | None = None,
+    ) -> None:
+        """`shared_fd` is memory that exists already, and becomes the arena's own: `attach` is the way to that.
+
+        Raises `TierError` when the memory cannot be had; nothing stays behind then.
+        """
+        if nbytes <= 0:
+            raise TierError(f"an arena needs a positive number of bytes, got {nbytes}")
+        settings = settings or ArenaSettings()
+        self.nbytes = align(nbytes)
+        self._system = system or System()
+        self._fallbacks: Counter[Fallback] = Counter()
+        self._registration: Registration | None = None
+        self._numa_bound = False
+        self._huge_bytes = 0
+        page = huge_pages.size(self._system)
+        alignment = page if self.nbytes >= page else mmap.PAGESIZE
+        self._memory = _map(self.nbytes, alignment, shared_fd, shared=settings.shared)
+        self.address = self._memory.address
+        self._shared = self._memory.fd is not None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._memory.close)
+            self._numa_node = self._find_node(settings)
+            self._bind()
+            self._ask_for_huge_pages(settings)
+            self._populate(settings, fresh=shared_fd is None)
+            self._look_for_strays()
+            if settings.huge_pages:
+                self._count_huge_pages(huge_pages.possible(self.address, self.nbytes, page))
+            undo.pop_all()
+
+    @classmethod
+    def attach(cls, source: int | str | Path, nbytes: int, *, system: System | None = None) -> Self:
+        """The same memory as a shared arena of `nbytes` in another process; each registers and closes for itself.
+
+        `source` is the other one's `path`, or a file descriptor that came over a socket or by inheritance (the caller
+        closes that). Where the memory is was settled by who made it. Raises `TierError` when nothing is there, when
+        it is not an arena's memory, or when it has another size.
+        """
+        fd = memory.open_shared(source, nbytes)
+        return cls(nbytes, ArenaSettings(numa_node=None, shared=True), system=system, shared_fd=fd)
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The whole arena, shape `(nbytes,)`, uint8, writable."""
+        array = self._memory.array
+        if array is None:
+            raise TierClosedError("the arena was closed")
+        return array
+
+    @property
+    def fd(self) -> int:
+        """File descriptor of the memory, to pass to another process; `TierError` when the arena is private."""
+        if not self._shared:
+            raise TierError("the arena is private: expected one made with shared=True")
+        if self._memory.fd is None:
+            raise TierClosedError("the arena was closed")
+        return self._memory.fd
+
+    @property
+    def path(self) -> Path:
+        """Where another process of this user finds the memory, as long as this one has it."""
+        return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
+
+    @property
+    def report(self) -> ArenaReport:
+        """What was had of what was asked for. After `close` nothing is registered, and the rest is as it was."""
+        return ArenaReport(
+            nbytes=self.nbytes,
+            shared=self._shared,
+            numa_node=self._numa_node,
+            numa_bound=self._numa_bound,
+            huge_bytes=self._huge_bytes,
+            registered_pieces=0 if self._registration is None else self._registration.pieces,
+            registered_bytes=0 if self._registration is None else self._registration.nbytes,
+            fallbacks={reason: self._fallbacks[reason] for reason in Fallback},
+        )
+
+    def view(self, offset: int, length: int) -> memoryview[Any]:
+        """Writable bytes `[offset, offset + length)`; raises `TierError` when they do not lie within the arena."""
+        if offset < 0 or length < 0 or offset + length > self.nbytes:
+            raise TierError(f"bytes [{offset}, {offset + length}) do not lie within an arena of {self.nbytes}")
+        return memoryview(self.array.data)[offset : offset + length]
+
+    def register(self, registrar: Registrar, slot_bytes: int, largest: int = LARGEST_PIECE) -> None:
+        """Make the arena known to a device, in pieces of at most `largest` bytes that no slot straddles.
+
+        Slots of `slot_bytes`, a multiple of `PAGE`, lie one after the other from the start. What the device does not
+        take is counted, and is no error. Raises `TierError` for impossible sizes and for a second registration.
+        """
+        pieces = cut(self.array.nbytes, slot_bytes, largest)
+        if self._registration is not None:
+            raise TierError("the arena is registered already")
+        registration = self._registration = Registration(registrar, self.address)
+        for offset, length in pieces:
+            try:
+                registration.add(offset, length)
+            except RegistrationError as error:
+                self._fall_back(Fallback.REGISTRATION, f"bytes [{offset}, {offset + length}): {error}")
+
+    def in_one_piece(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Whether each `[offset, offset + length)` lies within one registered piece, so that a device copies directly.
+
+        Integers of any shape, which are broadcast together; the result has that shape, bool.
+        """
+        if self._registration is None:
+            return np.zeros(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
+        return self._registration.covers(offsets, lengths)
+
+    def close(self) -> None:
+        """Unregister, then give the memory back. Idempotent. Nothing may be copying any more.
+
+        Views that are still held keep the mapping alive until they go. Raises `RegistrationError` when the device
+        does not let go of a piece; the memory is given back all the same.
+        """
+        try:
+            if self._registration is not None:
+                self._registration.close()
+        finally:
+            self._memory.close()
+
+    def _find_node(self, settings: ArenaSettings) -> int | None:
+        if settings.numa_node != "auto":
+            return settings.numa_node
+        if settings.pci_address is None:
+            return None
+        node = numa.node_of_device(settings.pci_address, self._system.sysfs)
+        if node is None:
+            self._fall_back(Fallback.NUMA_UNKNOWN, f"of the device at {settings.pci_address}")
+        return node
+
+    def _bind(self) -> None:
+        if self._numa_node is None:
+            return
+        try:
+            numa.bind(self._system, self.address, self.nbytes, self._numa_node)
+            self._numa_bound = True
+        except OSError as error:
+            self._fall_back(Fallback.NUMA_REFUSED, f"node {self._numa_node}: {error}")
+
+    def _ask_for_huge_pages(self, settings: ArenaSettings) -> None:
+        if settings.huge_pages:
+            with contextlib.suppress(OSError):  # what came of it is counted later
+                huge_pages.ask(self._system, self.address, self.nbytes)
+        else:
+            huge_pages.refuse(self._system, self.address, self.nbytes)
+
+    def _populate(self, settings: ArenaSettings, *, fresh: bool) -> None:
+        threads = settings.threads or populate.default_threads()
+        try:
+            if populate.populate(self._system, self.address, self.nbytes, threads):
+                return
+        except OSError as error:
+            raise TierError(f"an arena of {self.nbytes} bytes cannot be had: {error}") from error
+        self._fall_back(Fallback.POPULATE, "the kernel does not know MADV_POPULATE_WRITE")
+        if fresh:  # a zero written into memory that others use would be a wrong byte
+            populate.touch(self.array, threads)
+
+    def _look_for_strays(self) -> None:
+        if self._numa_node is None or not self._numa_bound:
+            return
+        try:
+            strays = numa.count_strays(self._system, self.address, self.nbytes, self._numa_node)
+        except OSError as error:
+            self._fall_back(Fallback.NUMA_UNVERIFIED, f"node {self._numa_node}: {error}")
+            return
+        if strays:
+            self._fall_back(Fallback.NUMA_STRAYS, f"{strays} of the pages looked at are not on node {self._numa_node}")
+
+    def _count_huge_pages(self, possible: int) -> None:
+        if possible:  # the system takes its time to say
+            self._huge_bytes = huge_pages.count(self._system, self.address, self.nbytes)
+        if self._huge_bytes < possible:
+            self._fall_back(Fallback.HUGE_PAGES, f"{self._huge_bytes} of {possible} bytes")
+
+    def _fall_back(self, reason: Fallback, about: str) -> None:
+        self._fallbacks[reason] += 1
+        _log.warning("host arena: %s: %s", reason.value, about)
+
+
+def _map(nbytes: int, alignment: int, fd: int | None, *, shared: bool) -> Memory:
+    try:
+        if fd is None and shared:
+            fd = memory.create_shared(nbytes)
+        return Memory(nbytes, alignment, fd)
+    except (OSError, OverflowError) as error:
+        if fd is not None:
+            os.close(fd)
+        raise TierError(f"an arena of {nbytes} bytes cannot be had: {error}") from error

@@ -1,0 +1,98 @@
+"""Pieces of an arena that are registered with a device, so that it copies from and to them directly.
+
+    slots    │ 0 │ 1 │ 2 │ 3 │ 4 │ 5 │ 6 │ 7 │
+    pieces   ├─── 0 ─────┼─── 1 ─────┼── 2 ──┤      each boundary between two slots and between two pages
+
+One registration of everything fails on some systems (above 64 GiB), and a copy that spans two of them fails everywhere.
+So there are several, and no slot straddles two. A piece that the device does not take leaves the others usable.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.errors import RegistrationError, TierError
+from longshore.tiers.arena.memory import PAGE
+
+LARGEST_PIECE = 16 << 30
+"""Bytes of the largest piece: well below what was seen to fail, and few enough pieces for a terabyte."""
+
+
+class Registrar(Protocol):
+    """A device that takes host memory."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Make `nbytes` at `address` directly reachable. Raises `RegistrationError`; no trace of a failure stays."""
+
+    def unregister(self, address: int) -> None:
+        """Take back what was registered at `address`. Raises `RegistrationError`; no trace of a failure stays."""
+
+
+def cut(nbytes: int, slot_bytes: int, largest: int = LARGEST_PIECE) -> list[tuple[int, int]]:
+    """`(offset, length)` of pieces of at most `largest` bytes that cover `[0, nbytes)` exactly, in order.
+
+    Slots of `slot_bytes` lie one after the other from 0; none straddles two pieces. All but the last piece are equally
+    long. Raises `TierError` for impossible sizes, or when not even one slot fits into a piece.
+    """
+    if nbytes <= 0 or slot_bytes <= 0 or slot_bytes % PAGE:
+        raise TierError(
+            f"expected a positive size and slots of a positive multiple of {PAGE} bytes, got {nbytes} and {slot_bytes}"
+        )
+    step = math.lcm(slot_bytes, mmap.PAGESIZE)
+    if step > largest:
+        raise TierError(f"a piece of at most {largest} bytes cannot hold a slot and whole pages: {step} bytes")
+    length = largest // step * step
+    return [(offset, min(length, nbytes - offset)) for offset in range(0, nbytes, length)]
+
+
+class Registration:
+    """The pieces of the memory at `address` that `registrar` took. One thread changes it, any may ask."""
+
+    def __init__(self, registrar: Registrar, address: int) -> None:
+        self._registrar = registrar
+        self._address = address
+        self._bounds: npt.NDArray[np.int64] = np.zeros((2, 0), dtype=np.int64)
+        """First offset of each piece, and the offset behind it; replaced as a whole."""
+
+    @property
+    def pieces(self) -> int:
+        """How many there are."""
+        return len(self._bounds[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all of them."""
+        starts, ends = self._bounds
+        return int((ends - starts).sum())
+
+    def add(self, offset: int, length: int) -> None:
+        """Register the next piece, behind all others. Raises `RegistrationError`; nothing has changed then."""
+        self._registrar.register(self._address + offset, length)
+        self._bounds = np.column_stack([self._bounds, (offset, offset + length)])
+
+    def covers(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Whether each `[offset, offset + length)` lies within one piece; the arguments are broadcast together."""
+        starts, ends = self._bounds
+        first = np.asarray(offsets, dtype=np.int64)
+        size = np.asarray(lengths, dtype=np.int64)
+        piece = np.searchsorted(starts, first, side="right") - 1
+        end = np.append(ends, 0)[piece]  # what lies before all pieces has number -1
+        return np.asarray((piece >= 0) & (size >= 0) & (size <= end - first))
+
+    def close(self) -> None:
+        """Take all pieces back, also when one fails; raises `RegistrationError` then, at the end. Idempotent."""
+        starts = self._bounds[0].tolist()
+        self._bounds = self._bounds[:, :0]
+        failures = []
+        for start in starts:
+            try:
+                self._registrar.unregister(self._address + start)
+            except RegistrationError as error:
+                failures.append(str(error))
+        if failures:
+            raise RegistrationError(f"{len(failures)} of {len(starts)} pieces stay registered: {failures[0]}")

@@ -1,0 +1,63 @@
+"""The calls of torch and of Triton that need an NVIDIA GPU, in one place. Triton is imported with the first kernel."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from longshore.transfer.device.accelerator import Accelerator
+from longshore.transfer.device.cuda.shape import Shape
+
+
+class CudaAccelerator(Accelerator):
+    """One GPU."""
+
+    @property
+    def name(self) -> str:
+        """For instance `NVIDIA H200`."""
+        return str(torch.cuda.get_device_name(self.device))
+
+    @property
+    def ordinal(self) -> int:
+        """Its number in this process."""
+        return self.device.index
+
+    def current_stream(self) -> torch.Stream:
+        """The calling thread's stream."""
+        return torch.cuda.current_stream(self.device)
+
+    def new_stream(self) -> torch.Stream:
+        """A stream of our own, never the null stream."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def handle(self, stream: torch.Stream) -> int:
+        """The driver's name for `stream`."""
+        return int(cast(torch.cuda.Stream, stream).cuda_stream)
+
+    def use(self, stream: torch.Stream) -> None:
+        """Make `stream`, and its device, the calling thread's own: a new thread starts on device 0."""
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(cast(torch.cuda.Stream, stream))
+
+    def new_event(self) -> torch.Event:
+        """An event that keeps time."""
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+        """`kernels.gather`."""
+        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415 - Triton is optional
+
+        kernels.gather(blocks, rows, table, shape)
+
+    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+        """`kernels.scatter`."""
+        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
+
+        kernels.scatter(blocks, rows, table, shape)
+
+    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+        """`kernels.shift`."""
+        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
+
+        kernels.shift(blocks, sources, table, shape)

@@ -1,0 +1,168 @@
+"""Which way a batch goes, by what was measured on the device at hand.
+
+    direct      pages ◄──── batched DMA, one piece each ────► images           large pieces
+    staged      pages ◄─ kernel ─► stage ◄─ batched DMA ────► images           small pages, long runs in the images
+    zero copy   pages ◄──── kernel on host addresses ───────► images           small pages, few bytes or short runs
+
+For each direction, way and size of page a measurement gives two figures: seconds that any copy takes, and seconds for
+each byte. Between sizes the latter is interpolated; nothing here knows a threshold.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import logging
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+_FORMAT = 1
+
+_log = logging.getLogger(__name__)
+
+
+class Way(StrEnum):
+    """How a batch can go."""
+
+    DIRECT = "direct"
+    STAGED = "staged"
+    ZERO_COPY = "zero_copy"
+
+
+class Load(NamedTuple):
+    """What is to be copied.
+
+    Attributes:
+        into: The tier that is written.
+        nbytes: Bytes of all pages.
+        pages: Pages, which kernels move one by one.
+        pieces: Pages with adjacent ones as one, which the driver is given for the direct way.
+        runs: Contiguous ranges of the images, which it is given for the staged way.
+    """
+
+    into: str
+    nbytes: int
+    pages: int
+    pieces: int
+    runs: int
+
+
+class Chooses(Protocol):
+    """Whatever says which way a batch goes."""
+
+    def choose(self, load: Load, ways: Collection[Way]) -> Way:
+        """One of `ways`, of which there is at least one."""
+
+
+class Sample(NamedTuple):
+    """A measurement of one way with pages of one size: `fixed` seconds, and `per_byte` seconds for each byte."""
+
+    page_bytes: int
+    fixed: float
+    per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured on one device.
+
+    Attributes:
+        device: Its name.
+        driver: The driver's version.
+        curves: For each tier that is written, for each way, samples in ascending order of page size.
+    """
+
+    device: str
+    driver: int
+    curves: Mapping[str, Mapping[Way, tuple[Sample, ...]]]
+
+    def seconds(self, load: Load, way: Way) -> float:
+        """An estimate for `load` by `way`; infinite for a way that was not measured."""
+        if way is Way.DIRECT:
+            fixed, per_byte = self._at(load.into, way, load.nbytes / load.pieces)
+        else:
+            fixed, per_byte = self._at(load.into, way, load.nbytes / load.pages)
+        if way is Way.STAGED:  # kernel and link work at the same time
+            per_byte = max(per_byte, self._at(load.into, Way.DIRECT, load.nbytes / load.runs)[1])
+        return fixed + per_byte * load.nbytes
+
+    def choose(self, load: Load, ways: Collection[Way]) -> Way:
+        """The fastest of `ways`."""
+        return min(ways, key=lambda way: self.seconds(load, way))
+
+    def crossovers(self, into: str, nbytes: int) -> list[tuple[int, Way]]:
+        """From which size of scattered pages on which way is the fastest for `nbytes`, in images of many pages."""
+        sizes = sorted({sample.page_bytes for samples in self.curves[into].values() for sample in samples})
+        found: list[tuple[int, Way]] = []
+        for size in sizes:
+            pages = max(1, nbytes // size)
+            best = self.choose(Load(into, pages * size, pages, pages, 1), tuple(self.curves[into]))
+            if not found or found[-1][1] is not best:
+                found.append((size, best))
+        return found
+
+    def _at(self, into: str, way: Way, page_bytes: float) -> tuple[float, float]:
+        samples = self.curves.get(into, {}).get(way, ())
+        if not samples:
+            return math.inf, math.inf
+        after = bisect.bisect([sample.page_bytes for sample in samples], page_bytes)
+        low, high = samples[max(0, after - 1)], samples[min(after, len(samples) - 1)]
+        if low is high:
+            # Below the smallest page that was measured, what a page costs stays; what a byte costs grows.
+            return low.fixed, low.per_byte * (max(1.0, low.page_bytes / page_bytes) if after == 0 else 1.0)
+        share = math.log(page_bytes / low.page_bytes) / math.log(high.page_bytes / low.page_bytes)
+        per_byte = low.per_byte * (high.per_byte / low.per_byte) ** share
+        return low.fixed + share * (high.fixed - low.fixed), per_byte
+
+    def as_json(self) -> dict[str, object]:
+        """For `json.dump`."""
+        curves = {into: {way.value: list(map(list, samples)) for way, samples in ways.items()}
+                  for into, ways in self.curves.items()}  # fmt: skip
+        return {"format": _FORMAT, "device": self.device, "driver": self.driver, "curves": curves}
+
+    def save(self, path: Path) -> None:
+        """Write it to `path`, whole or not at all; raises `OSError`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(self.as_json()))
+        beside.replace(path)
+
+
+def load(path: Path, device: str, driver: int) -> Calibration | None:
+    """What `path` says of this device with this driver; `None` when it is not there, or of another one, or damaged."""
+    try:
+        found: Any = json.loads(path.read_text())
+        if (found["format"], found["device"], found["driver"]) != (_FORMAT, device, driver):
+            return None
+        curves = {
+            str(into): {Way(way): _samples(samples) for way, samples in ways.items()}
+            for into, ways in found["curves"].items()
+        }
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _log.warning("%s is no calibration, measuring anew: %s", path, error)
+        return None
+    return Calibration(device, driver, curves)
+
+
+def default_path(device: str, driver: int) -> Path:
+    """Where the calibration of a device is kept: in the user's cache directory."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    name = "".join(letter if letter.isalnum() else "-" for letter in device.lower())
+    return (Path(root) if root else Path.home() / ".cache") / "longshore" / f"copy-{name}-{driver}.json"
+
+
+def _samples(given: Any) -> tuple[Sample, ...]:
+    samples = tuple(Sample(int(page), float(fixed), float(per_byte)) for page, fixed, per_byte in given)
+    sizes = [sample.page_bytes for sample in samples]
+    if not samples or sizes != sorted(set(sizes)) or sizes[0] < 1:
+        raise ValueError(f"expected page sizes in ascending order, got {sizes}")
+    if any(sample.fixed < 0 or not 0 < sample.per_byte < math.inf for sample in samples):
+        raise ValueError(f"expected positive times, got {samples}")
+    return samples

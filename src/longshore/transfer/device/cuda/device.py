@@ -1,0 +1,123 @@
+"""`CudaDevice`: NVIDIA GPUs, by torch's streams, the driver's batched copies, and kernels of our own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from longshore.layout.model import KVLayout
+from longshore.transfer.device.accelerator import Events, Fallbacks, Point
+from longshore.transfer.device.base import Device, Event, Stream
+from longshore.transfer.device.cuda import calibrate, chooser, driver
+from longshore.transfer.device.cuda.accelerator import CudaAccelerator
+from longshore.transfer.device.cuda.chooser import Calibration, Chooses, Way
+from longshore.transfer.device.cuda.driver import Driver
+from longshore.transfer.device.cuda.streams import CudaStream, InOnePiece, Tools
+from longshore.transfer.device.torch_streams import with_index
+
+STAGING_BYTES = 64 << 20
+"""Device memory that is taken for each direction."""
+
+_log = logging.getLogger(__name__)
+
+
+class CudaDevice(Device):
+    """One GPU. `compute` is a `torch.cuda.Stream`, or `None` for the calling thread's current one."""
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        in_one_piece: InOnePiece | None = None,
+        staging_bytes: int = STAGING_BYTES,
+        calibration: Path | None = None,
+        chooses: Chooses | None = None,
+        accelerator: CudaAccelerator | None = None,
+        library: object | None = None,
+    ) -> None:
+        """Take the events; streams take the rest.
+
+        Args:
+            device: Which GPU.
+            in_one_piece: Says of offsets and lengths of the host memory, int64 arrays, whether each range lies within
+                one piece that is registered with CUDA; without it, nothing is. `reach` gives it later.
+            staging_bytes: Device memory for each direction, to gather pages in.
+            calibration: File that says which way is the fastest; by default one in the user's cache directory.
+            chooses: Says so in place of it.
+            accelerator: Calls of torch and Triton.
+            library: The driver's functions; by default those of `libcuda`.
+
+        Raises:
+            DeviceError: There is no driver, or it refused a call.
+        """
+        self._accelerator = accelerator or CudaAccelerator(with_index(torch.device(device)))
+        self._driver = Driver(driver.load() if library is None else library)
+        self._fallbacks = Fallbacks()
+        if self._driver.batch_version is None:
+            self._fallbacks.count("no_batched_copy")
+        ways = [Way.DIRECT, Way.STAGED]
+        if self._driver.reaches_host_pointers(self._accelerator.ordinal):
+            ways.append(Way.ZERO_COPY)
+        events = Events(self._accelerator, self._fallbacks)
+        self._tools = Tools(self._accelerator, self._driver, events, self._fallbacks, tuple(ways))
+        self._staging_bytes = staging_bytes
+        self._in_one_piece = in_one_piece
+        self._path = calibration or chooser.default_path(self._accelerator.name, self._driver.version)
+        self._chooses = chooses
+
+    @property
+    def calibration_path(self) -> Path:
+        """Where the calibration is kept."""
+        return self._path
+
+    def reach(self, in_one_piece: InOnePiece) -> None:
+        """Say what of the host memory is registered with CUDA, before any stream is made."""
+        self._in_one_piece = in_one_piece
+
+    def stream(self, layout: KVLayout, into: str) -> Stream:
+        """Two streams of the GPU, and the memory to stage in. Measures which way is the fastest if nobody has."""
+        if self._chooses is None:
+            self._chooses = chooser.load(self._path, self._accelerator.name, self._driver.version) or self.calibrate(
+                calibrate.QUICK
+            )
+        return CudaStream(self._tools, layout, into, self._chooses, self._in_one_piece, self._staging_bytes)
+
+    def calibrate(self, effort: calibrate.Effort = calibrate.THOROUGH) -> Calibration:
+        """Measure every way, keep what came out, and use it for streams that are made from here on."""
+        name, version = self._accelerator.name, self._driver.version
+        curves = calibrate.measure(self._tools, self._staging_bytes, effort)
+        self._chooses = found = Calibration(name, version, curves)
+        try:
+            found.save(self._path)
+        except OSError as error:
+            _log.warning("the calibration of %s is not kept: %s", name, error)
+        return found
+
+    def mark(self, compute: object) -> Event:
+        """An event on the compute stream."""
+        return self._tools.events.record(self._compute(compute))
+
+    def hold(self, compute: object, event: Event) -> None:
+        """The compute stream waits for `event`; the calling thread does not."""
+        cast(Point, event).hold(self._compute(compute))
+
+    def fallbacks(self) -> Mapping[str, int]:
+        """What was done the slower way, by reason.
+
+        `no_batched_copy`: the driver has no batched call. `host_unregistered`: a batch went through pinned stages.
+        `late_bounce`: these were taken only then. `straddling_piece`: images side by side are registered apart.
+        `smaller_ring`, `no_ring`: less device memory to stage in. `longer_slip`: more orders for kernels than was taken
+        room for. `new_event`, `unpinned_stage`: as elsewhere.
+        """
+        return self._fallbacks.counts()
+
+    def close(self) -> None:
+        """Let go of the events."""
+        self._tools.events.close()
+
+    def _compute(self, compute: object) -> torch.Stream:
+        return self._accelerator.current_stream() if compute is None else cast(torch.Stream, compute)

@@ -1,0 +1,186 @@
+"""Copies handed to the CUDA driver by ctypes, many in one call.
+
+    Driver.copy(stream, destination, source, size)       arrays of addresses, as numpy has them
+        └─ at most 4,096 at a time ─► cuMemcpyBatchAsync as of CUDA 12.8, or 13.0, else cuMemcpyAsync one by one
+
+The functions come from a library object, so that all of this runs against a stand-in where there is no driver. Layouts
+and rules are those of `cuda.h` (CUDA 12.8 and 13.0): the stream must not be the legacy null stream, a source order of 0
+is invalid, the indices of attributes are as many as the attributes, and no two copies of a call may depend on another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from longshore.errors import DeviceError
+from longshore.layout.model import U64
+
+MOST = 4096
+"""Copies in one call: a driver crashed at more than about 50,000."""
+
+SOURCE_IN_STREAM_ORDER = 1
+PREFER_OVERLAP = 1  # slow by a factor of 18 between two places on the device: for the link only
+
+_NULL_STREAMS = (0, 1)  # the legacy default stream, by both of its names
+_NO_INDEX = ctypes.c_size_t(-1).value
+
+_HOST_POINTERS_SERVE = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+
+
+class MemLocation(ctypes.Structure):
+    """`CUmemLocation`; 0 means none, which is right for memory that has a fixed place."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class MemcpyAttributes(ctypes.Structure):
+    """`CUmemcpyAttributes`."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", MemLocation),
+        ("destination_hint", MemLocation),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_Result = ctypes.c_int
+_Address = ctypes.c_void_p
+
+GET_PROC_ADDRESS = ctypes.CFUNCTYPE(
+    _Result, ctypes.c_char_p, ctypes.POINTER(_Address), ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int)
+)
+_BATCH = (_Address, _Address, _Address, ctypes.c_size_t, ctypes.POINTER(MemcpyAttributes), _Address, ctypes.c_size_t)
+BATCH_12_8 = ctypes.CFUNCTYPE(_Result, *_BATCH, ctypes.POINTER(ctypes.c_size_t), _Address)
+BATCH_13_0 = ctypes.CFUNCTYPE(_Result, *_BATCH, _Address)
+COPY_ONE = ctypes.CFUNCTYPE(_Result, _Address, _Address, ctypes.c_size_t, _Address)
+ERROR_NAME = ctypes.CFUNCTYPE(_Result, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+INIT = ctypes.CFUNCTYPE(_Result, ctypes.c_uint)
+VERSION = ctypes.CFUNCTYPE(_Result, ctypes.POINTER(ctypes.c_int))
+GET_ATTRIBUTE = ctypes.CFUNCTYPE(_Result, ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int)
+GET_CONTEXT = ctypes.CFUNCTYPE(_Result, ctypes.POINTER(_Address))
+RETAIN_CONTEXT = ctypes.CFUNCTYPE(_Result, ctypes.POINTER(_Address), ctypes.c_int)
+SET_CONTEXT = ctypes.CFUNCTYPE(_Result, _Address)
+
+
+def load() -> Any:
+    """The driver's library, `libcuda.so.1`; `DeviceError` where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DeviceError(f"there is no CUDA driver: {error}") from error
+
+
+class Driver:
+    """The driver's calls, on one library. Any thread that has a context may use it.
+
+    Attributes:
+        batch_version: Version of the batched call, in CUDA's numbering (12080); `None` where copies go one by one.
+        version: Newest CUDA version that the driver serves (13000).
+
+    Raises:
+        DeviceError: From every method: the driver refused a call. Names the call and the error.
+    """
+
+    def __init__(self, library: Any) -> None:
+        """`library` has the driver's functions as attributes, as `ctypes.CDLL` does."""
+        self._library = library
+        self._error_name = self._function("cuGetErrorName", ERROR_NAME)
+        self._copy_one = self._function("cuMemcpyAsync", COPY_ONE)
+        self._check(self._function("cuInit", INIT)(0), "cuInit")
+        version = ctypes.c_int()
+        self._check(self._function("cuDriverGetVersion", VERSION)(ctypes.byref(version)), "cuDriverGetVersion")
+        self.version = version.value
+        self._batch_12_8: Any = None
+        self._batch_13_0: Any = None
+        self.batch_version = self._find_batch()
+        self._indices = np.zeros(1, dtype=np.uint64)  # one attribute, which holds from copy 0 on
+        self._link = MemcpyAttributes(SOURCE_IN_STREAM_ORDER, MemLocation(), MemLocation(), PREFER_OVERLAP)
+        self._inside = MemcpyAttributes(SOURCE_IN_STREAM_ORDER, MemLocation(), MemLocation(), 0)
+
+    def make_current(self, ordinal: int) -> None:
+        """Give the calling thread the primary context of device `ordinal`, unless it has a context."""
+        context = ctypes.c_void_p()
+        self._check(self._function("cuCtxGetCurrent", GET_CONTEXT)(ctypes.byref(context)), "cuCtxGetCurrent")
+        if context.value is None:
+            retain = self._function("cuDevicePrimaryCtxRetain", RETAIN_CONTEXT)
+            self._check(retain(ctypes.byref(context), ordinal), "cuDevicePrimaryCtxRetain")
+            self._check(self._function("cuCtxSetCurrent", SET_CONTEXT)(context), "cuCtxSetCurrent")
+
+    def reaches_host_pointers(self, ordinal: int) -> bool:
+        """Whether kernels on device `ordinal` reach registered host memory by its host address."""
+        value = ctypes.c_int()
+        get = self._function("cuDeviceGetAttribute", GET_ATTRIBUTE)
+        self._check(get(ctypes.byref(value), _HOST_POINTERS_SERVE, ordinal), "cuDeviceGetAttribute")
+        return bool(value.value)
+
+    def copy(self, stream: int, destination: U64, source: U64, size: U64, *, inside: bool = False) -> None:
+        """Give copies to `stream`, the handle of one that is not the null stream. They end in any order.
+
+        The arrays, uint64 of one shape `(copies,)` and contiguous, must stay as they are until the copies have ended.
+        `inside`: between two places on the device. What is registered must not be left by any one copy.
+        """
+        if stream in _NULL_STREAMS:
+            raise DeviceError("expected a stream of our own, got the legacy null stream")
+        if self.batch_version is None:
+            for to, at, nbytes in zip(destination.tolist(), source.tolist(), size.tolist(), strict=True):
+                self._check(self._copy_one(to, at, nbytes, stream), "cuMemcpyAsync")
+            return
+        attributes = self._inside if inside else self._link
+        starts = [_address(column) for column in (destination, source, size)]
+        for first in range(0, len(size), MOST):
+            skipped = first * size.itemsize
+            arrays = [start + skipped for start in starts]
+            self._copy_batch(arrays, min(MOST, len(size) - first), attributes, stream)
+
+    def _copy_batch(self, arrays: list[int], count: int, attributes: MemcpyAttributes, stream: int) -> None:
+        shared = (*arrays, count, ctypes.byref(attributes), _address(self._indices), 1)
+        if self._batch_12_8 is None:
+            self._check(self._batch_13_0(*shared, stream), "cuMemcpyBatchAsync")
+            return
+        failed = ctypes.c_size_t(_NO_INDEX)
+        result = self._batch_12_8(*shared, ctypes.byref(failed), stream)
+        which = "" if failed.value == _NO_INDEX else f" at copy {failed.value} of {count}"
+        self._check(result, f"cuMemcpyBatchAsync{which}")
+
+    def _find_batch(self) -> int | None:
+        """Ask for the call by version: each has arguments of its own."""
+        address = self._entry(b"cuMemcpyBatchAsync", 12080)
+        if address is not None:
+            self._batch_12_8 = BATCH_12_8(address)
+            return 12080
+        address = self._entry(b"cuMemcpyBatchAsync", 13000)
+        if address is not None:
+            self._batch_13_0 = BATCH_13_0(address)
+            return 13000
+        return None
+
+    def _entry(self, name: bytes, version: int) -> int | None:
+        """Address of the function as of `version`; `None` where this driver has none, or cannot be asked."""
+        try:
+            ask = self._function("cuGetProcAddress_v2", GET_PROC_ADDRESS)
+        except DeviceError:
+            return None
+        address, status = ctypes.c_void_p(), ctypes.c_int()
+        result = ask(name, ctypes.byref(address), version, 0, ctypes.byref(status))
+        return address.value if result == 0 and status.value == 0 else None
+
+    def _function(self, name: str, prototype: Any) -> Any:
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise DeviceError(f"the CUDA driver has no {name}")
+        return prototype(ctypes.cast(function, ctypes.c_void_p).value)
+
+    def _check(self, result: int, call: str) -> None:
+        if result:
+            name = ctypes.c_char_p()
+            known = self._error_name(result, ctypes.byref(name)) == 0 and name.value is not None
+            raise DeviceError(f"{call} failed: {(name.value or b'').decode() if known else f'error {result}'}")
+
+
+def _address(array: U64) -> int:
+    address: int = array.__array_interface__["data"][0]  # a quarter of what `array.ctypes.data` takes
+    return address

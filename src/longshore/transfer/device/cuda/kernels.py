@@ -1,0 +1,225 @@
+# mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
+"""Kernels that move pages between blocks and rows of bytes, and from block to block.
+
+A `row` is where the pages of one chunk lie densely: a piece of the staging ring, or an image in host memory that the
+device reaches. Block ids come as they are; what is known of a reference stands in a table on the device:
+
+    page of (chunk, ref, sub)     base[ref] + blocks[chunk, sub] * stride[ref]
+    its place in the row          rows[chunk] + offset[ref] + sub * step[ref]
+
+Each kernel moves `width[ref]` bytes of each page, in words of the widest size that divides all addresses, 16 bytes at
+most, and what is left of a page byte by byte. A program takes `PIECES` times `SPAN` words at a time, of one page or of
+several; few programs saturate the link, and more would take multiprocessors from the engine. Nothing is read twice, so
+everything is the first to be evicted from the cache.
+
+Beside each kernel stands its reference, with the same arguments, in plain torch for tensors in host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from longshore.transfer.device.cuda.shape import COLUMNS, Shape
+
+PROGRAMS = 16
+"""Programs of a kernel: each is on a multiprocessor of its own, and about 12 of those saturate the link."""
+
+_WARPS = 8
+
+
+@triton.jit
+def _move(read, write, width, first, live, WORD: tl.constexpr, SPAN: tl.constexpr, TAIL: tl.constexpr):  # noqa: N803
+    """Up to `SPAN` words from `first` on of each page; the page's tail with its first words. One line per page."""
+    words = tl.where(live, width // WORD - first, 0)
+    unit: tl.constexpr = 4 if WORD > 4 else WORD
+    each: tl.constexpr = WORD // unit
+    lane = tl.arange(0, SPAN * each)
+    inside = lane[None, :] < tl.multiple_of(words * each, each)[:, None]
+    at = (first[:, None] * each + lane[None, :]) * unit
+    if unit == 4:
+        source = (read[:, None] + at).to(tl.pointer_type(tl.int32))
+        target = (write[:, None] + at).to(tl.pointer_type(tl.int32))
+    elif unit == 2:
+        source = (read[:, None] + at).to(tl.pointer_type(tl.int16))
+        target = (write[:, None] + at).to(tl.pointer_type(tl.int16))
+    else:
+        source = (read[:, None] + at).to(tl.pointer_type(tl.int8))
+        target = (write[:, None] + at).to(tl.pointer_type(tl.int8))
+    source = tl.max_contiguous(tl.multiple_of(source, (1, WORD)), (1, each))
+    target = tl.max_contiguous(tl.multiple_of(target, (1, WORD)), (1, each))
+    tl.store(
+        target, tl.load(source, mask=inside, eviction_policy="evict_first"), mask=inside, eviction_policy="evict_first"
+    )
+    if TAIL:
+        rest = tl.where(live & (first == 0), width % WORD, 0)
+        lane = tl.arange(0, WORD)
+        inside = lane[None, :] < rest[:, None]
+        at = (width - width % WORD)[:, None] + lane[None, :]
+        source = (read[:, None] + at).to(tl.pointer_type(tl.int8))
+        target = (write[:, None] + at).to(tl.pointer_type(tl.int8))
+        tl.store(target, tl.load(source, mask=inside), mask=inside)
+
+
+@triton.jit
+def _place(item, live, rows, table, refs, subs, segments, SPAN: tl.constexpr):  # noqa: N803
+    """Of each item: index of its block, line of the table, its place in the row, and the first word to move."""
+    segment = (item % segments).to(tl.int64)
+    piece = item // segments
+    sub = piece % subs
+    line = table + (piece // subs % refs) * 5
+    chunk = piece // subs // refs
+    row = tl.load(rows + chunk, mask=live, other=0)
+    place = row + tl.load(line + 3, mask=live, other=0) + sub * tl.load(line + 4, mask=live, other=0)
+    return chunk * subs + sub, line, place, segment * SPAN
+
+
+@triton.jit
+def _page(blocks, index, line, live):
+    """Address of the page of each block."""
+    block = tl.load(blocks + index, mask=live, other=0)
+    return tl.load(line, mask=live, other=0) + block * tl.load(line + 1, mask=live, other=0)
+
+
+@triton.jit
+def _gather_some(
+    start, blocks, rows, table, total, refs, subs, segments,
+    WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    item = start + tl.arange(0, PIECES)
+    live = item < total
+    index, line, place, first = _place(item, live, rows, table, refs, subs, segments, SPAN)
+    width = tl.load(line + 2, mask=live, other=0)
+    _move(_page(blocks, index, line, live), place, width, first, live, WORD, SPAN, TAIL)
+
+
+@triton.jit
+def _scatter_some(
+    start, blocks, rows, table, total, refs, subs, segments,
+    WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    item = start + tl.arange(0, PIECES)
+    live = item < total
+    index, line, place, first = _place(item, live, rows, table, refs, subs, segments, SPAN)
+    width = tl.load(line + 2, mask=live, other=0)
+    _move(place, _page(blocks, index, line, live), width, first, live, WORD, SPAN, TAIL)
+
+
+@triton.jit
+def _shift_some(
+    start, blocks, sources, table, total, refs, subs, segments,
+    WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    item = start + tl.arange(0, PIECES)
+    live = item < total
+    segment = (item % segments).to(tl.int64)
+    piece = item // segments
+    line = table + (piece // subs % refs) * 5
+    index = piece // subs // refs * subs + piece % subs
+    width = tl.load(line + 2, mask=live, other=0)
+    read, write = _page(sources, index, line, live), _page(blocks, index, line, live)
+    _move(read, write, width, segment * SPAN, live, WORD, SPAN, TAIL)
+
+
+@triton.jit(do_not_specialize=["total", "refs", "subs", "segments"])
+def gather_kernel(
+    blocks, rows, table, total, refs, subs, segments,
+    WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Pages into rows."""
+    for start in range(tl.program_id(0) * PIECES, total, tl.num_programs(0) * PIECES):
+        _gather_some(start, blocks, rows, table, total, refs, subs, segments, WORD, SPAN, PIECES, TAIL)
+
+
+@triton.jit(do_not_specialize=["total", "refs", "subs", "segments"])
+def scatter_kernel(
+    blocks, rows, table, total, refs, subs, segments,
+    WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Rows into pages."""
+    for start in range(tl.program_id(0) * PIECES, total, tl.num_programs(0) * PIECES):
+        _scatter_some(start, blocks, rows, table, total, refs, subs, segments, WORD, SPAN, PIECES, TAIL)
+
+
+@triton.jit(do_not_specialize=["total", "refs", "subs", "segments"])
+def shift_kernel(
+    blocks, sources, table, total, refs, subs, segments,
+    WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Pages of `sources` into those of `blocks`."""
+    for start in range(tl.program_id(0) * PIECES, total, tl.num_programs(0) * PIECES):
+        _shift_some(start, blocks, sources, table, total, refs, subs, segments, WORD, SPAN, PIECES, TAIL)
+
+
+def gather(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    """Pages into rows, on the calling thread's current stream.
+
+    Args:
+        blocks: int64, shape `(chunks * subs,)`, on the device.
+        rows: int64, shape `(chunks,)`, on the device: address of each row.
+        table: int64, shape `(refs * COLUMNS,)`, on the device.
+        shape: What there is to do.
+    """
+    _launch(gather_kernel, (blocks, rows, table), shape)
+
+
+def gather_reference(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    """As `gather`, page by page."""
+    for page, place, width in _pages(blocks, rows, table, shape):
+        _memory(place, width).copy_(_memory(page, width))
+
+
+def scatter(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    """Rows into pages; arguments as for `gather`. No block may be named twice."""
+    _launch(scatter_kernel, (blocks, rows, table), shape)
+
+
+def scatter_reference(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    """As `scatter`, page by page."""
+    for page, place, width in _pages(blocks, rows, table, shape):
+        _memory(page, width).copy_(_memory(place, width))
+
+
+def shift(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    """Pages of `sources` into those of `blocks`, which are as many and none of them; arguments as for `gather`."""
+    _launch(shift_kernel, (blocks, sources, table), shape)
+
+
+def shift_reference(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    """As `shift`, page by page."""
+    rows = torch.zeros(shape.chunks, dtype=torch.int64)
+    written, read = _pages(blocks, rows, table, shape), _pages(sources, rows, table, shape)
+    for (to, _, width), (at, _, _) in zip(written, read, strict=True):
+        _memory(to, width).copy_(_memory(at, width))
+
+
+def constants(shape: Shape) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    return {"WORD": shape.word, "SPAN": shape.span, "PIECES": shape.rows_at_once, "TAIL": shape.tail}
+
+
+def _launch(kernel: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: Shape) -> None:
+    total = shape.segments_in_all
+    programs = min(PROGRAMS, triton.cdiv(total, shape.rows_at_once))
+    if programs:
+        sizes = (total, shape.refs, shape.subs, shape.segments)
+        kernel[(programs,)](*tensors, *sizes, **constants(shape), num_warps=_WARPS)
+
+
+def _pages(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> list[tuple[int, int, int]]:
+    """Of each page its address, its place in its row, and how many bytes of it move."""
+    lines = table.view(shape.refs, COLUMNS).tolist()
+    return [
+        (base + block * stride, row + offset + sub * step, width)
+        for row, ids in zip(rows.tolist(), blocks.view(shape.chunks, shape.subs).tolist(), strict=True)
+        for base, stride, width, offset, step in lines
+        for sub, block in enumerate(ids)
+    ]
+
+
+def _memory(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

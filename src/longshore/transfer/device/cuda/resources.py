@@ -1,0 +1,125 @@
+"""What a stream takes at start: a ring of device memory to stage in, and what describes each copy under way.
+
+A place in the ring, and a slip, is used again only when its last use has ended: who takes it has the stream wait, or
+waits itself, for the point after that.
+
+    ring    │ place 0 │ place 1 │ ... │      a kernel fills one while the link empties another
+    slips   │ slip 0 │ ... │                 descriptors, and a kernel's orders in pinned memory and on the device
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from longshore.layout.model import U64
+from longshore.transfer.device.accelerator import Accelerator, Fallbacks, Point, pinned_or_pageable
+from longshore.transfer.device.cuda.runs import Orders
+from longshore.transfer.plan import Planner
+
+PLACES = 8
+
+Descriptors = tuple[U64, U64, U64]
+"""Destinations, sources and sizes of copies."""
+
+Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""What a kernel reads: int64, on the device."""
+
+_ALIGNMENT = 256
+_NUMBERS = 64 << 10
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Place:
+    """One piece of the ring: its address, and the point after its last use."""
+
+    address: int
+    used: Point | None = None
+
+
+class Ring:
+    """`PLACES` pieces of one piece of device memory, each for at least one page.
+
+    Attributes:
+        room: Bytes of each.
+    """
+
+    def __init__(self, accelerator: Accelerator, nbytes: int, largest_page: int) -> None:
+        """Take `nbytes`, or more where `PLACES` largest pages are more; `RuntimeError` when they cannot be had."""
+        self.room = max(nbytes // PLACES // _ALIGNMENT, -(-largest_page // _ALIGNMENT)) * _ALIGNMENT
+        self._memory = accelerator.device_bytes(PLACES * self.room)
+        address = self._memory.data_ptr()
+        self._places = [Place(address + index * self.room) for index in range(PLACES)]
+        self._turn = 0
+
+    def next(self) -> Place:
+        """The one that was used longest ago."""
+        place = self._places[self._turn]
+        self._turn = (self._turn + 1) % PLACES
+        return place
+
+
+def take_ring(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int, largest_page: int) -> Ring | None:
+    """A ring of `nbytes`, else of a half or a quarter, else none; what was not had is counted, and logged."""
+    for part in (1, 2, 4):
+        try:
+            return Ring(accelerator, nbytes // part, largest_page)
+        except RuntimeError as error:
+            _log.warning("no %d bytes to stage in on %s: %s", nbytes // part, accelerator.device, error)
+            fallbacks.count("smaller_ring" if part < 4 else "no_ring")
+    return None
+
+
+class Slip:
+    """What describes one copy, in buffers that nothing else writes until it has ended."""
+
+    def __init__(self, accelerator: Accelerator, fallbacks: Fallbacks) -> None:
+        self.planner = Planner()
+        self.used: Point | None = None
+        self._accelerator = accelerator
+        self._fallbacks = fallbacks
+        self._kept: list[Descriptors] = []
+        self._take(_NUMBERS)
+
+    def begin(self) -> None:
+        """Wait until the last copy that this described has ended, and forget it."""
+        if self.used is not None:
+            self.used.wait()
+        self._kept.clear()
+
+    def keep(self, *descriptors: U64) -> Descriptors:
+        """Destinations, sources and sizes, each of shape `(copies,)`, which stay until the copy has ended."""
+        to, at, size = descriptors
+        self._kept.append((to, at, size))
+        return to, at, size
+
+    def write(self, orders: list[Orders]) -> tuple[Descriptors, list[Arguments]]:
+        """Write down `orders`. Returns the copy that brings them to the device, and where each will be there."""
+        total = sum(order.numbers for order in orders)
+        if total > self._host.numel():
+            self._fallbacks.count("longer_slip")
+            self._take(1 << (total - 1).bit_length())
+        array = self._host.numpy()
+        end = 0
+        arguments: list[Arguments] = []
+        for order in orders:
+            columns = (order.blocks, order.rows, order.table)
+            ends = (end, *(end + size for size in itertools.accumulate(column.size for column in columns)))
+            for column, start, stop in zip(columns, ends, ends[1:], strict=False):
+                array[start:stop] = column
+            blocks, rows, table = (self._device[slice(*bounds)] for bounds in itertools.pairwise(ends))
+            arguments.append((blocks, rows, table))
+            end = ends[-1]
+        whole = (self._device.data_ptr(), self._host.data_ptr(), 8 * total)
+        return self.keep(*(np.array([number], dtype=np.uint64) for number in whole)), arguments
+
+    def _take(self, numbers: int) -> None:
+        """Room for `numbers`. What was there before stays until the copy has ended."""
+        self._host = pinned_or_pageable(self._accelerator, self._fallbacks, 8 * numbers).view(torch.int64)
+        self._device = self._accelerator.device_bytes(8 * numbers).view(torch.int64)

@@ -1,0 +1,165 @@
+"""What kernels and the driver are told about a part: tables for the one, runs of an image for the other.
+
+one chunk of a part, staged     │ ref 0: sub, sub │ ref 1: sub, sub │        dense, each chunk 16-byte aligned
+the same in its image         ··│ ref 0: sub, sub │ ref 1: sub, sub │··      one run, if whole references move
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from longshore.boundary import HOST
+from longshore.layout.model import U64, KVLayout
+from longshore.transfer.device.cuda.shape import Shape
+from longshore.transfer.selection import I64, Batch, Part
+
+_ALIGNMENT = 16
+
+
+class Runs(NamedTuple):
+    """The contiguous ranges that a chunk of a part is in its image.
+
+    Attributes:
+        image: uint64, shape `(runs,)`: bytes from the start of the image.
+        staged: uint64, shape `(runs,)`: bytes from the start of the chunk in a stage.
+        size: uint64, shape `(runs,)`: bytes.
+    """
+
+    image: U64
+    staged: U64
+    size: U64
+
+
+class Rows(NamedTuple):
+    """Where the pages of each chunk of a part lie densely, for a kernel.
+
+    Attributes:
+        starts: int64, shape `(chunks,)`: address of each row.
+        offset: uint64, shape `(refs,)`: bytes from there to each reference's first page.
+        step: uint64, shape `(refs,)`: bytes between its pages.
+    """
+
+    starts: I64
+    offset: U64
+    step: U64
+
+
+class Orders(NamedTuple):
+    """What a kernel is told: int64 arrays for the device, and how to go about it."""
+
+    blocks: I64
+    rows: I64
+    table: I64
+    shape: Shape
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers go to the device."""
+        return self.blocks.size + self.rows.size + self.table.size
+
+
+def image_runs(layout: KVLayout, part: Part) -> Runs:
+    """The runs of any chunk of `part`: all have the same."""
+    table = layout.table(part.group)
+    subs = part.blocks.shape[1]
+    places = table.places[part.refs, part.sub : part.sub + subs].reshape(-1)
+    sizes = np.repeat(part.widths, subs)
+    first = np.flatnonzero(np.concatenate([[True], places[:-1] + sizes[:-1] != places[1:]]))
+    ends = np.cumsum(sizes)
+    staged = (ends - sizes)[first]
+    return Runs(places[first], staged, np.diff(np.append(staged, ends[-1])))
+
+
+def staged_pitch(part: Part) -> int:
+    """Bytes from one chunk of `part` to the next in a stage."""
+    return -(-part.chunk_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def pieces_of(part: Part, room: int) -> Iterator[Part]:
+    """`part` in parts that fit `room` bytes of a stage, a multiple of 16 and no less than any page."""
+    fit = room // staged_pitch(part)
+    for piece in part.cut(fit * part.chunk_bytes if fit else room):
+        if staged_pitch(piece) <= room:
+            yield piece
+            continue
+        subs = room // int(piece.widths[0])  # one reference's pages of one chunk, which are more than fits
+        for first in range(0, piece.blocks.shape[1], subs):
+            some = slice(first, first + subs)
+            yield piece._replace(blocks=piece.blocks[:, some], sub=piece.sub + first)
+
+
+def staged(parts: Iterable[Part], room: int) -> list[list[tuple[Part, int]]]:
+    """`parts` in loads of at most `room` bytes, each a list of parts and where they start in the stage."""
+    loads: list[list[tuple[Part, int]]] = []
+    end = room
+    for piece in itertools.chain.from_iterable(pieces_of(part, room) for part in parts):
+        size = staged_pitch(piece) * len(piece.images)
+        if end + size > room:
+            loads.append([])
+            end = 0
+        loads[-1].append((piece, end))
+        end += size
+    return loads
+
+
+def link_copies(batch: Batch, parts: Sequence[tuple[Part, int]], address: int) -> tuple[U64, U64, U64]:
+    """Destinations, sources and sizes of the copies between the images and a stage that starts at `address`."""
+    columns: list[tuple[U64, U64, U64]] = []
+    for part, offset in parts:
+        own = image_runs(batch.layout, part)
+        starts = (part.images + batch.host_address).view(np.uint64)
+        chunks = np.arange(len(starts), dtype=np.uint64) * np.uint64(staged_pitch(part))
+        images = starts[:, None] + own.image
+        stage = (chunks + np.uint64(address + offset))[:, None] + own.staged
+        columns.append((images.reshape(-1), stage.reshape(-1), np.tile(own.size, len(starts))))
+    images, stage, size = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return (images, stage, size) if batch.into == HOST else (stage, images, size)
+
+
+def rows_in_stage(part: Part, address: int) -> Rows:
+    """The chunks of `part` one after the other from `address` on."""
+    subs = np.uint64(part.blocks.shape[1])
+    sizes = part.widths * subs
+    starts = address + np.arange(len(part.images), dtype=np.int64) * staged_pitch(part)
+    return Rows(starts, np.cumsum(sizes) - sizes, part.widths)
+
+
+def rows_in_images(layout: KVLayout, part: Part, host_address: int) -> Rows:
+    """The images that the chunks of `part` are in."""
+    table = layout.table(part.group)
+    return Rows(part.images + host_address, table.places[part.refs, part.sub], table.page[part.refs])
+
+
+def orders_for(layout: KVLayout, part: Part, rows: Rows) -> Orders:
+    """For a kernel that moves the pages of `part` to or from `rows`."""
+    return _orders(layout, part, rows.starts, rows.offset, rows.step)
+
+
+def orders_inside(layout: KVLayout, part: Part, sources: I64) -> Orders:
+    """For a kernel that moves the pages of `sources`, shape `(chunks, subs)`, to those of `part`'s blocks."""
+    none = np.zeros(len(part.widths), dtype=np.uint64)
+    orders = _orders(layout, part, np.zeros(1, dtype=np.int64), none, none)
+    return orders._replace(rows=np.ascontiguousarray(sources).reshape(-1))
+
+
+def _orders(layout: KVLayout, part: Part, starts: I64, offset: U64, step: U64) -> Orders:
+    table = layout.table(part.group)
+    columns = (table.base[part.refs], table.stride[part.refs], part.widths, offset, step)
+    lines = np.stack(columns, axis=1).astype(np.int64)
+    addresses = lines[:, (0, 1, 3, 4)]
+    bits = int(np.bitwise_or.reduce(addresses, axis=None) | np.bitwise_or.reduce(starts)) | _ALIGNMENT
+    alignment = bits & -bits
+    chunks, subs = part.blocks.shape
+    shape = Shape.of(
+        chunks,
+        len(lines),
+        subs,
+        widest=int(part.widths.max()),
+        alignment=alignment,
+        tail=bool((part.widths % np.uint64(alignment)).any()),
+    )
+    return Orders(np.ascontiguousarray(part.blocks).reshape(-1), starts, lines.reshape(-1), shape)

@@ -1,0 +1,54 @@
+"""How a kernel goes about a rectangle of pages; known without Triton."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+COLUMNS = 5
+"""Columns of a kernel's table: base, stride, width, offset, step; int64, one line for each reference."""
+
+WIDEST_WORD = 16
+"""Bytes of the widest access."""
+
+_WORDS_AT_ONCE = 1024  # 16 KiB for each program: 256 threads with four accesses of 16 bytes each
+_LONGEST_SPAN = 512
+
+
+class Shape(NamedTuple):
+    """How a kernel goes about a rectangle of pages.
+
+    Attributes:
+        chunks: Chunks, hence rows.
+        refs: References, hence lines of the table.
+        subs: Blocks of each chunk.
+        segments: Parts that each page is moved in.
+        word: Bytes of an access: 16, 8, 4, 2 or 1.
+        span: Words of a segment, a power of two.
+        tail: Whether some page is not a whole number of words.
+    """
+
+    chunks: int
+    refs: int
+    subs: int
+    segments: int
+    word: int
+    span: int
+    tail: bool
+
+    @classmethod
+    def of(cls, chunks: int, refs: int, subs: int, *, widest: int, alignment: int, tail: bool) -> Shape:
+        """For pages of at most `widest` bytes, all addresses being multiples of `alignment`, a power of two."""
+        word = min(alignment, WIDEST_WORD)
+        words = max(1, widest // word)
+        span = min(1 << (words - 1).bit_length(), _LONGEST_SPAN)
+        return cls(chunks, refs, subs, -(-words // span), word, span, tail)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Segments that a program takes at a time, a power of two."""
+        return max(1, _WORDS_AT_ONCE // self.span)
+
+    @property
+    def segments_in_all(self) -> int:
+        """Segments of all pages."""
+        return self.chunks * self.refs * self.subs * self.segments

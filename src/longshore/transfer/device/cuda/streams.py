@@ -1,0 +1,299 @@
+"""Copies in one direction of an NVIDIA GPU: a stream for kernels, a stream for the link, and three ways through them.
+
+    staged offload     kernels   gather 0 │ gather 1 │ gather 2 │          reached: after the last gather
+                       link               │ run 0 ──── │ run 1 ──── │      in place: after the last run
+
+What is given to one stream waits for the other only where a place of the ring, or the order of the ways, asks for it:
+copies by kernel on host addresses, inside the device, or straight by DMA come after all that went before, on both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from longshore.boundary import HOST
+from longshore.errors import FreedLayoutError
+from longshore.layout.model import KVLayout
+from longshore.transfer.device.accelerator import Events, Fallbacks, Point
+from longshore.transfer.device.base import Copy, Event, Stream
+from longshore.transfer.device.cuda import runs
+from longshore.transfer.device.cuda.accelerator import CudaAccelerator
+from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
+from longshore.transfer.device.cuda.driver import Driver
+from longshore.transfer.device.cuda.resources import Arguments, Descriptors, Place, Ring, Slip, take_ring
+from longshore.transfer.device.torch_streams import StagedStream, stream_into
+from longshore.transfer.plan import Pieces
+from longshore.transfer.selection import Batch
+
+InOnePiece = Callable[[Any, Any], Any]
+"""Whether each `[offset, offset + length)` of the host memory lies in one piece that the device reaches: bool array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the streams of a device share.
+
+    Attributes:
+        ways: Which ways the device has.
+    """
+
+    accelerator: CudaAccelerator
+    driver: Driver
+    events: Events
+    fallbacks: Fallbacks
+    ways: tuple[Way, ...]
+
+
+class _Given(Copy):
+    """A batch that went one of the ways."""
+
+    def __init__(self, events: Events, begun: Point, reached: Point, ended: Point) -> None:
+        self._events = events
+        self._begun = begun
+        self._reached = reached
+        self._ended = ended
+
+    @property
+    def reached(self) -> Event:
+        """The point after the last access to the pages."""
+        return self._reached
+
+    def passed(self) -> bool:
+        return self._ended.passed()
+
+    def finish(self) -> float:
+        try:
+            self._ended.wait()
+            return self._begun.seconds_until(self._ended)
+        finally:
+            self._events.release(self._begun, self._ended)
+
+
+class CudaStream(Stream):
+    """One direction. Every method runs in the thread that called `bind`."""
+
+    depth = 4
+
+    def __init__(
+        self,
+        tools: Tools,
+        layout: KVLayout,
+        into: str,
+        chooser: Chooses,
+        in_one_piece: InOnePiece | None,
+        staging_bytes: int,
+    ) -> None:
+        self._tools = tools
+        self._into = into
+        self._chooser = chooser
+        self._in_one_piece = in_one_piece
+        self._layout = layout
+        self._staging_bytes = staging_bytes
+        accelerator = tools.accelerator
+        self._kernels, self._link = accelerator.new_stream(), accelerator.new_stream()
+        largest = max(ref.page_bytes for group in layout.groups for ref in group.refs)
+        self._ring = take_ring(accelerator, tools.fallbacks, staging_bytes, largest)
+        self._slips = [Slip(accelerator, tools.fallbacks) for _ in range(self.depth)]
+        self._copies = 0
+        self._bounce: StagedStream | None = None
+        if in_one_piece is None:
+            self._take_bounce()
+        # What was taken may have had another owner, whose work on the current stream is not done.
+        for stream in (self._kernels, self._link):
+            self._join(accelerator.current_stream(), stream)
+
+    def bind(self) -> None:
+        """From now on, this thread's kernels go to our stream, on our device."""
+        self._tools.accelerator.use(self._kernels)
+        self._tools.driver.make_current(self._tools.accelerator.ordinal)
+
+    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+        """Give `batch` to the device the fastest way; the streams wait for `after`, this thread does not."""
+        if batch.generation != batch.layout.generation:
+            raise FreedLayoutError(f"planned in generation {batch.generation}, now it is {batch.layout.generation}")
+        for event in after:
+            for stream in (self._kernels, self._link):
+                cast(Point, event).hold(stream)
+        if not batch.inside and not self._is_reached(batch):
+            self._tools.fallbacks.count("host_unregistered")
+            return self._through_bounce(batch)
+        slip = self._slips[self._copies % self.depth]
+        self._copies += 1
+        slip.begin()
+        if batch.inside:
+            return self._alone(self._kernels, slip, lambda: self._shift(batch, slip))
+        pieces = slip.planner.describe(batch)
+        match self._choose(batch, pieces):
+            case Way.DIRECT:
+                return self._alone(self._link, slip, lambda: self._direct(pieces))
+            case Way.ZERO_COPY:
+                return self._alone(self._kernels, slip, lambda: self._zero_copy(batch, slip))
+            case Way.STAGED if self._ring is not None:
+                return self._staged(batch, slip, self._ring)
+            case _:
+                return self._through_bounce(batch)
+
+    def drain(self) -> None:
+        """Wait for both streams, and carry what the bounce stages still hold."""
+        try:
+            if self._bounce is not None:
+                self._bounce.drain()
+        finally:
+            for stream in (self._kernels, self._link):
+                self._tools.events.record(stream).wait()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._bounce is not None:
+            self._bounce.close()
+        self._bounce = self._ring = None
+        self._slips = []
+
+    def _is_reached(self, batch: Batch) -> bool:
+        """Whether the device reaches the images of `batch`."""
+        asked, layout = self._in_one_piece, batch.layout
+        return asked is not None and all(
+            bool(np.all(asked(part.images, layout.image_bytes_of(part.group)))) for part in batch.parts
+        )
+
+    def _choose(self, batch: Batch, pieces: Pieces) -> Way | None:
+        """The way that `batch` goes; `None` when there is none."""
+        ways = [way for way in self._tools.ways if way is not Way.STAGED or self._ring is not None]
+        if self._in_one_piece is not None and Way.DIRECT in ways:
+            offsets = pieces.host.view(np.int64) - batch.host_address
+            if not np.all(self._in_one_piece(offsets, pieces.size.view(np.int64))):  # images side by side, as one piece
+                self._tools.fallbacks.count("straddling_piece")
+                ways.remove(Way.DIRECT)
+        if not ways:
+            return None
+        parts = batch.parts
+        load = Load(
+            self._into,
+            batch.nbytes,
+            sum(part.pieces for part in parts),
+            len(pieces.size),
+            sum(len(runs.image_runs(batch.layout, part).size) * len(part.images) for part in parts),
+        )
+        return self._chooser.choose(load, ways)
+
+    def _alone(self, stream: torch.Stream, slip: Slip, send: Callable[[], None]) -> Copy:
+        """A copy by `stream` that comes after everything on both, and before everything that follows on both."""
+        other = self._link if stream is self._kernels else self._kernels
+        self._join(other, stream)
+        begun = self._record(stream)
+        try:
+            send()
+            ended = self._record(stream)
+        except BaseException:
+            self._tools.events.release(begun)
+            raise
+        ended.hold(other)
+        slip.used = ended
+        return _Given(self._tools.events, begun, ended, ended)
+
+    def _direct(self, pieces: Pieces) -> None:
+        self._carry(pieces.directed(self._into))
+
+    def _zero_copy(self, batch: Batch, slip: Slip) -> None:
+        rows = [runs.rows_in_images(batch.layout, part, batch.host_address) for part in batch.parts]
+        orders = [runs.orders_for(batch.layout, part, where) for part, where in zip(batch.parts, rows, strict=True)]
+        self._run(zip(orders, self._upload(slip, orders), strict=True))
+
+    def _shift(self, batch: Batch, slip: Slip) -> None:
+        orders = [
+            runs.orders_inside(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None
+        ]
+        for order, arguments in zip(orders, self._upload(slip, orders), strict=True):
+            self._tools.accelerator.shift(*arguments, order.shape)
+
+    def _staged(self, batch: Batch, slip: Slip, ring: Ring) -> Copy:
+        offloads = self._into == HOST
+        begun = self._record(self._kernels if offloads else self._link)
+        try:
+            reached = self._through_ring(batch, slip, ring)
+            ended = self._record(self._link if offloads else self._kernels)
+        except BaseException:
+            self._tools.events.release(begun)
+            raise
+        slip.used = ended
+        return _Given(self._tools.events, begun, reached if offloads else ended, ended)
+
+    def _through_ring(self, batch: Batch, slip: Slip, ring: Ring) -> Point:
+        """Give a batch to both streams, place by place. Returns the point after the last kernel."""
+        loads = [(ring.next(), parts) for parts in runs.staged(batch.parts, ring.room)]
+        orders = [
+            runs.orders_for(batch.layout, part, runs.rows_in_stage(part, place.address + offset))
+            for place, parts in loads
+            for part, offset in parts
+        ]
+        given = iter(zip(orders, self._upload(slip, orders), strict=True))
+        for place, parts in loads:
+            descriptors = slip.keep(*runs.link_copies(batch, parts, place.address))
+            kernels = list(itertools.islice(given, len(parts)))
+            if self._into == HOST:
+                self._reuse(place, self._kernels)
+                self._run(kernels)
+                self._join(self._kernels, self._link)
+                self._carry(descriptors)
+                place.used = self._tools.events.record(self._link)
+            else:
+                self._reuse(place, self._link)
+                self._carry(descriptors)
+                self._join(self._link, self._kernels)
+                self._run(kernels)
+                place.used = self._tools.events.record(self._kernels)
+        return self._tools.events.record(self._kernels)
+
+    def _through_bounce(self, batch: Batch) -> Copy:
+        """Through pinned stages that this thread fills and empties, after everything on both streams."""
+        bounce = self._bounce
+        if bounce is None:
+            self._tools.fallbacks.count("late_bounce")
+            bounce = self._take_bounce()
+        self._join(self._link, self._kernels)
+        copy = bounce.copy(batch, ())
+        self._join(self._kernels, self._link)
+        return copy
+
+    def _take_bounce(self) -> StagedStream:
+        tools = self._tools
+        self._bounce = stream_into(
+            self._into, tools.accelerator, tools.events, tools.fallbacks, self._kernels, self._layout,
+            self._staging_bytes,
+        )  # fmt: skip
+        return self._bounce
+
+    def _upload(self, slip: Slip, orders: list[runs.Orders]) -> list[Arguments]:
+        """Bring `orders` to the device, before the kernels that follow."""
+        copy, places = slip.write(orders)
+        self._tools.driver.copy(self._handle(self._kernels), *copy)
+        return places
+
+    def _run(self, kernels: Iterable[tuple[runs.Orders, Arguments]]) -> None:
+        accelerator = self._tools.accelerator
+        move = accelerator.gather if self._into == HOST else accelerator.scatter
+        for order, arguments in kernels:
+            move(*arguments, order.shape)
+
+    def _carry(self, descriptors: Descriptors) -> None:
+        self._tools.driver.copy(self._handle(self._link), *descriptors)
+
+    def _reuse(self, place: Place, stream: torch.Stream) -> None:
+        if place.used is not None:
+            place.used.hold(stream)
+
+    def _join(self, before: torch.Stream, after: torch.Stream) -> None:
+        """What is given to `after` from here on comes after all that was given to `before`."""
+        self._tools.events.record(before).hold(after)
+
+    def _record(self, stream: torch.Stream) -> Point:
+        return self._tools.events.record(stream, keep=True)
+
+    def _handle(self, stream: torch.Stream) -> int:
+        return self._tools.accelerator.handle(stream)

@@ -1,0 +1,152 @@
+"""A device of the simulated world: the engine's copies and the marks of its compute are operations of queues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from longshore.layout.model import U64, KVLayout
+from longshore.transfer.device.base import Copy, Device, Event, Stream
+from longshore.transfer.device.cpu import copy_pieces
+from longshore.transfer.device.simulated.world import BlockedError, Mark, Queue, World
+from longshore.transfer.plan import PlannerRing
+from longshore.transfer.selection import Batch
+
+CELL = 8
+"""Bytes that are read or written as one; all addresses and sizes must be multiples of it."""
+
+
+class SimulatedEvent(Event):
+    """A mark; whoever sees that it has passed knows what came before it."""
+
+    def __init__(self, world: World, mark: Mark) -> None:
+        self.mark = mark
+        self._world = world
+
+    def passed(self) -> bool:
+        """Whether it has passed: then the actor at hand knows."""
+        has_passed = self.mark.has_passed()
+        if has_passed:
+            self._world.knows(self.mark.clock)
+        return has_passed
+
+    def wait(self) -> None:
+        """Let others go on until it has."""
+        self._world.wait_for(self.passed)
+
+
+class SimulatedCopy(Copy):
+    """A copy that was given to a queue."""
+
+    def __init__(self, event: SimulatedEvent) -> None:
+        self._event = event
+
+    @property
+    def reached(self) -> Event:
+        """Its end."""
+        return self._event
+
+    def passed(self) -> bool:
+        """Whether it has ended."""
+        return self._event.passed()
+
+    def finish(self) -> float:
+        """Nothing is left to wait for: the lane has done so."""
+        if not self.passed():
+            raise BlockedError("finish would have blocked")
+        return 0.0
+
+
+class SimulatedDevice(Device):
+    """Queues of a world. `compute` is a `Queue`; `None` is the one that the device was made with."""
+
+    def __init__(self, world: World, compute: Queue, *, depth: int = 2, name: str = "copies") -> None:
+        """`depth`: copies that may be under way in each direction, hence descriptor buffers."""
+        self._world = world
+        self._compute = compute
+        self._depth = depth
+        self._name = name
+
+    def stream(self, layout: KVLayout, into: str) -> Stream:
+        """A queue, and a descriptor buffer for each copy that may be under way."""
+        return SimulatedStream(self._world, self._world.queue(f"{self._name} into {into}"), self._depth)
+
+    def mark(self, compute: object) -> Event:
+        """The end of what was given to `compute`."""
+        return SimulatedEvent(self._world, self._world.mark(self._queue(compute)))
+
+    def hold(self, compute: object, event: Event) -> None:
+        """The next operation of `compute` waits for `event`."""
+        if not isinstance(event, SimulatedEvent):
+            raise TypeError(f"not an event of this device: {event!r}")
+        self._queue(compute).holds.append(event.mark)
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+    def _queue(self, compute: object) -> Queue:
+        return compute if isinstance(compute, Queue) else self._compute
+
+
+class SimulatedStream(Stream):
+    """Copies real bytes, in two halves, when the world says so."""
+
+    def __init__(self, world: World, queue: Queue, depth: int) -> None:
+        self.depth = depth
+        self._world = world
+        self._queue = queue
+        self._planners = PlannerRing(depth)
+        self._copies = 0
+        self._user: str | None = None
+
+    def bind(self) -> None:
+        """From now on the actor at hand is the only user."""
+        self._user = self._world.actor
+
+    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+        """Describe the batch in the next buffer, and give the copy to the queue."""
+        if self._world.actor != self._user:
+            raise BlockedError(f"{self._queue.name} belongs to {self._user}, and is used by {self._world.actor}")
+        turn, planner = self._planners.take()
+        buffer = (self._queue.name, "descriptors", turn)
+        label = f"copy {self._copies} {self._queue.name}"
+        self._copies += 1
+        self._world.touch(f"descriptors of {label}", writes=[buffer])
+        destination, source, size = planner.describe(batch).directed(batch.into)
+        mark = self._world.give(
+            self._queue,
+            label,
+            _halves(source, destination, size),
+            after=tuple(event.mark for event in after if isinstance(event, SimulatedEvent)),
+            reads=[*cells(source, size), buffer],
+            writes=cells(destination, size),
+        )
+        return SimulatedCopy(SimulatedEvent(self._world, mark))
+
+    def drain(self) -> None:
+        """Let others go on until all has been copied."""
+        self._world.wait_for(SimulatedEvent(self._world, self._world.mark(self._queue)).passed)
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+
+def cells(addresses: U64, sizes: U64) -> list[int]:
+    """The cells of these pieces of memory."""
+    found: list[int] = []
+    for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
+        if address % CELL or size % CELL:
+            raise ValueError(f"{size} bytes at {address} are not whole cells of {CELL}")
+        found += range(address // CELL, (address + size) // CELL)
+    return found
+
+
+def _halves(source: U64, destination: U64, size: U64) -> tuple[Callable[[], None], ...]:
+    """Two calls that copy half of the pieces each; the arrays are read when they are called."""
+    middle = (len(size) + 1) // 2
+    parts = slice(0, middle), slice(middle, None)
+    return tuple(partial(_copy, source, destination, size, part) for part in parts)
+
+
+def _copy(source: U64, destination: U64, size: U64, part: slice) -> None:
+    copy_pieces(source[part], destination[part], size[part])

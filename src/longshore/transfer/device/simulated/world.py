@@ -1,0 +1,285 @@
+"""One thread in which everything that could happen at the same time happens one after the other, in an order to choose.
+
+    script     a plain function: before each thing it does, and wherever it waits, others may go on
+    lanes      the engine's own generators: each goes on when its gate is open
+    queues     streams of the device: nothing runs when it is given; copies run in two halves
+
+Whenever more than one could go on, `choose(count)` says which: a seeded choice, or each in turn (`explore.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NamedTuple
+
+from longshore.errors import LongshoreError
+from longshore.transfer.device.simulated.clocks import Checker, Clock, join
+from longshore.transfer.driver import Driver, Gate
+from longshore.transfer.hazards import Access, Hazards, Ticket
+
+SCRIPT = "script"
+
+
+class StuckError(LongshoreError):
+    """Someone waits, and nothing can go on."""
+
+
+class BlockedError(LongshoreError):
+    """A lane would have blocked without having said so."""
+
+
+class Operation(NamedTuple):
+    """What a queue runs: `parts` one by one, once `after` have ended."""
+
+    label: str
+    after: tuple[Mark, ...]
+    parts: tuple[Callable[[], None], ...]
+
+
+class Mark(NamedTuple):
+    """The end of operation `number` of a queue."""
+
+    queue: Queue
+    number: int
+    clock: Clock
+
+    def has_passed(self) -> bool:
+        """Whether it has ended."""
+        return self.queue.ended >= self.number
+
+
+@dataclass(slots=True, eq=False)
+class Queue:
+    """A stream of the device. `given` and `ended` count operations; `half` the parts of the first that have run."""
+
+    name: str
+    waiting: deque[Operation] = field(default_factory=deque)
+    given: int = 0
+    ended: int = 0
+    half: int = 0
+    clock: Clock = field(default_factory=dict)
+    holds: list[Mark] = field(default_factory=list)
+
+    def can_run(self) -> bool:
+        """Whether its first operation, or the rest of it, may run."""
+        return bool(self.waiting) and all(mark.has_passed() for mark in self.waiting[0].after)
+
+    def run(self) -> None:
+        """Run the next part."""
+        operation = self.waiting[0]
+        operation.parts[self.half]()
+        self.half += 1
+        if self.half == len(operation.parts):
+            self.waiting.popleft()
+            self.half = 0
+            self.ended += 1
+
+
+@dataclass(slots=True)
+class _Lane:
+    name: str
+    steps: Iterator[Gate]
+    gate: Gate | None = None
+    is_running: bool = False
+
+
+class World(Driver):
+    """The scheduler, and the checker of what it sees. It drives one engine, or several."""
+
+    def __init__(self, choose: Callable[[int], int]) -> None:
+        """`choose(count)` picks one of `[0, count)`."""
+        self.checker = Checker()
+        self.actor = SCRIPT
+        self.queues: list[Queue] = []
+        self.lanes: list[_Lane] = []
+        self.schedule: list[str] = []
+        self._choose = choose
+        self._clocks: dict[str, Clock] = {SCRIPT: {}}
+
+    # What actors do
+
+    def queue(self, name: str) -> Queue:
+        """A new stream of the device."""
+        self.queues.append(Queue(name))
+        return self.queues[-1]
+
+    def give(
+        self,
+        queue: Queue,
+        label: str,
+        parts: tuple[Callable[[], None], ...],
+        *,
+        after: tuple[Mark, ...] = (),
+        reads: Collection[Hashable] = (),
+        writes: Collection[Hashable] = (),
+    ) -> Mark:
+        """The actor at hand gives an operation to `queue`; what it touches is checked now."""
+        holds = (*queue.holds, *after)
+        queue.holds.clear()
+        queue.given += 1
+        for known in (self.clock, *(mark.clock for mark in holds)):
+            join(queue.clock, known)
+        queue.clock[queue.name] = queue.given
+        self.checker.access(queue.name, queue.clock, label, reads=reads, writes=writes)
+        queue.waiting.append(Operation(label, holds, parts))
+        return self.mark(queue)
+
+    def mark(self, queue: Queue) -> Mark:
+        """The end of all that was given to `queue`."""
+        return Mark(queue, queue.given, dict(queue.clock))
+
+    def touch(self, label: str, *, reads: Collection[Hashable] = (), writes: Collection[Hashable] = ()) -> None:
+        """The actor at hand reads or writes by itself."""
+        self.clock[self.actor] = self.clock.get(self.actor, 0) + 1
+        self.checker.access(self.actor, self.clock, label, reads=reads, writes=writes)
+
+    def knows(self, clock: Clock) -> None:
+        """The actor at hand has learned of all that `clock` says."""
+        join(self.clock, clock)
+
+    @property
+    def clock(self) -> Clock:
+        """What the actor at hand knows."""
+        return self._clocks[self.actor]
+
+    # Driver: the engine's side
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Only one runs at a time."""
+
+    def wait_for(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Let others go on until `is_met`; with a timeout, that may pass at any moment."""
+        while not is_met():
+            if not self._step(None if timeout is None else "time passes"):
+                return False
+        return True
+
+    def notify(self) -> None:
+        """Gates are looked at all the time."""
+
+    def start(self, name: str, lane: Iterator[Gate]) -> None:
+        """One more actor."""
+        self.lanes.append(_Lane(name, lane))
+        self._clocks[name] = {}
+
+    def join(self) -> None:
+        """Let others go on until no lane is left."""
+        self.wait_for(lambda: not self.lanes)
+
+    def watch(self, hazards: Hazards) -> Hazards:
+        """The same, and what it tells an actor is knowledge."""
+        return WatchedHazards(hazards, self)
+
+    # The scheduler
+
+    def pause(self) -> None:
+        """The script is about to do something: others may go on first."""
+        while self._step(SCRIPT):
+            pass
+
+    def settle(self) -> None:
+        """Let all go on until nothing can."""
+        while self._options():
+            self._step(None)
+
+    def _options(self) -> list[tuple[str, Callable[[], None]]]:
+        lanes = [(lane.name, lambda lane=lane: self._resume(lane)) for lane in self.lanes if self._is_open(lane)]
+        queues = [(queue.name, queue.run) for queue in self.queues if queue.can_run()]
+        return lanes + queues
+
+    def _step(self, other: str | None) -> bool:
+        """One of those that can go on does. Returns `False` when `other` was chosen instead."""
+        options = self._options()
+        names = [name for name, _ in options] + ([other] if other else [])
+        if not names:
+            raise StuckError(
+                f"{self.actor} waits, and nothing can go on: {', '.join(lane.name for lane in self.lanes)}"
+            )
+        index = self._choose(len(names)) if len(names) > 1 else 0
+        self.schedule.append(names[index])
+        if index == len(options):
+            return False
+        options[index][1]()
+        return True
+
+    def _is_open(self, lane: _Lane) -> bool:
+        if lane.gate is None or lane.is_running:
+            return not lane.is_running
+        with _Turn(self, lane.name):
+            return lane.gate.is_open()
+
+    def _resume(self, lane: _Lane) -> None:
+        with _Turn(self, lane.name):
+            lane.is_running = True
+            lane.gate = next(lane.steps, None)
+            lane.is_running = False
+        if lane.gate is None:
+            self.lanes.remove(lane)
+
+
+class _Turn:
+    """While it lasts, another actor is at hand."""
+
+    def __init__(self, world: World, actor: str) -> None:
+        self._world, self._actor = world, actor
+
+    def __enter__(self) -> None:
+        self._before, self._world.actor = self._world.actor, self._actor
+
+    def __exit__(self, *_: object) -> None:
+        self._world.actor = self._before
+
+
+class WatchedHazards(Hazards):
+    """An engine's hazards, looked at: an actor that is told of an end knows what whoever ended it knew.
+
+    Attributes:
+        newest: The ticket given last.
+        waits: How many jobs were admitted that had to wait for others.
+    """
+
+    def __init__(self, hazards: Hazards, world: World) -> None:
+        self.newest: Ticket | None = None
+        self.waits = 0
+        self._inner = hazards
+        self._world = world
+        self._told: dict[Ticket, Clock] = {}
+        self._ends: dict[tuple[int, int], Clock] = {}
+
+    def admit(self, lane: int, accesses: Sequence[Access]) -> Ticket:
+        """As the engine's own; who runs the job will know what who gave it knows."""
+        self.newest = self._inner.admit(lane, accesses)
+        self._told[self.newest] = dict(self._world.clock)
+        self.waits += not self._inner.is_clear(self.newest)
+        return self.newest
+
+    def is_clear(self, ticket: Ticket) -> bool:
+        """As the engine's own."""
+        is_clear = self._inner.is_clear(ticket)
+        if is_clear:
+            self._world.knows(self._told[ticket])
+            for turn in enumerate(ticket.needs):
+                self._world.knows(self._ends.get(turn, {}))
+        return is_clear
+
+    def end(self, ticket: Ticket) -> None:
+        """As the engine's own."""
+        self._inner.end(ticket)
+        self._ends[ticket.lane, ticket.number] = dict(self._world.clock)
+
+    def learn(self, ticket: Ticket) -> None:
+        """The actor at hand was told that the job of `ticket` has ended."""
+        self._world.knows(self._ends[ticket.lane, ticket.number])
+
+    def learn_all(self) -> None:
+        """The actor at hand sees which jobs are in flight, hence that the others have ended."""
+        for clock in self._ends.values():
+            self._world.knows(clock)

@@ -1,0 +1,104 @@
+"""What makes the lanes of a transfer engine go on: threads here, a scheduler where every order is to be tried.
+
+A lane is a generator. It yields what it must wait for, and between two yields never blocks on another's progress:
+
+    lane    ──yield Gate──►  driver        sleeps until the gate is open, then resumes the lane
+            ◄── next() ────
+
+The very same lanes and engine run under any driver.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import NamedTuple
+
+from longshore.transfer.hazards import Hazards
+
+
+class Gate(NamedTuple):
+    """What a lane waits for.
+
+    Attributes:
+        is_open: Whether it may go on. Looks at what the lock guards, unless the gate is the device's.
+        is_device: It waits for the device, by a call that blocks by itself.
+    """
+
+    is_open: Callable[[], bool]
+    is_device: bool = False
+
+
+class Driver(ABC):
+    """The lock of one engine (used by `with`), the waits for what it guards, and the actors that run its lanes."""
+
+    @abstractmethod
+    def __enter__(self) -> object: ...
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def wait_for(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
+        """With the lock held, give it up until `is_met`, at most `timeout` seconds. Returns whether it is met."""
+
+    @abstractmethod
+    def notify(self) -> None:
+        """With the lock held: what it guards has changed."""
+
+    @abstractmethod
+    def start(self, name: str, lane: Iterator[Gate]) -> None:
+        """Run `lane` from now on."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Wait until all lanes have returned."""
+
+    def watch(self, hazards: Hazards) -> Hazards:
+        """The hazards that the engine shall use: `hazards`, or something around it that looks on."""
+        return hazards
+
+
+class Threads(Driver):
+    """A thread for each lane."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> object:
+        return self._changed.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._changed.__exit__(kind, error, trace)
+
+    def wait_for(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Sleep until another thread has changed it."""
+        return self._changed.wait_for(is_met, timeout)
+
+    def notify(self) -> None:
+        """Wake whoever waits."""
+        self._changed.notify_all()
+
+    def start(self, name: str, lane: Iterator[Gate]) -> None:
+        """Start a thread called `name`."""
+        thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self) -> None:
+        """Join the threads."""
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, lane: Iterator[Gate]) -> None:
+        for gate in lane:
+            if not gate.is_device:
+                with self._changed:
+                    self._changed.wait_for(gate.is_open)

@@ -1,0 +1,115 @@
+"""Which pages a copy inside the device moves, with every id checked.
+
+For partial reuse: a request that shares the first tokens of another's block gets a block of its own, with those tokens'
+pages copied. The block that is copied from may itself be in flight: then the copy waits for it, like any other job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from longshore.boundary import DEVICE, Item, Section, Slot
+from longshore.errors import PlanError
+from longshore.layout.model import KVLayout
+from longshore.transfer.selection import I64, Batch, Part, Selection, block_ids, page_widths, repeated
+
+
+def select_inside(
+    layout: KVLayout,
+    sections: Sequence[Section],
+    items: Sequence[Item],
+    *,
+    layers: tuple[int, int] | None = None,
+    tokens: int | None = None,
+) -> Selection:
+    """Check every id and say what moves.
+
+    Args:
+        layout: Where pages lie.
+        sections: Blocks that are written, per group.
+        items: One for each of them, in order; its source is the device slot that is copied from: the group's pool, and
+            a block.
+        layers: As for `select`.
+        tokens: As for `select`.
+
+    Raises:
+        PlanError: Ids out of range or not consumed exactly, a block written twice, or both written and read.
+        FreedLayoutError: The device memory is gone.
+    """
+    layout.check_live()
+    given = sum(len(section.blocks) for section in sections)
+    if given != len(items):
+        raise PlanError(f"the sections have {given} blocks, got {len(items)} items: one for each block is needed")
+    if layers is not None and not 0 <= layers[0] < layers[1] <= layout.num_layers:
+        raise PlanError(f"layers must be a range within [0, {layout.num_layers}), got {layers}")
+    last = max((index for index, section in enumerate(sections) if section.blocks), default=-1)
+    parts: list[Part] = []
+    item = 0
+    for index, section in enumerate(sections):
+        if not section.blocks:
+            continue
+        if not 0 <= section.group < len(layout.groups):
+            raise PlanError(f"section {index}: group {section.group} does not lie in [0, {len(layout.groups)})")
+        own = items[item : item + len(section.blocks)]
+        parts += _parts(layout, section, own, item, layers, tokens if index == last else None)
+        item += len(section.blocks)
+    whole = Batch(layout, layout.generation, DEVICE, 0, tuple(parts))
+    counts = tuple((section.group, len(section.blocks)) for section in sections)
+    selection = Selection(whole, np.zeros(item, dtype=np.int64), counts)
+    _check_apart(selection)
+    return selection
+
+
+def _parts(
+    layout: KVLayout,
+    section: Section,
+    items: Sequence[Item],
+    first: int,
+    layers: tuple[int, int] | None,
+    tokens: int | None,
+) -> list[Part]:
+    blocks = block_ids(section, layout.num_blocks)
+    sources = np.array([_source(layout, section.group, item, first + at) for at, item in enumerate(items)])
+    pages = page_widths(layout, section.group, layers, tokens)
+    if not len(pages.widths):
+        return []
+    whole = len(blocks) if pages.leading is None else len(blocks) - 1
+    cuts = [(0, whole, pages.widths), (whole, len(blocks), pages.widths if pages.leading is None else pages.leading)]
+    return [
+        Part(
+            group=section.group,
+            first_ref=pages.first_ref,
+            widths=widths,
+            blocks=blocks[start:stop, None],
+            images=np.zeros(stop - start, dtype=np.int64),
+            sub=0,
+            item=first + start,
+            sources=sources[start:stop, None],
+        )
+        for start, stop, widths in cuts
+        if start < stop
+    ]
+
+
+def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
+    slot, pool = item.source, layout.pools[group]
+    if not isinstance(slot, Slot) or (slot.tier, slot.pool) != (DEVICE, pool) or item.destination is not None:
+        raise PlanError(
+            f"item {index}: expected a slot of device pool {pool} to copy from, got {slot} into {item.destination}"
+        )
+    if not 0 <= slot.index < layout.num_blocks:
+        raise PlanError(f"item {index}: block {slot.index} does not lie in [0, {layout.num_blocks})")
+    return slot.index
+
+
+def _check_apart(selection: Selection) -> None:
+    sources: dict[int, I64] = selection.sources()
+    for pool, blocks in selection.blocks().items():
+        twice = repeated(blocks)
+        if twice is not None:
+            raise PlanError(f"block {twice} of device pool {pool} would be written twice")
+        both = np.intersect1d(blocks, sources[pool])
+        if len(both):
+            raise PlanError(f"block {both[0]} of device pool {pool} would be both written and copied from")

@@ -1,0 +1,160 @@
+"""One direction of a transfer engine: what is copied next, given to the device, and ended in order.
+
+    queues     demand    ■ ■            the most urgent class goes first whose job's turn has come: so an
+               prefetch                 urgent job overtakes others, between two batches of a large one
+               write     ■▨ ■ ■ ■
+                           │ batch by batch
+    under way              ▼
+               ▢ ▢         at most `Stream.depth` copies at once, finished in order
+                           │
+    ended                  ▼            per class in the order of submission
+
+A job begins when all have ended that it conflicts with, in any direction and class.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from longshore.boundary import HOST, Status, Urgency
+from longshore.errors import FreedLayoutError
+from longshore.transfer.device.base import Copy, Stream
+from longshore.transfer.driver import Gate
+from longshore.transfer.host_side import zero_padding
+from longshore.transfer.job import Board, Job, Step
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A step that was taken: what of it is under way. `is_last`: nothing comes after it."""
+
+    job: Job
+    copy: Copy | None
+    nbytes: int
+    is_last: bool
+
+
+class Lane:
+    """One direction. Its generator `serve` is the only one that uses the stream."""
+
+    def __init__(self, name: str, stream: Stream, board: Board) -> None:
+        self.name = name
+        self._stream = stream
+        self._board = board
+        self._lock = board.driver
+        self._queues: dict[Urgency, deque[Job]] = {urgency: deque() for urgency in sorted(Urgency)}
+        self._under_way: deque[_Sent] = deque()
+        self._bound = False
+
+    def queued(self, urgency: Urgency) -> int:
+        """How many jobs of a class have not been handed to the device whole. With the lock held."""
+        return len(self._queues[urgency])
+
+    def put(self, job: Job) -> None:
+        """Queue `job`. With the lock held."""
+        self._queues[job.transfer.urgency].append(job)
+        self._lock.notify()
+
+    def close(self) -> None:
+        """Give back what the stream took, once `serve` has returned."""
+        self._stream.close()
+
+    def serve(self) -> Iterator[Gate]:
+        """Run until the board is closing and nothing is left."""
+        while True:
+            yield Gate(self._has_work)
+            with self._lock:
+                job = self._next()
+                stopped = None if job is None else self._board.why_stop(job)
+            if job is not None:
+                self._take_step(job, stopped)
+            elif self._under_way:
+                sent = self._under_way[0]
+                if sent.copy is not None:
+                    yield Gate(sent.copy.passed, is_device=True)
+                self._retire(sent)
+            else:
+                return
+
+    def _has_work(self) -> bool:
+        return bool(self._under_way) or self._next() is not None or self._board.closing
+
+    def _next(self) -> Job | None:
+        """The job whose step is to be taken next; `None` when none can go on."""
+        if len(self._under_way) >= self._stream.depth:
+            return None
+        heads = (queue[0] for queue in self._queues.values() if queue)
+        return next((job for job in heads if self._can_go_on(job)), None)
+
+    def _can_go_on(self, job: Job) -> bool:
+        return self._board.may_begin(job) or self._board.why_stop(job) is not None
+
+    def _take_step(self, job: Job, stopped: Status | None) -> None:
+        """Give the next piece of `job` to the device, unless it is `stopped`: then it ends here."""
+        step: Step | None = None
+        copy: Copy | None = None
+        if stopped is None:
+            try:
+                step, copy = self._send(job)
+            except Exception as error:  # noqa: BLE001 - whatever the device raises ends this job, never the lane
+                stopped = self._failed(job, error)
+        with self._lock:
+            job.stopped = stopped
+            job.handed = stopped is not None or job.ahead is None
+            if copy is not None:
+                job.reached = copy.reached
+            if step is not None and step.completes is not None:
+                job.layers[step.completes] = job.reached
+            if job.handed:
+                self._queues[job.transfer.urgency].popleft()
+            nbytes = 0 if step is None or step.batch is None else step.batch.nbytes
+            self._under_way.append(_Sent(job, copy, nbytes, job.handed))
+            self._lock.notify()
+
+    def _send(self, job: Job) -> tuple[Step | None, Copy | None]:
+        """Give the next step of `job` to the device."""
+        if not self._bound:
+            self._stream.bind()
+            self._bound = True
+        if job.begun is None:
+            if job.transfer.route.destination == HOST:
+                zero_padding(job.selection)
+            job.begin(self._board.clock(), self._board.max_batch_bytes)
+        step, copy = job.ahead, None
+        if step is not None and step.batch is not None:
+            copy = self._stream.copy(step.batch, job.fences)
+        job.advance()
+        return step, copy
+
+    def _failed(self, job: Job, error: Exception) -> Status:
+        """What `error` means for `job`. When this returns, nothing that was begun is still under way."""
+        is_freed = isinstance(error, FreedLayoutError)
+        if not is_freed:
+            _log.error("job %d failed on %s", job.transfer.job, job.transfer.route, exc_info=error)
+        try:
+            self._stream.drain()
+        except Exception:  # noqa: BLE001 - the job has failed anyway
+            _log.exception("the device did not say that the copies of %s have ended", job.transfer.route)
+        return Status.TIER_OFF if is_freed else Status.IO_ERROR
+
+    def _retire(self, sent: _Sent) -> None:
+        """Take in the oldest step, which is in place or failed; end its job if it was the last."""
+        job, failed, seconds = sent.job, None, 0.0
+        try:
+            if sent.copy is not None:
+                seconds = sent.copy.finish()
+        except Exception as error:  # noqa: BLE001 - as above; what was copied may not have arrived
+            failed = self._failed(job, error)
+        with self._lock:
+            self._under_way.popleft()
+            job.seconds += seconds
+            job.arrived += sent.nbytes
+            job.stopped = failed or job.stopped
+            if sent.is_last:
+                self._board.end(job)
+            self._lock.notify()

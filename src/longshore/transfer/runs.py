@@ -1,0 +1,72 @@
+"""Blocks of a part that move as one, found among its blocks and not among its pages.
+
+    blocks    8  9  20  21  22  5        two to a run, three to a run, one alone
+              └──┘  └────────┘  └        the same in every reference, whose pages are as far apart as its blocks
+
+A reference more costs a row of sums, and no search.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from longshore.layout.model import U64, RefTable
+from longshore.transfer.selection import I64, Batch, Part
+
+
+class Runs(NamedTuple):
+    """Blocks of a part that follow one another on both sides, the same in every reference.
+
+    Attributes:
+        first: uint64, shape `(2, runs)`: how far the first page of each is from `RefTable.starts`, on either side.
+        sizes: uint64, shape `(runs,)`: bytes; `None`: each is one page.
+        size: Bytes of each of them, where that is one number.
+    """
+
+    first: U64
+    sizes: U64 | None
+    size: int | None
+
+
+def runs_of(batch: Batch, part: Part, table: RefTable, max_bytes: int | None) -> Runs | None:
+    """The runs of `part`, none longer than `max_bytes`; `None` where they differ by reference, or span several."""
+    chunks, subs = part.blocks.shape
+    width = one_value(part.widths)
+    if table.pitch is None or table.seams is None or part.sources is not None or (width is None and subs > 1):
+        return None
+    if table.seams and len(part.widths) > 1 and _spans_references(part.blocks, table.seams):
+        return None
+    blocks = part.blocks.reshape(-1)
+    first = np.empty((2, chunks * subs), dtype=np.uint64)
+    np.multiply(blocks.view(np.uint64), table.pitch, out=first[0])
+    places = first[1].reshape(chunks, subs)
+    np.add(part.images.view(np.uint64)[:, None], np.uint64(batch.host_address), out=places)
+    if subs > 1 and width is not None:
+        places += np.arange(0, subs * width, width, dtype=np.uint64)
+    # No run leaves an image, unless images are as long as what one reference has in them.
+    if width is None or width != table.pitch or (subs == 1 and width < batch.layout.image_bytes_of(part.group)):
+        return Runs(first, None, width)
+    follows = blocks[1:] - blocks[:-1] == 1
+    if np.count_nonzero(follows):
+        follows &= first[1, 1:] - first[1, :-1] == width
+    if not np.count_nonzero(follows):
+        return Runs(first, None, width)
+    begins = np.flatnonzero(np.concatenate([[True], ~follows]))
+    sizes = np.diff(begins, append=len(blocks)).astype(np.uint64) * table.pitch
+    if max_bytes is not None and np.maximum.reduce(sizes) > max_bytes:
+        return None
+    return Runs(first[:, begins], sizes, None)
+
+
+def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
+    """Whether, in some chunk, a page of the last block may end where one of the first block begins."""
+    between = blocks[:, -1] - blocks[:, 0]
+    return any(np.count_nonzero(between == seam) for seam in seams)
+
+
+def one_value(values: U64) -> int | None:
+    """The value that all of `values` have; `None` where they differ."""
+    first = values[:1].tobytes()
+    return int(values[0]) if values.tobytes() == first * len(values) else None

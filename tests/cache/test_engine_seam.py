@@ -1,0 +1,73 @@
+"""What an engine of its own kind says of its copies: their group, layer by layer, and those inside the device."""
+
+import pytest
+
+from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.errors import CacheError
+
+KEYS = [bytes([i]) * 32 for i in range(3)]
+
+
+def one(cache: TieredCache) -> Transfer:
+    (command,) = cache.take()
+    assert isinstance(command, Transfer)
+    return command
+
+
+def end(cache: TieredCache, transfer: Transfer, status: Status = Status.OK) -> None:
+    cache.apply([TransferResult(transfer.job, (status,) * len(transfer.items), bytes=8)], 0.0)
+
+
+@pytest.fixture
+def cache() -> TieredCache:
+    return TieredCache([TierSpec(HOST, 8, 4096)], CacheSettings(device_blocks=16))
+
+
+def test_blocks_of_a_group_go_down_and_come_back_as_that_group(cache: TieredCache) -> None:
+    cache.commit(KEYS, [4, 5, 6], group=2)
+    down = one(cache)
+    assert down.sections == (Section(2, 0, (4, 5, 6)),)
+    assert not down.by_layer
+    end(cache, down)
+    hold = cache.match(KEYS, 0.0, start=1).hold
+    assert hold is not None
+    cache.onboard(hold, [7, 8], group=2, by_layer=True)
+    up = one(cache)
+    assert (up.route, up.sections, up.by_layer) == (Route(HOST, DEVICE), (Section(2, 1, (7, 8)),), True)
+
+
+@pytest.mark.parametrize("status", [Status.OK, Status.IO_ERROR])
+def test_a_copy_inside_the_device_is_a_job_like_any_other(cache: TieredCache, status: Status) -> None:
+    slot = Slot(DEVICE, 1, 3)
+    job = cache.copy_inside([slot], [9], tokens=5, group=1)
+    transfer = one(cache)
+    assert transfer.items == (Item(b"", None, slot, None, 1),)
+    assert (transfer.job, transfer.route, transfer.tokens) == (job, Route(DEVICE, DEVICE), 5)
+    assert (transfer.sections, transfer.by_layer) == ((Section(1, 0, (9,)),), True)
+    assert cache.in_flight(job)
+    cache.check_integrity()
+    end(cache, transfer, status)
+    assert not cache.in_flight(job)
+    moved = cache.counters.routes["device->device"]
+    assert (moved.chunks, moved.failed) == ((1, 0) if status is Status.OK else (0, 1))
+    assert not cache.residents()
+
+
+@pytest.mark.parametrize(
+    ("sources", "blocks"),
+    [
+        ([], []),
+        ([Slot(DEVICE, 0, 1)], [2, 3]),
+        ([Slot(HOST, 0, 1)], [2]),
+        ([Slot(DEVICE, 0, 1)], [16]),
+        ([Slot(DEVICE, 0, 1)] * 2, [2, 2]),
+    ],
+)
+def test_a_copy_inside_the_device_that_cannot_be_is_refused(
+    cache: TieredCache, sources: list[Slot], blocks: list[int]
+) -> None:
+    with pytest.raises(CacheError):
+        cache.copy_inside(sources, blocks)
+    assert not cache.take()
+    assert not cache.jobs_in_flight

@@ -1,0 +1,171 @@
+"""The reference engine over a device whose copies wait at gates, and the engine without tiers that judges it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from examples.reference_engine import Decoder, DevicePool, Engine, Request, Shape, Tiers
+from examples.reference_engine.engine import scope_of
+
+from longshore.boundary import DEVICE, HOST
+from longshore.config import Config
+from longshore.layout import KVLayout
+from longshore.runtime.stack import open_stack
+from longshore.transfer import CpuDevice
+from longshore.transfer.device.base import Copy, Event, Stream
+from longshore.transfer.device.cpu import CpuStream
+from longshore.transfer.selection import Batch
+
+PATIENCE = 10.0
+"""Seconds until something that must happen counts as not happening."""
+
+CPU = torch.device("cpu")
+SHAPE = Shape()
+DECODER = Decoder(SHAPE, CPU)
+
+
+class Gate:
+    """Copies into one tier: how many may pass."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._passes: int | None = None
+        self.arrived = 0
+        self.passed = 0
+
+    def shut(self) -> None:
+        self.let(0)
+
+    def let(self, passes: int) -> None:
+        """Let so many more pass."""
+        with self._changed:
+            self._passes = passes
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        with self._changed:
+            self._passes = None
+            self._changed.notify_all()
+
+    def wait_arrived(self, count: int) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.arrived >= count, PATIENCE)
+
+    def pass_through(self) -> None:
+        with self._changed:
+            self.arrived += 1
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._passes != 0, PATIENCE):
+                raise TimeoutError("the gate was never opened")
+            if self._passes is not None:
+                self._passes -= 1
+            self.passed += 1
+
+
+class GatedLink(CpuDevice):
+    """Real copies, each of which waits at the gate of its direction; `fault` may raise in its place."""
+
+    def __init__(self) -> None:
+        self.gates = {DEVICE: Gate(), HOST: Gate()}
+        self.fault: Callable[[Batch], None] = lambda batch: None
+        self.inside = 0
+
+    def stream(self, layout: KVLayout, into: str) -> Stream:
+        return _GatedStream(self, into)
+
+
+class _GatedStream(CpuStream):
+    def __init__(self, link: GatedLink, into: str) -> None:
+        super().__init__()
+        self._link = link
+        self._into = into
+
+    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+        self._link.gates[self._into].pass_through()
+        self._link.fault(batch)
+        self._link.inside += batch.inside
+        return super().copy(batch, after)
+
+
+class Rig:
+    """An engine with tiers. `blocks` is the size of the device pool."""
+
+    def __init__(
+        self,
+        blocks: int = 24,
+        *,
+        by_layer: bool = True,
+        patience: float = PATIENCE,
+        batch: int = 2,
+        decoder: Decoder = DECODER,
+        **settings: Any,
+    ) -> None:
+        self.link = GatedLink()
+        self.pool = DevicePool(SHAPE, blocks, CPU)
+        config = Config.make(**{"host_size": "4MiB", "background": False, **settings})
+        self.stack = open_stack(config, self.pool.layout, scope_of(decoder, self.pool), self.link)
+        self.tiers = Tiers(self.stack, self.pool, by_layer=by_layer, patience=patience)
+        self.engine = Engine(decoder, self.pool, self.tiers, batch=batch)
+
+    def serve(self, prompt: Sequence[int], wanted: int = 3) -> Request:
+        request = self.engine.submit(prompt, wanted)
+        self.engine.run()
+        return request
+
+    def settle(self) -> None:
+        """All copies have ended."""
+        assert self.stack.runtime.flush(PATIENCE)
+
+    def evict_all(self) -> None:
+        """Take every block, so that the prefix cache on the device is empty."""
+        self.settle()
+        self.pool.give(self.pool.take(self.pool.size))
+
+    def check_nothing_is_held(self) -> None:
+        """After all requests have ended: no hold, no job, no block that is not free or idle."""
+        self.settle()
+        self.pool.give(self.pool.take(0))
+        with self.stack.runtime.observe() as cache:
+            cache.check_integrity()
+            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+        assert self.pool.obtainable == self.pool.size
+
+
+@contextlib.contextmanager
+def rig(blocks: int = 24, **settings: Any) -> Iterator[Rig]:
+    made = Rig(blocks, **settings)
+    try:
+        yield made
+    finally:
+        for gate in made.link.gates.values():
+            gate.open()
+        made.link.fault = lambda batch: None
+        made.stack.close()
+
+
+def resident(
+    requests: Sequence[Request], prompts: Sequence[Sequence[int]], decoder: Decoder = DECODER
+) -> list[Request]:
+    """The same prompts, on a device that never evicts and has no tiers, with the same hits."""
+    engine = Engine(decoder, DevicePool(SHAPE, 4096, CPU))
+    replayed = []
+    for request, prompt in zip(requests, prompts, strict=True):
+        replayed.append(engine.submit(prompt, len(request.logits), request.schedule))
+        engine.run()
+    return replayed
+
+
+def same_bits(one: Request, other: Request) -> bool:
+    """Whether all logits are the same, bit for bit."""
+    pairs = zip(one.logits, other.logits, strict=True)
+    return one.tokens == other.tokens and all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    random = torch.Generator().manual_seed(seed)
+    drawn: list[int] = torch.randint(0, SHAPE.vocab, (count,), generator=random).tolist()
+    return drawn

@@ -1,0 +1,154 @@
+"""Weaken the ordering code at one place after the other, and see that a test notices each time.
+
+python tests/mutation/race_mutants.py            all, the last line is `caught N of N`
+python tests/mutation/race_mutants.py --list     what would be tried
+python tests/mutation/race_mutants.py --only lane.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mutants import Mutant, mutants
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "longshore"
+
+PATIENCE = 3.0
+"""How many times longer than without a mutant tests may take; then they have noticed."""
+
+SUITES: dict[str, tuple[str, ...]] = {
+    "transfer": (
+        "tests/transfer/test_transfer_hazards.py",
+        "tests/transfer/test_order_traps.py",
+        "tests/transfer/test_transfer_engine.py",
+        "tests/transfer/test_transfer_order.py",
+        "tests/transfer/test_order_explore.py",
+    ),
+}
+"""Tests that know the order, the quickest first."""
+
+MODULES: dict[str, str] = {
+    "transfer/hazards.py": "transfer",
+    "transfer/job.py": "transfer",
+    "transfer/lane.py": "transfer",
+    "transfer/engine.py": "transfer",
+    "transfer/driver.py": "transfer",
+}
+"""The ordering code, and the suite that guards it."""
+
+
+class Case(NamedTuple):
+    """One mutant of one module."""
+
+    module: str
+    mutant: Mutant
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.mutant.line}: {self.mutant.what}"
+
+
+def passes(suite: str, case: Case | None, patience: float) -> bool:
+    """Whether the suite passes within `patience` seconds with this mutant in place, in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as overlay:
+        package = Path(overlay) / "longshore"
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        if case is not None:
+            (package / case.module).write_text(case.mutant.source)
+        child = os.fork()
+        if not child:
+            os._exit(_run(overlay, SUITES[suite]))
+        return _status(child, patience) == 0
+
+
+def _run(overlay: str, tests: Sequence[str]) -> int:
+    """In the child: the suite against the package in `overlay`."""
+    import pytest
+
+    os.setsid()
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    sys.path.insert(0, overlay)
+    sys.dont_write_bytecode = True
+    os.chdir(ROOT)
+    with contextlib.suppress(BaseException):
+        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", *tests]))
+    return 1
+
+
+def _status(child: int, patience: float) -> int:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1
+
+
+def cases(only: str | None) -> list[Case]:
+    """All mutants of all modules, or of those whose name ends in `only`."""
+    return [
+        Case(module, mutant)
+        for module in MODULES
+        if only is None or module.endswith(only)
+        for mutant in mutants((PACKAGE / module).read_text())
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="mutants of this module alone")
+    parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    given = parser.parse_args()
+    todo = cases(given.only)
+    if given.list:
+        print(*todo, sep="\n")
+        return 0
+    patience: dict[str, float] = {}
+    for suite in sorted({MODULES[case.module] for case in todo}):
+        begun = time.monotonic()
+        if not passes(suite, None, 3600.0):
+            print(f"the {suite} suite fails without any mutant")
+            return 2
+        patience[suite] = PATIENCE * (time.monotonic() - begun)
+
+    def survives(case: Case) -> bool:
+        suite = MODULES[case.module]
+        return passes(suite, case, patience[suite])
+
+    missed = []
+    with concurrent.futures.ThreadPoolExecutor(given.processes) as pool:
+        for number, (case, survived) in enumerate(zip(todo, pool.map(survives, todo), strict=True), 1):
+            print(f"{number}/{len(todo)} {'MISSED' if survived else 'caught'} {case}", flush=True)
+            if survived:
+                missed.append(case)
+    for case in missed:
+        print(f"missed: {case}")
+    print(f"caught {len(todo) - len(missed)} of {len(todo)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    import hypothesis  # noqa: F401 - loaded once, for all children
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    sys.exit(main())

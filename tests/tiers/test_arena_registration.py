@@ -1,0 +1,199 @@
+"""Registration in pieces: no slot straddles two, a piece that fails leaves the others usable, all are taken back."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.errors import RegistrationError, TierError
+from longshore.tiers.arena import PAGE, Arena, Fallback
+from longshore.tiers.arena.registration import LARGEST_PIECE, cut
+from pinning import PinningDevice
+
+GIB = 1 << 30
+SLOT = 3 * PAGE
+
+
+# cutting
+
+
+@given(data=st.data())
+def test_pieces_cover_everything_exactly_and_no_slot_straddles_two(data: st.DataObject) -> None:
+    slot_bytes = data.draw(st.integers(1, 64), "pages") * PAGE
+    slots = data.draw(st.integers(1, 200), "slots")
+    rest = data.draw(st.integers(0, slot_bytes // PAGE - 1), "pages behind the slots") * PAGE
+    largest = data.draw(st.integers(slot_bytes, 300 * PAGE), "largest")
+    nbytes = slots * slot_bytes + rest
+    pieces = cut(nbytes, slot_bytes, largest)
+    offsets = [0, *(offset + length for offset, length in pieces)]
+    assert [offset for offset, _ in pieces] == offsets[:-1]
+    assert offsets[-1] == nbytes
+    assert all(0 < length <= largest for _, length in pieces)
+    for slot in range(slots):
+        first, last = slot * slot_bytes, (slot + 1) * slot_bytes - 1
+        assert sum(offset <= first and last < offset + length for offset, length in pieces) == 1
+    assert len(pieces) == -(-nbytes // (largest // slot_bytes * slot_bytes))  # no more than it takes
+
+
+@pytest.mark.parametrize("page", [4096, 16384, 65536])
+def test_boundaries_are_between_two_pages_of_the_system(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", page)
+    pieces = cut(1000 * SLOT, SLOT, 70 * PAGE)
+    assert len(pieces) > 10
+    assert all(offset % page == 0 and offset % SLOT == 0 for offset, _ in pieces)
+
+
+def test_trap_14_a_terabyte_is_registered_in_pieces_well_below_what_fails() -> None:
+    pieces = cut(1 << 40, 5 << 20)
+    assert LARGEST_PIECE < 64 * GIB
+    assert max(length for _, length in pieces) <= LARGEST_PIECE
+    assert len(pieces) == 65
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "slot_bytes", "largest"),
+    [
+        (0, PAGE, GIB),
+        (-PAGE, PAGE, GIB),
+        (PAGE, 0, GIB),
+        (PAGE, -PAGE, GIB),
+        (PAGE, PAGE + 1, GIB),
+        (PAGE, 100, GIB),
+        (4 * PAGE, 2 * PAGE, PAGE),
+        (PAGE, PAGE, 0),
+    ],
+)
+def test_impossible_sizes_are_refused(nbytes: int, slot_bytes: int, largest: int) -> None:
+    with pytest.raises(TierError, match=f"{slot_bytes}"):
+        cut(nbytes, slot_bytes, largest)
+
+
+# an arena and its device
+
+
+def test_a_device_gets_all_of_the_arena_in_pieces() -> None:
+    arena, device = Arena(10 * SLOT), PinningDevice()
+    arena.register(device, SLOT, largest=4 * SLOT)
+    expected = {arena.address: 4 * SLOT, arena.address + 4 * SLOT: 4 * SLOT, arena.address + 8 * SLOT: 2 * SLOT}
+    assert device.ranges == expected
+    assert (arena.report.registered_pieces, arena.report.registered_bytes) == (3, 10 * SLOT)
+    assert arena.report.fallbacks[Fallback.REGISTRATION] == 0
+    arena.close()
+
+
+@given(
+    refused=st.sets(st.integers(0, 4)),
+    spans=st.lists(st.tuples(st.integers(-PAGE, 21 * PAGE), st.integers(0, 8 * PAGE)), min_size=1, max_size=50),
+)
+def test_trap_14_the_arena_knows_which_copies_lie_in_one_piece(refused: set[int], spans: list[tuple[int, int]]) -> None:
+    arena, device = Arena(20 * PAGE), PinningDevice(refused)
+    arena.register(device, PAGE, largest=4 * PAGE)
+    spans += [(4 * PAGE * i + edge, 4 * PAGE + wide) for i in range(5) for edge in (-1, 0, 1) for wide in (-1, 0, 1)]
+    offsets, lengths = np.array(spans).T
+    known = arena.in_one_piece(offsets, lengths)
+    assert known.dtype == np.bool_
+    assert known.tolist() == [device.reaches(arena.address + offset, length) for offset, length in spans]
+    arena.close()
+
+
+def test_the_question_is_broadcast() -> None:
+    arena = Arena(4 * PAGE)
+    assert not arena.in_one_piece(0, PAGE)
+    assert arena.in_one_piece(np.zeros((2, 1)), np.ones(3)).tolist() == [[False] * 3] * 2
+    arena.register(PinningDevice(), PAGE, largest=2 * PAGE)
+    assert bool(arena.in_one_piece(0, PAGE)) is True
+    offsets = np.array([0, PAGE, 2 * PAGE, 3 * PAGE], dtype=np.uint64)
+    assert arena.in_one_piece(offsets, 2 * PAGE).tolist() == [True, False, True, False]
+    assert arena.in_one_piece(offsets.reshape(2, 2), [[PAGE], [2 * PAGE]]).tolist() == [[True, True], [True, False]]
+    assert not arena.in_one_piece(PAGE, -1)
+    assert not arena.in_one_piece(2 * PAGE, -PAGE)
+    arena.close()
+    assert not arena.in_one_piece(0, PAGE)
+
+
+def test_a_piece_that_fails_is_counted_and_the_rest_is_usable(caplog: pytest.LogCaptureFixture) -> None:
+    arena, device = Arena(8 * SLOT), PinningDevice(refused={1, 3})
+    arena.register(device, SLOT, largest=2 * SLOT)
+    report = arena.report
+    assert (report.registered_pieces, report.registered_bytes) == (2, 4 * SLOT)
+    assert report.fallbacks[Fallback.REGISTRATION] == 2
+    slots = np.arange(8) * SLOT
+    assert arena.in_one_piece(slots, SLOT).tolist() == [True, True, False, False] * 2
+    assert f"registration: bytes [{2 * SLOT}, {4 * SLOT}): the device is full" in caplog.text
+    arena.close()
+    assert device.ranges == {}
+
+
+def test_an_arena_that_a_device_takes_nothing_of_is_still_memory() -> None:
+    arena, device = Arena(4 * SLOT), PinningDevice(refused=range(4))
+    arena.register(device, SLOT, largest=SLOT)
+    assert (arena.report.registered_pieces, arena.report.fallbacks[Fallback.REGISTRATION]) == (0, 4)
+    assert not arena.in_one_piece([0, SLOT], SLOT).any()
+    arena.array[:] = 1
+    arena.close()
+    assert device.unregistered == []
+
+
+def test_impossible_slots_are_refused_before_anything_is_registered() -> None:
+    arena, device = Arena(4 * SLOT), PinningDevice()
+    with pytest.raises(TierError):
+        arena.register(device, 100)
+    assert device.asked == []
+    arena.register(device, SLOT)
+    arena.close()
+
+
+def test_a_second_registration_is_refused_and_changes_nothing() -> None:
+    arena, device = Arena(4 * SLOT), PinningDevice()
+    arena.register(device, SLOT)
+    with pytest.raises(TierError, match="registered already"):
+        arena.register(device, SLOT)
+    assert len(device.asked) == arena.report.registered_pieces == 1
+    arena.close()
+
+
+# the end
+
+
+def test_everything_is_unregistered_once_and_before_the_memory_goes() -> None:
+    arena, device = Arena(6 * SLOT), PinningDevice()
+    arena.register(device, SLOT, largest=2 * SLOT)
+    there: list[int] = []
+    device.before_unregister = lambda: there.append(arena.array.nbytes)  # raises once the arena is closed
+    arena.close()
+    arena.close()
+    assert there == [6 * SLOT] * 3
+    assert device.ranges == {}
+    assert (arena.report.registered_pieces, arena.report.registered_bytes) == (0, 0)
+
+
+def test_a_device_that_does_not_let_go_is_an_error_after_all_the_rest_is_done() -> None:
+    arena, device = Arena(6 * SLOT), PinningDevice(kept={1})
+    arena.register(device, SLOT, largest=2 * SLOT)
+    with pytest.raises(RegistrationError, match="1 of 3 pieces stay registered: the device does not answer"):
+        arena.close()
+    assert list(device.ranges) == [arena.address + 2 * SLOT]
+    with pytest.raises(TierError, match="closed"):
+        _ = arena.array
+    arena.close()
+    assert len(device.unregistered) == 3
+
+
+def test_what_was_registered_before_a_fault_of_ours_is_still_taken_back() -> None:
+    class Faulty(PinningDevice):
+        def register(self, address: int, nbytes: int) -> None:
+            super().register(address, nbytes)
+            if len(self.ranges) == 2:
+                self.ranges.popitem()
+                raise ZeroDivisionError
+
+    arena, device = Arena(6 * SLOT), Faulty()
+    with pytest.raises(ZeroDivisionError):
+        arena.register(device, SLOT, largest=2 * SLOT)
+    assert len(device.ranges) == 1
+    arena.close()
+    assert device.ranges == {}

@@ -1,0 +1,319 @@
+"""A CUDA driver and streams without a GPU: bytes really move, by the very structures and addresses that were handed
+over, and as late as the order that was asked for allows.
+
+Nothing runs when it is submitted. A stream is a queue; it runs only when somebody waits for an event on it, up to that
+event, and what that event waited for on other streams. So whatever is not ordered is overtaken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from device_kit import Lane
+
+from longshore.layout import KVLayout
+from longshore.transfer.device.cuda import driver as ours
+from longshore.transfer.device.cuda import kernels
+from longshore.transfer.device.cuda.accelerator import CudaAccelerator
+from longshore.transfer.device.cuda.calibrate import everything
+from longshore.transfer.device.cuda.chooser import Chooses
+from longshore.transfer.device.cuda.device import CudaDevice
+from longshore.transfer.device.cuda.shape import Shape
+
+RETURN_INVALID_VALUE = 1
+RETURN_NO_CONTEXT = 201
+
+
+class Breach(Exception):  # noqa: N818 - it is a finding, not an error
+    """A rule of the driver was broken."""
+
+
+class LazyStream:
+    """Work in order, which runs when it must."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self.name = name
+        self.world = world
+        self.queue: deque[Callable[[], None]] = deque()
+        self.given = 0
+        self.run = 0
+        self.cuda_stream = world.register(self)
+
+    def give(self, work: Callable[[], None]) -> None:
+        with self.world.lock:
+            self.queue.append(work)
+            self.given += 1
+            if self.world.eager:
+                self.run_to(self.given)
+
+    def run_to(self, count: int) -> None:
+        while self.run < count:
+            work = self.queue.popleft()
+            self.run += 1
+            work()
+
+
+class World:
+    """All streams by their handles."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.streams: dict[int, LazyStream] = {}
+        self.clock = 0
+        self.eager = False
+
+    def register(self, stream: LazyStream) -> int:
+        handle = 0x5000 + 16 * len(self.streams)
+        self.streams[handle] = stream
+        return handle
+
+
+class LazyEvent:
+    """A point on a stream."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.stream: LazyStream | None = None
+        self.at = 0
+        self.time = 0
+
+    def record(self, stream: LazyStream) -> None:
+        with self.world.lock:
+            self.stream = stream
+            stamp = self._stamp
+            stream.give(stamp)
+            self.at = stream.given
+
+    def _stamp(self) -> None:
+        self.world.clock += 1
+        self.time = self.world.clock
+
+    def wait(self, stream: LazyStream) -> None:
+        with self.world.lock:
+            if self.stream is not None:
+                other, at = self.stream, self.at
+                stream.give(lambda: other.run_to(at))
+
+    def synchronize(self) -> None:
+        with self.world.lock:
+            if self.stream is not None:
+                self.stream.run_to(self.at)
+
+    def query(self) -> bool:
+        with self.world.lock:
+            return self.stream is None or self.stream.run >= self.at
+
+    def elapsed_time(self, other: LazyEvent) -> float:
+        return float(other.time - self.time)
+
+
+class StandInLibrary:
+    """The driver's functions as C functions. `breaches` are the rules that were broken."""
+
+    def __init__(self, world: World, *, newest: int = 12080, oldest_batch: int = 12080) -> None:
+        self.world = world
+        self.newest = newest
+        self.calls: list[tuple[str, int]] = []
+        self.flags: list[int] = []
+        self.breaches: list[str] = []
+        self.contexts = threading.local()
+        self.fail_with = 0
+        self.host_pointers_serve = 1
+        self._batches: dict[int, Any] = {
+            12080: ours.BATCH_12_8(self._batch_12_8),
+            13000: ours.BATCH_13_0(self._batch_13_0),
+        }
+        self._served = {version for version in self._batches if oldest_batch <= version <= newest}
+        self._names = [b"CUDA_ERROR_INVALID_VALUE", b"CUDA_ERROR_INVALID_CONTEXT"]
+        self.cuInit = ours.INIT(lambda flags: 0)
+        self.cuGetProcAddress_v2 = ours.GET_PROC_ADDRESS(self._get_proc_address)
+        self.cuGetErrorName = ours.ERROR_NAME(self._error_name)
+        self.cuMemcpyAsync = ours.COPY_ONE(self._copy_one)
+        self.cuDriverGetVersion = ours.VERSION(self._version)
+        self.cuDeviceGetAttribute = ours.GET_ATTRIBUTE(self._attribute)
+        self.cuCtxGetCurrent = ours.GET_CONTEXT(self._get_context)
+        self.cuDevicePrimaryCtxRetain = ours.RETAIN_CONTEXT(self._retain)
+        self.cuCtxSetCurrent = ours.SET_CONTEXT(self._set_context)
+
+    def _get_proc_address(self, name: bytes, address: Any, version: int, flags: int, status: Any) -> int:
+        known = [served for served in self._served if served <= version] if name == b"cuMemcpyBatchAsync" else []
+        if not known:
+            address[0], status[0] = None, 1
+            return 0
+        address[0] = ctypes.cast(self._batches[max(known)], ctypes.c_void_p).value
+        status[0] = 0
+        return 0
+
+    def _error_name(self, error: int, name: Any) -> int:
+        names = {RETURN_INVALID_VALUE: self._names[0], RETURN_NO_CONTEXT: self._names[1]}
+        if error not in names:
+            return RETURN_INVALID_VALUE
+        name[0] = names[error]
+        return 0
+
+    def _version(self, version: Any) -> int:
+        version[0] = self.newest
+        return 0
+
+    def _attribute(self, value: Any, attribute: int, ordinal: int) -> int:
+        value[0] = self.host_pointers_serve if attribute == 91 else 0
+        return 0
+
+    def _get_context(self, context: Any) -> int:
+        context[0] = getattr(self.contexts, "now", None)
+        return 0
+
+    def _retain(self, context: Any, ordinal: int) -> int:
+        context[0] = 0xC0 + ordinal
+        return 0
+
+    def _set_context(self, context: int | None) -> int:
+        self.contexts.now = context
+        return 0
+
+    def _copy_one(self, destination: int, source: int, nbytes: int, stream: int | None) -> int:
+        found = self._stream(stream)
+        if found is None or not nbytes:
+            return RETURN_INVALID_VALUE
+        self.calls.append(("one", 1))
+        found.give(lambda: self._move(destination, source, nbytes))
+        return 0
+
+    def _batch_12_8(self, to: int, at: int, sizes: int, count: int, *rest: Any) -> int:
+        attributes, indices, attribute_count, failed, stream = rest
+        failed[0] = ctypes.c_size_t(-1).value
+        return self._batch("12.8", to, at, sizes, count, attributes, indices, attribute_count, stream)
+
+    def _batch_13_0(self, to: int, at: int, sizes: int, count: int, *rest: Any) -> int:
+        return self._batch("13.0", to, at, sizes, count, *rest)
+
+    def _batch(
+        self,
+        version: str,
+        to: int,
+        at: int,
+        sizes: int,
+        count: int,
+        attributes: Any,
+        indices: int,
+        attribute_count: int,
+        stream: int | None,
+    ) -> int:
+        if self.fail_with:
+            return self.fail_with
+        found = self._stream(stream)
+        first = (ctypes.c_size_t * attribute_count).from_address(indices)[0] if attribute_count else None
+        bad = [
+            (found is None, "the null stream, or none of ours"),
+            (not 1 <= count <= 4096, f"{count} copies in one call"),
+            (not 1 <= attribute_count <= count or first != 0, f"{attribute_count} attributes from copy {first} on"),
+            (any(attributes[i].source_order != 1 for i in range(attribute_count)), "not in stream order"),
+            (any(attributes[i].flags > 1 for i in range(attribute_count)), "unknown flags"),
+            (any(attributes[i].source_hint.type or attributes[i].destination_hint.type for i in range(1)), "hints"),
+        ]
+        broken = [rule for is_broken, rule in bad if is_broken]
+        if broken or found is None:
+            self.breaches += broken
+            return RETURN_INVALID_VALUE
+        self.calls.append((version, count))
+        self.flags.append(attributes[0].flags)
+        array = ctypes.c_uint64 * count
+
+        def run() -> None:  # reads the arrays only now, as late as a driver may
+            columns = [array.from_address(address) for address in (to, at, sizes)]
+            for destination, source, nbytes in zip(*columns, strict=True):
+                self._move(destination, source, nbytes)
+
+        found.give(run)
+        return 0
+
+    def _stream(self, handle: int | None) -> LazyStream | None:
+        return None if handle is None else self.world.streams.get(handle)
+
+    def _move(self, destination: int, source: int, nbytes: int) -> None:
+        if not nbytes:
+            self.breaches.append("an empty copy")
+        ctypes.memmove(destination, source, nbytes)
+
+
+def uint8(nbytes: int, value: int = 0xA5) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+class StandInAccelerator(CudaAccelerator):
+    """A GPU whose memory is the host's: streams and events that are lazy, and the kernels' references."""
+
+    def __init__(self, world: World | None = None) -> None:
+        super().__init__(torch.device("cpu"))
+        self.world = world or World()
+        self.compute = LazyStream("compute", self.world)
+        self.kernels: list[str] = []
+        self.refuse_above: int | None = None
+        self._used = threading.local()
+
+    @property
+    def name(self) -> str:
+        return "Stand-in GPU"
+
+    @property
+    def ordinal(self) -> int:
+        return 0
+
+    def current_stream(self) -> torch.Stream:
+        return getattr(self._used, "stream", cast(torch.Stream, self.compute))
+
+    def new_stream(self) -> torch.Stream:
+        return cast(torch.Stream, LazyStream(f"stream {len(self.world.streams)}", self.world))
+
+    def use(self, stream: torch.Stream) -> None:
+        self._used.stream = stream
+
+    def new_event(self) -> torch.Event:
+        return cast(torch.Event, LazyEvent(self.world))
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        if self.refuse_above is not None and nbytes > self.refuse_above:
+            raise torch.OutOfMemoryError("no")
+        return uint8(nbytes)
+
+    def pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        return uint8(nbytes, 0x5A)
+
+    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+        self._later(kernels.gather_reference, blocks, rows, table, shape)
+
+    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+        self._later(kernels.scatter_reference, blocks, rows, table, shape)
+
+    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+        self._later(kernels.shift_reference, blocks, sources, table, shape)
+
+    def _later(self, kernel: Callable[..., None], *arguments: Any) -> None:
+        self.kernels.append(kernel.__name__.removesuffix("_reference"))
+        cast(LazyStream, self.current_stream()).give(lambda: kernel(*arguments))
+
+
+class StandIn:
+    """A CUDA device on the stand-ins."""
+
+    def __init__(self, chooses: Chooses | None, *, eager: bool = False, library: Any = None, **options: Any) -> None:
+        self.accelerator = StandInAccelerator()
+        self.world = self.accelerator.world
+        self.world.eager = eager
+        self.library = library or StandInLibrary(self.world)
+        options.setdefault("in_one_piece", everything)
+        self.device = CudaDevice(
+            "cuda:0", chooses=chooses, accelerator=self.accelerator, library=self.library, **options
+        )
+
+    def lane(self, layout: KVLayout, into: str) -> Lane:
+        return Lane(self.device.stream(layout, into))
+
+    def on_compute(self, work: Callable[[], object]) -> None:
+        """Give the engine's own stream something to do."""
+        self.accelerator.compute.give(lambda: (work(), None)[1])

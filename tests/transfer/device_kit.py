@@ -1,0 +1,67 @@
+"""Drives a device's streams as the transfer engine does, without its threads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from transfer_kit import Pools
+
+from longshore.boundary import DEVICE, HOST, Item, Section, Slot
+from longshore.layout import KVLayout
+from longshore.transfer.device.base import Copy, Event, Stream
+from longshore.transfer.host_side import zero_padding
+from longshore.transfer.inside import select_inside
+from longshore.transfer.selection import Batch, Selection, select
+
+
+def between(
+    pools: Pools, parts: Sequence[Section], slots: Sequence[int], into: str, tokens: int | None = None
+) -> Selection:
+    """What a job between the device and `slots` of the host moves; its images are padded as the engine does."""
+    selection = select(
+        pools.layout,
+        parts,
+        pools.images(slots),
+        into=into,
+        host_address=pools.arena.address,
+        host_bytes=pools.arena.nbytes,
+        tokens=tokens,
+    )
+    if into == HOST:
+        zero_padding(selection)
+    return selection
+
+
+def inside(layout: KVLayout, group: int, blocks: Sequence[int], sources: Sequence[int]) -> Selection:
+    """What a job moves from `sources` to `blocks` of one group."""
+    pool = layout.pools[group]
+    items = [Item(bytes(32), None, Slot(DEVICE, pool, source), None, 1) for source in sources]
+    return select_inside(layout, [Section(group, 0, tuple(blocks))], items)
+
+
+class Lane:
+    """Gives batches to a stream, as many at once as it takes, and ends them in order."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.under_way: deque[Copy] = deque()
+        stream.bind()
+
+    def send(self, batches: Iterable[Batch], after: tuple[Event, ...] = ()) -> None:
+        for batch in batches:
+            while len(self.under_way) >= self.stream.depth:
+                self.finish_one()
+            self.under_way.append(self.stream.copy(batch, after))
+
+    def finish_one(self) -> float:
+        return self.under_way.popleft().finish()
+
+    def finish(self) -> None:
+        while self.under_way:
+            self.finish_one()
+
+    def close(self) -> None:
+        self.finish()
+        self.stream.drain()
+        self.stream.close()

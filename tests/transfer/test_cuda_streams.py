@@ -1,0 +1,400 @@
+"""The CUDA device's streams, on stand-ins that move every byte as late as the order that was asked for allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+
+import numpy as np
+import pytest
+from cuda_stand_in import StandIn, StandInLibrary, World
+from device_kit import Lane, between, inside
+from gated import PATIENCE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
+
+from longshore.boundary import DEVICE, HOST, Section, Status
+from longshore.errors import DeviceError, FreedLayoutError
+from longshore.layout import KVLayout
+from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer.device.cuda.calibrate import Always
+from longshore.transfer.device.cuda.chooser import Load, Way
+from longshore.transfer.device.cuda.runs import image_runs, pieces_of, staged, staged_pitch
+
+WAYS = list(Way)
+
+
+class AnyWay:
+    """Another way for every batch."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.chosen: set[Way] = set()
+
+    def choose(self, load: Load, ways: Collection[Way]) -> Way:
+        way = self.random.choice(sorted(ways))
+        self.chosen.add(way)
+        return way
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    parts = data.draw(sections(layout))
+    there = data.draw(st.composite(lambda draw: elsewhere(draw, layout, parts))())
+    items = chunks_of(layout, parts)
+    pools = Pools(layout, slots=items + 1, seed=data.draw(st.integers(0, 99)))
+    slots = data.draw(st.permutations(range(items + 1)))[:items]
+    tokens = data.draw(st.none() | st.integers(1, 15))
+    max_bytes = data.draw(st.integers(1, 9000))
+    gpu = StandIn(Always(way), staging_bytes=data.draw(st.sampled_from([0, 4096, 40000])))
+    model = Model(pools)
+    out = gpu.lane(layout, HOST)
+    out.send(between(pools, parts, slots, HOST, tokens).whole.cut(max_bytes))
+    out.close()
+    model.move(parts, pools.images(slots), into=HOST, tokens=tokens)
+    model.check(pools)
+    for tensor in pools.tensors:
+        tensor.bitwise_not_()
+    model.device = pools.device_bytes()
+    back = gpu.lane(layout, DEVICE)  # a thread has one stream at a time
+    back.send(between(pools, there, slots, DEVICE, tokens).whole.cut(max_bytes))
+    back.close()
+    model.move(there, pools.images(slots), into=DEVICE, tokens=tokens)
+    model.check(pools)
+    assert not gpu.library.breaches
+    assert not set(gpu.device.fallbacks()) & {"host_unregistered", "straddling_piece", "no_batched_copy"}
+    gpu.device.close()
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 1 << 30), bytes_at_once=st.integers(1, 3000), staging=st.sampled_from([0, 4096, 1 << 20]))
+def test_what_follows_another_way_sees_its_bytes(seed: int, bytes_at_once: int, staging: int) -> None:
+    """Onboard into some blocks, copy them on inside the device, onboard over what was copied: in one lane's order."""
+    chance = random.Random(seed)
+    pools = Pools(flat(24, chance.choice([7, 24, 656]), refs=3, blocks_per_chunk=2), slots=6, seed=seed % 100)
+    ways = AnyWay(seed)
+    gpu = StandIn(ways, staging_bytes=staging)
+    lane = gpu.lane(pools.layout, DEVICE)
+    model = Model(pools)
+    for _ in range(5):
+        blocks = chance.sample(range(24), 8)
+        if chance.random() < 0.5:
+            parts, slots = [Section(0, 0, tuple(blocks[:6]))], chance.sample(range(6), 3)
+            lane.send(between(pools, parts, slots, DEVICE).whole.cut(bytes_at_once))
+            model.move(parts, pools.images(slots), into=DEVICE)
+        else:
+            lane.send(inside(pools.layout, 0, blocks[:4], blocks[4:]).whole.cut(bytes_at_once))
+            copied_inside(model.device, pools.layout, blocks[:4], blocks[4:])
+    lane.close()
+    model.check(pools)
+
+
+def copied_inside(device: list[Bytes], layout: KVLayout, written: list[int], read: list[int]) -> None:
+    for ref in layout.groups[0].refs:
+        for target, source in zip(written, read, strict=True):
+            to, at = ref.offset + target * ref.stride, ref.offset + source * ref.stride
+            device[ref.tensor][to : to + ref.page_bytes] = device[ref.tensor][at : at + ref.page_bytes]
+
+
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_copies_inside_the_device(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    blocks = data.draw(st.permutations(range(layout.num_blocks)))
+    count = data.draw(st.integers(1, layout.num_blocks // 2))
+    written, read = blocks[:count], blocks[count : 2 * count]
+    pools = Pools(layout, slots=1)
+    expected = pools.device_bytes()
+    copied_inside(expected, layout, written, read)
+    gpu = StandIn(Always(Way.DIRECT))
+    lane = gpu.lane(layout, DEVICE)
+    lane.send(inside(layout, 0, written, read).whole.cut(data.draw(st.integers(1, 9000))))
+    lane.close()
+    for got, wanted in zip(pools.device_bytes(), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert set(gpu.accelerator.kernels) == {"shift"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_copy_waits_for_compute(way: Way, waits: bool) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way))
+    lane = gpu.lane(pools.layout, HOST)
+    gpu.on_compute(lambda: pools.tensors[0].fill_(7))
+    mark = gpu.device.mark(gpu.accelerator.compute)
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole], (mark,) if waits else ())
+    lane.finish()
+    offset = pools.host.offset(1)
+    assert (pools.arena.array[offset : offset + 4096] == 7).all() == waits
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_onboard_waits_for_compute_that_still_reads(way: Way) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way))
+    lane = gpu.lane(pools.layout, DEVICE)
+    seen: list[Bytes] = []
+    before = pools.tensors[0].numpy().copy()
+    gpu.on_compute(lambda: seen.append(pools.tensors[0].numpy().copy()))
+    mark = gpu.device.mark(gpu.accelerator.compute)
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole], (mark,))
+    lane.finish()
+    np.testing.assert_array_equal(seen[0], before)
+    assert (pools.tensors[0].numpy() != before).any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: Way) -> None:
+    pools = Pools(flat(64, 4096), slots=64)
+    gpu = StandIn(Always(way), staging_bytes=1 << 16)
+    lane = gpu.lane(pools.layout, HOST)
+    before = pools.tensors[0].numpy().copy()
+    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[0].reached)
+    gpu.on_compute(lambda: pools.tensors[0].fill_(7))
+    gpu.device.mark(gpu.accelerator.compute).wait()
+    assert (pools.tensors[0] == 7).all()
+    lane.finish()
+    for block in range(64):
+        start = pools.host.offset(block)
+        page = slice(block * 4096, (block + 1) * 4096)
+        np.testing.assert_array_equal(pools.arena.array[start : start + 4096], before[page])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compute_that_is_held_sees_what_was_onboarded(way: Way) -> None:
+    pools = Pools(flat(64, 4096), slots=64)
+    gpu = StandIn(Always(way), staging_bytes=1 << 16)
+    lane = gpu.lane(pools.layout, DEVICE)
+    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), DEVICE).whole])
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[0].reached)
+    seen: list[Bytes] = []
+    gpu.on_compute(lambda: seen.append(pools.tensors[0].numpy().copy()))
+    gpu.device.mark(gpu.accelerator.compute).wait()
+    lane.finish()
+    np.testing.assert_array_equal(seen[0], pools.tensors[0].numpy())
+    np.testing.assert_array_equal(seen[0][:4096], pools.arena.array[:4096])
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", WAYS)
+def test_more_copies_than_slips_leave_no_descriptor_behind(way: Way, into: str) -> None:
+    """What describes a copy is not written again while the copy may still read it."""
+    pools = Pools(flat(64, 656), slots=64)
+    gpu = StandIn(Always(way), staging_bytes=1 << 13)
+    stream = gpu.device.stream(pools.layout, into)
+    stream.bind()
+    model = Model(pools)
+    copies = []
+    for at in range(0, 64, 4):
+        parts, slots = [Section(0, 0, tuple(range(at, at + 4)))], list(range(at, at + 4))
+        copies.append(stream.copy(between(pools, parts, slots, into).whole, ()))
+        model.move(parts, pools.images(slots), into=into)
+    for copy in copies:
+        assert copy.finish() >= 0
+    model.check(pools)
+
+
+def test_the_ring_is_gathered_into_while_the_link_empties_it() -> None:
+    """A place is gathered into again only after the link has left it, but the next place at once."""
+    pools = Pools(flat(64, 4096, refs=1), slots=64)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=8 * 4096)
+    lane = gpu.lane(pools.layout, HOST)
+    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
+    assert len(gpu.accelerator.kernels) == 64
+    lane.finish()
+    np.testing.assert_array_equal(pools.arena.array[: 64 * 4096], pools.tensors[0].numpy())
+
+
+def test_one_dma_for_each_image() -> None:
+    pools = Pools(flat(64, 512, refs=8, blocks_per_chunk=4), slots=16)
+    gpu = StandIn(Always(Way.STAGED))
+    lane = gpu.lane(pools.layout, HOST)
+    lane.send([between(pools, [Section(0, 0, tuple(range(63, -1, -1)))], range(16), HOST).whole])
+    lane.finish()
+    assert [count for _, count in gpu.library.calls] == [1, 16]  # the kernel's orders, and 16 images of 32 pages each
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+def test_host_memory_that_is_not_registered_goes_through_pinned_stages(into: str) -> None:
+    pools = Pools(flat(64, 656, refs=3, blocks_per_chunk=2), slots=32)
+    gpu = StandIn(Always(Way.DIRECT), eager=True, in_one_piece=lambda offsets, lengths: np.asarray(offsets) % 2 == 1)
+    lane = gpu.lane(pools.layout, into)
+    model = Model(pools)
+    for _ in range(2):
+        parts, slots = [Section(0, 0, tuple(range(20, 40)))], list(range(10))
+        lane.send(between(pools, parts, slots, into).whole.cut(9000))
+        model.move(parts, pools.images(slots), into=into)
+    lane.close()
+    model.check(pools)
+    assert not gpu.library.calls
+    assert gpu.device.fallbacks()["host_unregistered"] > 2
+    assert gpu.device.fallbacks()["late_bounce"] == 1
+
+
+def test_stages_for_host_memory_that_nobody_spoke_for_are_taken_at_start() -> None:
+    pools = Pools(flat(8), slots=8)
+    gpu = StandIn(Always(Way.DIRECT), eager=True, in_one_piece=None)
+    lane = gpu.lane(pools.layout, HOST)
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    lane.close()
+    assert gpu.device.fallbacks() == {"host_unregistered": 1}
+
+
+def test_no_copy_leaves_a_registered_piece() -> None:
+    """Blocks side by side and images side by side would be one piece, half of which is registered apart."""
+    layout = flat(8, 4096, refs=1)
+    pools = Pools(layout, slots=8)
+    border = pools.host.offset(2)
+
+    def in_one_piece(offsets: Bytes, lengths: Bytes) -> Bytes:
+        first, last = np.asarray(offsets), np.asarray(offsets) + lengths
+        return (first >= border) | (last <= border)
+
+    gpu = StandIn(AnyWay(0), in_one_piece=in_one_piece)
+    lane = gpu.lane(layout, HOST)
+    lane.send([between(pools, [Section(0, 0, (0, 1, 2, 3))], [0, 1, 2, 3], HOST).whole])
+    assert gpu.device.fallbacks() == {"straddling_piece": 1}
+    assert Way.DIRECT not in gpu.device._chooses.chosen  # type: ignore[union-attr]
+    lane.finish()
+    np.testing.assert_array_equal(pools.arena.array[: 4 * 4096], pools.tensors[0].numpy()[: 4 * 4096])
+
+
+def test_less_memory_to_stage_in_is_counted() -> None:
+    pools = Pools(flat(8), slots=8)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=8 << 20)
+    gpu.accelerator.refuse_above = 4 << 20
+    lane = gpu.lane(pools.layout, HOST)
+    assert gpu.device.fallbacks() == {"smaller_ring": 1}
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    lane.finish()
+    start = pools.host.offset(1)
+    np.testing.assert_array_equal(pools.arena.array[start : start + 24], pools.tensors[0].numpy()[72:96])
+
+
+def test_without_a_ring_nothing_is_staged() -> None:
+    pools = Pools(flat(8), slots=8)
+    ways = AnyWay(1)
+    gpu = StandIn(ways, staging_bytes=8 << 20)
+    gpu.accelerator.refuse_above = 1 << 20
+    lane = gpu.lane(pools.layout, HOST)
+    assert gpu.device.fallbacks() == {"smaller_ring": 2, "no_ring": 1}
+    for _ in range(20):
+        lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    lane.finish()
+    assert ways.chosen == {Way.DIRECT, Way.ZERO_COPY}
+
+
+def test_more_orders_than_was_taken_room_for_are_counted() -> None:
+    pools = Pools(flat(70_000, 1, refs=1), slots=70_000 // 4096 + 1)
+    layout = pools.layout
+    blocks = tuple(np.random.default_rng(0).permutation(70_000).tolist())
+    half = len(blocks) // 2
+    expected = pools.device_bytes()
+    expected[0][list(blocks[:half])] = expected[0][list(blocks[half:])]
+    gpu = StandIn(Always(Way.DIRECT))
+    lane = gpu.lane(layout, DEVICE)
+    lane.send([inside(layout, 0, blocks[:half], blocks[half:]).whole])
+    lane.finish()
+    np.testing.assert_array_equal(pools.device_bytes()[0], expected[0])
+    assert gpu.device.fallbacks() == {"longer_slip": 1}
+
+
+def test_kernels_do_not_touch_host_memory_where_its_addresses_do_not_serve() -> None:
+    world = World()
+    library = StandInLibrary(world)
+    library.host_pointers_serve = 0
+    gpu = StandIn(AnyWay(2), library=library)
+    library.world = gpu.world
+    pools = Pools(flat(8), slots=8)
+    lane = gpu.lane(pools.layout, HOST)
+    for _ in range(20):
+        lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    lane.finish()
+    assert gpu.device._chooses.chosen == {Way.DIRECT, Way.STAGED}  # type: ignore[union-attr]
+
+
+def test_a_driver_without_batches_is_counted() -> None:
+    world = World()
+    library = StandInLibrary(world, newest=12060)
+    gpu = StandIn(Always(Way.DIRECT), library=library)
+    assert gpu.device.fallbacks() == {"no_batched_copy": 1}
+
+
+def test_what_the_driver_refuses_ends_one_copy_only() -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(Way.STAGED))
+    lane = gpu.lane(pools.layout, HOST)
+    batch = between(pools, [Section(0, 0, (3,))], [1], HOST).whole
+    gpu.library.fail_with = 1
+    with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_VALUE"):
+        lane.send([batch])
+    lane.stream.drain()
+    gpu.library.fail_with = 0
+    lane.send([batch])
+    lane.finish()
+    start = pools.host.offset(1)
+    np.testing.assert_array_equal(
+        pools.arena.array[start : start + 4096], pools.tensors[0].numpy()[3 * 4096 : 4 * 4096]
+    )
+
+
+def test_a_batch_of_freed_memory_is_refused_before_it_moves() -> None:
+    pools = Pools(flat(16), slots=16)
+    gpu = StandIn(Always(Way.DIRECT))
+    lane = gpu.lane(pools.layout, DEVICE)
+    selection = between(pools, [Section(0, 0, (3,))], [1], DEVICE)
+    pools.layout.free()
+    with pytest.raises(FreedLayoutError):
+        lane.send([selection.whole])
+    assert not gpu.library.calls
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_loads_fit_and_lose_nothing(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    parts = data.draw(sections(layout))
+    items = chunks_of(layout, parts)
+    pools = Pools(layout, slots=max(1, items))
+    batch = between(pools, parts, range(items), DEVICE).whole
+    room = 16 * data.draw(st.integers(41, 600))
+    for part in batch.parts:
+        pieces = list(pieces_of(part, room))
+        assert sum(piece.nbytes for piece in pieces) == part.nbytes
+        assert all(staged_pitch(piece) * len(piece.images) <= room for piece in pieces)
+        for piece in pieces:
+            assert int(image_runs(layout, piece).size.sum()) == piece.chunk_bytes
+    for load in staged(batch.parts, room):
+        ends = [offset + staged_pitch(part) * len(part.images) for part, offset in load]
+        assert [offset for _, offset in load] == [0, *ends[:-1]]
+        assert ends[-1] <= room
+
+
+def test_the_engine_over_the_device() -> None:
+    """Both directions from their threads, ways at random: what comes back into other blocks is what went out."""
+    pools = Pools(flat(64, 656, refs=3, blocks_per_chunk=2), slots=32)
+    gpu = StandIn(AnyWay(5), staging_bytes=1 << 14)
+    before = [tensor.clone() for tensor in pools.tensors]
+    engine = TransferEngine(pools.layout, gpu.device, pools.host, max_batch_bytes=10_000)
+    try:
+        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, tuple(range(32)))], list(range(16)), valid=3))
+        assert engine.wait([1], PATIENCE)
+        engine.submit(transfer(2, ONBOARD, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16)), valid=3))
+        assert engine.wait([2], PATIENCE)
+        assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
+    finally:
+        engine.close()
+    for tensor, old in zip(pools.tensors, before, strict=True):
+        assert (tensor.view(64, 656)[32:] == old.view(64, 656)[:32].flip(0)).all()
+    assert not gpu.library.breaches
+
+
+def test_lanes_close_idle() -> None:
+    gpu = StandIn(Always(Way.STAGED))
+    Lane(gpu.device.stream(flat(4), HOST)).close()

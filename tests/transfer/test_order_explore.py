@@ -1,0 +1,107 @@
+"""Every order of small stories, and some of larger ones; `soak.py` tells more."""
+
+from __future__ import annotations
+
+import pytest
+from order_kit import Tale, tale
+from order_stories import STORIES, Chance
+
+from longshore.transfer.device.simulated import StuckError, World, WrongError, explore, sample
+from longshore.transfer.device.simulated.clocks import Checker, Conflict
+from longshore.transfer.device.simulated.world import BlockedError
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_every_order_of_a_story_ends_as_it_should(name: str) -> None:
+    script, options = STORIES[name]
+    explored = explore(tale(script, **options))
+    assert explored.states > explored.orders > 1
+
+
+def test_stories_by_chance() -> None:
+    chance = Chance()
+    explored = sample(chance.make, range(200))
+    assert explored.runs == 200
+    assert explored.orders > 190
+    assert chance.count() > 200
+
+
+def test_the_same_seed_tells_the_same_story() -> None:
+    assert sample(Chance().make, range(7, 8)).steps == sample(Chance().make, range(7, 8)).steps
+
+
+# Controls: the judge can say no.
+
+
+def test_accesses_that_nothing_orders_are_reported_by_kind() -> None:
+    checker = Checker()
+    checker.access("a", {"a": 1}, "first", reads=[], writes=[1])
+    checker.access("b", {"b": 1}, "second", reads=[1], writes=[])
+    checker.access("c", {"c": 1, "a": 1}, "third", reads=[], writes=[1])
+    checker.access("d", {"d": 1, "b": 1, "c": 1}, "fourth", reads=[], writes=[1])
+    assert checker.conflicts == [
+        Conflict("RAW", "first", "second"),
+        Conflict("WAR", "second", "third"),
+        Conflict("WAW", "first", "fourth"),
+    ]
+    assert str(checker.conflicts[0]) == "RAW: second is not ordered after first"
+
+
+def test_every_order_is_tried() -> None:
+    """Two streams of two operations in two halves each: all that can be told apart are told."""
+    ends: set[str] = set()
+
+    class Marks:
+        def __init__(self, world: World) -> None:
+            self.world = world
+            self.log = ""
+            for name in "ab":
+                queue = world.queue(name)
+                for _ in range(2):
+                    world.give(queue, name, (lambda name=name: self.note(name), lambda: None))
+
+        def note(self, name: str) -> None:
+            self.log += name
+
+        def play(self) -> None:
+            self.world.settle()
+            ends.add(self.log)
+
+        def verify(self) -> None:
+            pass
+
+        def state(self) -> int:
+            return hash((self.log, tuple((queue.ended, queue.half) for queue in self.world.queues)))
+
+    explore(Marks)
+    assert ends == {"aabb", "abab", "abba", "baab", "baba", "bbaa"}
+
+
+def test_a_wait_that_nothing_can_end_is_found() -> None:
+    def script(told: Tale) -> None:
+        told.world.wait_for(lambda: False)
+
+    with pytest.raises(WrongError, match="StuckError: script waits"):
+        explore(tale(script))
+    with pytest.raises(StuckError):
+        World(lambda count: 0).wait_for(lambda: False)
+
+
+def test_a_story_that_is_too_long_is_not_cut_short_in_silence() -> None:
+    script, options = STORIES["a step around copies"]
+    with pytest.raises(WrongError, match="more than 5 runs"):
+        explore(tale(script, **options), max_runs=5)
+
+
+def test_a_lane_that_would_block_is_found() -> None:
+    """It must say what it waits for, so that others can go on."""
+
+    def script(told: Tale) -> None:
+        stream = told.device.stream(told.memory.layout, "host")
+        stream.bind()
+        told.offload([0], [0])
+        batch = told.engine._board.jobs[1].selection.whole
+        with pytest.raises(BlockedError, match="finish would have blocked"):
+            stream.copy(batch, ()).finish()
+
+    tale(script)(World(lambda count: count - 1)).play()
