@@ -389,8 +389,8 @@ class TieredCache:
         self._store.check_integrity()
         self._flow.check_integrity()
         ours = {pin for pin in (*(record.pin for record in self._holds.values()), *self._step_pins) if pin.node}
-        theirs = [pin for pins in self._store.pins.values() for pin in pins]
-        if ours != set(theirs) or len(ours) != len(theirs):
+        theirs = {pin for pins in self._store.pins.values() for pin in pins}
+        if ours != theirs:
             raise CacheError(f"{len(theirs)} pins are in place, holds and peeks have {len(ours)}")
 
     # ------------------------------------------------------------------ inside
