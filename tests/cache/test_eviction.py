@@ -48,7 +48,7 @@ def evict(policy: EvictionPolicy, count: int, *, refuse: tuple[int, ...] = ()) -
     def let_go(node: int) -> bool:
         if node in refuse:
             return False
-        policy.remove(node, evicted=True)
+        policy.remove(node, evicted=policy.names[node])
         gone.append(node)
         return True
 
@@ -112,7 +112,7 @@ def test_what_lets_another_go_may_release_it_meanwhile(policy: EvictionPolicy) -
     gone: list[int] = []
 
     def let_go(node: int) -> bool:
-        policy.remove(node, evicted=True)
+        policy.remove(node, evicted=policy.names[node])
         if node == B:
             policy.release([A])
         gone.append(node)

@@ -66,6 +66,7 @@ class Eviction:
         readers, state = pool.readers, pool.state
         drop, remove, retention, log = index.drop_leaf, policy.remove, store.retention, store.log
         freed: list[int] = []
+        key_of = index.key
 
         def let_go(node: int) -> bool:
             slot = slots[node]
@@ -74,8 +75,9 @@ class Eviction:
             parent = parents[node]
             if log.on:
                 store.log_loss(node, 0, EVICTED)
-            remove(node, evicted=True)
-            drop(node)
+            key = key_of[node]
+            remove(node, evicted=key)
+            drop(node, key)
             freed.append(slot)
             if retention.used:
                 retention.forget(node)

@@ -276,12 +276,12 @@ class Index:
         for each in range(before + 1, tier + 1):
             self.reach[each][parent] += 1
 
-    def drop_leaf(self, node: int) -> None:
-        """The same as `drop_copy` for a node without children, in the only tier that there is."""
+    def drop_leaf(self, node: int, key: Key) -> None:
+        """The same as `drop_copy` for a node without children, in the only tier that there is; `key` is its key."""
         parent = self.parent[node]
         self.slot[0][node] = NONE
         self.reach[0][parent] -= 1
-        self._forget(node, parent)
+        self._forget(node, key, parent)
 
     def drop_copy(self, node: int, tier: int) -> bool:
         """Take a copy out of its node; says whether it was the last, and the node is gone. Keeps the slot's state."""
@@ -294,7 +294,7 @@ class Index:
             self.reach[each][parent] -= 1
         if after >= 0:
             return False
-        self._forget(node, parent)
+        self._forget(node, self.key[node], parent)
         return True
 
     def reveal(self, nodes: Sequence[int]) -> None:
@@ -347,9 +347,8 @@ class Index:
         self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
         self.size += more
 
-    def _forget(self, node: int, parent: int) -> None:
-        key_of, own_older, own_younger = self.key, self._older, self._younger
-        key = key_of[node]
+    def _forget(self, node: int, key: Key, parent: int) -> None:
+        own_older, own_younger = self._older, self._younger
         del self._shards[key[0]][key]
         older, younger = own_older[node], own_younger[node]
         if younger:
@@ -358,7 +357,7 @@ class Index:
             self.child[parent] = older
         if older:
             own_younger[older] = younger
-        key_of[node] = None
+        self.key[node] = None
         self.reachable[node] = 0
         self._free.append(node)
         self._count -= 1

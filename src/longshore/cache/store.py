@@ -316,7 +316,7 @@ class Store:
         if self.log.on:
             self.log_loss(node, tier, cause)
         if pool.state[slot] == READY:
-            self.policies[tier].remove(node, evicted=cause == EVICTED)
+            self.policies[tier].remove(node, evicted=index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
         if gone and self.retention.used:

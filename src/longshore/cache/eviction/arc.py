@@ -110,7 +110,7 @@ class ARC(EvictionPolicy):
                 self._place[node] = at & ~_HELD
                 self._chains.chill(at & ~_HELD, node)
 
-    def remove(self, node: int, *, evicted: bool = False) -> None:
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; its key is remembered if it was evicted."""
         at = self._place[node]
         if at == _OUT:
@@ -120,8 +120,8 @@ class ARC(EvictionPolicy):
         which = at & ~_HELD
         self._place[node] = _OUT
         self._counts[which] -= 1
-        if evicted:
-            self._ghosts[which].add(self.names[node])
+        if evicted is not None:
+            self._ghosts[which].add(evicted)
 
     def coldest(self) -> int:
         """The oldest node of the list that is longer than it should be, or else of the other one; 0 without one."""

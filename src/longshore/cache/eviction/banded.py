@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from longshore.boundary import Key
 from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
 from longshore.errors import CacheError
 
@@ -86,7 +87,7 @@ class Banded(EvictionPolicy):
         for policy, ours in self._by_policy(nodes):
             policy.release(ours)
 
-    def remove(self, node: int, *, evicted: bool = False) -> None:
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left."""
         self._of(node).remove(node, evicted=evicted)
         self._band[node] = _OUT

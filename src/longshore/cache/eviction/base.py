@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from longshore.boundary import Key
 from longshore.cache.chains import LISTS
 from longshore.errors import CacheError
 
@@ -53,8 +54,8 @@ class EvictionPolicy(ABC):
         """Those of `nodes` that are held may go again, and first."""
 
     @abstractmethod
-    def remove(self, node: int, *, evicted: bool = False) -> None:
-        """`node` left; `evicted` if for want of room, which a policy may remember."""
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
+        """`node` left; for want of room if its key is `evicted`, which a policy may remember."""
 
     @abstractmethod
     def coldest(self) -> int:
