@@ -203,21 +203,22 @@ def test_arc_gives_more_room_to_the_list_whose_ghosts_come_back() -> None:
     arc.check_integrity()
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12))))
-def test_ghosts_are_the_last_that_were_added_and_not_taken_back(steps: list[tuple[bool, int]]) -> None:
-    ghosts = Ghosts(5)
-    places: list[bytes | None] = [None] * 5
-    at = 0
-    for add, i in steps:
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12))))
+def test_ghosts_are_the_last_that_left_each_list_and_were_not_taken_back(steps: list[tuple[int, int]]) -> None:
+    ghosts = Ghosts(3)
+    places: dict[int, list[bytes | None]] = {1: [None] * 3, 2: [None] * 3}
+    at = {1: 0, 2: 0}
+    for which, i in steps:
         key = bytes([i]) * 32
-        if add and key not in places:
-            ghosts.add(key)
-            places[at] = key
-            at = (at + 1) % 5
-        elif not add:
-            assert ghosts.take(key) == (key in places)
-            places = [None if each == key else each for each in places]
-        assert len(ghosts) == 5 - places.count(None)
+        left = next((each for each, keys in places.items() if key in keys), 0)
+        if which and not left:
+            ghosts.add(key, which)
+            places[which][at[which]] = key
+            at[which] = (at[which] + 1) % 3
+        elif not which:
+            assert ghosts.take(key) == left
+            places = {each: [None if k == key else k for k in keys] for each, keys in places.items()}
+        assert ghosts.counts == [0, 3 - places[1].count(None), 3 - places[2].count(None)]
         ghosts.check_integrity()
 
 

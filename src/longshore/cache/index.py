@@ -35,7 +35,6 @@ ROOT = 0
 NONE = -1
 """No slot."""
 
-_STEP = 16384
 _SHARDS = 256
 
 
@@ -65,17 +64,17 @@ class Index:
         self.pools = list(pools)
         self.tiers = range(len(pools))
         self._others = [tuple(t for t in reversed(self.tiers) if t != tier) for tier in self.tiers]
-        self.size = LISTS
+        self.size = LISTS + sum(pool.capacity for pool in pools)
         """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
-        self.key = np.empty(LISTS + sum(pool.capacity for pool in pools), object)
-        self.parent, self.depth, self.child = (array("i", bytes(4 * LISTS)) for _ in range(3))
-        self._older, self._younger = (array("i", bytes(4 * LISTS)) for _ in range(2))
-        self.slot = [array("i", [NONE]) * LISTS for _ in pools]
-        self.reach = [array("i", bytes(4 * LISTS)) for _ in pools]
-        self.reachable = bytearray(LISTS)
+        # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
+        self.key = np.empty(self.size, object)
+        self.parent, self.depth, self.child, self._older, self._younger = (_zeros(self.size) for _ in range(5))
+        self.slot = [array("i", [NONE]) * self.size for _ in pools]
+        self.reach = [_zeros(self.size) for _ in pools]
+        self.reachable = bytearray(self.size)
         self.depth[ROOT] = -1
         self.reachable[ROOT] = 1
-        self._free = array("i")
+        self._free = array("i", range(self.size - 1, LISTS - 1, -1))
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
         self._count = 0
 
@@ -325,27 +324,14 @@ class Index:
         return lost
 
     def _numbers(self, count: int) -> list[int]:
-        while len(self._free) < count:
-            self._grow()
+        free = self._free
+        if len(free) < count:
+            raise CacheError(f"the index has room for {self.size - LISTS} chunks, one for each slot")
         if count == 0:
             return []
-        free = self._free
         nodes = free[-count:].tolist()[::-1]
         del free[-count:]
         return nodes
-
-    def _grow(self) -> None:
-        more = min(_STEP, len(self.key) - self.size)
-        if more <= 0:
-            raise CacheError(f"the index has room for {len(self.key) - LISTS} chunks, one for each slot")
-        zeros = array("i", bytes(4 * more))
-        for column in (self.parent, self.depth, self.child, self._older, self._younger, *self.reach):
-            column.extend(zeros)
-        for column in self.slot:
-            column.extend(array("i", [NONE]) * more)
-        self.reachable.extend(bytes(more))
-        self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
-        self.size += more
 
     def _forget(self, node: int, key: Key, parent: int) -> None:
         own_older, own_younger = self._older, self._younger
@@ -366,10 +352,15 @@ class Index:
 
     def resize(self) -> None:
         """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
-        size = max(self.size, LISTS + sum(pool.capacity for pool in self.pools))
-        keys = np.empty(size, object)
-        keys[: min(size, len(self.key))] = self.key[:size]
-        self.key = keys
+        more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
+        self.key = np.concatenate([self.key, np.empty(more, object)])
+        for column in (self.parent, self.depth, self.child, self._older, self._younger, *self.reach):
+            column.extend(_zeros(more))
+        for column in self.slot:
+            column.extend(array("i", [NONE]) * more)
+        self.reachable.extend(bytes(more))
+        self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
+        self.size += more
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless family links, reach counts and closure hold everywhere."""
@@ -402,6 +393,10 @@ class Index:
             counted = sum(self.coldest(c) >= tier for c in self.children(node))
             if counted != self.reach[tier][node]:
                 raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
+
+
+def _zeros(count: int) -> array[int]:
+    return array("i", bytes(4 * count))
 
 
 def _column(column: array[int]) -> npt.NDArray[np.int32]:

@@ -27,6 +27,7 @@ def resize(store: Store, tier: int, slots: int, *, discard: bool) -> None:
         store.detach(node, tier, cause="discarded")
     pool.resize(slots)
     index.resize()
+    store.fit()
     for each, policy in zip(store.pools, store.policies, strict=True):
         policy.resize(each.capacity, index.key)
 

@@ -75,13 +75,13 @@ class Store:
         self.backlog = Backlog(self.index, self.backup_threshold)
         self.retention = Keeping(self)
         self.eviction = Eviction(self)
-        self._grow()
+        self.fit()
 
-    def _grow(self) -> None:
-        self._size = self.index.size
+    def fit(self) -> None:
+        """Give all books room for the nodes that the index has now."""
         for policy in self.policies:
-            policy.grow(self._size)
-        self.backlog.grow(self._size)
+            policy.grow(self.index.size)
+        self.backlog.grow(self.index.size)
 
     # ------------------------------------------------------------------ arrivals
 
@@ -92,8 +92,6 @@ class Store:
         """
         slots = self.pools[0].allocate(len(keys))
         self.index.link(parent, keys, 0, slots)
-        if self.index.size != self._size:
-            self._grow()
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
@@ -126,8 +124,6 @@ class Store:
                 index.add_copy(node, tier, slot)
             else:
                 (node,) = index.extend(ROOT if parent is None else index.get(parent), [key], tier, [slot])
-                if index.size != self._size:
-                    self._grow()
             self._settle_in([node], tier)
 
     def age(self, tier: int, keys: Sequence[Key]) -> None:
