@@ -203,6 +203,16 @@ def test_arc_gives_more_room_to_the_list_whose_ghosts_come_back() -> None:
     arc.check_integrity()
 
 
+def test_arc_learns_the_more_from_a_ghost_the_fewer_there_are_of_its_kind() -> None:
+    arc = make(ARC, 8)
+    assert isinstance(arc, ARC)
+    arc.insert([A, *NODES[4:8]])
+    arc.touch(NODES[4:8])
+    assert evict(arc, 5) == [A, *NODES[4:8]]
+    arc.insert([A])  # the only one seen once, beside four seen often
+    assert arc.target == 4
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12))))
 def test_ghosts_are_the_last_that_left_each_list_and_were_not_taken_back(steps: list[tuple[int, int]]) -> None:
     ghosts = Ghosts(3)

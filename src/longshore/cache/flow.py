@@ -109,6 +109,12 @@ class Flow:
         self.outbox.append(transfer)
         return job
 
+    def leave_device(self) -> bool:
+        """Cancel what moves bytes into or out of the device; says whether nothing does any more."""
+        touching = [job for job, record in self.jobs.items() if DEVICE in record.transfer.route]
+        self.outbox += [Cancel(job) for job in touching]
+        return not touching
+
     def withdraw(self, job: int) -> None:
         """The host gives an offer back: it ends as cancelled. Raises `JobError` for any other job."""
         record = self.jobs.get(job)
@@ -147,6 +153,7 @@ class Flow:
         after: tuple[int, ...] = (),
         load: Load | None = None,
         by_layer: bool = False,
+        prefetch: bool = False,
         command: bool = True,
     ) -> Job:
         """Register a job for chunks whose source slots are pinned and whose destinations are placed.
@@ -161,7 +168,7 @@ class Flow:
             items=self._items(keys, parents, source, destination),
             sections=sections,
             by_layer=by_layer,
-            urgency=Urgency.WRITE if writing else Urgency.DEMAND,
+            urgency=Urgency.WRITE if writing else Urgency.PREFETCH if prefetch else Urgency.DEMAND,
             deadline=self.now + timeout,
             after=after,
             generation=self.generation,

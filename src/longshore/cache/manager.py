@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from longshore.boundary import DEVICE, Command, Key, Route, Slot, TransferResult
+from longshore.boundary import DEVICE, Cancel, Command, Key, Route, Slot, TransferResult
 from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction import ARC, EvictionPolicy
 from longshore.cache.flow import Flow
@@ -80,6 +80,7 @@ class TieredCache:
         self._storing = Storing(self._flow)
         self._holds: dict[int, HoldRecord] = {}
         self._step_pins: list[Pin] = []
+        self._asleep = False
 
     @property
     def generation(self) -> int:
@@ -178,6 +179,17 @@ class TieredCache:
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
         return Onboarding(sum(part.chunks for part in parts), parts)
 
+    def prefetch(self, hold: Hold) -> tuple[int, ...]:
+        """Bring the held chunks into the host tier while their request waits; returns the jobs, which may be none.
+
+        Best effort: nothing that is not backed up makes way. Whoever will not go on without them waits until no job is
+        `in_flight`, or for so long; `onboard` joins what is under way. Letting go of the hold cancels the rest.
+        """
+        record = self._hold(hold)
+        jobs = self._loading.prefetch(record.keys)
+        record.prefetches += jobs
+        return tuple(jobs)
+
     def outcome(self, hold: Hold) -> Outcome | None:
         """How the onboarding of `hold` ended; `None` while it has not. Raises `HoldError` if none was ordered."""
         return self._load(hold).outcome
@@ -199,6 +211,7 @@ class TieredCache:
         if record.load is not None and record.load.outcome is None:
             self._flow.abandon(record.load)
             self._conclude(record.load, MissReason.CANCELLED)
+        self._flow.outbox += [Cancel(job) for job in record.prefetches if job in self._flow.jobs]
         del self._holds[hold.id]
         self._store.touch(self._store.index.path(record.pin.node, len(record.keys)))
         self._store.unpin(record.pin)
@@ -299,6 +312,19 @@ class TieredCache:
         adopted = {key for _, key, _ in reachable}
         self._store.age(level, [key for _, key, _ in known if key in adopted])
         return len(adopted)
+
+    def sleep(self) -> bool:
+        """The device's memory is about to be freed: cancel what touches it, and take no orders that would.
+
+        Says whether nothing touches it any more; until then it must stay, and this is to be asked again when results
+        have been applied. The tiers keep what they have; to forget that too, `reset`.
+        """
+        self._asleep = True
+        return self._flow.leave_device()
+
+    def wake(self) -> None:
+        """The device's memory is back, and empty."""
+        self._asleep = False
 
     def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
         """Have `slots` slots in `tier` from now on; the caller gives or takes the memory.
@@ -435,6 +461,8 @@ class TieredCache:
             raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")
 
     def _check_blocks(self, blocks: Sequence[int]) -> None:
+        if self._asleep:
+            raise CacheError("the device's memory was given up by `sleep`, and not taken back by `wake`")
         limit = self.settings.device_blocks
         if len(set(blocks)) != len(blocks):
             raise CacheError(f"device blocks are distinct, got {list(blocks)[:8]}")
