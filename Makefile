@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract orders soak race-mutants clean
+.PHONY: demo test lint types tests contract gpu orders soak race-mutants clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -20,7 +20,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/ready
-	$(BIN)/mypy -p longshore
+	MYPYPATH=src:. $(BIN)/mypy -p longshore -p examples
 
 tests: $(VENV)/ready
 	$(BIN)/pytest -q
@@ -44,6 +44,20 @@ contract: $(VENV)/ready
 		PYTHONPATH=.venvs/transformers-$$version $(BIN)/pytest -q -p no:cacheprovider \
 			tests/engines/transformers/test_contract.py tests/engines/transformers/test_exactness.py; \
 	done
+
+# Tests and figures of an NVIDIA GPU; fails where there is none. SANITIZED names the tests that compute-sanitizer watches.
+SANITIZED ?= every_way_keeps_every_byte or reference_does
+gpu: $(VENV)/ready
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+		echo "make gpu: no GPU here (torch sees no CUDA device): nothing was tested, nothing was measured" >&2; exit 1; }
+	$(BIN)/python -c 'import triton' || $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[cuda]'
+	$(BIN)/pytest -q tests/gpu
+	$(BIN)/python -m examples.reference_engine --device cuda
+	@if command -v compute-sanitizer >/dev/null; then set -x; \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --target-processes all \
+			$(BIN)/python -m pytest -q -p no:cacheprovider tests/gpu -k "$(SANITIZED)"; \
+	else echo "make gpu: no compute-sanitizer here: memory accesses were not watched"; fi
+	$(BIN)/python benchmarks/gpu.py
 
 # The ordering code on the simulated device: every order of small stories, many larger ones by chance.
 orders: $(VENV)/ready

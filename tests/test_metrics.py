@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from longshore.boundary import Route, Status
 from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, TierSpec
+from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import Runtime
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.host import HostTier
+from longshore.transfer import CpuDevice, TransferEngine
 from pinning import PinningDevice
 from scripted import Scripted
 
@@ -108,3 +111,19 @@ def test_an_arena_shows_what_it_has_and_every_fallback_from_the_start() -> None:
 
 def test_without_a_host_tier_at_hand_nothing_is_said_about_its_memory() -> None:
     assert b"longshore_arena" not in generate_latest(registry(make()[0]))
+
+
+def test_an_engine_shows_its_queues_and_what_its_device_did_the_slower_way() -> None:
+    class Slow(CpuDevice):
+        def fallbacks(self) -> dict[str, int]:
+            return {"new_event": 3}
+
+    host = HostTier(Arena(2 * PAGE), slots=2, image_bytes=PAGE)
+    engine = TransferEngine(from_rows(torch.zeros(4, 8), pages_per_block=2, block_size=4), Slow(), host)
+    found = CollectorRegistry()
+    found.register(LongshoreCollector(make()[0], engine=engine))
+    assert found.get_sample_value("longshore_queued_transfers", {"into": "host", "urgency": "write"}) == 0
+    assert found.get_sample_value("longshore_refused_transfers_total") == 0
+    assert found.get_sample_value("longshore_device_fallbacks_total", {"reason": "new_event"}) == 3
+    engine.close()
+    assert found.get_sample_value("longshore_device_fallbacks_total", {"reason": "new_event"}) == 3

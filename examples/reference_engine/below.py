@@ -2,8 +2,8 @@
 
 An engine asks in this order:
 
-    match      how far do the tiers have this prompt?            holds: there it stays, until they are closed
-    onboard    into these device blocks, please                  an Arrival for each group
+    match      how far do device and tiers have this prompt?     Found; what the tiers have is held
+    onboard    into these device blocks, please                  an Arrival for each group; the hold goes with it
     copy       the first tokens of one block into another        an Arrival
         arrival.layer(3)    before layer 3 is computed: may it be?
         arrival.whole()     before a result is used: has all of it arrived, and did nothing fail afterwards?
@@ -30,15 +30,10 @@ from longshore.runtime.stack import Stack
 
 
 class Arrival(ABC):
-    """Device `blocks` that are being filled.
-
-    Attributes:
-        failed: Set by the engine once an answer was no: other requests need not ask again.
-    """
+    """Device `blocks` that are being filled."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self.blocks = tuple(blocks)
-        self.failed = False
 
     @abstractmethod
     def layer(self, layer: int) -> bool:
@@ -103,11 +98,11 @@ class Below(ABC):
         start = group.first_needed(reach)
         while start < len(path) and path[start] in self.pool.index:
             start += 1
-        return self.hold(path, start) if start < len(path) else Match(start, 0, (), None)
+        return self.hold(path, start) if start < len(path) else Match(start, 0, None)
 
     @abstractmethod
     def hold(self, path: Sequence[Key], start: int) -> Match:
-        """What the tiers have of `path[start:]`."""
+        """What the tiers have of `path[start:]`, held."""
 
     @abstractmethod
     def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
@@ -147,7 +142,7 @@ class Tiers(Below):
         super().__init__(pool)
         self.stack = stack
         self.overlapped = 0
-        """Layers that were computed while later ones of the same arrival were still travelling."""
+        """Layers on which compute began while later ones of the same job were still travelling."""
         self.patience = patience
         self._compute = compute
         self.by_layer = by_layer
@@ -171,12 +166,14 @@ class Tiers(Below):
         hold = found.matches[group].hold
         if hold is None:
             raise ValueError(f"nothing was found of group {group}")
-        by_layer = self.by_layer and all(run.tier == HOST for match in found.matches for run in match.runs)
         with self.stack.runtime.control() as cache:
+            holds = [match.hold for match in found.matches if match.hold is not None]
+            by_layer = self.by_layer and all(run.tier == HOST for each in holds for run in cache.runs(each))
             order = cache.onboard(hold, blocks, group=group, by_layer=by_layer)
             for part in order.parts:
                 self._guard.add(part.job, blocks)
-        return _Load(self, blocks, hold, order.parts[0].job if by_layer and order.parts else None)
+        job = order.parts[0].job if by_layer and order.parts else None
+        return _Load(self, blocks, hold, job, self.groups[group].layers[-1])
 
     def drop(self, found: Found) -> None:
         """Release the holds."""
@@ -215,23 +212,25 @@ class Tiers(Below):
                 cache.reset()
 
     def wait_layer(self, job: int, layer: int, deadline: float) -> bool:
-        """Whether `layer` of `job` may be computed on; counts how often others were still to come."""
-        engine, clock = self.stack.engine, self.stack.runtime.clock
+        """Whether `layer` of `job` may be computed on."""
+        timeout = max(0.0, deadline - self.stack.runtime.clock())
         try:
-            if engine.wait_layer(job, layer, max(0.0, deadline - clock())) is not Status.OK:
-                return False
-            last = self.stack.layout.num_layers - 1
-            self.overlapped += layer < last and engine.wait_layer(job, last, 0.0) is Status.DEADLINE
+            return self.stack.engine.wait_layer(job, layer, timeout) is Status.OK
         except PlanError:  # its mover refused the job, and does not know it
             return False
-        return True
+
+    def note_overlap(self, job: int) -> None:
+        """A layer of `job` is about to be computed that is not its last."""
+        self.stack.runtime.pump()
+        self.overlapped += self.stack.runtime.in_flight(job)
 
 
 class _Load(Arrival):
-    """What a hold is on, by one `job` that goes layer by layer, or else by any number of jobs."""
+    """What a hold is on, by one `job` that goes layer by layer, `last` the last, or else by any number of jobs."""
 
-    def __init__(self, tiers: Tiers, blocks: Sequence[int], hold: Hold, job: int | None) -> None:
+    def __init__(self, tiers: Tiers, blocks: Sequence[int], hold: Hold, job: int | None, last: int) -> None:
         super().__init__(blocks)
+        self._last = last
         self._tiers = tiers
         self._hold = hold
         self._job = job
@@ -241,7 +240,10 @@ class _Load(Arrival):
         """By the layer's event, or by the end of everything."""
         if self._job is None:
             return self.whole()
-        return self._tiers.wait_layer(self._job, layer, self._deadline)
+        is_here = self._tiers.wait_layer(self._job, layer, self._deadline)
+        if is_here and layer != self._last:
+            self._tiers.note_overlap(self._job)
+        return is_here
 
     def whole(self) -> bool:
         """By the outcome: on an accelerator a copy can still fail after compute was made to wait for it."""
@@ -277,8 +279,8 @@ class _Copy(Arrival):
         return has_ended and self._tiers.wait_layer(self._job, last, 0.0)
 
     def close(self) -> bool:
-        """Nothing to let go of."""
-        return not self.failed
+        """Nothing to let go of, and nobody else can find the block."""
+        return True
 
 
 class DeviceOnly(Below):
@@ -292,7 +294,7 @@ class DeviceOnly(Below):
 
     def hold(self, path: Sequence[Key], start: int) -> Match:
         """Nothing."""
-        return Match(start, 0, (), None)
+        return Match(start, 0, None)
 
     def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
         """Nothing is ever found."""

@@ -32,11 +32,13 @@ class Schedule(NamedTuple):
     """What another engine must do likewise to compute the same bits.
 
     Attributes:
+        turn: Requests were admitted in this order, which is not that of submission where one had to begin anew.
         hit: Leading tokens that were not computed.
         sources: For each group, the block that the last of them were copied from, if any.
         published: Blocks that went into the prefix cache as this request computed them.
     """
 
+    turn: int = 0
     hit: int = 0
     sources: tuple[bytes | None, ...] = ()
     published: frozenset[bytes] = frozenset()
@@ -51,8 +53,9 @@ class Request:
         wanted: Tokens of the answer that are still to come.
         replay: Do as another engine did.
         logits: One for each token of the answer, shape `(vocab,)`.
-        schedule: What was done.
-        hits: Tokens that were not computed: those of the `"device"`, of the `"tiers"`, and `"copied"` within a block.
+        schedule: What was done since the request was last admitted.
+        hits: Tokens that were not computed then: those that the `"device"` had, those of which a group came from the
+            `"tiers"`, and those `"copied"` out of another request's block.
         restarts: How often something that was promised did not come.
         tables: For each group, its blocks in logical order; -1 where the window has passed.
         computed: Leading tokens whose K and V are in those blocks, or on their way.
@@ -96,10 +99,7 @@ class _Part(NamedTuple):
 
 
 class _DidNotComeError(Exception):
-    """A layer, or the rest of an arrival."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival
+    """Something that a request was promised: one layer of it, or the whole."""
 
 
 class Engine:
@@ -116,6 +116,7 @@ class Engine:
         scope = scope_of(decoder, pool)
         self._roots = [replace(scope, group=group.name, block_size=group.block_size).root for group in self._groups]
         self._arriving: dict[int, Arrival] = {}
+        self._turns = 0
 
     # ------------------------------------------------------------------ requests
 
@@ -155,6 +156,8 @@ class Engine:
         """The second half: compute on layers as they arrive; whether anything was."""
         done = [(request, logits) for request in list(self.running) if (logits := self._compute(request)) is not None]
         self.below.end_step()
+        for request in self.running:
+            request.arrivals = [[] for _ in self._groups]
         self._close_arrivals()
         for request, logits in done:
             request.logits.append(logits)
@@ -165,11 +168,20 @@ class Engine:
             self._let_go(request)
         return bool(done)
 
+    def abort(self, request: Request) -> None:
+        """Nobody waits for the answer any more; what is on its way for nobody else is cancelled."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self._stop(request)
+            self._close_arrivals()
+
     def sleep(self, *, clear: bool = False) -> None:
         """Give the device's memory back; requests begin anew after `wake_up`. `clear` also forgets the tiers."""
         self.below.end_step()
         for request in self.running[::-1]:
-            self._preempt(request)
+            self._stop(request)
+            self.waiting.insert(0, request)
         self._close_arrivals()
         self.below.sleep(clear=clear)
         self.pool.sleep()
@@ -206,7 +218,8 @@ class Engine:
         request.computed = hit
         request.published = [part.skipped for part in parts]
         sources = tuple(part.source.key if part.source is not None else None for part in parts)
-        request.schedule = Schedule(hit, sources)
+        self._turns += 1
+        request.schedule = Schedule(self._turns, hit, sources)
         loaded = [part.loaded * kind.block_size for part, kind in zip(parts, self._groups, strict=True)]
         request.hits = Counter(device=found.tokens - max(loaded), tiers=max(loaded), copied=hit - found.tokens)
 
@@ -259,9 +272,8 @@ class Engine:
         while True:
             try:
                 return self._forward(request)
-            except _DidNotComeError as missing:
-                missing.arrival.failed = True
-            request.restarts += 1
+            except _DidNotComeError:
+                request.restarts += 1
             self._give_blocks(request)
             try:
                 self._admit(request, 0)
@@ -273,27 +285,26 @@ class Engine:
     def _forward(self, request: Request) -> torch.Tensor:
         def before_layer(layer: int) -> None:
             for arrival in request.arrivals[self.decoder.shape.group_of(layer)]:
-                if arrival.failed or not arrival.layer(layer):
-                    raise _DidNotComeError(arrival)
+                if not arrival.layer(layer):
+                    raise _DidNotComeError
 
         new = request.tokens[request.computed :]
         logits = self.decoder.forward(new, request.computed, request.tables, self.pool.pages, before_layer)
         for arrival in chain.from_iterable(request.arrivals):
             if not arrival.whole():
-                raise _DidNotComeError(arrival)
+                raise _DidNotComeError
         return logits
 
     # ------------------------------------------------------------------ publish
 
     def _close_arrivals(self) -> None:
-        """The step is over. What has not arrived by now never will: nobody may find it."""
+        """Let go of what no request waits for. What has not arrived by now never will: nobody may find it."""
+        awaited = {arrival for request in self.running for arrival in chain.from_iterable(request.arrivals)}
         for arrival in dict.fromkeys(self._arriving.values()):
-            if not arrival.close():
+            if arrival not in awaited and not arrival.close():
                 for block in arrival.blocks:
                     self.pool.forget(block)
-        self._arriving.clear()
-        for request in self.running:
-            request.arrivals = [[] for _ in self._groups]
+        self._arriving = {block: arrival for block, arrival in self._arriving.items() if arrival in awaited}
 
     def _publish(self, request: Request) -> None:
         """Blocks that became complete go down, and into the prefix cache.
@@ -322,8 +333,7 @@ class Engine:
     def _let_go(self, request: Request) -> None:
         """Give back what the window has passed, or all when the answer is complete."""
         if not request.wanted:
-            self._give_blocks(request)
-            self.running.remove(request)
+            self._stop(request)
             return
         for kind, table in zip(self._groups, request.tables, strict=True):
             passed = [at for at in range(kind.first_needed(request.computed)) if table[at] >= 0]
@@ -331,15 +341,14 @@ class Engine:
             for at in passed:
                 table[at] = -1
 
-    def _preempt(self, request: Request) -> None:
+    def _stop(self, request: Request) -> None:
         self._give_blocks(request)
         self.running.remove(request)
-        self.waiting.insert(0, request)
 
     def _give_blocks(self, request: Request) -> None:
         """Tails first: what is evicted first is what is needed least."""
         self.pool.give([block for table in request.tables for block in reversed(table) if block >= 0])
-        request.tables = []
+        request.tables, request.arrivals = [], []
 
     # ------------------------------------------------------------------ inside
 

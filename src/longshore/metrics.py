@@ -3,7 +3,7 @@
 Every label is present from the start, at zero, so that a tier that never serves is visible as such.
 
     from prometheus_client import REGISTRY
-    REGISTRY.register(LongshoreCollector(stack.runtime, stack.host))
+    REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine))
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from longshore.cache import Counters, TierStats
 from longshore.runtime import Runtime
 from longshore.tiers.arena import ArenaReport
 from longshore.tiers.host import HostTier
+from longshore.transfer import TransferEngine, TransferStats
 
 
 class LongshoreCollector(Collector):
-    """The metrics of one runtime, and of the memory of `host` where that is in this process."""
+    """The metrics of one runtime, and of the `host` memory and the transfer `engine` that are in this process."""
 
-    def __init__(self, runtime: Runtime, host: HostTier | None = None) -> None:
+    def __init__(self, runtime: Runtime, host: HostTier | None = None, engine: TransferEngine | None = None) -> None:
         self._runtime = runtime
         self._host = host
+        self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
         """All metric families, read in one go under the runtime's lock; also after its end."""
         with self._runtime.observe() as cache:
             books = [*_counters(cache.counters), *_gauges(cache.stats(), cache.held, cache.jobs_in_flight)]
-        return books if self._host is None else [*books, *_arena(self._host.report)]
+        arena = [] if self._host is None else _arena(self._host.report)
+        transfers = [] if self._engine is None else _transfers(self._engine.stats())
+        return [*books, *arena, *transfers]
 
 
 def _counters(counters: Counters) -> Iterable[Metric]:
@@ -79,6 +83,16 @@ def _arena(report: ArenaReport) -> Iterable[Metric]:
         yield GaugeMetricFamily(f"longshore_arena_{name}", about, value=value)
     about = "What the host arena had to do without"
     yield _family("longshore_arena_fallbacks", about, "reason", report.fallbacks)
+
+
+def _transfers(stats: TransferStats) -> Iterable[Metric]:
+    queued = GaugeMetricFamily("longshore_queued_transfers", "Transfers that wait", labels=["into", "urgency"])
+    for (into, urgency), count in stats.queued.items():
+        queued.add_metric([into, urgency.name.lower()], count)
+    yield queued
+    yield CounterMetricFamily("longshore_refused_transfers", "Transfers that a queue had no room for", stats.refused)
+    about = "What the device did the slower way"
+    yield _family("longshore_device_fallbacks", about, "reason", stats.fallbacks)
 
 
 def _family(name: str, about: str, label: str, values: Mapping[Any, float]) -> Metric:

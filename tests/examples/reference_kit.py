@@ -67,15 +67,30 @@ class Gate:
 
 
 class GatedLink(CpuDevice):
-    """Real copies, each of which waits at the gate of its direction; `fault` may raise in its place."""
+    """Real copies, each of which waits at the gate of its direction.
+
+    `fault` may raise in place of a copy, `late_fault` after the copy was said to be under way. `marked` and `held` are
+    the compute sides that were named.
+    """
 
     def __init__(self) -> None:
         self.gates = {DEVICE: Gate(), HOST: Gate()}
         self.fault: Callable[[Batch], None] = lambda batch: None
+        self.late_fault: Callable[[Batch], None] = lambda batch: None
         self.inside = 0
+        self.marked: list[object] = []
+        self.held: list[object] = []
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return _GatedStream(self, into)
+
+    def mark(self, compute: object) -> Event:
+        self.marked.append(compute)
+        return super().mark(compute)
+
+    def hold(self, compute: object, event: Event) -> None:
+        self.held.append(compute)
+        super().hold(compute, event)
 
 
 class _GatedStream(CpuStream):
@@ -88,7 +103,25 @@ class _GatedStream(CpuStream):
         self._link.gates[self._into].pass_through()
         self._link.fault(batch)
         self._link.inside += batch.inside
-        return super().copy(batch, after)
+        return _GatedCopy(self._link, batch, super().copy(batch, after))
+
+
+class _GatedCopy(Copy):
+    def __init__(self, link: GatedLink, batch: Batch, copy: Copy) -> None:
+        self._link = link
+        self._batch = batch
+        self._copy = copy
+
+    @property
+    def reached(self) -> Event:
+        return self._copy.reached
+
+    def passed(self) -> bool:
+        return self._copy.passed()
+
+    def finish(self) -> float:
+        self._link.late_fault(self._batch)
+        return self._copy.finish()
 
 
 class Rig:
@@ -101,15 +134,15 @@ class Rig:
         by_layer: bool = True,
         patience: float = PATIENCE,
         batch: int = 2,
-        decoder: Decoder = DECODER,
+        compute: object = None,
         **settings: Any,
     ) -> None:
         self.link = GatedLink()
         self.pool = DevicePool(SHAPE, blocks, CPU)
         config = Config.make(**{"host_size": "4MiB", "background": False, **settings})
-        self.stack = open_stack(config, self.pool.layout, scope_of(decoder, self.pool), self.link)
-        self.tiers = Tiers(self.stack, self.pool, by_layer=by_layer, patience=patience)
-        self.engine = Engine(decoder, self.pool, self.tiers, batch=batch)
+        self.stack = open_stack(config, self.pool.layout, scope_of(DECODER, self.pool), self.link)
+        self.tiers = Tiers(self.stack, self.pool, compute, by_layer=by_layer, patience=patience)
+        self.engine = Engine(DECODER, self.pool, self.tiers, batch=batch)
 
     def serve(self, prompt: Sequence[int], wanted: int = 3) -> Request:
         request = self.engine.submit(prompt, wanted)
@@ -143,20 +176,18 @@ def rig(blocks: int = 24, **settings: Any) -> Iterator[Rig]:
     finally:
         for gate in made.link.gates.values():
             gate.open()
-        made.link.fault = lambda batch: None
+        made.link.fault = made.link.late_fault = lambda batch: None
         made.stack.close()
 
 
-def resident(
-    requests: Sequence[Request], prompts: Sequence[Sequence[int]], decoder: Decoder = DECODER
-) -> list[Request]:
-    """The same prompts, on a device that never evicts and has no tiers, with the same hits."""
-    engine = Engine(decoder, DevicePool(SHAPE, 4096, CPU))
-    replayed = []
-    for request, prompt in zip(requests, prompts, strict=True):
-        replayed.append(engine.submit(prompt, len(request.logits), request.schedule))
+def resident(requests: Sequence[Request], prompts: Sequence[Sequence[int]]) -> list[Request]:
+    """The same prompts, on a device that never evicts and has no tiers, by the same schedule."""
+    engine = Engine(DECODER, DevicePool(SHAPE, 4096, CPU))
+    replayed = {}
+    for at in sorted(range(len(requests)), key=lambda at: requests[at].schedule.turn):
+        replayed[at] = engine.submit(prompts[at], len(requests[at].logits), requests[at].schedule)
         engine.run()
-    return replayed
+    return [replayed[at] for at in range(len(requests))]
 
 
 def same_bits(one: Request, other: Request) -> bool:

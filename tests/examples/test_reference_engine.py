@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -149,6 +150,51 @@ def _dense(prompt: list[int]) -> torch.Tensor:
     return norm(hidden)[-1] @ DECODER.head.T
 
 
+def test_there_is_one_version_of_a_block() -> None:
+    """The last block of a prompt that fills it is computed again, in another batch of tokens: its bits may differ."""
+    prompt = tokens(1, 48)
+    prompts = [prompt, prompt, prompt + tokens(2, 9), prompt + tokens(3, 9)]
+    with rig(64) as made:
+        requests = []
+        for turn, each in enumerate(prompts):
+            requests.append(made.serve(each))
+            if turn != 1:
+                made.evict_all()
+        assert [request.schedule.hit for request in requests] == [0, 40, 48, 48]
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_conversation_with_any_fault_gives_the_same_bits(seed: int) -> None:
+    """Both tiers too small, copies that fail, two requests at once, sleep in between."""
+    random = Random(seed)
+    known = [tokens(100 + each, 70) for each in range(3)]
+    prompts: list[list[int]] = []
+    requests: list[Request] = []
+
+    dice = {DEVICE: Random(seed), HOST: Random(seed)}  # each direction has a thread of its own
+
+    def fault(batch: Batch) -> None:
+        if dice[batch.into].random() < 0.02:
+            raise RuntimeError("no")
+
+    with rig(44, by_layer=seed % 2 == 0, host_size=f"{random.choice([200, 400])}KiB") as made:
+        made.link.fault = fault
+        for turn in range(16):
+            prompts.append(random.choice(known)[: random.randint(1, 70)] + tokens(turn, random.randint(0, 12)))
+            requests.append(made.engine.submit(prompts[-1], random.randint(1, 9)))
+            if random.random() < 0.6:
+                made.engine.run()
+            if random.random() < 0.2:
+                made.engine.run()
+                made.engine.sleep(clear=random.random() < 0.3)
+                made.engine.wake_up()
+        made.engine.run()
+        made.check_nothing_is_held()
+        assert made.link.gates[DEVICE].passed > 0
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
 # ---------------------------------------------------------------------- layer by layer
 
 
@@ -243,10 +289,10 @@ def test_the_block_that_is_copied_from_may_itself_be_on_its_way(by_layer: bool) 
 
 
 def failing_layer(layer: int) -> Callable[[Batch], None]:
-    """The device refuses to copy `layer` into itself."""
+    """`layer` cannot be copied from the host."""
 
     def fault(batch: Batch) -> None:
-        if batch.into == DEVICE and batch.of_layer(layer).parts:
+        if batch.into == DEVICE and not batch.inside and batch.of_layer(layer).parts:
             raise RuntimeError(f"layer {layer} cannot be copied")
 
     return fault
@@ -269,14 +315,15 @@ def test_a_layer_that_fails_is_a_miss(layer: int, by_layer: bool) -> None:
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
 
 
+@pytest.mark.parametrize("layer", [3, 5])
 @pytest.mark.parametrize("by_layer", [True, False], ids=["layer by layer", "whole"])
-def test_whoever_shares_an_arrival_that_fails_recomputes_too(by_layer: bool) -> None:
-    """Also the copy of a block that never came."""
+def test_whoever_shares_an_arrival_that_fails_recomputes_too(layer: int, by_layer: bool) -> None:
+    """Also whoever has copied from a block that never came: that copy succeeds."""
     prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
     with rig(64, by_layer=by_layer) as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
-        made.link.fault = failing_layer(3)
+        made.link.fault = failing_layer(layer)
         requests += [made.engine.submit(prompt, 3) for prompt in prompts[1:]]
         made.engine.run()
         assert [request.restarts for request in requests] == [0, 1, 1]
@@ -304,7 +351,7 @@ def test_a_copy_inside_the_device_that_fails_is_a_miss() -> None:
 def test_a_layer_that_is_late_is_a_miss(passes: int, by_layer: bool) -> None:
     """Its blocks stay away from others until the copy has ended; then they are all there again."""
     prompts = [tokens(1, 45), tokens(1, 45), tokens(3, 10)]
-    with rig(40, by_layer=by_layer, patience=0.3) as made:
+    with rig(40, by_layer=by_layer, patience=0.1) as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
         gate = made.link.gates[DEVICE]
@@ -348,6 +395,70 @@ def test_tiers_that_are_gone_are_a_miss() -> None:
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
 
 
+def test_a_load_that_is_cancelled_is_a_miss() -> None:
+    """A reset while it travels: it may arrive, and counts no more."""
+    prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 45)]
+    with rig() as made:
+        requests = [made.serve(prompts[0])]
+        made.evict_all()
+        gate = made.link.gates[DEVICE]
+        gate.shut()
+        requests.append(made.engine.submit(prompts[1], 3))
+        made.engine.admit()
+        assert gate.wait_arrived(1)
+        with made.stack.runtime.control() as cache:
+            cache.reset()
+        gate.open()
+        made.engine.compute()
+        made.engine.run()
+        assert (requests[1].restarts, requests[1].schedule.hit) == (1, 0)
+        made.evict_all()
+        requests.append(made.serve(prompts[2]))
+        assert requests[2].hits["tiers"] == 40
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the first", "who shares"])
+def test_an_aborted_request_takes_nothing_from_others(first: bool) -> None:
+    prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
+    with rig(48, patience=0.1) as made:
+        requests = [made.serve(prompts[0])]
+        made.evict_all()
+        gate = made.link.gates[DEVICE]
+        gate.shut()
+        both = [made.engine.submit(prompt, 3) for prompt in prompts[1:]]
+        made.engine.admit()
+        made.engine.abort(both[0 if first else 1])
+        gate.open()
+        made.settle()
+        kept = both[1 if first else 0]
+        made.engine.compute()
+        made.engine.run()
+        assert (len(kept.logits), kept.restarts) == (3, 0)
+        requests.append(kept)
+        made.engine.abort(kept)  # too late
+        made.check_nothing_is_held()
+    kept_prompt = prompts[2 if first else 1]
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, [prompts[0], kept_prompt]), strict=True))
+
+
+def test_when_the_last_request_is_aborted_nothing_is_left() -> None:
+    with rig(48, patience=0.1) as made:
+        made.serve(tokens(1, 45))
+        made.evict_all()
+        made.link.gates[DEVICE].shut()
+        requests = [made.engine.submit(tokens(1, 45), 3) for _ in range(3)]
+        made.engine.admit()
+        for request in requests:
+            made.engine.abort(request)
+        with made.stack.runtime.observe() as cache:
+            assert cache.held == 0
+        made.link.gates[DEVICE].open()
+        made.check_nothing_is_held()
+        assert not made.pool.index
+
+
 def test_a_prompt_that_can_never_fit_is_refused() -> None:
     with rig(8) as made:
         with pytest.raises(CapacityError, match="need"):
@@ -361,6 +472,90 @@ def test_a_schedule_that_cannot_be_replayed_is_refused() -> None:
         requests = [made.serve(prompt), made.serve(prompt)]
     with pytest.raises(EngineError, match="replayed"):
         resident(requests[1:], [prompt])
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["from the host", "inside the device"])
+def test_a_layer_that_fails_after_it_was_computed_on_is_a_miss(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an accelerator may: compute was made to wait for a copy, and only then the copy fails."""
+    prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
+    computed = threading.Event()
+
+    def late_fault(batch: Batch) -> None:
+        if batch.into == DEVICE and batch.inside == inside and batch.of_layer(SHAPE.layers - 1).parts:
+            assert computed.wait(PATIENCE)
+            raise RuntimeError("no")
+
+    with rig(64) as made:
+        requests = [made.serve(prompts[0])]
+        if not inside:
+            made.evict_all()
+        made.link.late_fault = late_fault
+        forward = DECODER.forward
+
+        def then_fail(*args: Any) -> torch.Tensor:
+            logits = forward(*args)
+            computed.set()
+            return logits
+
+        monkeypatch.setattr(DECODER, "forward", then_fail)
+        requests.append(made.serve(prompts[1]))
+        monkeypatch.undo()
+        assert (requests[1].restarts, requests[1].schedule.hit) == (1, 0)
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+def test_a_late_copy_inside_the_device_disturbs_nobody() -> None:
+    """The third request takes every block but those that the copy reads and writes, of each group one."""
+    prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9), tokens(3, 93), tokens(3, 93)]
+    with rig(40, patience=0.1) as made:
+        requests = [made.serve(prompts[0])]
+        made.settle()
+        made.link.gates[DEVICE].shut()
+        requests.append(made.serve(prompts[1]))
+        assert requests[1].restarts == 1
+        requests.append(made.serve(prompts[2]))
+        assert made.pool.obtainable == made.pool.size - 4
+        made.link.gates[DEVICE].open()
+        made.settle()
+        requests.append(made.serve(prompts[3]))
+        assert requests[3].hits["device"] == 88
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+def test_blocks_that_are_still_on_their_way_down_are_not_written() -> None:
+    prompts = [tokens(1, 45), tokens(2, 45), tokens(1, 45)]
+    with rig(20, patience=0.1) as made:
+        made.link.gates[HOST].shut()
+        requests = [made.serve(prompts[0]), made.engine.submit(prompts[1], 3)]
+        with pytest.raises(CapacityError, match="copies still touch"):
+            made.engine.run()
+        made.link.gates[HOST].open()
+        made.settle()
+        made.engine.run()
+        requests.append(made.serve(prompts[2]))
+        assert requests[2].hits["tiers"] == 40
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+@pytest.mark.parametrize("by_layer", [True, False], ids=["layer by layer", "whole"])
+def test_copies_are_ordered_against_the_stream_that_computes(by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = object()
+    forward = DECODER.forward
+    with rig(compute=stream, by_layer=by_layer) as made:
+        monkeypatch.setattr(DECODER, "forward", lambda *args: (made.link.marked.append("compute"), forward(*args))[1])
+        made.serve(tokens(1, 45))
+        monkeypatch.undo()
+        # Before the step; then, after its compute, before the offloads of each group.
+        assert made.link.marked[:4] == [stream, "compute", stream, stream]
+        made.evict_all()
+        made.link.marked.clear()
+        made.serve(tokens(1, 45))
+        assert len(made.link.marked) >= 3
+        assert set(made.link.marked) == {stream}
+        assert set(made.link.held) == ({stream} if by_layer else set())
 
 
 # ---------------------------------------------------------------------- sleep
@@ -386,8 +581,10 @@ def test_asleep_every_plan_is_refused() -> None:
         with pytest.raises(FreedLayoutError):
             made.stack.engine.submit(_onboard_by_hand())
         with made.stack.runtime.control() as cache:
-            cache.copy_inside([Slot(DEVICE, 0, 0)], [1])
-        assert made.stack.runtime.wait_ended([1], PATIENCE)
+            job = cache.copy_inside([Slot(DEVICE, 0, 0)], [1])
+        assert made.stack.runtime.wait_ended([job], PATIENCE)
+        with made.stack.runtime.observe() as cache:
+            assert cache.counters.routes["device->device"].failed == 1
         assert not made.engine.step()
 
 
@@ -436,6 +633,24 @@ def test_sleep_with_transfers_in_flight_both_ways() -> None:
         made.check_nothing_is_held()
     others = resident([*requests, again], [*prompts, prompts[1]])
     assert all(same_bits(*pair) for pair in zip([*requests, again], others, strict=True))
+
+
+def test_a_request_that_has_begun_to_answer_begins_anew_after_sleep() -> None:
+    """With what it had answered as part of its prompt: another batch of tokens, so the last bits may differ."""
+    prompt = tokens(1, 45)
+    with rig() as made:
+        (undisturbed,) = resident([_wanting(12)], [prompt])
+        request = made.engine.submit(prompt, 12)
+        for _ in range(8):
+            assert made.engine.step()
+        made.engine.sleep()
+        made.engine.wake_up()
+        made.engine.run()
+        assert (request.schedule.hit, request.hits["tiers"]) == (48, 48)
+        assert request.tokens == undisturbed.tokens
+        for logits, expected in zip(request.logits, undisturbed.logits, strict=True):
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+        made.check_nothing_is_held()
 
 
 def test_sleep_waits_no_longer_than_it_is_told_to() -> None:

@@ -199,6 +199,22 @@ def test_freed_memory_is_let_go_and_can_be_taken_back() -> None:
     assert int(layout.table(0).base[0]) == elsewhere.data_ptr() + 16 != base
 
 
+def test_memory_that_goes_in_between_is_refused_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are planned in other threads than the one that frees."""
+    layout = from_rows(torch.zeros(4, 64, dtype=torch.uint8), pages_per_block=2, block_size=4)
+    check_live = KVLayout.check_live
+
+    def check_and_free(self: KVLayout) -> None:
+        check_live(self)
+        self.free()
+
+    monkeypatch.setattr(KVLayout, "check_live", check_and_free)
+    assert len(layout.table(0).base) == 2
+    layout.free()
+    with pytest.raises(FreedLayoutError):
+        layout.table(0)
+
+
 def test_only_tensors_like_those_that_were_freed_are_taken_back() -> None:
     layout = KVLayout((one_group(PageRef(0, 0, 8, 8)),), [bytes_of(80)], 10)
     with pytest.raises(LayoutError, match="still has its device memory"):

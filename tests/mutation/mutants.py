@@ -67,12 +67,15 @@ def _changes(node: ast.AST) -> Iterator[_Change]:  # noqa: PLR0912 - one case fo
                 yield _Change(node.values[index], "operand dropped", _without_value(index))
         case ast.FunctionDef(returns=ast.Name(id="bool")) if _returns(node):
             yield _Change(_returns(node)[-1], f"{node.name} always true", _always_true)
-        case ast.Call(func=ast.Name(id="Access"), args=[_, _, _]):
+        case ast.Call(func=ast.Name(id="Access"), args=[_, _, writes]) if ast.unparse(writes) != "False":
             yield _Change(node, "write taken for a read", _reads_only)
         case ast.Call(args=[_, *rest]):
             for index, argument in enumerate(rest, 1):
                 if isinstance(argument, ast.Attribute) and argument.attr in {"fences", "after"}:
                     yield _Change(node, "nothing waited for", _no_fences(index))
+        case ast.Dict(keys=[ast.Tuple(), *_]):
+            for index in range(len(node.keys)):
+                yield _Change(node.keys[index] or node, "edge dropped", _without_key(index))
         case ast.List(elts=[_, *_]) if isinstance(node.ctx, ast.Load):
             for index in range(len(node.elts)):
                 yield _Change(node.elts[index], "element dropped", _without_element(index))
@@ -125,6 +128,15 @@ def _without_value(index: int) -> Callable[[ast.AST], ast.AST]:
 def _without_element(index: int) -> Callable[[ast.AST], ast.AST]:
     def apply(node: ast.AST) -> ast.AST:
         del node.elts[index]  # type: ignore[attr-defined]
+        return node
+
+    return apply
+
+
+def _without_key(index: int) -> Callable[[ast.AST], ast.AST]:
+    def apply(node: ast.AST) -> ast.AST:
+        del node.keys[index]  # type: ignore[attr-defined]
+        del node.values[index]  # type: ignore[attr-defined]
         return node
 
     return apply

@@ -36,6 +36,15 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/transfer/test_transfer_order.py",
         "tests/transfer/test_order_explore.py",
     ),
+    "runtime": ("tests/runtime/test_block_guard.py",),
+    "cache": (
+        "tests/cache/test_states.py",
+        "tests/cache/test_pool.py",
+        "tests/cache/test_life.py",
+        "tests/cache/test_loading.py",
+        "tests/cache/test_writing.py",
+        "tests/cache/test_state_machine.py",
+    ),
 }
 """Tests that know the order, the quickest first."""
 
@@ -45,6 +54,9 @@ MODULES: dict[str, str] = {
     "transfer/lane.py": "transfer",
     "transfer/engine.py": "transfer",
     "transfer/driver.py": "transfer",
+    "runtime/guard.py": "runtime",
+    "cache/states.py": "cache",
+    "cache/pool.py": "cache",
 }
 """The ordering code, and the suite that guards it."""
 

@@ -12,9 +12,10 @@ import torch
 from longshore.boundary import FILE, HOST
 from longshore.config import Config
 from longshore.keys import Scope
-from longshore.layout import from_rows
+from longshore.layout import KVLayout, from_rows
 from longshore.runtime.stack import Stack, open_stack
-from longshore.transfer.device import device_for
+from longshore.transfer.device import CpuDevice, Stream, device_for
+from longshore.transfer.device.base import InOnePiece
 
 BLOCKS, ROW = 24, 6 * 1000  # rows that are no multiple of anything
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
@@ -44,6 +45,24 @@ def stack(request: pytest.FixtureRequest, tmp_path: Path, background: bool) -> I
     )
     with open_stack(config, layout, scope, device_for(layout)) as opened:
         yield opened, rows
+
+
+def test_the_device_is_told_what_it_reaches(tmp_path: Path) -> None:
+    class Told(CpuDevice):
+        arena = None
+
+        def reach(self, in_one_piece: InOnePiece) -> None:
+            self.arena = in_one_piece.__self__  # type: ignore[attr-defined]
+
+        def stream(self, layout: KVLayout, into: str) -> Stream:
+            assert self.arena is not None
+            return super().stream(layout, into)
+
+    device = Told()
+    layout = from_rows(torch.zeros(4, 600, dtype=torch.uint8), pages_per_block=6, block_size=10)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=10)
+    with open_stack(Config.make(host_size="256KiB"), layout, scope, device) as opened:
+        assert device.arena is opened.arena
 
 
 def offload(stack: Stack, blocks: list[int]) -> None:

@@ -1,17 +1,19 @@
 """A CUDA driver and streams without a GPU: bytes really move, by the very structures and addresses that were handed
 over, and as late as the order that was asked for allows.
 
-Nothing runs when it is submitted. A stream is a queue; it runs only when somebody waits for an event on it, up to that
-event, and what that event waited for on other streams. So whatever is not ordered is overtaken.
+A stream is a queue. In the first of three moods it runs only when somebody waits for an event on it, up to that event,
+and what that event waited for on other streams; in the second as soon as it may; in the third in random turns. So
+whatever is not ordered is overtaken in one of them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from device_kit import Lane
@@ -29,48 +31,80 @@ RETURN_INVALID_VALUE = 1
 RETURN_NO_CONTEXT = 201
 
 
-class Breach(Exception):  # noqa: N818 - it is a finding, not an error
-    """A rule of the driver was broken."""
+class Work(NamedTuple):
+    """Something on a stream; with `needs`, a wait for a point on another one."""
+
+    run: Callable[[], None]
+    needs: tuple[LazyStream, int] | None = None
 
 
 class LazyStream:
-    """Work in order, which runs when it must."""
+    """Work in order, which runs when it must, or when the world's mood says so."""
 
     def __init__(self, name: str, world: World) -> None:
         self.name = name
         self.world = world
-        self.queue: deque[Callable[[], None]] = deque()
+        self.queue: deque[Work] = deque()
         self.given = 0
         self.run = 0
         self.cuda_stream = world.register(self)
 
-    def give(self, work: Callable[[], None]) -> None:
+    def give(self, run: Callable[[], None], needs: tuple[LazyStream, int] | None = None) -> None:
         with self.world.lock:
-            self.queue.append(work)
+            self.queue.append(Work(run, needs))
             self.given += 1
             if self.world.eager:
-                self.run_to(self.given)
+                self.world.settle()
+
+    def can_step(self) -> bool:
+        needs = self.queue[0].needs if self.queue else None
+        return bool(self.queue) and (needs is None or needs[0].run >= needs[1])
+
+    def step(self) -> None:
+        work = self.queue.popleft()
+        self.run += 1
+        work.run()
 
     def run_to(self, count: int) -> None:
+        """Run what must have run, here and on other streams, and nothing else."""
         while self.run < count:
-            work = self.queue.popleft()
-            self.run += 1
-            work()
+            needs = self.queue[0].needs
+            if needs is not None:
+                needs[0].run_to(needs[1])
+            if self.run < count:
+                self.step()
 
 
 class World:
-    """All streams by their handles."""
+    """All streams by their handles, and how they get on.
+
+    By itself everything waits until somebody must have it. With `eager`, everything but the engine's own stream runs as
+    soon as it may. With `chance`, whoever waits sees streams run in random turns until what it waits for has passed.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.streams: dict[int, LazyStream] = {}
         self.clock = 0
         self.eager = False
+        self.chance: random.Random | None = None
+        self.log: list[tuple[str, str, object]] = []
 
     def register(self, stream: LazyStream) -> int:
         handle = 0x5000 + 16 * len(self.streams)
         self.streams[handle] = stream
         return handle
+
+    def settle(self) -> None:
+        """Let all but the engine's own stream run as far as they may."""
+        ours = [stream for stream in self.streams.values() if stream.name != "compute"]
+        while ready := [stream for stream in ours if stream.can_step()]:
+            ready[0].step()
+
+    def run_to(self, stream: LazyStream, count: int) -> None:
+        while self.chance is not None and stream.run < count:
+            self.chance.choice([ready for ready in self.streams.values() if ready.can_step()]).step()
+        stream.run_to(count)
 
 
 class LazyEvent:
@@ -85,9 +119,9 @@ class LazyEvent:
     def record(self, stream: LazyStream) -> None:
         with self.world.lock:
             self.stream = stream
-            stamp = self._stamp
-            stream.give(stamp)
-            self.at = stream.given
+            self.at = stream.given + 1
+            self.world.log.append(("record", stream.name, (stream.name, self.at)))
+            stream.give(self._stamp)
 
     def _stamp(self) -> None:
         self.world.clock += 1
@@ -96,13 +130,13 @@ class LazyEvent:
     def wait(self, stream: LazyStream) -> None:
         with self.world.lock:
             if self.stream is not None:
-                other, at = self.stream, self.at
-                stream.give(lambda: other.run_to(at))
+                self.world.log.append(("wait", stream.name, (self.stream.name, self.at)))
+                stream.give(lambda: None, (self.stream, self.at))
 
     def synchronize(self) -> None:
         with self.world.lock:
             if self.stream is not None:
-                self.stream.run_to(self.at)
+                self.world.run_to(self.stream, self.at)
 
     def query(self) -> bool:
         with self.world.lock:
@@ -241,6 +275,11 @@ class StandInLibrary:
         ctypes.memmove(destination, source, nbytes)
 
 
+def kernels_for(shape: Shape) -> tuple[int, int, bool]:
+    """What of a shape a kernel is compiled for."""
+    return shape.word, shape.span, shape.tail
+
+
 def uint8(nbytes: int, value: int = 0xA5) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
@@ -253,7 +292,10 @@ class StandInAccelerator(CudaAccelerator):
         self.world = world or World()
         self.compute = LazyStream("compute", self.world)
         self.kernels: list[str] = []
+        self.prepared: set[tuple[int, int, bool]] = set()
+        self.launched: set[tuple[int, int, bool]] = set()
         self.refuse_above: int | None = None
+        self.all_aligned = True
         self._used = threading.local()
 
     @property
@@ -284,6 +326,9 @@ class StandInAccelerator(CudaAccelerator):
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         return uint8(nbytes, 0x5A)
 
+    def prepare(self, shape: Shape) -> None:
+        self.prepared.add(kernels_for(shape))
+
     def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
         self._later(kernels.gather_reference, blocks, rows, table, shape)
 
@@ -295,16 +340,28 @@ class StandInAccelerator(CudaAccelerator):
 
     def _later(self, kernel: Callable[..., None], *arguments: Any) -> None:
         self.kernels.append(kernel.__name__.removesuffix("_reference"))
+        self.launched.add(kernels_for(arguments[-1]))
+        aligned = {tensor.data_ptr() % 16 == 0 for tensor in arguments[:-1]}
+        self.all_aligned = self.all_aligned and aligned == {True}
         cast(LazyStream, self.current_stream()).give(lambda: kernel(*arguments))
 
 
 class StandIn:
     """A CUDA device on the stand-ins."""
 
-    def __init__(self, chooses: Chooses | None, *, eager: bool = False, library: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        chooses: Chooses | None,
+        *,
+        mood: str | int = "lazy",
+        library: Any = None,
+        **options: Any,
+    ) -> None:
+        """`mood`: "lazy", "eager", or the seed of random turns."""
         self.accelerator = StandInAccelerator()
         self.world = self.accelerator.world
-        self.world.eager = eager
+        self.world.eager = mood == "eager"
+        self.world.chance = random.Random(mood) if isinstance(mood, int) else None
         self.library = library or StandInLibrary(self.world)
         options.setdefault("in_one_piece", everything)
         self.device = CudaDevice(
@@ -312,7 +369,10 @@ class StandIn:
         )
 
     def lane(self, layout: KVLayout, into: str) -> Lane:
-        return Lane(self.device.stream(layout, into))
+        lane = Lane(self.device.stream(layout, into))
+        compute = self.accelerator.compute
+        compute.run_to(compute.given)  # what the engine did before is over: nothing of it holds the lane's streams
+        return lane
 
     def on_compute(self, work: Callable[[], object]) -> None:
         """Give the engine's own stream something to do."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from transfer_kit import Pools
+from transfer_kit import Bytes, Pools
 
 from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.layout import KVLayout
@@ -38,6 +38,16 @@ def inside(layout: KVLayout, group: int, blocks: Sequence[int], sources: Sequenc
     pool = layout.pools[group]
     items = [Item(bytes(32), None, Slot(DEVICE, pool, source), None, 1) for source in sources]
     return select_inside(layout, [Section(group, 0, tuple(blocks))], items)
+
+
+def copied_inside(
+    device: list[Bytes], layout: KVLayout, group: int, written: Sequence[int], read: Sequence[int]
+) -> None:
+    """The same in a model's bytes."""
+    for ref in layout.groups[group].refs:
+        for target, source in zip(written, read, strict=True):
+            to, at = ref.offset + target * ref.stride, ref.offset + source * ref.stride
+            device[ref.tensor][to : to + ref.page_bytes] = device[ref.tensor][at : at + ref.page_bytes]
 
 
 class Lane:

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from longshore.layout import KVLayout
 from longshore.transfer import CpuDevice
@@ -168,4 +167,4 @@ class SlowStream(CpuStream):
             time.sleep(self.pauses.choice([0.0, 0.0002, 0.001]))
             copy_pieces(source[part], destination[part], size[part])
         time.sleep(self.pauses.choice([0.0, 0.0005]))
-        return super().copy(replace(batch, parts=()), after)
+        return super().copy(batch._replace(parts=()), after)

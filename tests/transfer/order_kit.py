@@ -142,7 +142,7 @@ class Tale:
         parts = tuple(partial(self._write, layer, pages, value) for layer in range(LAYERS))
         self.world.give(queue, f"compute writes {block}", parts, writes=self._cells(range(LAYERS), block))
 
-    def reads(self, block: int, *, layers: Sequence[int] = range(LAYERS)) -> None:
+    def reads(self, block: int, *, layers: Sequence[int] = range(LAYERS), queue: Queue | None = None) -> None:
         """Compute reads a block, and looks at what it reads."""
         self._pause()
         pages = self._pages(block)
@@ -152,16 +152,16 @@ class Tale:
             )
             for layer in layers
         )
-        self.world.give(self.compute, f"compute reads {block}", parts, reads=self._cells(layers, block))
+        self.world.give(queue or self.compute, f"compute reads {block}", parts, reads=self._cells(layers, block))
 
     def begin_step(self, queue: Queue | None = None) -> None:
         self._pause()
         self.engine.begin_step(queue)
 
-    def end_step(self, jobs: Sequence[int] | None = None) -> None:
+    def end_step(self, jobs: Sequence[int] | None = None, queue: Queue | None = None) -> None:
         self._pause()
         self._hazards().learn_all()
-        self.engine.end_step(None, jobs)
+        self.engine.end_step(queue, jobs)
 
     def offload(self, blocks: Sequence[int], slots: Sequence[int], **fields: Any) -> int:
         return self._submit(transfer(self._number(), OFFLOAD, [Section(0, 0, tuple(blocks))], slots, **fields), slots)

@@ -23,7 +23,7 @@ class Bench:
         self.driver = Driver(self.library)
         self.stream = LazyStream("own", self.world)
 
-    def copy(self, count: int, *, inside: bool = False) -> None:
+    def copy(self, count: int) -> None:
         """Copy `count` pieces of unlike sizes to scrambled places, and check every byte."""
         random = np.random.default_rng(count)
         sizes = random.integers(1, 30, count).astype(np.uint64)
@@ -35,7 +35,7 @@ class Bench:
         for place, start, size in zip(places.tolist(), starts.tolist(), sizes.tolist(), strict=True):
             expected[place : place + size] = source[start : start + size]
         to, at = places + np.uint64(target.ctypes.data), starts + np.uint64(source.ctypes.data)
-        self.driver.copy(self.stream.cuda_stream, to, at, sizes, inside=inside)
+        self.driver.copy(self.stream.cuda_stream, to, at, sizes)
         assert not target.any()
         self.stream.run_to(self.stream.given)
         np.testing.assert_array_equal(target, expected)
@@ -71,11 +71,10 @@ def test_at_most_4096_copies_in_one_call(count: int) -> None:
     )
 
 
-def test_overlap_with_compute_is_asked_for_on_the_link_only() -> None:
+def test_overlap_with_compute_is_asked_for() -> None:
     bench = Bench()
     bench.copy(3)
-    bench.copy(3, inside=True)
-    assert bench.library.flags == [module.PREFER_OVERLAP, 0]
+    assert bench.library.flags == [module.PREFER_OVERLAP]
 
 
 @pytest.mark.parametrize("handle", [0, 1])

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 
 from longshore.transfer.device.cuda import kernels as compiled
 from longshore.transfer.device.cuda.shape import Shape
-
-triton = pytest.importorskip("triton")
 
 PAGES = (1, 7, 8, 24, 656, 4096)
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 from cuda_stand_in import StandIn, StandInLibrary, World
-from device_kit import Lane, between, inside
+from device_kit import Lane, between, copied_inside, inside
 from gated import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,13 +16,14 @@ from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layout
 
 from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
-from longshore.layout import KVLayout
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.cuda.calibrate import Always
 from longshore.transfer.device.cuda.chooser import Load, Way
+from longshore.transfer.device.cuda.resources import PLACES
 from longshore.transfer.device.cuda.runs import image_runs, pieces_of, staged, staged_pitch
 
 WAYS = list(Way)
+MOODS: list[str | int] = ["lazy", "eager", 1, 2, 3]
 
 
 class AnyWay:
@@ -70,34 +71,116 @@ def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
     gpu.device.close()
 
 
+@pytest.mark.parametrize("mood", ["lazy", "eager", "random"])
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 1 << 30), bytes_at_once=st.integers(1, 3000), staging=st.sampled_from([0, 4096, 1 << 20]))
-def test_what_follows_another_way_sees_its_bytes(seed: int, bytes_at_once: int, staging: int) -> None:
-    """Onboard into some blocks, copy them on inside the device, onboard over what was copied: in one lane's order."""
+@given(seed=st.integers(0, 1 << 30), staging=st.sampled_from([0, 4096, 1 << 20]))
+def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: int) -> None:
+    """Onboard into some blocks, copy them on inside the device, onboard over what was copied: in one lane's order.
+
+    The last of them is waited for first.
+    """
     chance = random.Random(seed)
-    pools = Pools(flat(24, chance.choice([7, 24, 656]), refs=3, blocks_per_chunk=2), slots=6, seed=seed % 100)
-    ways = AnyWay(seed)
-    gpu = StandIn(ways, staging_bytes=staging)
+    pools = Pools(flat(12, chance.choice([7, 24, 656]), refs=3, blocks_per_chunk=2), slots=6, seed=seed % 100)
+    gpu = StandIn(AnyWay(seed), staging_bytes=staging, mood=seed if mood == "random" else mood)
     lane = gpu.lane(pools.layout, DEVICE)
     model = Model(pools)
-    for _ in range(5):
-        blocks = chance.sample(range(24), 8)
-        if chance.random() < 0.5:
-            parts, slots = [Section(0, 0, tuple(blocks[:6]))], chance.sample(range(6), 3)
-            lane.send(between(pools, parts, slots, DEVICE).whole.cut(bytes_at_once))
+    for _ in range(lane.stream.depth):
+        blocks = chance.sample(range(12), 12)
+        if chance.random() < 0.6:
+            parts, slots = [Section(0, 0, tuple(blocks[:10]))], chance.sample(range(6), 5)
+            lane.send([between(pools, parts, slots, DEVICE).whole])
             model.move(parts, pools.images(slots), into=DEVICE)
         else:
-            lane.send(inside(pools.layout, 0, blocks[:4], blocks[4:]).whole.cut(bytes_at_once))
-            copied_inside(model.device, pools.layout, blocks[:4], blocks[4:])
+            lane.send([inside(pools.layout, 0, blocks[:6], blocks[6:]).whole])
+            copied_inside(model.device, pools.layout, 0, blocks[:6], blocks[6:])
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[-1].reached)
+    gpu.device.mark(gpu.accelerator.compute).wait()
     lane.close()
     model.check(pools)
 
 
-def copied_inside(device: list[Bytes], layout: KVLayout, written: list[int], read: list[int]) -> None:
-    for ref in layout.groups[0].refs:
-        for target, source in zip(written, read, strict=True):
-            to, at = ref.offset + target * ref.stride, ref.offset + source * ref.stride
-            device[ref.tensor][to : to + ref.page_bytes] = device[ref.tensor][at : at + ref.page_bytes]
+@pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_reach_in_the_order_of_their_calls(mood: str | int, seed: int) -> None:
+    """Whoever waits for the last of several offloads by several ways may overwrite the pages of all."""
+    pools = Pools(flat(16, 656), slots=16)
+    gpu = StandIn(AnyWay(seed), mood=mood)
+    lane = gpu.lane(pools.layout, HOST)
+    model = Model(pools)
+    for first in range(0, 16, 4):
+        parts, slots = [Section(0, 0, tuple(range(first, first + 4)))], list(range(first, first + 4))
+        lane.send([between(pools, parts, slots, HOST).whole])
+        model.move(parts, pools.images(slots), into=HOST)
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[-1].reached)
+    gpu.on_compute(lambda: pools.tensors[0].fill_(7))
+    gpu.device.mark(gpu.accelerator.compute).wait()
+    lane.finish()
+    np.testing.assert_array_equal(pools.host_bytes(), model.host)
+
+
+@pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way), mood=mood)
+    lane = gpu.lane(pools.layout, DEVICE)
+    gpu.on_compute(lambda: pools.arena.array.fill(9))
+    mark = gpu.device.mark(gpu.accelerator.compute)
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole], (mark,))
+    lane.finish()
+    assert (pools.tensors[0].view(8, 4096)[3] == 9).all()
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_place_of_the_ring_is_filled_again_only_when_it_is_empty(into: str, seed: int) -> None:
+    pools = Pools(flat(40, 512, refs=1), slots=40)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=PLACES * 512, mood=seed)
+    lane = gpu.lane(pools.layout, into)
+    model = Model(pools)
+    parts = [Section(0, 0, tuple(range(40)))]
+    lane.send([between(pools, parts, range(40), into).whole])
+    model.move(parts, pools.images(range(40)), into=into)
+    lane.finish()
+    model.check(pools)
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", WAYS)
+def test_after_a_drain_nothing_is_under_way(way: Way, into: str) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way))
+    stream = gpu.device.stream(pools.layout, into)
+    stream.bind()
+    parts = [Section(0, 0, (3,))]
+    stream.copy(between(pools, parts, [1], into).whole, ())
+    stream.drain()
+    model = Model(pools)
+    model.move(parts, pools.images([1]), into=into)
+    model.check(pools)
+
+
+def test_bounced_copies_come_after_all_and_before_all_on_both_streams() -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
+    lane = gpu.lane(pools.layout, HOST)
+    kernels, link = (stream.name for stream in list(gpu.world.streams.values())[1:3])
+    gpu.world.log.clear()
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    log = gpu.world.log
+    assert [line[:2] for line in log[:2]] == [("record", link), ("wait", kernels)]
+    assert log[0][2] == log[1][2]
+    assert [line[:2] for line in log[-2:]] == [("record", kernels), ("wait", link)]
+    assert log[-2][2] == log[-1][2]
+    lane.finish()
+
+
+def test_streams_begin_after_what_used_their_memory_before() -> None:
+    gpu = StandIn(Always(Way.DIRECT))
+    gpu.device.stream(flat(4), HOST)
+    waits = [line for line in gpu.world.log if line[0] == "wait"]
+    assert [stream for _, stream, _ in waits] == [stream.name for stream in list(gpu.world.streams.values())[1:3]]
+    assert all(isinstance(point, tuple) and point[0] == "compute" for *_, point in waits)
 
 
 @settings(deadline=None, max_examples=20)
@@ -109,7 +192,7 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
     written, read = blocks[:count], blocks[count : 2 * count]
     pools = Pools(layout, slots=1)
     expected = pools.device_bytes()
-    copied_inside(expected, layout, written, read)
+    copied_inside(expected, layout, 0, written, read)
     gpu = StandIn(Always(Way.DIRECT))
     lane = gpu.lane(layout, DEVICE)
     lane.send(inside(layout, 0, written, read).whole.cut(data.draw(st.integers(1, 9000))))
@@ -117,26 +200,29 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
     for got, wanted in zip(pools.device_bytes(), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
     assert set(gpu.accelerator.kernels) == {"shift"}
+    # The driver has brought orders and nothing else: what it prefers for the link is slow inside the device.
+    assert {count for _, count in gpu.library.calls} == {1}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_copy_waits_for_compute(way: Way, waits: bool) -> None:
+@pytest.mark.parametrize("mood", MOODS)
+def test_a_copy_waits_for_compute(way: Way, mood: str | int) -> None:
     pools = Pools(flat(8, 4096), slots=8)
-    gpu = StandIn(Always(way))
+    gpu = StandIn(Always(way), mood=mood)
     lane = gpu.lane(pools.layout, HOST)
     gpu.on_compute(lambda: pools.tensors[0].fill_(7))
     mark = gpu.device.mark(gpu.accelerator.compute)
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole], (mark,) if waits else ())
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole], (mark,))
     lane.finish()
     offset = pools.host.offset(1)
-    assert (pools.arena.array[offset : offset + 4096] == 7).all() == waits
+    assert (pools.arena.array[offset : offset + 4096] == 7).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_onboard_waits_for_compute_that_still_reads(way: Way) -> None:
+@pytest.mark.parametrize("mood", MOODS)
+def test_an_onboard_waits_for_compute_that_still_reads(way: Way, mood: str | int) -> None:
     pools = Pools(flat(8, 4096), slots=8)
-    gpu = StandIn(Always(way))
+    gpu = StandIn(Always(way), mood=mood)
     lane = gpu.lane(pools.layout, DEVICE)
     seen: list[Bytes] = []
     before = pools.tensors[0].numpy().copy()
@@ -149,9 +235,10 @@ def test_an_onboard_waits_for_compute_that_still_reads(way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: Way) -> None:
+@pytest.mark.parametrize("mood", MOODS)
+def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: Way, mood: str | int) -> None:
     pools = Pools(flat(64, 4096), slots=64)
-    gpu = StandIn(Always(way), staging_bytes=1 << 16)
+    gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
     lane = gpu.lane(pools.layout, HOST)
     before = pools.tensors[0].numpy().copy()
     lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
@@ -167,9 +254,10 @@ def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: W
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_compute_that_is_held_sees_what_was_onboarded(way: Way) -> None:
+@pytest.mark.parametrize("mood", MOODS)
+def test_compute_that_is_held_sees_what_was_onboarded(way: Way, mood: str | int) -> None:
     pools = Pools(flat(64, 4096), slots=64)
-    gpu = StandIn(Always(way), staging_bytes=1 << 16)
+    gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
     lane = gpu.lane(pools.layout, DEVICE)
     lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), DEVICE).whole])
     gpu.device.hold(gpu.accelerator.compute, lane.under_way[0].reached)
@@ -203,12 +291,31 @@ def test_more_copies_than_slips_leave_no_descriptor_behind(way: Way, into: str) 
 def test_the_ring_is_gathered_into_while_the_link_empties_it() -> None:
     """A place is gathered into again only after the link has left it, but the next place at once."""
     pools = Pools(flat(64, 4096, refs=1), slots=64)
-    gpu = StandIn(Always(Way.STAGED), staging_bytes=8 * 4096)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=PLACES * 4096)
     lane = gpu.lane(pools.layout, HOST)
     lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
     assert len(gpu.accelerator.kernels) == 64
     lane.finish()
     np.testing.assert_array_equal(pools.arena.array[: 64 * 4096], pools.tensors[0].numpy())
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", [Way.STAGED, Way.ZERO_COPY])
+@pytest.mark.parametrize("page", [7, 24, 656, 4096, 1 << 16])
+def test_kernels_for_whole_blocks_are_compiled_at_start(way: Way, into: str, page: int) -> None:
+    """Nothing is compiled while copies wait: neither for another shape, nor for pointers that are aligned otherwise."""
+    pools = Pools(flat(9, page, refs=3, blocks_per_chunk=2), slots=5)
+    gpu = StandIn(Always(way), staging_bytes=1 << 20)
+    lane = gpu.lane(pools.layout, into)
+    prepared = set(gpu.accelerator.prepared)
+    for blocks in ((5, 2, 8, 1), (3, 4), (7,)):
+        parts = [Section(0, 0, blocks)]
+        lane.send([between(pools, parts, range((len(blocks) + 1) // 2), into).whole])
+    if into == DEVICE:
+        lane.send([inside(pools.layout, 0, [1, 2, 3], [4, 5, 6]).whole])
+    lane.finish()
+    assert gpu.accelerator.launched <= prepared
+    assert gpu.accelerator.all_aligned
 
 
 def test_one_dma_for_each_image() -> None:
@@ -223,7 +330,7 @@ def test_one_dma_for_each_image() -> None:
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 def test_host_memory_that_is_not_registered_goes_through_pinned_stages(into: str) -> None:
     pools = Pools(flat(64, 656, refs=3, blocks_per_chunk=2), slots=32)
-    gpu = StandIn(Always(Way.DIRECT), eager=True, in_one_piece=lambda offsets, lengths: np.asarray(offsets) % 2 == 1)
+    gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=lambda offsets, lengths: np.asarray(offsets) % 2 == 1)
     lane = gpu.lane(pools.layout, into)
     model = Model(pools)
     for _ in range(2):
@@ -239,7 +346,7 @@ def test_host_memory_that_is_not_registered_goes_through_pinned_stages(into: str
 
 def test_stages_for_host_memory_that_nobody_spoke_for_are_taken_at_start() -> None:
     pools = Pools(flat(8), slots=8)
-    gpu = StandIn(Always(Way.DIRECT), eager=True, in_one_piece=None)
+    gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
     lane = gpu.lane(pools.layout, HOST)
     lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
     lane.close()
@@ -256,11 +363,15 @@ def test_no_copy_leaves_a_registered_piece() -> None:
         first, last = np.asarray(offsets), np.asarray(offsets) + lengths
         return (first >= border) | (last <= border)
 
-    gpu = StandIn(AnyWay(0), in_one_piece=in_one_piece)
+    class StagedAsDirectMayNot:
+        def choose(self, load: Load, ways: Collection[Way]) -> Way:
+            assert Way.DIRECT not in ways
+            return Way.STAGED
+
+    gpu = StandIn(StagedAsDirectMayNot(), in_one_piece=in_one_piece)
     lane = gpu.lane(layout, HOST)
     lane.send([between(pools, [Section(0, 0, (0, 1, 2, 3))], [0, 1, 2, 3], HOST).whole])
     assert gpu.device.fallbacks() == {"straddling_piece": 1}
-    assert Way.DIRECT not in gpu.device._chooses.chosen  # type: ignore[union-attr]
     lane.finish()
     np.testing.assert_array_equal(pools.arena.array[: 4 * 4096], pools.tensors[0].numpy()[: 4 * 4096])
 
@@ -309,14 +420,15 @@ def test_kernels_do_not_touch_host_memory_where_its_addresses_do_not_serve() -> 
     world = World()
     library = StandInLibrary(world)
     library.host_pointers_serve = 0
-    gpu = StandIn(AnyWay(2), library=library)
+    ways = AnyWay(2)
+    gpu = StandIn(ways, library=library)
     library.world = gpu.world
     pools = Pools(flat(8), slots=8)
     lane = gpu.lane(pools.layout, HOST)
     for _ in range(20):
         lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
     lane.finish()
-    assert gpu.device._chooses.chosen == {Way.DIRECT, Way.STAGED}  # type: ignore[union-attr]
+    assert ways.chosen == {Way.DIRECT, Way.STAGED}
 
 
 def test_a_driver_without_batches_is_counted() -> None:

@@ -91,7 +91,44 @@ def test_the_event_is_on_the_stream_that_computes(monkeypatch: Patch) -> None:
     goes_wrong(another_stream_computes, "RAW: copy")
 
 
+def layers_for_another_stream(told: Tale) -> None:
+    other = told.world.queue("compute 2")
+    told.begin_step(other)
+    job = told.onboard([0], [0], by_layer=True)
+    assert told.wait_layer(job, 0) is Status.OK
+    told.reads(0, layers=[0], queue=other)
+
+
+def copies_between_steps_of_another_stream(told: Tale) -> None:
+    other = told.world.queue("compute 2")
+    told.begin_step(other)
+    told.end_step(queue=other)
+    told.writes(0, queue=other)
+    told.offload([0], [0])
+
+
+def a_step_begun_and_never_ended(told: Tale) -> None:
+    told.end_step(queue=told.world.queue("compute 2"))
+    told.begin_step()
+    job = told.onboard([0], [0], by_layer=True)
+    assert told.wait_layer(job, 0) is Status.OK
+    told.reads(0, layers=[0])
+
+
+@pytest.mark.parametrize(
+    "script", [layers_for_another_stream, copies_between_steps_of_another_stream, a_step_begun_and_never_ended]
+)
+def test_the_stream_of_the_last_step_is_the_one_that_counts(script: Script) -> None:
+    explore(tale(script))
+
+
 # Compute against copies
+
+
+def compute_reads_what_it_named(told: Tale) -> None:
+    told.begin_step()
+    told.end_step([told.onboard([0], [0])])
+    told.reads(0)
 
 
 def compute_reads_what_comes(told: Tale) -> None:
@@ -120,6 +157,7 @@ def layer_by_layer(told: Tale) -> None:
     ("script", "how"),
     [
         (compute_reads_what_comes, "RAW: compute"),
+        (compute_reads_what_it_named, "RAW: compute"),
         (compute_writes_what_leaves, "WAR: compute"),
         (layer_by_layer, "RAW: compute"),
     ],

@@ -163,6 +163,7 @@ HERE = Slot(HOST, 0, 1)
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("a route of another mover", {"route": Route(HOST, FILE)}),
+    ("a route that looks like an onboard", {"route": Route(FILE, DEVICE), "items": (item(HERE, None),)}),
     ("a route from the device to itself", {"route": Route(DEVICE, DEVICE)}),
     ("no host side", {"items": (item(None, None),)}),
     ("two host sides", {"items": (item(HERE, HERE),)}),
@@ -566,6 +567,8 @@ def test_a_queue_has_an_end() -> None:
     rig.offload(2, (1,), [1])
     with pytest.raises(QueueFullError, match="2 DEMAND jobs are waiting to go into host"):
         rig.offload(3, (2,), [2])
+    assert rig.engine.stats().refused == 1
+    assert {at: n for at, n in rig.engine.stats().queued.items() if n} == {(HOST, Urgency.DEMAND): 2}
     rig.offload(4, (2,), [2], urgency=Urgency.WRITE)
     rig.onboard(5, (3,), [3])
     gate.open()

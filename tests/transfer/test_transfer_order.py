@@ -121,6 +121,7 @@ def test_a_cancelled_job_waits_for_nobody() -> None:
     rig.submit(1, OFFLOAD, (3,), [7])
     assert rig.device.gates[HOST].wait_arrived(1)
     rig.engine.submit(transfer(2, ONBOARD, [Section(0, 0, (3,))], [8]))
+    assert not rig.engine.wait([2], A_MOMENT)
     rig.engine.cancel(2)
     assert rig.engine.wait([2], PATIENCE)
     assert [result.statuses for result in rig.engine.poll()] == [(Status.CANCELLED,)]

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from device_kit import Lane, between, inside
+from device_kit import Lane, between, copied_inside, inside
 from gated import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,10 +126,7 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
     written, read = blocks[:count], blocks[count : 2 * count]
     pools = Pools(layout, slots=1)
     expected = pools.device_bytes()
-    for ref in layout.groups[group].refs:
-        for target, source in zip(written, read, strict=True):
-            to, at = ref.offset + target * ref.stride, ref.offset + source * ref.stride
-            expected[ref.tensor][to : to + ref.page_bytes] = expected[ref.tensor][at : at + ref.page_bytes]
+    copied_inside(expected, layout, group, written, read)
     device = TorchDevice("cpu", staging_bytes=data.draw(st.integers(0, 6000)), accelerator=FakeAccelerator())
     lane = Lane(device.stream(layout, DEVICE))
     lane.send(inside(layout, group, written, read).whole.cut(data.draw(st.integers(1, 9000))))
@@ -214,9 +211,12 @@ def test_finishing_one_copy_does_not_wait_for_the_next() -> None:
     first, second = (
         stream.copy(between(pools, [Section(0, 0, (at,))], [at], HOST).whole, ()) for at in range(stream.depth)
     )
+    image = pools.arena.array[4096:8192]
+    before = image.copy()
     first.finish()
     assert first.passed()
     assert not second.passed()
+    np.testing.assert_array_equal(image, before)
     second.finish()
     np.testing.assert_array_equal(pools.arena.array[:8192], pools.tensors[0].numpy()[:8192])
 

@@ -1,12 +1,13 @@
 """Measurements of Longshore's own parts, each beside a reference taken in the same run.
 
-harness.py  Case, Report: what a benchmark says; medians over interleaved repeats
-machine.py  what it ran on, and why it must not be a RAM disk
-plans.py    ids to addresses                  against a loop over references
-copies.py   device pages to images and back   against one memmove of the same bytes
-managers.py match, offload, evict, memory     against vLLM's CPU manager, or an ordered dictionary
-rivals.py   those two, behind one interface
-files.py    images to files and back          against plain direct I/O over the same bytes
+harness.py       Case, Report: what a benchmark says; medians over interleaved repeats
+machine.py       what it ran on, and why it must not be a RAM disk
+plans.py         ids to addresses                  against a loop over references
+copies.py        device pages to images and back   against one memmove of the same bytes
+calibration.py   which way of copying is the fastest on a GPU
+managers.py      match, offload, evict, memory     against vLLM's CPU manager, or an ordered dictionary
+rivals.py        those two, behind one interface
+files.py         images to files and back          against plain direct I/O over the same bytes
 """
 
 from longshore.bench.harness import Case, Report, compare

@@ -43,7 +43,7 @@ class Storing:
     ) -> Offload:
         """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it.
 
-        `path` are the nodes of what they do not lack.
+        `path` are the nodes of what they do not lack; `group` is the KV cache group of keys and blocks.
         """
         store = self._store
         known = first + len(path)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from longshore.bench.harness import Case, Report, counts_of, size_of
 from longshore.bench.machine import check_disk, machine_facts
+from longshore.errors import BenchError
 
 bench = typer.Typer(
     name="bench",
@@ -29,6 +30,7 @@ class CopyDevice(enum.StrEnum):
     """Where the pages are."""
 
     CPU = "cpu"
+    CUDA = "cuda"
 
 
 @bench.command()
@@ -48,10 +50,18 @@ def copy(
     device: Annotated[CopyDevice, typer.Option(help="Where the pages are.")] = CopyDevice.CPU,
     total: Annotated[str, typer.Option("--bytes", help="Bytes that each measurement moves.")] = "256MiB",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 9,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure which way of copying is the fastest on a GPU, and keep it.")
+    ] = False,
     case: Only = None,
     as_json: Json = False,
 ) -> None:
     """Device pages into block images and back, in GB/s."""
+    if calibrate != (device is CopyDevice.CUDA):
+        raise BenchError("expected --device cuda and --calibrate together: `make gpu` measures the copies of a GPU")
+    if calibrate:
+        _calibrate(as_json)
+        return
     from longshore.bench import copies  # noqa: PLC0415
 
     _report(
@@ -87,6 +97,27 @@ def file(
         marks=marks,
     )
     _report(cases, lambda: marks, as_json)
+
+
+def _calibrate(as_json: bool) -> None:
+    """Measure the ways of copying, and print what each is expected to do."""
+    from longshore.bench import calibration  # noqa: PLC0415 - needs torch
+
+    with Console(stderr=True).status("measuring"):
+        found = calibration.run()
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+        return
+    table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("direction", "page", "bytes", "direct", "staged", "zero_copy", "chosen"):
+        table.add_column(column, justify="left" if column in ("direction", "chosen") else "right", no_wrap=True)
+    for line in found.lines():
+        rates = {way.value: f"{rate:,.1f}" for way, rate in line.rates.items()}
+        figures = (rates.get(way, "-") for way in ("direct", "staged", "zero_copy"))
+        table.add_row(line.direction, f"{line.page_bytes:,}", f"{line.nbytes:,}", *figures, line.way.value)
+    console = Console()
+    console.print(table)
+    console.print(f"GB/s on {found.calibration.device}, kept in {found.path}", style="dim", soft_wrap=True)
 
 
 @bench.command()

@@ -188,8 +188,10 @@ class KVLayout:
 
     def table(self, group: int) -> RefTable:
         """The references of `group` as arrays; `FreedLayoutError` after `free`."""
-        self.check_live()
-        return self._tables[group]
+        tables = self._tables  # another thread may free them after any check
+        if not tables:
+            raise FreedLayoutError(f"the device memory of this layout was freed (generation {self._generation})")
+        return tables[group]
 
     def check_live(self) -> None:
         """Raise `FreedLayoutError` when the device memory is gone."""

@@ -87,6 +87,7 @@ def open_stack(
         file = _open_file(config, layout, scope, arena, open_file)
         if file is not None:
             undo.callback(file.close)
+        device.reach(arena.in_one_piece)
         engine = TransferEngine(layout, device, host)
         undo.callback(engine.close)
         cache = _make_cache(config, layout, host, file)

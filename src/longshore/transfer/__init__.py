@@ -13,7 +13,7 @@ device/        how bytes are copied on one kind of device
 """
 
 from longshore.transfer.device import CpuDevice, Device, device_for
-from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine, TransferStats
 from longshore.transfer.host_side import HostMemory, HostSlots
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "HostMemory",
     "HostSlots",
     "TransferEngine",
+    "TransferStats",
     "device_for",
 ]

@@ -13,7 +13,8 @@ result     only now: the job has ended, others may touch its slots
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,20 @@ MAX_QUEUED = 1024
 """Jobs of one direction and class that wait to be handed to the device; one more is refused."""
 
 _DIRECTIONS = {HOST: 0, DEVICE: 1}
+
+
+class TransferStats(NamedTuple):
+    """How full the queues are, and what was not done as it should be.
+
+    Attributes:
+        queued: Jobs that have not been given to the device whole, by the tier that they go into and their class.
+        refused: Jobs that a full queue did not take, since the start.
+        fallbacks: How often the device did something the slower way, by reason.
+    """
+
+    queued: Mapping[tuple[str, Urgency], int]
+    refused: int
+    fallbacks: Mapping[str, int]
 
 
 class TransferEngine:
@@ -92,6 +107,7 @@ class TransferEngine:
         self._compute: object = None
         self._step: tuple[Event, ...] = ()
         self._layered: dict[int, Job] = {}
+        self._refused = 0
         places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
         hazards = Hazards({**places, Place(HOST, 0): host.slots}, lanes=len(_DIRECTIONS) * len(Urgency))
         self._board = Board(self._lock, self._lock.watch(hazards), clock, max_batch_bytes)
@@ -148,6 +164,7 @@ class TransferEngine:
             if transfer.job in self._board.jobs:
                 raise PlanError(f"job {transfer.job} is already in flight")
             if lane.queued(transfer.urgency) >= self._max_queued:
+                self._refused += 1
                 raise QueueFullError(f"{self._max_queued} {transfer.urgency.name} jobs are waiting to go {lane.name}")
             fences = self._step or (self._device.mark(self._compute),)
             ticket = self._board.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
@@ -193,12 +210,21 @@ class TransferEngine:
                 raise PlanError(f"job {job} moves layers [{first}, {stop}), not {layer}")
             if not self._lock.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
-            if layer not in found.layers or found.stopped is Status.IO_ERROR:
-                return found.stopped or Status.IO_ERROR
+            stopped = found.stopped
+            if stopped is not None and (layer not in found.layers or stopped is Status.IO_ERROR):
+                return stopped
             event, compute = found.layers[layer], self._compute
         if event is not None:
             self._device.hold(compute, event)
         return Status.OK
+
+    def stats(self) -> TransferStats:
+        """As things stand. Works after `close` too."""
+        with self._lock:
+            queued = {
+                (into, urgency): lane.queued(urgency) for into, lane in self._lanes.items() for urgency in Urgency
+            }
+            return TransferStats(queued, self._refused, dict(self._device.fallbacks()))
 
     def cancel(self, job: int) -> None:
         """What has not begun of `job` need not begin; a job that is not in flight is ignored."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -103,8 +102,7 @@ class Part(NamedTuple):
         return self._replace(first_ref=self.first_ref + first, widths=self.widths[first:stop])
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Parts to copy together, in item order.
 
     Attributes:
@@ -134,7 +132,7 @@ class Batch:
     def of_layer(self, layer: int) -> Batch:
         """What belongs to one model layer, which may be nothing."""
         parts = (part.between(*self._refs_of(part, layer)) for part in self.parts)
-        return replace(self, parts=tuple(part for part in parts if len(part.widths)))
+        return self._replace(parts=tuple(part for part in parts if len(part.widths)))
 
     def _refs_of(self, part: Part, layer: int) -> tuple[int, int]:
         layers = self.layout.table(part.group).layer[part.refs]
@@ -152,16 +150,15 @@ class Batch:
         for part in self.parts:
             for piece in part.cut(max_bytes):
                 if taken and piece.nbytes > room:
-                    yield replace(self, parts=tuple(taken))
+                    yield self._replace(parts=tuple(taken))
                     taken, room = [], max_bytes
                 taken.append(piece)
                 room -= piece.nbytes
         if taken:
-            yield replace(self, parts=tuple(taken))
+            yield self._replace(parts=tuple(taken))
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(NamedTuple):
     """What one transfer moves.
 
     Attributes:

@@ -1,21 +1,42 @@
 """How bytes are copied on one kind of device, behind one small seam.
 
-base.py           Device, Stream, Event: the seam
+base.py           Device, Stream, Copy, Event: the seam
 cpu.py            the engine's tensors are in host memory
 torch_streams.py  any accelerator that torch knows, through streams and events
+cuda/             NVIDIA GPUs: batched DMA, kernels, and a choice between them by measurement
+accelerator.py    what the last two share: pooled events, counted fallbacks
 """
 
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, Event, Stream
 from longshore.transfer.device.cpu import CpuDevice
 
 __all__ = ["CpuDevice", "Device", "Event", "Stream", "device_for"]
 
+_log = logging.getLogger(__name__)
+
 
 def device_for(layout: KVLayout) -> Device:
     """The device that the tensors of `layout` are on. Imports torch when it is not the CPU."""
     if layout.device == "cpu":
         return CpuDevice()
-    from longshore.transfer.device.torch_streams import TorchDevice  # noqa: PLC0415 - torch is optional
+    if layout.device.startswith("cuda") and _has_triton():
+        from longshore.transfer.device.cuda.device import CudaDevice  # noqa: PLC0415 - torch is optional
+
+        try:
+            return CudaDevice(layout.device)
+        except DeviceError as error:  # a build of torch for another maker's GPUs calls them cuda, too
+            _log.warning("copies to %s go through torch alone: %s", layout.device, error)
+    from longshore.transfer.device.torch_streams import TorchDevice  # noqa: PLC0415
 
     return TorchDevice(layout.device)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

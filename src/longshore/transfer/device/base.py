@@ -17,6 +17,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from longshore.layout.model import KVLayout
 from longshore.transfer.selection import Batch
 
@@ -29,6 +32,13 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block the calling thread until everything before this point has ended."""
+
+
+class InOnePiece(Protocol):
+    """What is registered of the host memory; `longshore.tiers.arena.Arena.in_one_piece` is one."""
+
+    def __call__(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike, /) -> npt.NDArray[np.bool_]:
+        """Whether each `[offset, offset + length)` lies within one piece that is registered with the device."""
 
 
 class Copy(Protocol):
@@ -95,6 +105,9 @@ class Device(ABC):
     @abstractmethod
     def hold(self, compute: object, event: Event) -> None:
         """What is given to `compute` from here on waits for `event`."""
+
+    def reach(self, in_one_piece: InOnePiece) -> None:  # noqa: B027 - most devices need not know
+        """Say what of the host memory is registered with the device, before any stream is made."""
 
     def fallbacks(self) -> Mapping[str, int]:
         """How often something was done the slower way, by reason."""

@@ -11,12 +11,12 @@ import torch
 
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.accelerator import Events, Fallbacks, Point
-from longshore.transfer.device.base import Device, Event, Stream
+from longshore.transfer.device.base import Device, Event, InOnePiece, Stream
 from longshore.transfer.device.cuda import calibrate, chooser, driver
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.chooser import Calibration, Chooses, Way
 from longshore.transfer.device.cuda.driver import Driver
-from longshore.transfer.device.cuda.streams import CudaStream, InOnePiece, Tools
+from longshore.transfer.device.cuda.streams import CudaStream, Tools
 from longshore.transfer.device.torch_streams import with_index
 
 STAGING_BYTES = 64 << 20
@@ -43,8 +43,8 @@ class CudaDevice(Device):
 
         Args:
             device: Which GPU.
-            in_one_piece: Says of offsets and lengths of the host memory, int64 arrays, whether each range lies within
-                one piece that is registered with CUDA; without it, nothing is. `reach` gives it later.
+            in_one_piece: What of the host memory is registered with CUDA; without it, nothing is. `reach` gives it
+                later.
             staging_bytes: Device memory for each direction, to gather pages in.
             calibration: File that says which way is the fastest; by default one in the user's cache directory.
             chooses: Says so in place of it.
@@ -75,7 +75,7 @@ class CudaDevice(Device):
         return self._path
 
     def reach(self, in_one_piece: InOnePiece) -> None:
-        """Say what of the host memory is registered with CUDA, before any stream is made."""
+        """What is not registered will go through pinned stages."""
         self._in_one_piece = in_one_piece
 
     def stream(self, layout: KVLayout, into: str) -> Stream:

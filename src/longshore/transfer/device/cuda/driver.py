@@ -98,8 +98,7 @@ class Driver:
         self._batch_13_0: Any = None
         self.batch_version = self._find_batch()
         self._indices = np.zeros(1, dtype=np.uint64)  # one attribute, which holds from copy 0 on
-        self._link = MemcpyAttributes(SOURCE_IN_STREAM_ORDER, MemLocation(), MemLocation(), PREFER_OVERLAP)
-        self._inside = MemcpyAttributes(SOURCE_IN_STREAM_ORDER, MemLocation(), MemLocation(), 0)
+        self._attributes = MemcpyAttributes(SOURCE_IN_STREAM_ORDER, MemLocation(), MemLocation(), PREFER_OVERLAP)
 
     def make_current(self, ordinal: int) -> None:
         """Give the calling thread the primary context of device `ordinal`, unless it has a context."""
@@ -117,27 +116,30 @@ class Driver:
         self._check(get(ctypes.byref(value), _HOST_POINTERS_SERVE, ordinal), "cuDeviceGetAttribute")
         return bool(value.value)
 
-    def copy(self, stream: int, destination: U64, source: U64, size: U64, *, inside: bool = False) -> None:
-        """Give copies to `stream`, the handle of one that is not the null stream. They end in any order.
+    def copy(self, stream: int, destination: U64, source: U64, size: U64) -> None:
+        """Give copies between host and device to `stream`, not the null stream, by handle. They end in any order.
 
         The arrays, uint64 of one shape `(copies,)` and contiguous, must stay as they are until the copies have ended.
-        `inside`: between two places on the device. What is registered must not be left by any one copy.
+        No one copy may leave what was registered as one. Between two places on the device they would be slow.
         """
-        if stream in _NULL_STREAMS:
-            raise DeviceError("expected a stream of our own, got the legacy null stream")
         if self.batch_version is None:
-            for to, at, nbytes in zip(destination.tolist(), source.tolist(), size.tolist(), strict=True):
-                self._check(self._copy_one(to, at, nbytes, stream), "cuMemcpyAsync")
+            self.copy_each(stream, destination, source, size)
             return
-        attributes = self._inside if inside else self._link
+        _check_stream(stream)
         starts = [_address(column) for column in (destination, source, size)]
         for first in range(0, len(size), MOST):
             skipped = first * size.itemsize
             arrays = [start + skipped for start in starts]
-            self._copy_batch(arrays, min(MOST, len(size) - first), attributes, stream)
+            self._copy_batch(arrays, min(MOST, len(size) - first), stream)
 
-    def _copy_batch(self, arrays: list[int], count: int, attributes: MemcpyAttributes, stream: int) -> None:
-        shared = (*arrays, count, ctypes.byref(attributes), _address(self._indices), 1)
+    def copy_each(self, stream: int, destination: U64, source: U64, size: U64) -> None:
+        """As `copy`, by a call for each; the arrays are not needed afterwards."""
+        _check_stream(stream)
+        for to, at, nbytes in zip(destination.tolist(), source.tolist(), size.tolist(), strict=True):
+            self._check(self._copy_one(to, at, nbytes, stream), "cuMemcpyAsync")
+
+    def _copy_batch(self, arrays: list[int], count: int, stream: int) -> None:
+        shared = (*arrays, count, ctypes.byref(self._attributes), _address(self._indices), 1)
         if self._batch_12_8 is None:
             self._check(self._batch_13_0(*shared, stream), "cuMemcpyBatchAsync")
             return
@@ -179,6 +181,11 @@ class Driver:
             name = ctypes.c_char_p()
             known = self._error_name(result, ctypes.byref(name)) == 0 and name.value is not None
             raise DeviceError(f"{call} failed: {(name.value or b'').decode() if known else f'error {result}'}")
+
+
+def _check_stream(stream: int) -> None:
+    if stream in _NULL_STREAMS:
+        raise DeviceError("expected a stream of our own, got the legacy null stream")
 
 
 def _address(array: U64) -> int:

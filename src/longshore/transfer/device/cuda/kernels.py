@@ -204,10 +204,9 @@ def constants(shape: Shape) -> dict[str, Any]:
 
 def _launch(kernel: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: Shape) -> None:
     total = shape.segments_in_all
-    programs = min(PROGRAMS, triton.cdiv(total, shape.rows_at_once))
-    if programs:
-        sizes = (total, shape.refs, shape.subs, shape.segments)
-        kernel[(programs,)](*tensors, *sizes, **constants(shape), num_warps=_WARPS)
+    programs = max(1, min(PROGRAMS, triton.cdiv(total, shape.rows_at_once)))
+    sizes = (total, shape.refs, shape.subs, shape.segments)
+    kernel[(programs,)](*tensors, *sizes, **constants(shape), num_warps=_WARPS)
 
 
 def _pages(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> list[tuple[int, int, int]]:

@@ -21,7 +21,7 @@ from longshore.transfer.device.accelerator import Accelerator, Fallbacks, Point,
 from longshore.transfer.device.cuda.runs import Orders
 from longshore.transfer.plan import Planner
 
-PLACES = 8
+PLACES = 4
 
 Descriptors = tuple[U64, U64, U64]
 """Destinations, sources and sizes of copies."""
@@ -101,21 +101,19 @@ class Slip:
 
     def write(self, orders: list[Orders]) -> tuple[Descriptors, list[Arguments]]:
         """Write down `orders`. Returns the copy that brings them to the device, and where each will be there."""
-        total = sum(order.numbers for order in orders)
+        columns = [column for order in orders for column in (order.blocks, order.rows, order.table)]
+        # A kernel is compiled anew for pointers that are aligned otherwise: so all are multiples of 16 bytes.
+        ends = list(itertools.accumulate((column.size + column.size % 2 for column in columns), initial=0))
+        total = ends[-1]
         if total > self._host.numel():
             self._fallbacks.count("longer_slip")
             self._take(1 << (total - 1).bit_length())
         array = self._host.numpy()
-        end = 0
-        arguments: list[Arguments] = []
-        for order in orders:
-            columns = (order.blocks, order.rows, order.table)
-            ends = (end, *(end + size for size in itertools.accumulate(column.size for column in columns)))
-            for column, start, stop in zip(columns, ends, ends[1:], strict=False):
-                array[start:stop] = column
-            blocks, rows, table = (self._device[slice(*bounds)] for bounds in itertools.pairwise(ends))
-            arguments.append((blocks, rows, table))
-            end = ends[-1]
+        places: list[torch.Tensor] = []
+        for column, start in zip(columns, ends, strict=False):
+            array[start : start + column.size] = column
+            places.append(self._device[start : start + column.size])
+        arguments = list(zip(places[::3], places[1::3], places[2::3], strict=True))
         whole = (self._device.data_ptr(), self._host.data_ptr(), 8 * total)
         return self.keep(*(np.array([number], dtype=np.uint64) for number in whole)), arguments
 

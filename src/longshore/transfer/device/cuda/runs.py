@@ -56,10 +56,11 @@ class Orders(NamedTuple):
     table: I64
     shape: Shape
 
-    @property
-    def numbers(self) -> int:
-        """How many numbers go to the device."""
-        return self.blocks.size + self.rows.size + self.table.size
+
+def a_chunk(layout: KVLayout, group: int) -> Part:
+    """A whole chunk of `group`, its blocks all the same: what kernels are like for it."""
+    blocks = np.zeros((1, layout.groups[group].blocks_per_chunk), dtype=np.int64)
+    return Part(group, 0, layout.table(group).page, blocks, np.zeros(1, dtype=np.int64), 0, 0)
 
 
 def image_runs(layout: KVLayout, part: Part) -> Runs:
@@ -67,6 +68,9 @@ def image_runs(layout: KVLayout, part: Part) -> Runs:
     table = layout.table(part.group)
     subs = part.blocks.shape[1]
     places = table.places[part.refs, part.sub : part.sub + subs].reshape(-1)
+    total = part.chunk_bytes
+    if int(places[-1] - places[0]) + int(part.widths[-1]) == total:  # all of it side by side, as for whole references
+        return Runs(places[:1], np.zeros(1, dtype=np.uint64), np.array([total], dtype=np.uint64))
     sizes = np.repeat(part.widths, subs)
     first = np.flatnonzero(np.concatenate([[True], places[:-1] + sizes[:-1] != places[1:]]))
     ends = np.cumsum(sizes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,18 +21,16 @@ from longshore.boundary import HOST
 from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.accelerator import Events, Fallbacks, Point
-from longshore.transfer.device.base import Copy, Event, Stream
+from longshore.transfer.device.base import Copy, Event, InOnePiece, Stream
 from longshore.transfer.device.cuda import runs
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
 from longshore.transfer.device.cuda.driver import Driver
 from longshore.transfer.device.cuda.resources import Arguments, Descriptors, Place, Ring, Slip, take_ring
+from longshore.transfer.device.cuda.shape import Shape
 from longshore.transfer.device.torch_streams import StagedStream, stream_into
 from longshore.transfer.plan import Pieces
 from longshore.transfer.selection import Batch
-
-InOnePiece = Callable[[Any, Any], Any]
-"""Whether each `[offset, offset + length)` of the host memory lies in one piece that the device reaches: bool array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +102,8 @@ class CudaStream(Stream):
         self._bounce: StagedStream | None = None
         if in_one_piece is None:
             self._take_bounce()
+        for shape in sorted(self._shapes()):
+            accelerator.prepare(shape)
         # What was taken may have had another owner, whose work on the current stream is not done.
         for stream in (self._kernels, self._link):
             self._join(accelerator.current_stream(), stream)
@@ -154,6 +154,16 @@ class CudaStream(Stream):
             self._bounce.close()
         self._bounce = self._ring = None
         self._slips = []
+
+    def _shapes(self) -> set[Shape]:
+        """How kernels go about whole chunks: what differs is how many of them there are."""
+        found: set[Shape] = set()
+        for group in range(len(self._layout.groups)):
+            part = runs.a_chunk(self._layout, group)
+            for rows in (runs.rows_in_stage(part, 0), runs.rows_in_images(self._layout, part, 0)):
+                found.add(runs.orders_for(self._layout, part, rows).shape)
+            found.add(runs.orders_inside(self._layout, part, part.blocks).shape)
+        return found
 
     def _is_reached(self, batch: Batch) -> bool:
         """Whether the device reaches the images of `batch`."""

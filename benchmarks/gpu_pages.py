@@ -1,0 +1,195 @@
+"""What the GPU benchmark copies: pages and their images in pinned memory, by the engine and by the driver."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from longshore.boundary import HOST, Item, Route, Section, Slot, Status, Transfer
+from longshore.errors import BenchError
+from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer.device.accelerator import Events, Fallbacks
+from longshore.transfer.device.cuda.accelerator import CudaAccelerator
+from longshore.transfer.device.cuda.chooser import Chooses
+from longshore.transfer.device.cuda.device import CudaDevice
+from longshore.transfer.device.cuda.driver import Driver
+from longshore.transfer.plan import describe
+from longshore.transfer.selection import select
+
+_MOST_PAGES = 16_384  # of those that go one by one: each takes the driver a microsecond or more
+_LARGEST_IMAGE = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """The GPU, or what stands in for it.
+
+    Attributes:
+        make_device: A device that chooses as it is told; engines close theirs.
+        library: The driver's functions.
+        finish_compute: Blocks until the calling thread's stream has done its work.
+        matrix: Side of the matrices of the product, and where they are.
+    """
+
+    accelerator: CudaAccelerator
+    make_device: Callable[[Chooses | None], CudaDevice]
+    library: object
+    finish_compute: Callable[[], None]
+    matrix: tuple[int, str]
+
+
+class PinnedHost:
+    """Slots in pinned memory, side by side."""
+
+    def __init__(self, accelerator: CudaAccelerator, slots: int, image_bytes: int) -> None:
+        self.memory = accelerator.pinned_bytes(slots * image_bytes)
+        self.slots = slots
+        self.image_bytes = image_bytes
+        self.address = self.memory.data_ptr()
+        self.nbytes = slots * image_bytes
+
+    @property
+    def arena(self) -> PinnedHost:
+        return self
+
+    def offset(self, slot: int, /) -> int:
+        return slot * self.image_bytes
+
+
+class Pages:
+    """Pages of one size on the device and as many images in pinned memory; the blocks of an offload and of an onboard
+    are apart, so that both may run at once."""
+
+    def __init__(self, rig: Rig, page_bytes: int, total_bytes: int, order: str) -> None:
+        refs = max(1, min(64, _LARGEST_IMAGE // page_bytes, total_bytes // page_bytes))
+        self.per_chunk = 4 if page_bytes <= 32 << 10 else 1
+        chunks = max(1, total_bytes // (refs * page_bytes * self.per_chunk))
+        half = chunks * self.per_chunk
+        self.rig = rig
+        self.page_bytes = page_bytes
+        self.nbytes = half * refs * page_bytes
+        self.tensor = rig.accelerator.device_bytes(2 * self.nbytes)
+        pages = tuple(PageRef(0, ref * 2 * half * page_bytes, page_bytes, page_bytes) for ref in range(refs))
+        self.layout = KVLayout((KVGroup("kv", 16, self.per_chunk, pages),), [self.tensor], 2 * half)
+        self.host = PinnedHost(rig.accelerator, 2 * chunks, self.layout.image_bytes)
+        self.blocks = {OFFLOAD: list(range(half)), ONBOARD: list(range(half, 2 * half))}
+        self.slots = {OFFLOAD: list(range(chunks)), ONBOARD: list(range(chunks, 2 * chunks))}
+        if order == "scattered":
+            for ids in (*self.blocks.values(), *self.slots.values()):
+                random.Random(page_bytes).shuffle(ids)  # noqa: S311 - no secret
+        self._jobs = 0
+
+    def engine(self, chooses: Chooses | None) -> TransferEngine:
+        return TransferEngine(self.layout, self.rig.make_device(chooses), self.host)
+
+    def transfer(self, route: Route) -> Transfer:
+        self._jobs += 1
+        items = []
+        for slot in self.slots[route]:
+            place = Slot(HOST, 0, slot)
+            source, destination = (None, place) if route == OFFLOAD else (place, None)
+            items.append(Item(slot.to_bytes(32, "little"), None, source, destination, (1 << self.per_chunk) - 1))
+        return Transfer(self._jobs, route, tuple(items), (Section(0, 0, tuple(self.blocks[route])),))
+
+    def move(self, engine: TransferEngine, routes: Sequence[Route]) -> float:
+        """Seconds from the first `submit` until all have their results."""
+        transfers = [self.transfer(route) for route in routes]
+        begun = time.perf_counter()
+        for transfer in transfers:
+            engine.submit(transfer)
+        engine.wait([transfer.job for transfer in transfers])
+        seconds = time.perf_counter() - begun
+        for result in engine.poll():
+            if set(result.statuses) != {Status.OK}:
+                raise BenchError(f"a job ended as {sorted({status.value for status in result.statuses})}")
+        return seconds
+
+    def check(self, engine: TransferEngine) -> None:
+        """That bytes which go out and come back into other blocks are the same."""
+        half = len(self.blocks[OFFLOAD])
+        out = self.transfer(OFFLOAD)
+        pages = self.tensor.view(-1, 2 * half, self.page_bytes)
+        pages.random_(0, 256)
+        self.rig.finish_compute()
+        engine.submit(out)
+        engine.wait([out.job])
+        items = tuple(item._replace(source=item.destination, destination=None) for item in out.items)
+        back = Transfer(out.job + 1_000_000, ONBOARD, items, (Section(0, 0, tuple(self.blocks[ONBOARD])),))
+        engine.submit(back)
+        engine.wait([back.job])
+        engine.poll()
+        read, written = (torch.tensor(self.blocks[route], device=pages.device) for route in (OFFLOAD, ONBOARD))
+        if not torch.equal(pages[:, read], pages[:, written]):
+            raise BenchError(f"pages of {self.page_bytes} bytes did not come back as they went")
+
+
+class References:
+    """The driver's own calls over the same bytes, on one stream for each direction."""
+
+    def __init__(self, rig: Rig, pages: Pages) -> None:
+        self._rig = rig
+        self._pages = pages
+        self._driver = Driver(rig.library)
+        self._driver.make_current(rig.accelerator.ordinal)
+        self._events = Events(rig.accelerator, Fallbacks(), 4)
+        self._streams = {route: rig.accelerator.new_stream() for route in (OFFLOAD, ONBOARD)}
+        self._scattered = {route: self._descriptors(route) for route in (OFFLOAD, ONBOARD)}
+
+    def large(self, routes: Sequence[Route]) -> float:
+        """Bytes per second of one copy in each direction."""
+        columns = {}
+        for index, route in enumerate(routes):
+            sides = (self._pages.tensor.data_ptr(), self._pages.host.address)
+            at, to = (side + index * self._pages.nbytes for side in (sides if route == OFFLOAD else sides[::-1]))
+            columns[route] = [np.array([number], dtype=np.uint64) for number in (to, at, self._pages.nbytes)]
+        return self._timed(columns, self._driver.copy_each)
+
+    def per_page(self, routes: Sequence[Route]) -> float:
+        """Bytes per second of one call for each page, over some of them."""
+        columns = {route: [column[:_MOST_PAGES] for column in self._scattered[route]] for route in routes}
+        return self._timed(columns, self._driver.copy_each)
+
+    def batched(self, routes: Sequence[Route]) -> float:
+        """Bytes per second of the pages as they are, in batched calls."""
+        return self._timed({route: self._scattered[route] for route in routes}, self._driver.copy)
+
+    def _timed(self, columns: dict[Route, list[np.ndarray]], copy: Callable[..., None]) -> float:
+        begun = time.perf_counter()
+        threads = [threading.Thread(target=self._send, args=(copy, route, column)) for route, column in columns.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - begun
+        return sum(int(column[2].sum()) for column in columns.values()) / seconds
+
+    def _send(self, copy: Callable[..., None], route: Route, column: list[np.ndarray]) -> None:
+        self._driver.make_current(self._rig.accelerator.ordinal)
+        copy(self._rig.accelerator.handle(self._streams[route]), *column)
+        self._events.record(self._streams[route]).wait()
+
+    def _descriptors(self, route: Route) -> list[np.ndarray]:
+        """Destination, source and size of every page, none merged."""
+        pages = self._pages
+        batch = select(
+            pages.layout,
+            [Section(0, 0, pages.blocks[route])],
+            [pages.host.offset(slot) for slot in pages.slots[route]],
+            into=route.destination,
+            host_address=pages.host.address,
+            host_bytes=pages.host.nbytes,
+        ).whole
+        merged = describe(batch)
+        counts = merged.size // np.uint64(pages.page_bytes)
+        before = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
+        within = (np.arange(int(counts.sum()), dtype=np.uint64) - before) * np.uint64(pages.page_bytes)
+        device, host = (np.repeat(side, counts.astype(np.int64)) + within for side in (merged.device, merged.host))
+        size = np.full(len(device), pages.page_bytes, dtype=np.uint64)
+        return [host, device, size] if route.destination == HOST else [device, host, size]

@@ -1,0 +1,70 @@
+"""`longshore bench copy --calibrate`: which way of copying is the fastest on the GPU at hand, measured and kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from longshore.boundary import HOST
+from longshore.errors import BenchError
+from longshore.transfer.device.cuda.calibrate import THOROUGH, Effort
+from longshore.transfer.device.cuda.chooser import Calibration, Load, Way
+from longshore.transfer.device.cuda.device import CudaDevice
+
+LOADS = (1 << 20, 32 << 20)
+"""Bytes of the loads that a table is made for: a short job, and a full batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What was measured, and where it is kept."""
+
+    calibration: Calibration
+    path: Path
+
+    def as_json(self) -> dict[str, object]:
+        """What `--json` prints: the calibration, its path, and for each load which way pages of each size go."""
+        chosen = [
+            {"direction": line.direction, "page_bytes": line.page_bytes, "bytes": line.nbytes, "way": line.way.value}
+            for line in self.lines()
+        ]
+        return {**self.calibration.as_json(), "path": str(self.path), "chosen": chosen}
+
+    def lines(self) -> Iterator[Line]:
+        """For each direction, load and size of page, what each way is expected to do."""
+        for into, ways in self.calibration.curves.items():
+            sizes = sorted({sample.page_bytes for samples in ways.values() for sample in samples})
+            for nbytes in LOADS:
+                for size in sizes:
+                    pages = max(1, nbytes // size)
+                    load = Load(into, pages * size, pages, pages, max(1, nbytes >> 20))
+                    rates = {way: load.nbytes / self.calibration.seconds(load, way) / 1e9 for way in ways}
+                    direction = "offload" if into == HOST else "onboard"
+                    yield Line(direction, size, load.nbytes, rates, self.calibration.choose(load, tuple(ways)))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Scattered pages of one size: GB/s by each way, and the way that is chosen."""
+
+    direction: str
+    page_bytes: int
+    nbytes: int
+    rates: dict[Way, float]
+    way: Way
+
+
+def run(device: CudaDevice | None = None, effort: Effort = THOROUGH) -> Calibrated:
+    """Measure the current GPU, or `device`; raises `BenchError` where there is none."""
+    with contextlib.closing(device or _current()) as gpu:
+        return Calibrated(gpu.calibrate(effort), gpu.calibration_path)
+
+
+def _current() -> CudaDevice:
+    import torch  # noqa: PLC0415 - to say what is missing before anything is asked of it
+
+    if not torch.cuda.is_available():
+        raise BenchError("expected a CUDA GPU to calibrate, found none that torch sees")
+    return CudaDevice("cuda")

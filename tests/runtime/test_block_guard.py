@@ -1,0 +1,93 @@
+"""Device blocks between an engine that lets go of them and its free list."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from longshore.boundary import DEVICE, HOST, Route
+from longshore.cache import TieredCache, TierSpec
+from longshore.runtime import Runtime
+from longshore.runtime.guard import BlockGuard
+from scripted import Scripted
+
+AT_ONCE = 0.0
+
+
+class Rig:
+    """A runtime over a mover whose jobs end when the test says so."""
+
+    def __init__(self, timeout: float = AT_ONCE) -> None:
+        self.mover = Scripted(Route(DEVICE, HOST), Route(HOST, DEVICE))
+        self.runtime = Runtime(TieredCache([TierSpec(HOST, 8, 4096)]), [self.mover])
+        self.guard = BlockGuard(self.runtime, timeout)
+        self._keys = 0
+
+    def offload(self, *blocks: int) -> int:
+        keys = [bytes([self._keys + i]) * 32 for i in range(len(blocks))]
+        self._keys += len(blocks)
+        with self.runtime.control() as cache:
+            job = cache.commit(keys, blocks, evicting=True).job
+        assert job is not None
+        self.guard.add(job, blocks)
+        return job
+
+    def end(self, job: int) -> None:
+        self.mover.end(job=job)
+        self.runtime.pump()
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_blocks_that_no_job_touches_are_free_at_once(rig: Rig) -> None:
+    assert rig.guard.settle([3, 1]) == [3, 1]
+    assert rig.guard.late == 0
+
+
+def test_a_block_that_a_job_touches_is_parked_until_the_job_has_ended(rig: Rig) -> None:
+    job = rig.offload(3, 4)
+    assert rig.guard.settle([1, 3, 4]) == [1]
+    assert rig.guard.late == 2
+    assert rig.guard.reclaim() == []
+    rig.end(job)
+    assert rig.guard.reclaim() == [3, 4]
+    assert rig.guard.reclaim() == []
+
+
+def test_all_jobs_on_a_block_are_waited_for(rig: Rig) -> None:
+    first, second = rig.offload(3), rig.offload(3)
+    assert rig.guard.settle([3]) == []
+    rig.end(first)
+    assert rig.guard.reclaim() == []
+    rig.end(second)
+    assert rig.guard.reclaim() == [3]
+
+
+def test_a_job_on_another_block_is_not_waited_for(rig: Rig) -> None:
+    rig.offload(3)
+    assert rig.guard.settle([4]) == [4]
+
+
+def test_settle_waits_for_a_while() -> None:
+    rig = Rig(timeout=10.0)
+    job = rig.offload(3)
+    threading.Timer(0.05, lambda: rig.mover.end(job=job)).start()
+    assert rig.guard.settle([3]) == [3]
+    assert rig.guard.late == 0
+
+
+def test_drain_waits_and_forgets_what_was_parked() -> None:
+    rig = Rig(timeout=10.0)
+    job = rig.offload(3)
+    parked = BlockGuard(rig.runtime, AT_ONCE)
+    parked.add(job, [3])
+    assert parked.settle([3]) == []
+    threading.Timer(0.05, lambda: rig.mover.end(job=job)).start()
+    rig.guard.drain()
+    assert not rig.runtime.in_flight(job)
+    parked.drain()
+    assert parked.reclaim() == []

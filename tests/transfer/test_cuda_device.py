@@ -1,0 +1,184 @@
+"""Which device serves a layout, and which way it takes: what is measured, kept, and read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_stand_in import StandIn
+from device_kit import between
+from transfer_kit import Pools, flat
+
+from longshore.boundary import DEVICE, HOST, Section
+from longshore.transfer import device as module
+from longshore.transfer.device import device_for
+from longshore.transfer.device.cuda import chooser, driver
+from longshore.transfer.device.cuda.calibrate import QUICK, THOROUGH, Effort
+from longshore.transfer.device.cuda.chooser import Calibration, Load, Sample, Way
+
+TINY = Effort((24, 512, 4096), small=4096, large=1 << 16, repeats=2)
+
+
+def calibration(**fixed: float) -> Calibration:
+    """Direct pays for each piece, kernels for each byte; zero copy starts sooner and runs slower."""
+    link = 1 / 50e9
+    sizes = (512, 4096, 32768, 2 << 20)
+    direct = tuple(Sample(size, 5e-6, 0.5e-6 / size + link) for size in sizes)
+    staged = tuple(Sample(size, 20e-6, link * 1.03) for size in sizes)
+    zero_copy = tuple(Sample(size, 8e-6, link * 1.3) for size in sizes)
+    curves = {Way.DIRECT: direct, Way.STAGED: staged, Way.ZERO_COPY: zero_copy}
+    return Calibration("GPU", 13000, {HOST: curves, DEVICE: curves})
+
+
+def scattered(page: int, count: int, run: int = 1 << 20) -> Load:
+    return Load(HOST, page * count, count, count, max(1, page * count // run))
+
+
+WAYS = tuple(Way)
+
+
+def test_small_pages_are_staged_and_large_ones_go_directly() -> None:
+    found = calibration()
+    assert found.choose(scattered(4096, 8192), WAYS) is Way.STAGED
+    assert found.choose(scattered(2 << 20, 16), WAYS) is Way.DIRECT
+    assert found.choose(scattered(4096, 16), WAYS) is Way.ZERO_COPY
+    assert found.choose(scattered(4096, 8192), (Way.DIRECT, Way.ZERO_COPY)) is Way.ZERO_COPY
+
+
+def test_small_pages_that_merge_go_directly() -> None:
+    load = Load(HOST, 4096 * 8192, pages=8192, pieces=16, runs=16)
+    assert calibration().choose(load, WAYS) is Way.DIRECT
+
+
+def test_staging_does_not_help_where_the_images_are_in_short_runs() -> None:
+    assert calibration().choose(scattered(4096, 8192, run=4096), WAYS) is Way.ZERO_COPY
+
+
+def test_between_sizes_that_were_measured_times_are_between_theirs() -> None:
+    found = calibration()
+    times = [found.seconds(scattered(page, (1 << 24) // page), Way.DIRECT) for page in (256, 512, 1024, 4096, 8192)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] == pytest.approx(2 * times[1], rel=0.05)  # what a page costs does not shrink with it
+    large = [found.seconds(scattered(page, (1 << 26) // page), Way.DIRECT) for page in (2 << 20, 4 << 20)]
+    assert large[0] == pytest.approx(large[1])
+
+
+def test_a_way_that_was_not_measured_is_not_chosen() -> None:
+    curves = {HOST: {Way.DIRECT: (Sample(4096, 1e-6, 2e-9),)}}
+    assert Calibration("GPU", 1, curves).choose(scattered(4096, 9), WAYS[::-1]) is Way.DIRECT
+
+
+def test_crossovers() -> None:
+    assert calibration().crossovers(HOST, 32 << 20) == [(512, Way.STAGED), (2 << 20, Way.DIRECT)]
+
+
+def test_a_calibration_is_what_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file.json"
+    found = calibration()
+    found.save(path)
+    assert chooser.load(path, "GPU", 13000) == found
+    assert chooser.load(path, "another GPU", 13000) is None
+    assert chooser.load(path, "GPU", 12080) is None
+    assert chooser.load(tmp_path / "none", "GPU", 13000) is None
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda found: "not JSON",
+        lambda found: json.dumps([found]),
+        lambda found: json.dumps({**found, "curves": {HOST: {"by mule": []}}}),
+        lambda found: json.dumps({**found, "curves": {HOST: {"direct": [[4096, 1.0, 0.0]]}}}),
+        lambda found: json.dumps({**found, "curves": {HOST: {"direct": [[4096, 1, 1], [512, 1, 1]]}}}),
+        lambda found: json.dumps({**found, "curves": {HOST: {"direct": []}}}),
+        lambda found: json.dumps({key: value for key, value in found.items() if key != "curves"}),
+    ],
+)
+def test_a_damaged_calibration_is_no_calibration(tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(damage(calibration().as_json()))
+    assert chooser.load(path, "GPU", 13000) is None
+
+
+def test_it_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert chooser.default_path("NVIDIA H200", 13000) == tmp_path / "longshore" / "copy-nvidia-h200-13000.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert chooser.default_path("GPU", 1) == tmp_path / ".cache" / "longshore" / "copy-gpu-1.json"
+
+
+def test_a_calibration_measures_every_way_and_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    gpu = StandIn(None, calibration=path, staging_bytes=1 << 16)
+    found = gpu.device.calibrate(TINY)
+    assert chooser.load(path, "Stand-in GPU", 12080) == found
+    for into in (HOST, DEVICE):
+        assert set(found.curves[into]) == set(Way)
+        for samples in found.curves[into].values():
+            assert [sample.page_bytes for sample in samples] == list(TINY.sizes)
+    assert {"gather", "scatter"} <= set(gpu.accelerator.kernels)
+    assert not gpu.library.breaches
+    assert gpu.accelerator.current_stream() is gpu.accelerator.compute
+
+
+def test_a_first_use_measures_by_itself_and_the_second_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.transfer.device.cuda.calibrate.QUICK", TINY)
+    path = tmp_path / "file.json"
+    pools = Pools(flat(8), slots=8)
+    for kernels in (True, False):
+        gpu = StandIn(None, calibration=path, staging_bytes=1 << 16)
+        lane = gpu.lane(pools.layout, HOST)
+        assert bool(gpu.accelerator.kernels) == kernels
+        lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+        lane.finish()
+    assert gpu.device.calibration_path == path
+
+
+def test_a_calibration_that_cannot_be_kept_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    gpu = StandIn(None, calibration=tmp_path / "file" / "below", staging_bytes=1 << 16)
+    assert gpu.device.calibrate(TINY).curves
+    assert "not kept" in caplog.text
+
+
+def test_efforts_have_ascending_sizes() -> None:
+    for effort in (QUICK, THOROUGH):
+        assert list(effort.sizes) == sorted(set(effort.sizes))
+        assert effort.sizes[-1] == 2 << 20
+        assert effort.small < effort.large
+
+
+class FakeCudaLayout:
+    device = "cuda:0"
+
+
+def test_without_a_driver_torch_alone_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    served: list[str] = []
+    monkeypatch.setattr("longshore.transfer.device.torch_streams.TorchDevice", served.append)
+    monkeypatch.setattr(driver.ctypes, "CDLL", _absent)
+    device_for(FakeCudaLayout())  # type: ignore[arg-type]
+    assert served == ["cuda:0"]
+    assert "no CUDA driver" in caplog.text
+
+
+def test_without_triton_torch_alone_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[str] = []
+    monkeypatch.setattr("longshore.transfer.device.torch_streams.TorchDevice", served.append)
+    monkeypatch.setattr(module, "_has_triton", lambda: False)
+    device_for(FakeCudaLayout())  # type: ignore[arg-type]
+    assert served == ["cuda:0"]
+
+
+def test_with_both_the_cuda_device_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[str] = []
+    monkeypatch.setattr("longshore.transfer.device.cuda.device.CudaDevice", served.append)
+    device_for(FakeCudaLayout())  # type: ignore[arg-type]
+    assert served == ["cuda:0"]
+
+
+def _absent(name: str) -> None:
+    raise OSError(f"{name}: cannot open")
