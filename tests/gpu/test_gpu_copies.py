@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
+from cuda_stand_in import AnyWay
 from device_kit import copied_inside
 from gated import PATIENCE
 from jobs_kit import Jobs, inside_transfer
@@ -20,7 +21,7 @@ from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.base import Device
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.calibrate import QUICK, Always, everything
-from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
+from longshore.transfer.device.cuda.chooser import Chooses, Way
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.shape import COLUMNS, Shape
 from longshore.transfer.device.torch_streams import TorchDevice
@@ -30,14 +31,6 @@ pytestmark = pytest.mark.gpu
 PAGES = (1, 7, 8, 24, 656, 4096, 65_536, 2 << 20)
 A_WHILE = 50_000_000
 """Cycles that a kernel sleeps: about 30 ms."""
-
-
-class AnyWay:
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def choose(self, load: Load, ways: Collection[Way]) -> Way:
-        return self.random.choice(sorted(ways))
 
 
 class GpuPools(Pools):

@@ -12,7 +12,7 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,7 +23,7 @@ from longshore.transfer.device.cuda import driver as ours
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.calibrate import everything
-from longshore.transfer.device.cuda.chooser import Chooses
+from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.shape import Shape
 
@@ -273,6 +273,19 @@ class StandInLibrary:
         if not nbytes:
             self.breaches.append("an empty copy")
         ctypes.memmove(destination, source, nbytes)
+
+
+class AnyWay:
+    """Another way for every batch."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.chosen: set[Way] = set()
+
+    def choose(self, load: Load, ways: Collection[Way]) -> Way:
+        way = self.random.choice(sorted(ways))
+        self.chosen.add(way)
+        return way
 
 
 def kernels_for(shape: Shape) -> tuple[int, int, bool]:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection
-
 import pytest
-from cuda_stand_in import StandIn
+from cuda_stand_in import AnyWay, StandIn
 from jobs_kit import Jobs
 from transfer_kit import Pools, flat
 
 from longshore.transfer import TransferEngine
-from longshore.transfer.device.cuda.chooser import Load, Way
-
-
-class AnyWay:
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def choose(self, load: Load, ways: Collection[Way]) -> Way:
-        return self.random.choice(sorted(ways))
 
 
 @pytest.mark.parametrize("mood", ["lazy", "eager", 1, 2])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from gated import PATIENCE, GatedDevice
+from gated import A_MOMENT, PATIENCE, GatedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
@@ -676,6 +677,7 @@ WAITS: list[tuple[str, Callable[[TransferEngine], object]]] = [
 @pytest.mark.parametrize(("name", "wait"), WAITS, ids=[name for name, _ in WAITS])
 def test_whoever_waits_without_an_end_is_woken(name: str, wait: Callable[[TransferEngine], object]) -> None:
     rig = Rig()
+    rig.device.fault = lambda step, batch: time.sleep(A_MOMENT if step == "finish" else 0.0)  # it sleeps again by then
     gate = rig.device.gates[DEVICE]
     gate.shut()
     rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True))

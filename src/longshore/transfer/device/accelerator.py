@@ -40,7 +40,7 @@ class Accelerator:
 
     def use(self, stream: torch.Stream) -> None:
         """Make `stream`, and its device, the calling thread's own: a new thread starts on device 0."""
-        torch.accelerator.set_device_index(self.device.index)
+        torch.get_device_module(self.device).set_device(self.device.index)
         torch.accelerator.set_stream(stream)
 
     def new_event(self) -> torch.Event:

@@ -75,7 +75,9 @@ class TorchDevice(Device):
 
 def with_index(device: torch.device) -> torch.device:
     """`device`, with the index of the current one where it has none."""
-    return torch.device(device.type, torch.accelerator.current_device_index()) if device.index is None else device
+    if device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def stream_into(

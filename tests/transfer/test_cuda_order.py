@@ -1,0 +1,217 @@
+"""The order of copies on the CUDA device, in every mood of the stand-in: each wait is missed by one of them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from cuda_stand_in import AnyWay, StandIn
+from device_kit import between, copied_inside, inside
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfer_kit import Bytes, Model, Pools, flat
+
+from longshore.boundary import DEVICE, HOST, Section
+from longshore.transfer.device.cuda.calibrate import Always
+from longshore.transfer.device.cuda.chooser import Way
+from longshore.transfer.device.cuda.resources import PLACES
+
+WAYS = list(Way)
+MOODS: list[str | int] = ["lazy", "eager", 1, 2, 3]
+
+
+@pytest.mark.parametrize("mood", ["lazy", "eager", "random"])
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 1 << 30), staging=st.sampled_from([0, 4096, 1 << 20]))
+def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: int) -> None:
+    """Onboard into some blocks, copy them on inside the device, onboard over what was copied: in one lane's order.
+
+    The last of them is waited for first.
+    """
+    chance = random.Random(seed)
+    pools = Pools(flat(12, chance.choice([7, 24, 656]), refs=3, blocks_per_chunk=2), slots=6, seed=seed % 100)
+    gpu = StandIn(AnyWay(seed), staging_bytes=staging, mood=seed if mood == "random" else mood)
+    lane = gpu.lane(pools.layout, DEVICE)
+    model = Model(pools)
+    for _ in range(lane.stream.depth):
+        blocks = chance.sample(range(12), 12)
+        if chance.random() < 0.6:
+            parts, slots = [Section(0, 0, tuple(blocks[:10]))], chance.sample(range(6), 5)
+            lane.send([between(pools, parts, slots, DEVICE).whole])
+            model.move(parts, pools.images(slots), into=DEVICE)
+        else:
+            lane.send([inside(pools.layout, 0, blocks[:6], blocks[6:]).whole])
+            copied_inside(model.device, pools.layout, 0, blocks[:6], blocks[6:])
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[-1].reached)
+    gpu.device.mark(gpu.accelerator.compute).wait()
+    lane.close()
+    model.check(pools)
+
+
+@pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_reach_in_the_order_of_their_calls(mood: str | int, seed: int) -> None:
+    """Whoever waits for the last of several offloads by several ways may overwrite the pages of all."""
+    pools = Pools(flat(16, 656), slots=16)
+    gpu = StandIn(AnyWay(seed), mood=mood)
+    lane = gpu.lane(pools.layout, HOST)
+    model = Model(pools)
+    for first in range(0, 16, 4):
+        parts, slots = [Section(0, 0, tuple(range(first, first + 4)))], list(range(first, first + 4))
+        lane.send([between(pools, parts, slots, HOST).whole])
+        model.move(parts, pools.images(slots), into=HOST)
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[-1].reached)
+    gpu.on_compute(lambda: pools.tensors[0].fill_(7))
+    gpu.device.mark(gpu.accelerator.compute).wait()
+    lane.finish()
+    np.testing.assert_array_equal(pools.host_bytes(), model.host)
+
+
+@pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way), mood=mood)
+    lane = gpu.lane(pools.layout, DEVICE)
+    gpu.on_compute(lambda: pools.arena.array.fill(9))
+    mark = gpu.device.mark(gpu.accelerator.compute)
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole], (mark,))
+    lane.finish()
+    assert (pools.tensors[0].view(8, 4096)[3] == 9).all()
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_place_of_the_ring_is_filled_again_only_when_it_is_empty(into: str, seed: int) -> None:
+    pools = Pools(flat(40, 512, refs=1), slots=40)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=PLACES * 512, mood=seed)
+    lane = gpu.lane(pools.layout, into)
+    model = Model(pools)
+    parts = [Section(0, 0, tuple(range(40)))]
+    lane.send([between(pools, parts, range(40), into).whole])
+    model.move(parts, pools.images(range(40)), into=into)
+    lane.finish()
+    model.check(pools)
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", WAYS)
+def test_after_a_drain_nothing_is_under_way(way: Way, into: str) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way))
+    stream = gpu.device.stream(pools.layout, into)
+    stream.bind()
+    parts = [Section(0, 0, (3,))]
+    stream.copy(between(pools, parts, [1], into).whole, ())
+    stream.drain()
+    model = Model(pools)
+    model.move(parts, pools.images([1]), into=into)
+    model.check(pools)
+
+
+def test_bounced_copies_come_after_all_and_before_all_on_both_streams() -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
+    lane = gpu.lane(pools.layout, HOST)
+    kernels, link = (stream.name for stream in list(gpu.world.streams.values())[1:3])
+    gpu.world.log.clear()
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    log = gpu.world.log
+    assert [line[:2] for line in log[:2]] == [("record", link), ("wait", kernels)]
+    assert log[0][2] == log[1][2]
+    assert [line[:2] for line in log[-2:]] == [("record", kernels), ("wait", link)]
+    assert log[-2][2] == log[-1][2]
+    lane.finish()
+
+
+def test_streams_begin_after_what_used_their_memory_before() -> None:
+    gpu = StandIn(Always(Way.DIRECT))
+    gpu.device.stream(flat(4), HOST)
+    waits = [line for line in gpu.world.log if line[0] == "wait"]
+    assert [stream for _, stream, _ in waits] == [stream.name for stream in list(gpu.world.streams.values())[1:3]]
+    assert all(isinstance(point, tuple) and point[0] == "compute" for *_, point in waits)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mood", MOODS)
+def test_a_copy_waits_for_compute(way: Way, mood: str | int) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way), mood=mood)
+    lane = gpu.lane(pools.layout, HOST)
+    gpu.on_compute(lambda: pools.tensors[0].fill_(7))
+    mark = gpu.device.mark(gpu.accelerator.compute)
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole], (mark,))
+    lane.finish()
+    offset = pools.host.offset(1)
+    assert (pools.arena.array[offset : offset + 4096] == 7).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mood", MOODS)
+def test_an_onboard_waits_for_compute_that_still_reads(way: Way, mood: str | int) -> None:
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way), mood=mood)
+    lane = gpu.lane(pools.layout, DEVICE)
+    seen: list[Bytes] = []
+    before = pools.tensors[0].numpy().copy()
+    gpu.on_compute(lambda: seen.append(pools.tensors[0].numpy().copy()))
+    mark = gpu.device.mark(gpu.accelerator.compute)
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole], (mark,))
+    lane.finish()
+    np.testing.assert_array_equal(seen[0], before)
+    assert (pools.tensors[0].numpy() != before).any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mood", MOODS)
+def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: Way, mood: str | int) -> None:
+    pools = Pools(flat(64, 4096), slots=64)
+    gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
+    lane = gpu.lane(pools.layout, HOST)
+    before = pools.tensors[0].numpy().copy()
+    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[0].reached)
+    gpu.on_compute(lambda: pools.tensors[0].fill_(7))
+    gpu.device.mark(gpu.accelerator.compute).wait()
+    assert (pools.tensors[0] == 7).all()
+    lane.finish()
+    for block in range(64):
+        start = pools.host.offset(block)
+        page = slice(block * 4096, (block + 1) * 4096)
+        np.testing.assert_array_equal(pools.arena.array[start : start + 4096], before[page])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mood", MOODS)
+def test_compute_that_is_held_sees_what_was_onboarded(way: Way, mood: str | int) -> None:
+    pools = Pools(flat(64, 4096), slots=64)
+    gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
+    lane = gpu.lane(pools.layout, DEVICE)
+    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), DEVICE).whole])
+    gpu.device.hold(gpu.accelerator.compute, lane.under_way[0].reached)
+    seen: list[Bytes] = []
+    gpu.on_compute(lambda: seen.append(pools.tensors[0].numpy().copy()))
+    gpu.device.mark(gpu.accelerator.compute).wait()
+    lane.finish()
+    np.testing.assert_array_equal(seen[0], pools.tensors[0].numpy())
+    np.testing.assert_array_equal(seen[0][:4096], pools.arena.array[:4096])
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", WAYS)
+def test_more_copies_than_slips_leave_no_descriptor_behind(way: Way, into: str) -> None:
+    """What describes a copy is not written again while the copy may still read it."""
+    pools = Pools(flat(64, 656), slots=64)
+    gpu = StandIn(Always(way), staging_bytes=1 << 13)
+    stream = gpu.device.stream(pools.layout, into)
+    stream.bind()
+    model = Model(pools)
+    copies = []
+    for at in range(0, 64, 4):
+        parts, slots = [Section(0, 0, tuple(range(at, at + 4)))], list(range(at, at + 4))
+        copies.append(stream.copy(between(pools, parts, slots, into).whole, ()))
+        model.move(parts, pools.images(slots), into=into)
+    for copy in copies:
+        assert copy.finish() >= 0
+    model.check(pools)
