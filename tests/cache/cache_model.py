@@ -195,6 +195,17 @@ class World:
             self.conclude(model, MissReason.CANCELLED)
         self.check()
 
+    def prefetch(self, hold: Hold) -> tuple[int, ...]:
+        """Held chunks come up from the file tier; what only it has, and nothing else."""
+        cold = [each for each in self.holds[hold].keys if (each, HOST) not in self.resident]
+        jobs: tuple[int, ...] = self.call("prefetch", hold)
+        self.carry()
+        coming = [item.key for job in jobs for item in self.jobs[job].transfer.items]
+        assert coming == cold[: len(coming)]
+        assert all(self.jobs[job].transfer.urgency is Urgency.PREFETCH for job in jobs)
+        self.check()
+        return jobs
+
     def give_up(self, hold: Hold) -> None:
         model = self.holds[hold]
         answer = self.call("give_up", hold)

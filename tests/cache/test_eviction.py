@@ -48,7 +48,7 @@ def evict(policy: EvictionPolicy, count: int, *, refuse: tuple[int, ...] = ()) -
     def let_go(node: int) -> bool:
         if node in refuse:
             return False
-        policy.remove(node, evicted=True)
+        policy.remove(node, evicted=policy.names[node])
         gone.append(node)
         return True
 
@@ -112,7 +112,7 @@ def test_what_lets_another_go_may_release_it_meanwhile(policy: EvictionPolicy) -
     gone: list[int] = []
 
     def let_go(node: int) -> bool:
-        policy.remove(node, evicted=True)
+        policy.remove(node, evicted=policy.names[node])
         if node == B:
             policy.release([A])
         gone.append(node)
@@ -203,21 +203,32 @@ def test_arc_gives_more_room_to_the_list_whose_ghosts_come_back() -> None:
     arc.check_integrity()
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12))))
-def test_ghosts_are_the_last_that_were_added_and_not_taken_back(steps: list[tuple[bool, int]]) -> None:
-    ghosts = Ghosts(5)
-    places: list[bytes | None] = [None] * 5
-    at = 0
-    for add, i in steps:
+def test_arc_learns_the_more_from_a_ghost_the_fewer_there_are_of_its_kind() -> None:
+    arc = make(ARC, 8)
+    assert isinstance(arc, ARC)
+    arc.insert([A, *NODES[4:8]])
+    arc.touch(NODES[4:8])
+    assert evict(arc, 5) == [A, *NODES[4:8]]
+    arc.insert([A])  # the only one seen once, beside four seen often
+    assert arc.target == 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12))))
+def test_ghosts_are_the_last_that_left_each_list_and_were_not_taken_back(steps: list[tuple[int, int]]) -> None:
+    ghosts = Ghosts(3)
+    places: dict[int, list[bytes | None]] = {1: [None] * 3, 2: [None] * 3}
+    at = {1: 0, 2: 0}
+    for which, i in steps:
         key = bytes([i]) * 32
-        if add and key not in places:
-            ghosts.add(key)
-            places[at] = key
-            at = (at + 1) % 5
-        elif not add:
-            assert ghosts.take(key) == (key in places)
-            places = [None if each == key else each for each in places]
-        assert len(ghosts) == 5 - places.count(None)
+        left = next((each for each, keys in places.items() if key in keys), 0)
+        if which and not left:
+            ghosts.add(key, which)
+            places[which][at[which]] = key
+            at[which] = (at[which] + 1) % 3
+        elif not which:
+            assert ghosts.take(key) == left
+            places = {each: [None if k == key else k for k in keys] for each, keys in places.items()}
+        assert ghosts.counts == [0, 3 - places[1].count(None), 3 - places[2].count(None)]
         ghosts.check_integrity()
 
 

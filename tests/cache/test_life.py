@@ -7,7 +7,7 @@ from cache_model import World
 from cache_setup import Setup, chunks, key, parent, path_of
 
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
-from longshore.cache import MissReason, Outcome
+from longshore.cache import MissReason, Outcome, TieredCache, TierSpec
 from longshore.errors import CacheError, HoldError, JobError
 
 BOTH = Setup(host=4, file=4, backup="write_through")
@@ -236,3 +236,9 @@ def test_a_result_is_taken_once() -> None:
     world.refused(JobError, "apply", (result,), 0.0)
     world.settle_all()
     world.refused(JobError, "apply", (result,), 0.0)
+
+
+def test_the_first_generation_is_that_of_the_persistent_tier_or_zero() -> None:
+    assert Setup(host=1).build().generation == 0
+    assert TieredCache([TierSpec(HOST, 1, 1)]).generation == 0
+    assert TieredCache([TierSpec(HOST, 1, 1)], generation=5).reset() == 6

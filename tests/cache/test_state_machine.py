@@ -106,6 +106,12 @@ class Tiers(RuleBasedStateMachine):
             skip = min(skip, self.world.setup.per_chunk - 1)
             self.world.onboard(hold, len(self.world.holds[hold].keys), skip, 0)
 
+    @precondition(lambda self: self.world.holds)
+    @rule(pick=small)
+    def prefetch(self, pick: int) -> None:
+        holds = list(self.world.holds)
+        self.world.prefetch(holds[pick % len(holds)])
+
     @precondition(lambda self: any(m.onboarded for m in self.world.holds.values()))
     @rule(pick=small)
     def give_up(self, pick: int) -> None:
@@ -203,7 +209,7 @@ class Tiers(RuleBasedStateMachine):
 
     # misuse
 
-    @rule(kind=st.integers(0, 25), pick=small)
+    @rule(kind=st.integers(0, 26), pick=small)
     def misuse(self, kind: int, pick: int) -> None:
         """A call that breaks the contract is a typed error, and changes nothing."""
         for error, method, args, kwargs in self.wrong_calls(pick)[kind : kind + 1]:
@@ -219,6 +225,7 @@ class Tiers(RuleBasedStateMachine):
             (HoldError, "give_up", (gone,), {}),
             (HoldError, "onboard", (gone, (0,)), {}),
             (HoldError, "release", (None,), {}),
+            (HoldError, "prefetch", (gone,), {}),
             (CacheError, "match", (keys, world.now), {"start": 4}),
             (CacheError, "match", (keys, world.now), {"start": -1}),
             (CacheError, "offer", ([keys[0], keys[0]],), {}),

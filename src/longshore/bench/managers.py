@@ -155,7 +155,7 @@ def run(*, blocks: Sequence[int], repeats: int = 5, only: Sequence[str] = ()) ->
 def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
     load = Load(size)
     gc.collect()
-    gc.freeze()  # as engines do at their start: what collections cost now is what the managers keep
+    gc.freeze()  # as engines do at their start
     ours = Ours(size)
     others = [make(size) for make in makers_of_rivals()]
     offload = _fill(ours, others, load)
@@ -181,12 +181,18 @@ def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
 
 
 def _fill(ours: Ours, others: Sequence[Rival], load: Load) -> tuple[float, list[tuple[float, str]]]:
-    """Store all prompts on all sides in turn; seconds of ours and of each rival."""
-    taken = [0.0] * (1 + len(others))
-    for prompt, first in zip(load.prompts, load.shared, strict=True):
-        taken[0] += _timed(partial(ours.store, prompt, first))()
-        for i, other in enumerate(others, 1):
-            taken[i] += _timed(partial(other.store, prompt[first:]))()
+    """Store all prompts on one side after the other; seconds of ours and of each rival."""
+    taken = []
+    for other in (None, *others):
+        begun = time.thread_time()
+        for prompt, first in zip(load.prompts, load.shared, strict=True):
+            if other is None:
+                ours.store(prompt, first)
+            else:
+                other.store(prompt[first:])
+        taken.append(time.thread_time() - begun)
+        gc.collect()
+        gc.freeze()  # nobody shall pay for walking over what another one keeps
     return taken[0], [(seconds, other.name) for seconds, other in zip(taken[1:], others, strict=True)]
 
 

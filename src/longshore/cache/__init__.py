@@ -1,5 +1,7 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
+from longshore.cache.events import Event, EventKind
+from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.manager import TieredCache, TierSpec
 from longshore.cache.retention import DEFAULT_PRIORITY, Retention
 from longshore.cache.settings import CacheSettings
@@ -26,9 +28,12 @@ from longshore.cache.writing import WritePolicy
 __all__ = [
     "DEFAULT_PRIORITY",
     "EDGES",
+    "Account",
     "CacheSettings",
     "Counters",
     "DropReason",
+    "Event",
+    "EventKind",
     "Hold",
     "Match",
     "MissReason",
@@ -46,5 +51,7 @@ __all__ = [
     "TierSpec",
     "TierStats",
     "TieredCache",
+    "Verdict",
     "WritePolicy",
+    "explain",
 ]

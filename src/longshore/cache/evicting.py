@@ -17,6 +17,8 @@ from longshore.cache.states import READY
 if TYPE_CHECKING:
     from longshore.cache.store import Store
 
+EVICTED = "evicted"
+
 
 class Eviction:
     """The evictions of one `Store`."""
@@ -51,7 +53,7 @@ class Eviction:
         def let_go(node: int) -> bool:
             if not self.may_go(node, tier) or self._is_spared(node, tier, spare_dirty):
                 return False
-            self._store.detach(node, tier, evicted=True)
+            self._store.detach(node, tier, cause=EVICTED)
             return True
 
         return self._store.policies[tier].evict(count, let_go)
@@ -62,16 +64,20 @@ class Eviction:
         index, pool, policy, pins = store.index, store.pools[0], store.policies[0], store.pins
         slots, reach, parents = index.slot[0], index.reach[0], index.parent
         readers, state = pool.readers, pool.state
-        drop, remove, retention = index.drop_leaf, policy.remove, store.retention
+        drop, remove, retention, log = index.drop_leaf, policy.remove, store.retention, store.log
         freed: list[int] = []
+        key_of = index.key
 
         def let_go(node: int) -> bool:
             slot = slots[node]
             if reach[node] or readers[slot] or node in pins:
                 return False
             parent = parents[node]
-            remove(node, evicted=True)
-            drop(node)
+            if log.on:
+                store.log_loss(node, 0, EVICTED)
+            key = key_of[node]
+            remove(node, evicted=key)
+            drop(node, key)
             freed.append(slot)
             if retention.used:
                 retention.forget(node)
@@ -89,7 +95,7 @@ class Eviction:
         while tier == 0 and gone < count and self._passed_over:
             node = self._passed_over.popleft()
             if self._is_passed_over(node) and self.may_go(node, 0):
-                self._store.detach(node, 0, evicted=True)
+                self._store.detach(node, 0, cause=EVICTED)
                 gone += 1
         return gone
 

@@ -27,6 +27,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
+from longshore.cache.events import EventKind
 from longshore.cache.jobs import Job, Load, Side
 from longshore.cache.settings import CacheSettings
 from longshore.cache.store import Store
@@ -90,6 +91,30 @@ class Flow:
                     loads.append(job.load)
         return loads
 
+    def copy_inside(self, sources: Sequence[Slot], blocks: Sequence[int], tokens: int | None, group: int) -> int:
+        """Order copies between device blocks, of which the books know nothing; returns the job."""
+        job = self.new_id()
+        transfer = Transfer(
+            job=job,
+            route=Route(DEVICE, DEVICE),
+            items=tuple(Item(b"", None, source, None, 1) for source in sources),
+            sections=(Section(group, 0, tuple(blocks)),),
+            by_layer=True,
+            tokens=tokens,
+            deadline=self.now + self.settings.load_timeout,
+            generation=self.generation,
+            ranks=self.settings.ranks,
+        )
+        self.jobs[job] = Job(transfer, None, None)
+        self.outbox.append(transfer)
+        return job
+
+    def leave_device(self) -> bool:
+        """Cancel what moves bytes into or out of the device; says whether nothing does any more."""
+        touching = [job for job, record in self.jobs.items() if DEVICE in record.transfer.route]
+        self.outbox += [Cancel(job) for job in touching]
+        return not touching
+
     def withdraw(self, job: int) -> None:
         """The host gives an offer back: it ends as cancelled. Raises `JobError` for any other job."""
         record = self.jobs.get(job)
@@ -128,6 +153,7 @@ class Flow:
         after: tuple[int, ...] = (),
         load: Load | None = None,
         by_layer: bool = False,
+        prefetch: bool = False,
         command: bool = True,
     ) -> Job:
         """Register a job for chunks whose source slots are pinned and whose destinations are placed.
@@ -142,7 +168,7 @@ class Flow:
             items=self._items(keys, parents, source, destination),
             sections=sections,
             by_layer=by_layer,
-            urgency=Urgency.WRITE if writing else Urgency.DEMAND,
+            urgency=Urgency.WRITE if writing else Urgency.PREFETCH if prefetch else Urgency.DEMAND,
             deadline=self.now + timeout,
             after=after,
             generation=self.generation,
@@ -151,27 +177,11 @@ class Flow:
         if writing and destination is not None:
             self.writing[destination.tier] += len(keys)
         record = self.jobs[job] = Job(transfer, source, destination, load, commanded=command)
+        if destination is not None and self.store.log.on:
+            self.store.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
         if command:
             self.outbox.append(transfer)
         return record
-
-    def copy_inside(self, sources: Sequence[Slot], blocks: Sequence[int], tokens: int | None, group: int) -> int:
-        """Order copies between device blocks, of which the books know nothing; returns the job."""
-        job = self.new_id()
-        transfer = Transfer(
-            job=job,
-            route=Route(DEVICE, DEVICE),
-            items=tuple(Item(b"", None, source, None, 1) for source in sources),
-            sections=(Section(group, 0, tuple(blocks)),),
-            by_layer=True,
-            tokens=tokens,
-            deadline=self.now + self.settings.load_timeout,
-            generation=self.generation,
-            ranks=self.settings.ranks,
-        )
-        self.jobs[job] = Job(transfer, None, None)
-        self.outbox.append(transfer)
-        return job
 
     def _name(self, tier: int | None) -> str:
         return DEVICE if tier is None else self.store.levels[tier].name

@@ -35,7 +35,6 @@ ROOT = 0
 NONE = -1
 """No slot."""
 
-_STEP = 16384
 _SHARDS = 256
 
 
@@ -65,17 +64,17 @@ class Index:
         self.pools = list(pools)
         self.tiers = range(len(pools))
         self._others = [tuple(t for t in reversed(self.tiers) if t != tier) for tier in self.tiers]
-        self.size = LISTS
+        self.size = LISTS + sum(pool.capacity for pool in pools)
         """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
-        self.key = np.empty(LISTS + sum(pool.capacity for pool in pools), object)
-        self.parent, self.depth, self.child = (array("i", bytes(4 * LISTS)) for _ in range(3))
-        self._older, self._younger = (array("i", bytes(4 * LISTS)) for _ in range(2))
-        self.slot = [array("i", [NONE]) * LISTS for _ in pools]
-        self.reach = [array("i", bytes(4 * LISTS)) for _ in pools]
-        self.reachable = bytearray(LISTS)
+        # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
+        self.key = np.empty(self.size, object)
+        self.parent, self.depth, self.child, self._older, self._younger = (_zeros(self.size) for _ in range(5))
+        self.slot = [array("i", [NONE]) * self.size for _ in pools]
+        self.reach = [_zeros(self.size) for _ in pools]
+        self.reachable = bytearray(self.size)
         self.depth[ROOT] = -1
         self.reachable[ROOT] = 1
-        self._free = array("i")
+        self._free = array("i", range(self.size - 1, LISTS - 1, -1))
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
         self._count = 0
 
@@ -276,12 +275,12 @@ class Index:
         for each in range(before + 1, tier + 1):
             self.reach[each][parent] += 1
 
-    def drop_leaf(self, node: int) -> None:
-        """The same as `drop_copy` for a node without children, in the only tier that there is."""
+    def drop_leaf(self, node: int, key: Key) -> None:
+        """The same as `drop_copy` for a node without children, in the only tier that there is; `key` is its key."""
         parent = self.parent[node]
         self.slot[0][node] = NONE
         self.reach[0][parent] -= 1
-        self._forget(node, parent)
+        self._forget(node, key, parent)
 
     def drop_copy(self, node: int, tier: int) -> bool:
         """Take a copy out of its node; says whether it was the last, and the node is gone. Keeps the slot's state."""
@@ -294,7 +293,7 @@ class Index:
             self.reach[each][parent] -= 1
         if after >= 0:
             return False
-        self._forget(node, parent)
+        self._forget(node, self.key[node], parent)
         return True
 
     def reveal(self, nodes: Sequence[int]) -> None:
@@ -325,31 +324,17 @@ class Index:
         return lost
 
     def _numbers(self, count: int) -> list[int]:
-        while len(self._free) < count:
-            self._grow()
+        free = self._free
+        if len(free) < count:
+            raise CacheError(f"the index has room for {self.size - LISTS} chunks, one for each slot")
         if count == 0:
             return []
-        free = self._free
         nodes = free[-count:].tolist()[::-1]
         del free[-count:]
         return nodes
 
-    def _grow(self) -> None:
-        more = min(_STEP, len(self.key) - self.size)
-        if more <= 0:
-            raise CacheError(f"the index has room for {len(self.key) - LISTS} chunks, one for each slot")
-        zeros = array("i", bytes(4 * more))
-        for column in (self.parent, self.depth, self.child, self._older, self._younger, *self.reach):
-            column.extend(zeros)
-        for column in self.slot:
-            column.extend(array("i", [NONE]) * more)
-        self.reachable.extend(bytes(more))
-        self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
-        self.size += more
-
-    def _forget(self, node: int, parent: int) -> None:
-        key_of, own_older, own_younger = self.key, self._older, self._younger
-        key = key_of[node]
+    def _forget(self, node: int, key: Key, parent: int) -> None:
+        own_older, own_younger = self._older, self._younger
         del self._shards[key[0]][key]
         older, younger = own_older[node], own_younger[node]
         if younger:
@@ -358,12 +343,24 @@ class Index:
             self.child[parent] = older
         if older:
             own_younger[older] = younger
-        key_of[node] = None
+        self.key[node] = None
         self.reachable[node] = 0
         self._free.append(node)
         self._count -= 1
 
     # ------------------------------------------------------------------ checks
+
+    def resize(self) -> None:
+        """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
+        more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
+        self.key = np.concatenate([self.key, np.empty(more, object)])
+        for column in (self.parent, self.depth, self.child, self._older, self._younger, *self.reach):
+            column.extend(_zeros(more))
+        for column in self.slot:
+            column.extend(array("i", [NONE]) * more)
+        self.reachable.extend(bytes(more))
+        self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
+        self.size += more
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless family links, reach counts and closure hold everywhere."""
@@ -396,6 +393,10 @@ class Index:
             counted = sum(self.coldest(c) >= tier for c in self.children(node))
             if counted != self.reach[tier][node]:
                 raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
+
+
+def _zeros(count: int) -> array[int]:
+    return array("i", bytes(4 * count))
 
 
 def _column(column: array[int]) -> npt.NDArray[np.int32]:

@@ -63,7 +63,7 @@ class Load:
 class Hold:
     """The control plane's side of a hold: the matched keys, and the pin on the node at which they end."""
 
-    __slots__ = ("keys", "load", "pin", "request", "start")
+    __slots__ = ("keys", "load", "pin", "prefetches", "request", "start")
 
     def __init__(self, keys: Sequence[Key], start: int, pin: Pin, request: str | None) -> None:
         self.keys = keys
@@ -71,6 +71,7 @@ class Hold:
         self.pin = pin
         self.request = request
         self.load: Load | None = None
+        self.prefetches: list[int] = []
 
 
 class Side(NamedTuple):

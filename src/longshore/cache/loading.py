@@ -71,6 +71,7 @@ class Loading:
         path = store.index.path(tail, held)[held - len(keys) :][::-1] if tail else store.index.readable(keys)
         tiers, slots = self._pin(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
+        store.log.by = keys[cold[0]] if cold else None
         room = store.make_room(0, len(cold), spare_dirty=True)
         if room < len(cold):
             room = store.make_room(0, len(cold), spare_dirty=False)
@@ -81,17 +82,46 @@ class Loading:
                 store.unread(tier, [slot])
             path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
         load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
-        per_chunk = self._flow.settings.blocks_per_chunk
         above = store.index.key[store.index.parent[path[0]]] if path else None
         warm = self._warm(tiers, slots)
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
             batch = Batch(path[here], keys[here], above, tiers[here], slots[here], warm=end <= warm)
             above = keys[end - 1]
+            per_chunk = self._flow.settings.blocks_per_chunk
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
             self._order_batch(load, batch, Section(group, first_block, tuple(blocks[:taken])), by_layer=by_layer)
             blocks, first_block = blocks[taken:], first_block + taken
         return load
+
+    def prefetch(self, keys: Sequence[Key]) -> list[int]:
+        """Order what only colder tiers have of `keys` into the host tier, as far as clean room is there; the jobs."""
+        store, jobs = self._store, []
+        path = store.index.readable(keys)
+        cold = [i for i, node in enumerate(path) if store.index.slot[0][node] < 0]
+        store.log.by = keys[cold[0]] if cold else None
+        pins = [store.pin(path[-1])] if path else []
+        cold = cold[: store.make_room(0, len(cold), spare_dirty=True)]
+        for pin in pins:
+            store.unpin(pin)
+        for start in range(0, len(cold), LOAD_BATCH):
+            chosen = cold[start : start + LOAD_BATCH]
+            nodes, mine = [path[i] for i in chosen], [keys[i] for i in chosen]
+            above = [store.index.key[store.index.parent[node]] for node in nodes]
+            for tier in sorted({store.index.warmest_ready(node) for node in nodes}):
+                jobs.append(self._prefetch_from(tier, nodes, mine, above))
+        return jobs
+
+    def _prefetch_from(self, tier: int, nodes: Sequence[int], keys: Sequence[Key], above: Sequence[Key | None]) -> int:
+        store, job = self._store, self._flow.new_id()
+        ours = [i for i, node in enumerate(nodes) if store.index.warmest_ready(node) == tier]
+        sources = [store.index.slot[tier][nodes[i]] for i in ours]
+        for slot in sources:
+            store.pools[tier].readers[slot] += 1
+        slots = [store.place_copy(nodes[i], 0, job) for i in ours]
+        sides = Side(tier, sources), Side(0, slots)
+        self._flow.order(job, [keys[i] for i in ours], [above[i] for i in ours], *sides, prefetch=True)
+        return job
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
         """Pin the copy that each reachable node is read from, or will be: says tiers and slots."""

@@ -15,18 +15,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from longshore.boundary import DEVICE, Command, Key, Route, Slot, TransferResult
+from longshore.boundary import DEVICE, Cancel, Command, Key, Route, Slot, TransferResult
+from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction import ARC, EvictionPolicy
 from longshore.cache.flow import Flow
 from longshore.cache.jobs import Hold as HoldRecord
 from longshore.cache.jobs import Load
 from longshore.cache.loading import Loading
 from longshore.cache.pool import SlotPool
+from longshore.cache.resizing import resize
 from longshore.cache.retention import Retention
 from longshore.cache.retention import check as check_retention
 from longshore.cache.settings import CacheSettings
 from longshore.cache.states import STATES
-from longshore.cache.store import Level, Pin, Store
+from longshore.cache.store import Level, Pin, Store, parents_first
 from longshore.cache.storing import Storing
 from longshore.cache.types import (
     Counters,
@@ -71,12 +73,14 @@ class TieredCache:
         self.counters = Counters.zero(names, routes)
         levels = [Level(t.name, SlotPool(t.slots), t.policy, t.image_bytes) for t in tiers]
         selective = self.settings.backup is WritePolicy.SELECTIVE
-        self._store = Store(levels, self.counters, backup_threshold=self.settings.threshold if selective else 0)
+        threshold = self.settings.threshold if selective else 0
+        self._store = Store(levels, self.counters, backup_threshold=threshold, events=self.settings.events)
         self._flow = Flow(self._store, self.settings, generation)
         self._loading = Loading(self._flow)
         self._storing = Storing(self._flow)
         self._holds: dict[int, HoldRecord] = {}
         self._step_pins: list[Pin] = []
+        self._asleep = False
 
     @property
     def generation(self) -> int:
@@ -99,6 +103,9 @@ class TieredCache:
             index.check_link(keys, position)
         self._advance(now)
         self._count_misses(keys, end)
+        if self._store.log.on:
+            asked, found = tuple(keys), end - start
+            self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
         if end == start:
             return Match(start, 0, None)
         pin = self._store.pin(index.get(keys[end - 1]))
@@ -163,19 +170,25 @@ class TieredCache:
             )
         self._check_blocks(blocks)
         first_block, held = record.start * per_chunk + skip, len(record.keys)
+        tail, wanted = record.pin.node, record.keys[:chunks]
         record.load = load = self._loading.load(
-            record.keys[:chunks],
-            blocks,
-            first_block,
-            tail=record.pin.node,
-            held=held,
-            group=group,
-            by_layer=by_layer,
+            wanted, blocks, first_block, tail=tail, held=held, group=group, by_layer=by_layer
         )
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
         return Onboarding(sum(part.chunks for part in parts), parts)
+
+    def prefetch(self, hold: Hold) -> tuple[int, ...]:
+        """Bring the held chunks into the host tier while their request waits; returns the jobs, which may be none.
+
+        Best effort: nothing that is not backed up makes way. Whoever will not go on without them waits until no job is
+        `in_flight`, or for so long; `onboard` joins what is under way. Letting go of the hold cancels the rest.
+        """
+        record = self._hold(hold)
+        jobs = self._loading.prefetch(record.keys)
+        record.prefetches += jobs
+        return tuple(jobs)
 
     def outcome(self, hold: Hold) -> Outcome | None:
         """How the onboarding of `hold` ended; `None` while it has not. Raises `HoldError` if none was ordered."""
@@ -198,6 +211,7 @@ class TieredCache:
         if record.load is not None and record.load.outcome is None:
             self._flow.abandon(record.load)
             self._conclude(record.load, MissReason.CANCELLED)
+        self._flow.outbox += [Cancel(job) for job in record.prefetches if job in self._flow.jobs]
         del self._holds[hold.id]
         self._store.touch(self._store.index.path(record.pin.node, len(record.keys)))
         self._store.unpin(record.pin)
@@ -293,19 +307,32 @@ class TieredCache:
         """
         level = self._tier(tier)
         known = list(found)
-        children: dict[Key | None, list[tuple[int, Key]]] = {}
-        for slot, key, parent in known:
-            children.setdefault(parent, []).append((slot, key))
-        reachable: list[tuple[int, Key, Key | None]] = []
-        queue: list[Key | None] = [None]
-        for parent in queue:
-            ours = children.pop(parent, [])
-            reachable += [(slot, key, parent) for slot, key in ours]
-            queue += [key for _, key in ours]
+        reachable = parents_first(known)
         self._store.adopt(level, reachable)
         adopted = {key for _, key, _ in reachable}
         self._store.age(level, [key for _, key, _ in known if key in adopted])
         return len(adopted)
+
+    def sleep(self) -> bool:
+        """The device's memory is about to be freed: cancel what touches it, and take no orders that would.
+
+        Says whether nothing touches it any more; until then it must stay, and this is to be asked again when results
+        have been applied. The tiers keep what they have; to forget that too, `reset`.
+        """
+        self._asleep = True
+        return self._flow.leave_device()
+
+    def wake(self) -> None:
+        """The device's memory is back, and empty."""
+        self._asleep = False
+
+    def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
+        """Have `slots` slots in `tier` from now on; the caller gives or takes the memory.
+
+        What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
+        and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
+        """
+        resize(self._store, self._tier(tier), slots, discard=discard)
 
     def reset(self) -> int:
         """Forget everything, here and after a restart; returns the new generation.
@@ -369,6 +396,10 @@ class TieredCache:
             if (slot := index.slot[tier][node]) >= 0
         ]
 
+    def events(self) -> list[Event]:
+        """What happened since the last call, in order, as far as it was kept (`CacheSettings.events`)."""
+        return self._store.log.pull()
+
     @property
     def held(self) -> int:
         """Holds that were not released, those of `peek` included."""
@@ -384,14 +415,14 @@ class TieredCache:
         self._store.check_integrity()
         self._flow.check_integrity()
         ours = {pin for pin in (*(record.pin for record in self._holds.values()), *self._step_pins) if pin.node}
-        theirs = [pin for pins in self._store.pins.values() for pin in pins]
-        if ours != set(theirs) or len(ours) != len(theirs):
+        theirs = {pin for pins in self._store.pins.values() for pin in pins}
+        if ours != theirs:
             raise CacheError(f"{len(theirs)} pins are in place, holds and peeks have {len(ours)}")
 
     # ------------------------------------------------------------------ inside
 
     def _advance(self, now: float) -> None:
-        self._flow.now = max(self._flow.now, now)
+        self._flow.now = self._store.log.now = max(self._flow.now, now)
         if self._store.retention.used:
             self._store.retention.expire(self._flow.now)
 
@@ -430,6 +461,8 @@ class TieredCache:
             raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")
 
     def _check_blocks(self, blocks: Sequence[int]) -> None:
+        if self._asleep:
+            raise CacheError("the device's memory was given up by `sleep`, and not taken back by `wake`")
         limit = self.settings.device_blocks
         if len(set(blocks)) != len(blocks):
             raise CacheError(f"device blocks are distinct, got {list(blocks)[:8]}")

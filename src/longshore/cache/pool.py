@@ -80,6 +80,21 @@ class SlotPool:
         self.move_all(indices, FREE, READY)
         self._free = array("i", [i for i in self._free if i not in wanted])
 
+    def resize(self, capacity: int) -> None:
+        """Have `capacity` slots from now on. Raises `CapacityError`, and changes nothing, while one above is taken."""
+        if capacity < 0:
+            raise CacheError(f"a pool has zero or more slots, got {capacity}")
+        taken = sum(state != FREE for state in self.state[capacity:])
+        if taken:
+            raise CapacityError(f"{taken} slots from {capacity} on are taken, of {self.capacity}")
+        more = max(0, capacity - self.capacity)
+        self.state = self.state[:capacity] + bytearray(more)
+        self.node = self.node[:capacity] + array("i", bytes(4 * more))
+        self.readers = self.readers[:capacity] + array("H", bytes(2 * more))
+        new = range(capacity - 1, self.capacity - 1, -1)
+        self._free = array("i", [*new, *(i for i in self._free if i < capacity)])
+        self.capacity = capacity
+
     def move(self, index: int, to: int) -> None:
         """Change the state of a slot; raises `StateError` for an edge that the table does not have."""
         self.state[index] = step(self.state[index], to)

@@ -24,6 +24,7 @@ class CacheSettings:
         load_timeout: Seconds after which a load that has not begun is not worth beginning.
         write_timeout: The same for writes.
         max_writes: Chunks in flight per write route; more are dropped (offloads) or left for later (backups).
+        events: Events to keep for a reader (`TieredCache.events`); none are recorded at zero.
         device_blocks: Blocks of the device pool, to check ids against; `None` leaves that to the data plane.
     """
 
@@ -37,6 +38,7 @@ class CacheSettings:
     load_timeout: float = 10.0
     write_timeout: float = 60.0
     max_writes: int = 1024
+    events: int = 0
     device_blocks: int | None = None
 
     def __post_init__(self) -> None:

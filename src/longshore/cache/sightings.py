@@ -32,7 +32,7 @@ class Sightings:
         last = self._steps[-1]
         for seen, following in zip(self._steps, [*self._steps[1:], last], strict=True):
             if seen.take(key):
-                following.add(key)
+                following.add(key, 1)
                 return seen is last
-        self._steps[0].add(key)
+        self._steps[0].add(key, 1)
         return False

@@ -21,7 +21,8 @@ from itertools import repeat
 
 from longshore.boundary import Key, Slot, Status
 from longshore.cache.backlog import Backlog
-from longshore.cache.evicting import Eviction
+from longshore.cache.events import EventKind, EventLog
+from longshore.cache.evicting import EVICTED, Eviction
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.index import ROOT, Index
 from longshore.cache.keeping import Keeping
@@ -56,12 +57,15 @@ class Pin:
 class Store:
     """Slots, index, eviction orders and backlog of all tiers."""
 
-    def __init__(self, levels: Sequence[Level], counters: Counters, *, backup_threshold: int = 0) -> None:
+    def __init__(
+        self, levels: Sequence[Level], counters: Counters, *, backup_threshold: int = 0, events: int = 0
+    ) -> None:
         self.levels = list(levels)
         self.counters = counters
         self.pools = [level.pool for level in levels]
         self.pins: dict[int, set[Pin]] = {}
         self.backup_threshold = backup_threshold
+        self.log = EventLog(events)
         self._begin()
 
     def _begin(self) -> None:
@@ -71,13 +75,13 @@ class Store:
         self.backlog = Backlog(self.index, self.backup_threshold)
         self.retention = Keeping(self)
         self.eviction = Eviction(self)
-        self._grow()
+        self.fit()
 
-    def _grow(self) -> None:
-        self._size = self.index.size
+    def fit(self) -> None:
+        """Give all books room for the nodes that the index has now."""
         for policy in self.policies:
-            policy.grow(self._size)
-        self.backlog.grow(self._size)
+            policy.grow(self.index.size)
+        self.backlog.grow(self.index.size)
 
     # ------------------------------------------------------------------ arrivals
 
@@ -88,8 +92,6 @@ class Store:
         """
         slots = self.pools[0].allocate(len(keys))
         self.index.link(parent, keys, 0, slots)
-        if self.index.size != self._size:
-            self._grow()
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
@@ -122,8 +124,6 @@ class Store:
                 index.add_copy(node, tier, slot)
             else:
                 (node,) = index.extend(ROOT if parent is None else index.get(parent), [key], tier, [slot])
-                if index.size != self._size:
-                    self._grow()
             self._settle_in([node], tier)
 
     def age(self, tier: int, keys: Sequence[Key]) -> None:
@@ -154,6 +154,8 @@ class Store:
 
     def _settle_in(self, nodes: Sequence[int], tier: int) -> None:
         """Copies have become ready; parents come before children."""
+        if self.log.on:
+            self._log_arrivals(nodes, tier)
         self.policies[tier].insert(nodes[::-1])
         self.index.reveal(nodes)
         if len(self.policies) > 1:
@@ -162,6 +164,14 @@ class Store:
                 self._reconsider(node)
                 if tier == 1:
                     self.backlog.backed_up(node)
+
+    def _log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
+        index, names = self.index, [level.name for level in self.levels]
+        for node in nodes:
+            others = [names[t] for t in index.tiers if t != tier and index.is_ready(node, t)]
+            kind = EventKind.MOVED if others else EventKind.STORED
+            parent, source = index.key[index.parent[node]], others[0] if others else ""
+            self.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
 
     # ------------------------------------------------------------------ losses
 
@@ -173,7 +183,7 @@ class Store:
         if pool.state[slot] == DRAINING:
             self._settle(tier, slot)
         else:
-            self.lose(pool.node[slot], tier)
+            self.lose(pool.node[slot], tier, fault.value)
 
     def backup_failed(self, node: int) -> None:
         """A backup of `node` has ended without success: it is not tried again until `node` is used."""
@@ -202,9 +212,9 @@ class Store:
         if pool.state[slot] == DRAINING:
             self._settle(tier, slot)
         else:
-            self.lose(pool.node[slot], tier)
+            self.lose(pool.node[slot], tier, fault.value)
 
-    def lose(self, node: int, tier: int) -> None:
+    def lose(self, node: int, tier: int, cause: str) -> None:
         """Take a copy, and what would be out of reach without it, out of the index.
 
         A copy that is being filled from the one that is lost cannot become good, and goes too.
@@ -218,7 +228,7 @@ class Store:
         copies = [*reversed(index.orphaned_by(node, left)), *((node, t) for t in doomed)]
         for each, where in copies:
             self.counters.lost[self.levels[where].name] += 1
-            self.detach(each, where)
+            self.detach(each, where, cause=cause)
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
         """Remove the copies of `keys` that nothing holds, reads or needs to be reached; says how many."""
@@ -226,12 +236,14 @@ class Store:
         for key in reversed(keys):
             node = self.index.get(key)
             if node and self.index.is_ready(node, tier) and self.eviction.may_go(node, tier):
-                self.detach(node, tier)
+                self.detach(node, tier, cause="discarded")
                 count += 1
         return count
 
     def clear(self) -> None:
         """Forget every chunk. Slots that jobs still touch drain."""
+        if self.log.on:
+            self.log.record(EventKind.RESET)
         for pool in self.pools:
             pool.clear()
         for pins in self.pins.values():
@@ -293,12 +305,14 @@ class Store:
         if self.backlog.note(node):
             self._reconsider(node)
 
-    def detach(self, node: int, tier: int, *, evicted: bool = False) -> None:
+    def detach(self, node: int, tier: int, *, cause: str) -> None:
         """Take a copy out of all books, and give its slot back."""
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
+        if self.log.on:
+            self.log_loss(node, tier, cause)
         if pool.state[slot] == READY:
-            self.policies[tier].remove(node, evicted=evicted)
+            self.policies[tier].remove(node, evicted=index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
         if gone and self.retention.used:
@@ -315,6 +329,12 @@ class Store:
             self._reconsider(node)
         if parent and not index.reach[tier][parent]:
             self._reconsider(parent)
+
+    def log_loss(self, node: int, tier: int, cause: str) -> None:
+        """Record that a copy leaves, or will not come."""
+        kind = EventKind.REMOVED if self.index.is_ready(node, tier) else EventKind.FAILED
+        by = self.log.by if cause == EVICTED else None
+        self.log.record(kind, [self.index.key[node]], tier=self.levels[tier].name, cause=cause, by=by)
 
     def _settle(self, tier: int, slot: int) -> None:
         """Free a slot that drains, once no job touches it any more."""
@@ -354,3 +374,17 @@ class Store:
         for node, pins in self.pins.items():
             if self.index.key[node] is None or not pins or any(pin.node != node for pin in pins):
                 raise CacheError(f"node {node} is pinned, and gone")
+
+
+def parents_first(found: Sequence[tuple[int, Key, Key | None]]) -> list[tuple[int, Key, Key | None]]:
+    """Chunks found at start, as (slot, key, parent), in an order in which they can be adopted; orphans are left out."""
+    children: dict[Key | None, list[tuple[int, Key]]] = {}
+    for slot, key, parent in found:
+        children.setdefault(parent, []).append((slot, key))
+    reachable: list[tuple[int, Key, Key | None]] = []
+    queue: list[Key | None] = [None]
+    for parent in queue:
+        ours = children.pop(parent, [])
+        reachable += [(slot, key, parent) for slot, key in ours]
+        queue += [key for _, key in ours]
+    return reachable

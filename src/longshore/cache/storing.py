@@ -52,6 +52,7 @@ class Storing:
             store.retention.apply(path, first, retention, self._flow.now)
         parent = path[-1] if path else store.index.get(keys[first - 1]) if first else ROOT
         wanted = self._worth(keys[known:], known, retention)
+        store.log.by = keys[known] if known < len(keys) else None
         fresh = self._admit(wanted, parent, orphan=known > 0 and parent == ROOT)
         if not fresh:
             return Offload(None, kept=known)
@@ -82,6 +83,7 @@ class Storing:
         target = self._flow.settings.backup.clean_target(slots)
         wanted = max(target - (slots - store.backlog.count), at_least - self._flow.writing[1])
         chosen = store.backlog.choose(min(wanted, self._flow.settings.max_writes - self._flow.writing[1]))
+        store.log.by = store.index.key[chosen[0]] if chosen else None
         # What is chosen has its ancestors in the host tier, too, where they are spared; or they are needed.
         chosen = chosen[: store.make_room(1, len(chosen), spare_dirty=False)]
         if not chosen:

@@ -9,6 +9,7 @@ import typer
 from longshore import __version__
 from longshore.cli.bench import bench
 from longshore.cli.demo import demo
+from longshore.cli.explain import explain
 from longshore.errors import LongshoreError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(explain)
 app.add_typer(bench)
 
 

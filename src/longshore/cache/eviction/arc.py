@@ -38,7 +38,13 @@ class ARC(EvictionPolicy):
         self._chains = Chains()
         self._place = bytearray(LISTS)
         self._counts = [0, 0, 0]
-        self._ghosts = (Ghosts(0), Ghosts(slots), Ghosts(slots))
+        self._ghosts = Ghosts(slots)
+
+    def resize(self, slots: int, names: Names) -> None:
+        """The tier has `slots` slots now. What left before is forgotten."""
+        super().resize(slots, names)
+        self.target = min(self.target, float(slots))
+        self._ghosts = Ghosts(slots)
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
@@ -47,15 +53,21 @@ class ARC(EvictionPolicy):
 
     def insert(self, nodes: Sequence[int]) -> None:
         """`nodes` became resident: among those seen often if a ghost says that they were here before."""
-        place, counts, chains = self._place, self._counts, self._chains
-        remember = len(self._ghosts[_ONCE]) + len(self._ghosts[_OFTEN]) > 0
+        place, counts, names = self._place, self._counts, self.names
+        after, before, ghosts = self._chains.after, self._chains.before, self._ghosts
         for node in nodes:
             if place[node] != _OUT or node < LISTS:
                 raise known(node)
-            which = _OFTEN if remember and self._recall(self.names[node]) else _ONCE
+            which = _ONCE
+            if any(ghosts.counts) and (left := ghosts.take(names[node])):
+                self._learn(left)
+                which = _OFTEN
             place[node] = which
             counts[which] += 1
-            chains.warm(which, node)
+            last = before[which]
+            after[last] = before[which] = node
+            after[node] = which
+            before[node] = last
 
     def touch(self, nodes: Sequence[int]) -> None:
         """`nodes` were used: they have been seen often now. Neighbours in one list move as one."""
@@ -104,27 +116,32 @@ class ARC(EvictionPolicy):
                 self._place[node] = at & ~_HELD
                 self._chains.chill(at & ~_HELD, node)
 
-    def remove(self, node: int, *, evicted: bool = False) -> None:
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; its key is remembered if it was evicted."""
         at = self._place[node]
         if at == _OUT:
             raise unknown(node)
         if at < _HELD:
-            self._chains.drop(node)
+            after, before = self._chains.after, self._chains.before
+            behind, ahead = before[node], after[node]
+            after[behind] = ahead
+            before[ahead] = behind
         which = at & ~_HELD
         self._place[node] = _OUT
         self._counts[which] -= 1
-        if evicted:
-            self._ghosts[which].add(self.names[node])
+        if evicted is not None:
+            self._ghosts.add(evicted, which)
 
     def coldest(self) -> int:
         """The oldest node of the list that is longer than it should be, or else of the other one; 0 without one."""
+        after = self._chains.after
         first = _ONCE if self._counts[_ONCE] > self.target else _OFTEN
-        for which in (first, _ONCE + _OFTEN - first):
-            node = self._chains.after[which]
-            if node != which:
-                return node
-        return 0
+        node = after[first]
+        if node != first:
+            return node
+        other = _ONCE + _OFTEN - first
+        node = after[other]
+        return 0 if node == other else node
 
     def order(self) -> Iterator[int]:
         """Nodes seen once, then those seen often, each the oldest first."""
@@ -149,17 +166,14 @@ class ARC(EvictionPolicy):
             held = self._place.count(which | _HELD)
             if set(self._chains.walk(which)) != marked or len(marked) + held != self._counts[which]:
                 raise CacheError(f"ARC marks {len(marked)} and {held} held nodes, counts {self._counts[which]}")
-            self._ghosts[which].check_integrity()
+        self._ghosts.check_integrity()
         if not 0 <= self.target <= self.slots:
             raise CacheError(f"ARC means {self.target} of {self.slots} slots for what was seen once")
 
-    def _recall(self, key: Key) -> bool:
-        """Whether the chunk left lately; if so, learns from it."""
-        once, often = self._ghosts[_ONCE], self._ghosts[_OFTEN]
-        if once.take(key):
-            self.target = min(float(self.slots), self.target + max(1.0, len(often) / (len(once) + 1)))
-            return True
-        if often.take(key):
-            self.target = max(0.0, self.target - max(1.0, len(once) / (len(often) + 1)))
-            return True
-        return False
+    def _learn(self, left: int) -> None:
+        """A chunk that left list `left` is back: that list deserves more room."""
+        _, once, often = self._ghosts.counts
+        if left == _ONCE:
+            self.target = min(float(self.slots), self.target + max(1.0, often / (once + 1)))
+        else:
+            self.target = max(0.0, self.target - max(1.0, once / (often + 1)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from longshore.boundary import Key
 from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
 from longshore.errors import CacheError
 
@@ -35,6 +36,12 @@ class Banded(EvictionPolicy):
         self._default = priority
         self.wanted: dict[int, int] = {}
         """The priority that a node is to have; those that are not here have the default."""
+
+    def resize(self, slots: int, names: Names) -> None:
+        """The tier has `slots` slots now."""
+        super().resize(slots, names)
+        for policy in self._bands.values():
+            policy.resize(slots, names)
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
@@ -80,7 +87,7 @@ class Banded(EvictionPolicy):
         for policy, ours in self._by_policy(nodes):
             policy.release(ours)
 
-    def remove(self, node: int, *, evicted: bool = False) -> None:
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left."""
         self._of(node).remove(node, evicted=evicted)
         self._band[node] = _OUT

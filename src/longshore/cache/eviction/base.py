@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from longshore.boundary import Key
 from longshore.cache.chains import LISTS
 from longshore.errors import CacheError
 
@@ -53,8 +54,8 @@ class EvictionPolicy(ABC):
         """Those of `nodes` that are held may go again, and first."""
 
     @abstractmethod
-    def remove(self, node: int, *, evicted: bool = False) -> None:
-        """`node` left; `evicted` if for want of room, which a policy may remember."""
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
+        """`node` left; for want of room if its key is `evicted`, which a policy may remember."""
 
     @abstractmethod
     def coldest(self) -> int:
@@ -83,6 +84,11 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def check_integrity(self) -> None:
         """Raise `CacheError` where the policy's own books disagree."""
+
+    def resize(self, slots: int, names: Names) -> None:
+        """The tier has `slots` slots now, and the keys of nodes are in `names`."""
+        self.slots = slots
+        self.names = names
 
     def evict(self, count: int, let_go: Callable[[int], bool]) -> int:
         """Offer nodes to `let_go`, first to go first, until `count` have gone; says how many did.

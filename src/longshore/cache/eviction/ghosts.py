@@ -18,43 +18,49 @@ _SHARDS = 64
 
 
 class Ghosts:
-    """The last `limit` keys that were added, and not taken back. About 170 bytes each, key included."""
+    """The last `limit` keys that left each of two lists, 1 and 2, and were not taken back. About 170 bytes each."""
 
-    __slots__ = ("_count", "_next", "_place", "_ring")
+    __slots__ = ("_next", "_place", "_rings", "counts")
 
     def __init__(self, limit: int) -> None:
-        self._ring = np.empty(max(1, limit), object)
+        self._rings = tuple(np.empty(max(1, limit), object) for _ in range(3))
         self._place: list[dict[Key, int]] = [{} for _ in range(_SHARDS)]
-        self._next = 0
-        self._count = 0
+        self._next = [0, 0, 0]
+        self.counts = [0, 0, 0]
+        """Keys remembered, by the list that they left."""
 
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, key: Key) -> None:
-        """Remember `key`, which is not remembered, in place of the oldest."""
-        at, ring = self._next, self._ring
+    def add(self, key: Key, which: int) -> None:
+        """`key`, which is not remembered, left list `which`: remember it, in place of the oldest that did."""
+        at, ring = self._next[which], self._rings[which]
         oldest = ring[at]
         if oldest is None:
-            self._count += 1
+            self.counts[which] += 1
         else:
             del self._place[oldest[-1] % _SHARDS][oldest]
         ring[at] = key
-        self._place[key[-1] % _SHARDS][key] = at
-        self._next = at + 1 if at + 1 < len(ring) else 0
+        self._place[key[-1] % _SHARDS][key] = 4 * at + which
+        at += 1
+        self._next[which] = at if at < len(ring) else 0
 
-    def take(self, key: Key) -> bool:
-        """Forget `key`; says whether it was remembered."""
-        at = self._place[key[-1] % _SHARDS].pop(key, None)
-        if at is None:
-            return False
-        self._ring[at] = None
-        self._count -= 1
-        return True
+    def take(self, key: Key) -> int:
+        """Forget `key`; says which list it left, 0 if it was not remembered."""
+        place = self._place[key[-1] % _SHARDS].pop(key, 0)
+        if not place:
+            return 0
+        which = place & 3
+        self._rings[which][place >> 2] = None
+        self.counts[which] -= 1
+        return which
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless ring, places and count agree."""
-        placed = {key: at for places in self._place for key, at in places.items()}
-        found = {key: at for at, key in enumerate(self._ring) if key is not None}
-        if placed != found or len(found) != self._count:
-            raise CacheError(f"{len(found)} ghosts are in the ring, {len(placed)} have a place, {self._count} counted")
+        """Raise `CacheError` unless rings, places and counts agree."""
+        placed = {key: place for places in self._place for key, place in places.items()}
+        found = [
+            (key, 4 * at + which)
+            for which, ring in enumerate(self._rings)
+            for at, key in enumerate(ring)
+            if key is not None
+        ]
+        counts = [sum(place & 3 == which for _, place in found) for which in range(3)]
+        if placed != dict(found) or len(placed) != len(found) or counts != self.counts:
+            raise CacheError(f"{counts} ghosts are in the rings, {len(placed)} have a place, {self.counts} counted")

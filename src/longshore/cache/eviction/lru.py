@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
 from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
 from longshore.errors import CacheError
@@ -82,7 +83,7 @@ class LRU(EvictionPolicy):
             elif place[node] == _OUT:
                 raise unknown(node)
 
-    def remove(self, node: int, *, evicted: bool = False) -> None:
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left."""
         place, after, before = self._place, self._chains.after, self._chains.before
         if place[node] == _IN:

@@ -1,0 +1,109 @@
+"""What happened to chunks, for routers that track who has what and for people who ask why: pulled, bounded, in order.
+
+    ordered ──► stored ──► moved (another tier has it too) ──► removed (from one tier; why, and for whom)
+         └───► failed                                          reset (from all)
+    request: what a match asked for, and what it found
+
+Nothing is recorded unless a limit was set. A reader that is too slow gets a `GAP` in place of the oldest events, which
+says how many are missing: it must then ask for `TieredCache.residents` again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from longshore.boundary import Key
+from longshore.errors import TraceError
+
+
+class EventKind(enum.Enum):
+    """What an event says. Closed: there is no "other"."""
+
+    ORDERED = "ordered"  # a chunk is on its way into `tier`
+    STORED = "stored"  # it is ready in `tier`, its first
+    MOVED = "moved"  # it is ready in `tier` too, copied from `source`
+    REMOVED = "removed"  # it is no longer in `tier`, because of `cause`; to make room for `by`, if it was evicted
+    FAILED = "failed"  # it did not reach `tier`, because of `cause`
+    RESET = "reset"  # nothing is anywhere any more
+    REQUEST = "request"  # `request` asked for `keys` from position `start` on, and found `length` of them
+    GAP = "gap"  # `length` events are missing here
+
+
+class Event(NamedTuple):
+    """One event. Which fields mean something depends on `kind`; `number` counts from 1, gaps excepted."""
+
+    number: int
+    kind: EventKind
+    at: float = 0.0
+    tier: str = ""
+    key: Key | None = None
+    parent: Key | None = None
+    source: str = ""
+    cause: str = ""
+    by: Key | None = None
+    request: str | None = None
+    keys: tuple[Key, ...] = ()
+    start: int = 0
+    length: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, without what is empty; keys are hexadecimal."""
+        plain = {name: value for name, value in self._asdict().items() if value not in ("", None, (), 0)}
+        for name in ("key", "parent", "by"):
+            if name in plain:
+                plain[name] = plain[name].hex()
+        if self.keys:
+            plain["keys"] = [key.hex() for key in self.keys]
+        return {**plain, "kind": self.kind.value}
+
+    @classmethod
+    def from_json(cls, plain: Any) -> Event:
+        """The event that `as_json` made this of. Raises `TraceError` for anything else."""
+        try:
+            fields = dict(plain)
+            fields["kind"] = EventKind(fields["kind"])
+            for name in ("key", "parent", "by"):
+                if name in fields:
+                    fields[name] = bytes.fromhex(fields[name])
+            fields["keys"] = tuple(bytes.fromhex(key) for key in fields.get("keys", ()))
+            return cls(**{"number": 0, **fields})
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"expected an event, got {str(plain)[:80]!r}: {error}") from error
+
+
+class EventLog:
+    """The last `limit` events that nobody has pulled yet."""
+
+    def __init__(self, limit: int) -> None:
+        self.now = 0.0
+        self.by: Key | None = None
+        """The chunk that room is being made for."""
+        self._events: deque[Event] = deque()
+        self._limit = limit
+        self._last = 0
+        self._missed = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is recorded."""
+        return self._limit > 0
+
+    def record(self, kind: EventKind, about: Iterable[Key | None] = (None,), **fields: Any) -> None:
+        """One event of `kind` about each of some keys; `fields` are those of `Event`."""
+        for key in about:
+            self._last += 1
+            self._events.append(Event(self._last, kind, self.now, key=key, **fields))
+            if len(self._events) > self._limit:
+                self._events.popleft()
+                self._missed += 1
+
+    def pull(self) -> list[Event]:
+        """All events since the last call, in order; the first is a `GAP` if some had to be dropped."""
+        gap = [Event(0, EventKind.GAP, self.now, length=self._missed)] if self._missed else []
+        events = gap + list(self._events)
+        self._events.clear()
+        self._missed = 0
+        return events

@@ -1,0 +1,137 @@
+"""Why a request got what it got: for each of its chunks, where it came from, or why it was missed.
+
+A pure function over recorded events (`longshore.cache.events`), from the cache itself or from a file of JSON lines:
+it follows every key up to the request, and says what was last heard of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from longshore.boundary import Key
+from longshore.cache.events import Event, EventKind
+from longshore.errors import TraceError
+
+
+class Verdict(enum.Enum):
+    """What became of one chunk of a request. Closed: there is no "other"."""
+
+    DEVICE = "device"  # the engine had it
+    FOUND = "found"  # in a tier, and part of what the match found
+    BEHIND = "behind"  # in a tier, but behind a chunk that was missed
+    IN_FLIGHT = "in flight"  # on its way into its first tier
+    FAILED = "failed"  # its last write or read went wrong
+    EVICTED = "evicted"  # it was there, and had to make room
+    REMOVED = "removed"  # it was there, and was taken out
+    RESET = "reset"  # it was there before the last reset
+    OTHER_SCOPE = "other scope"  # the same tokens are known under another scope
+    NEVER_SEEN = "never seen"  # as far as the events go back
+
+
+class Account(NamedTuple):
+    """One chunk: its position, what became of it, and since when; the tier, the cause, and for whom it made room."""
+
+    position: int
+    key: Key
+    verdict: Verdict
+    at: float | None = None
+    tier: str = ""
+    cause: str = ""
+    by: Key | None = None
+
+
+class _History:
+    """What was last heard of one key: the tiers that have it, and the last event."""
+
+    __slots__ = ("last", "tiers")
+
+    def __init__(self) -> None:
+        self.tiers: list[str] = []
+        self.last: Event | None = None
+
+    def hear(self, event: Event) -> None:
+        """Take in an event about this key, or a reset."""
+        if event.kind in (EventKind.STORED, EventKind.MOVED):
+            self.tiers.append(event.tier)
+        elif event.kind is EventKind.REMOVED and event.tier in self.tiers:
+            self.tiers.remove(event.tier)
+        elif event.kind is EventKind.RESET:
+            self.tiers.clear()
+        self.last = event
+
+
+_GONE = {
+    EventKind.ORDERED: Verdict.IN_FLIGHT,
+    EventKind.FAILED: Verdict.FAILED,
+    EventKind.RESET: Verdict.RESET,
+    EventKind.REMOVED: Verdict.REMOVED,
+}
+
+
+def explain(
+    events: Iterable[Event], request: str, *, scopes: Mapping[str, Sequence[Key]] | None = None
+) -> list[Account]:
+    """What became of each chunk of `request`, of which the last match counts.
+
+    `scopes` are keys of the same tokens under other scopes, by a name of theirs, for what this scope never saw.
+    Raises `TraceError` if the events know no such request.
+    """
+    histories: dict[Key, _History] = {}
+    answer: list[Account] | None = None
+    for event in events:
+        if event.kind is EventKind.REQUEST:
+            if event.request == request:
+                answer = [_account(event, i, histories, scopes or {}) for i in range(len(event.keys))]
+        elif event.kind is EventKind.RESET:
+            for history in histories.values():
+                history.hear(event)
+        elif event.key is not None:
+            histories.setdefault(event.key, _History()).hear(event)
+    if answer is None:
+        raise TraceError(f"no event is about a request called {request!r}")
+    return answer
+
+
+def read_events(path: Path) -> list[Event]:
+    """Events from a file of JSON lines. Raises `TraceError`, which names the line."""
+    events: list[Event] = []
+    try:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                events.append(Event.from_json(json.loads(line)))
+            except (ValueError, TraceError) as error:
+                raise TraceError(f"{path}, line {number}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: {error}") from error
+    return events
+
+
+def write_events(path: Path, events: Iterable[Event]) -> None:
+    """Append events to a file of JSON lines."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(event.as_json()) + "\n" for event in events)
+
+
+def _account(
+    event: Event, position: int, histories: Mapping[Key, _History], scopes: Mapping[str, Sequence[Key]]
+) -> Account:
+    key = event.keys[position]
+    if position < event.start:
+        return Account(position, key, Verdict.DEVICE)
+    history = histories.get(key, _History())
+    last = history.last
+    found = position < event.start + event.length
+    if history.tiers or found:
+        tier = history.tiers[-1] if history.tiers else ""
+        return Account(position, key, Verdict.FOUND if found else Verdict.BEHIND, last and last.at, tier)
+    if last is None:
+        for name, keys in scopes.items():
+            if position < len(keys) and keys[position] in histories:
+                return Account(position, key, Verdict.OTHER_SCOPE, cause=name)
+        return Account(position, key, Verdict.NEVER_SEEN)
+    verdict = Verdict.EVICTED if last.cause == "evicted" else _GONE[last.kind]
+    return Account(position, key, verdict, last.at, last.tier, last.cause, last.by)

@@ -1,0 +1,74 @@
+"""`longshore bench cache` measures the real manager, and both sides see the same blocks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from longshore.bench import managers
+from longshore.bench.harness import counts_of
+from longshore.bench.managers import Load, Ours
+from longshore.bench.rivals import PlainLRU
+from longshore.boundary import HOST
+from longshore.cli.app import app
+from longshore.errors import BenchError
+
+KINDS = ("match", "commit", "offload", "evict", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
+
+
+def test_every_case_has_a_figure_and_a_reference() -> None:
+    cases = {case.name: case for case in managers.run(blocks=[512], repeats=1)}
+    assert set(cases) == {*(f"{kind}/512" for kind in KINDS), "hash"}
+    for case in cases.values():
+        assert case.value > 0 or case.name == "ghosts/512"
+        assert case.reference_value > 0
+        assert case.unit in ("ns", "us", "ms", "bytes")
+
+
+def test_a_load_has_as_many_different_blocks_as_asked_for_and_shares_prefixes() -> None:
+    load = Load(5000)
+    assert len({key for prompt in load.prompts for key in prompt}) == 5000
+    assert any(load.shared)
+    for prompt, shared in zip(load.prompts, load.shared, strict=True):
+        assert shared == 0 or any(elder[:shared] == prompt[:shared] for elder in load.prompts if elder is not prompt)
+    assert Load(5000).prompts == load.prompts
+
+
+def test_what_was_stored_is_resident_and_what_is_evicted_is_not() -> None:
+    load, ours = Load(256), Ours(256)
+    for prompt, shared in zip(load.prompts, load.shared, strict=True):
+        ours.store(prompt, shared)
+    assert ours.cache.stats()[0].ready == 256
+    ours.store(load.fresh(64), evicting=True)
+    assert ours.cache.counters.evictions[HOST] == 64
+    assert (ours.cache.held, ours.cache.jobs_in_flight) == (0, 0)
+
+
+def test_the_plain_reference_keeps_what_was_used_last() -> None:
+    plain = PlainLRU(2)
+    plain.store([b"a", b"b"])
+    plain.match([b"a"])
+    plain.store([b"c"])
+    plain.slots([b"a", b"c"])
+    with pytest.raises(KeyError):
+        plain.slots([b"b"])
+
+
+def test_too_few_blocks_and_unknown_cases_are_refused() -> None:
+    with pytest.raises(BenchError, match="at least 64"):
+        list(managers.run(blocks=[8]))
+    with pytest.raises(BenchError, match="no case match/9"):
+        list(managers.run(blocks=[64], only=["match/9"]))
+    assert counts_of("10000,1000000") == [10_000, 1_000_000]
+    with pytest.raises(BenchError, match="whole numbers"):
+        counts_of("10k")
+
+
+def test_the_command_prints_one_json_object() -> None:
+    options = ["--blocks", "128", "--case", "match/128", "--repeats", "1", "--json"]
+    told = CliRunner().invoke(app, ["bench", "cache", *options])
+    assert told.exit_code == 0, told.output
+    (case,) = json.loads(told.stdout)["cases"]
+    assert (case["name"], case["unit"]) == ("match/128", "ns")

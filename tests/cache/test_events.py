@@ -1,0 +1,191 @@
+"""What routers and operators are told: in order, bounded, and true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cache_setup import IMAGE_BYTES, chunks, key, path_of
+
+from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, Event, EventKind, TieredCache, TierSpec, Verdict, WritePolicy, explain
+from longshore.cache.eviction import LRU
+from longshore.cache.explain import read_events, write_events
+from longshore.errors import TraceError
+
+
+def build(host: int, file: int = 0, events: int = 100) -> TieredCache:
+    tiers = [TierSpec(HOST, host, IMAGE_BYTES, LRU), *([TierSpec(FILE, file, IMAGE_BYTES, LRU)] if file else [])]
+    return TieredCache(tiers, CacheSettings(events=events, backup=WritePolicy.THROUGH))
+
+
+def finish(cache: TieredCache, now: float = 0.0, *statuses: Status) -> None:
+    """Everything that was ordered ends: as `statuses`, or well."""
+    while transfers := [command for command in cache.take() if isinstance(command, Transfer)]:
+        for transfer in transfers:
+            cache.apply([TransferResult(transfer.job, statuses or (Status.OK,) * len(transfer.items))], now)
+
+
+def put(cache: TieredCache, path: str, now: float = 0.0) -> None:
+    cache.tick(now)
+    cache.commit(chunks(path), range(len(path)))
+    finish(cache, now)
+
+
+def ask(cache: TieredCache, path: str, request: str, start: int = 0) -> None:
+    cache.match(chunks(path), 0.0, start=start, request=request)
+    cache.abort(request)
+
+
+def said(events: list[Event]) -> list[tuple[str, str, str]]:
+    return [(e.kind.value, path_of(e.key) if e.key else "", e.tier) for e in events]
+
+
+def accounts(cache: TieredCache, request: str, **scopes: list[bytes]) -> list[tuple[Verdict, str, str]]:
+    return [(a.verdict, a.tier, a.cause) for a in explain(cache.events(), request, scopes=scopes)]
+
+
+def test_a_life_is_told_in_order() -> None:
+    cache = build(2, 2)
+    put(cache, "ab", 1.0)
+    cache.discard(chunks("ab"), HOST)
+    assert said(cache.events()) == [
+        ("ordered", "a", HOST),
+        ("ordered", "ab", HOST),
+        ("stored", "a", HOST),
+        ("stored", "ab", HOST),
+        ("ordered", "a", FILE),
+        ("ordered", "ab", FILE),
+        ("moved", "a", FILE),
+        ("moved", "ab", FILE),
+        ("removed", "ab", HOST),
+        ("removed", "a", HOST),
+    ]
+    assert cache.events() == []
+    cache.reset()
+    (reset,) = cache.events()
+    assert (reset.kind, reset.number, reset.at) == (EventKind.RESET, 11, 1.0)
+
+
+def test_an_eviction_names_its_cause_and_for_whom() -> None:
+    cache = build(1)
+    put(cache, "a")
+    cache.events()
+    put(cache, "b", 7.0)
+    removed = cache.events()[0]
+    assert (removed.kind, removed.key, removed.cause, removed.by, removed.at) == (
+        EventKind.REMOVED,
+        key("a"),
+        "evicted",
+        key("b"),
+        7.0,
+    )
+
+
+def test_a_reader_that_is_slow_sees_a_gap_and_then_the_newest() -> None:
+    cache = build(8, events=3)
+    put(cache, "abcd")
+    gap, *rest = cache.events()
+    assert (gap.kind, gap.length) == (EventKind.GAP, 5)
+    assert [e.number for e in rest] == [6, 7, 8]
+    put(cache, "x")
+    assert [e.kind for e in cache.events()] == [EventKind.ORDERED, EventKind.STORED]
+
+
+def test_nothing_is_recorded_unless_asked_for() -> None:
+    cache = build(2, events=0)
+    put(cache, "abc")
+    ask(cache, "ab", "r")
+    cache.reset()
+    assert cache.events() == []
+
+
+def test_every_chunk_of_a_request_is_accounted_for() -> None:
+    cache = build(3, events=1000)
+    put(cache, "ab", 1.0)
+    put(cache, "xy", 2.0)  # in place of "ab"
+    cache.commit(chunks("abc"), range(3))  # in place of "xy"; on its way
+    ask(cache, "abcd", "early")
+    finish(cache, 3.0)
+    ask(cache, "abcd", "late", start=1)
+    ask(cache, "xy", "other")
+    ask(cache, "q", "new")
+    log = cache.events()
+    assert [(a.verdict, a.tier) for a in explain(log, "early")] == [
+        (Verdict.FOUND, HOST),
+        (Verdict.IN_FLIGHT, HOST),
+        (Verdict.IN_FLIGHT, HOST),
+        (Verdict.NEVER_SEEN, ""),
+    ]
+    assert [a.verdict for a in explain(log, "late")] == [
+        Verdict.DEVICE,
+        Verdict.FOUND,
+        Verdict.FOUND,
+        Verdict.NEVER_SEEN,
+    ]
+    gone = explain(log, "other")
+    assert [(a.verdict, a.by) for a in gone] == [(Verdict.EVICTED, key("ab")), (Verdict.EVICTED, key("ab"))]
+    scopes = {"lora a": [key("a")]}
+    assert [(a.verdict, a.cause) for a in explain(log, "new", scopes=scopes)] == [(Verdict.OTHER_SCOPE, "lora a")]
+    with pytest.raises(TraceError, match="no event is about a request called 'nobody'"):
+        explain(log, "nobody")
+
+
+def test_failures_removals_and_resets_are_reasons_too() -> None:
+    cache = build(4)
+    cache.commit(chunks("ab"), range(2))
+    finish(cache, 1.0, Status.OK, Status.IO_ERROR)
+    ask(cache, "ab", "failed")
+    assert accounts(cache, "failed") == [(Verdict.FOUND, HOST, ""), (Verdict.FAILED, HOST, "io_error")]
+    put(cache, "x")
+    cache.discard([key("x")], HOST)
+    ask(cache, "x", "removed")
+    assert accounts(cache, "removed") == [(Verdict.REMOVED, HOST, "discarded")]
+    put(cache, "z")
+    cache.reset()
+    ask(cache, "z", "reset")
+    assert accounts(cache, "reset") == [(Verdict.RESET, "", "")]
+
+
+def test_what_is_there_behind_a_miss_is_behind() -> None:
+    cache = build(4)
+    jobs = [cache.commit(chunks(path), (0,), first=len(path) - 1).job for path in ("a", "ab")]
+    assert jobs[1] is not None
+    cache.apply([TransferResult(jobs[1], (Status.OK,))], 0.0)
+    ask(cache, "ab", "r")
+    assert [verdict for verdict, _, _ in accounts(cache, "r")] == [Verdict.IN_FLIGHT, Verdict.BEHIND]
+
+
+def test_a_bad_read_is_a_reason() -> None:
+    cache = build(2)
+    put(cache, "a")
+    hold = cache.match([key("a")], 0.0).hold
+    assert hold is not None
+    cache.onboard(hold, (0,))
+    finish(cache, 2.0, Status.CORRUPT)
+    ask(cache, "a", "r")
+    assert accounts(cache, "r") == [(Verdict.REMOVED, HOST, "corrupt")]
+
+
+def test_events_survive_a_file(tmp_path: Path) -> None:
+    cache = build(1, 2)
+    put(cache, "a", 1.5)
+    put(cache, "b")
+    ask(cache, "ab", "r", start=1)
+    log = cache.events()
+    write_events(tmp_path / "events", log[:3])
+    write_events(tmp_path / "events", log[3:])
+    assert read_events(tmp_path / "events") == log
+    assert all(json.loads(line) for line in (tmp_path / "events").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"kind": "unheard of"}', '{"number": 1}', '{"kind": "stored", "key": "x"}']
+)
+def test_a_file_of_something_else_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "events").write_text('{"kind": "reset"}\n' + line + "\n")
+    with pytest.raises(TraceError, match="line 2"):
+        read_events(tmp_path / "events")
+    with pytest.raises(TraceError, match="nowhere"):
+        read_events(tmp_path / "nowhere")

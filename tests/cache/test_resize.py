@@ -1,0 +1,120 @@
+"""Tiers that grow and shrink while they are in use."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from cache_model import World
+from cache_setup import Setup, chunks
+
+from longshore.boundary import FILE, HOST
+from longshore.cache.pool import SlotPool
+from longshore.errors import CacheError, CapacityError
+
+
+def filled(setup: Setup, *paths: str) -> World:
+    world = World(setup)
+    for path in paths:
+        world.commit(path, 0, False)
+        world.settle_all()
+    return world
+
+
+def resize(world: World, tier: str, slots: int, *, discard: bool = False) -> None:
+    world.call("resize", tier, slots, discard=discard)
+    world.sizes[tier] = slots
+    world.settle()
+
+
+def refused(
+    world: World, tier: str, slots: int, *, discard: bool = False, error: type[CacheError] = CapacityError
+) -> None:
+    before = pickle.dumps(world.cache)
+    with pytest.raises(error):
+        world.cache.resize(tier, slots, discard=discard)
+    assert pickle.dumps(world.cache) == before
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_tier_that_grows_takes_more_and_keeps_what_it_has(policy: str) -> None:
+    world = filled(Setup(host=2, policy=policy), "ab")
+    resize(world, HOST, 5)
+    world.commit("xyz", 0, False)
+    world.settle_all()
+    assert len(world.resident) == 5
+    assert [s.slots for s in world.cache.stats()] == [5]
+    world.commit("uvw", 0, False)
+    world.settle_all()
+    world.drain()
+
+
+def test_a_tier_does_not_shrink_below_what_is_taken_however_little_that_is() -> None:
+    world = filled(Setup(host=4), "a", "b", "c")
+    world.discard("a", HOST)
+    world.discard("b", HOST)  # one chunk is left, in slot 2
+    refused(world, HOST, 2)
+    refused(world, HOST, -1, error=CacheError)
+    resize(world, HOST, 3)
+    assert world.where("c") == {HOST: "ready"}
+
+
+def test_what_is_in_the_way_can_be_discarded() -> None:
+    world = filled(Setup(host=4), "abcd")
+    resize(world, HOST, 2, discard=True)
+    assert sorted(each for each, _ in world.resident) == sorted(chunks("ab"))
+    resize(world, HOST, 0, discard=True)
+    assert not world.resident
+    resize(world, HOST, 3)
+    world.commit("x", 0, False)
+    world.settle_all()
+    assert world.where("x") == {HOST: "ready"}
+
+
+def test_what_is_held_read_or_needed_is_not_discarded() -> None:
+    world = filled(Setup(host=4), "x", "abc")
+    hold = world.match("abc", 0, None)
+    assert hold is not None
+    refused(world, HOST, 1, discard=True)
+    world.onboard(hold, 3, 0, 0)
+    world.release(hold)
+    refused(world, HOST, 1, discard=True)
+    world.settle_all()
+    world.discard("x", HOST)
+    world.commit("abcd", 0, False)  # into slot 0: what is above has a child below
+    world.settle_all()
+    refused(world, HOST, 1, discard=True)
+    world.discard("abcd", HOST)
+    resize(world, HOST, 0, discard=True)
+
+
+def test_with_a_copy_below_even_what_is_held_may_leave_the_host_tier() -> None:
+    world = filled(Setup(host=4, file=4, backup="write_through"), "abcd")
+    hold = world.match("abcd", 0, None)
+    assert hold is not None
+    resize(world, HOST, 1, discard=True)
+    assert world.where("abcd") == {FILE: "ready"}
+    refused(world, FILE, 2, discard=True)
+    resize(world, HOST, 4)
+    world.onboard(hold, 4, 0, 0)
+    world.settle_all()
+    assert world.cache.outcome(hold) == (4, (HOST, FILE, FILE, FILE))
+
+
+def test_a_slot_that_drains_is_in_the_way() -> None:
+    world = World(Setup(host=2))
+    world.commit("ab", 0, False)
+    world.reset()
+    refused(world, HOST, 0, discard=True)
+    world.settle_all()
+    resize(world, HOST, 0)
+
+
+def test_a_pool_that_grows_gives_its_old_slots_first() -> None:
+    pool = SlotPool(2)
+    pool.allocate(1)
+    pool.resize(4)
+    assert pool.allocate(3) == [1, 2, 3]
+    with pytest.raises(CapacityError, match="3 slots from 1 on are taken, of 4"):
+        pool.resize(1)
+    pool.check_integrity()

@@ -1,0 +1,42 @@
+"""`longshore explain`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from longshore.cache import Event, EventKind
+from longshore.cache.explain import write_events
+from longshore.cli.app import app
+
+A, B = bytes([1]) * 32, bytes([2]) * 32
+
+
+def record(path: Path) -> None:
+    write_events(
+        path,
+        [
+            Event(1, EventKind.STORED, 1.0, tier="host", key=A),
+            Event(2, EventKind.REMOVED, 2.0, tier="host", key=A, cause="evicted", by=B),
+            Event(3, EventKind.REQUEST, 3.0, request="r", keys=(A, B)),
+        ],
+    )
+
+
+def test_a_request_is_explained_as_a_table_and_as_json(tmp_path: Path) -> None:
+    record(tmp_path / "events")
+    told = CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--request", "r"], env={"COLUMNS": "160"})
+    assert told.exit_code == 0
+    assert "evicted" in told.stdout
+    assert "never seen" in told.stdout
+    plain = CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--request", "r", "--json"])
+    first, second = json.loads(plain.stdout)["chunks"]
+    assert (first["verdict"], first["tier"], first["at"], first["by"]) == ("evicted", "host", 2.0, B.hex()[:12])
+    assert second["verdict"] == "never seen"
+
+
+def test_a_request_that_nobody_made_is_an_error(tmp_path: Path) -> None:
+    record(tmp_path / "events")
+    assert CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--request", "x"]).exit_code != 0
