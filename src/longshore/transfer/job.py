@@ -16,10 +16,10 @@ from longshore.transfer.selection import Batch, Selection
 
 
 class Step(NamedTuple):
-    """A piece of a job. `completes`: the layer of which this is the last piece, where the job goes layer by layer."""
+    """A piece of a job. `completes`: layers of which this is the last piece, where the job goes layer by layer."""
 
     batch: Batch | None
-    completes: int | None = None
+    completes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def _steps(job: Job, max_bytes: int) -> Iterator[Step]:
     for layer in range(*(job.transfer.layers or (0, whole.layout.num_layers))):
         *rest, last = tuple(whole.of_layer(layer).cut(max_bytes)) or (None,)
         yield from map(Step, rest)
-        yield Step(last, layer)
+        yield Step(last, (layer,))
 
 
 def _statuses(job: Job) -> tuple[tuple[Status, ...], int]:

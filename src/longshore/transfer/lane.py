@@ -108,8 +108,7 @@ class Lane:
             job.handed = stopped is not None or job.ahead is None
             if copy is not None:
                 job.reached = copy.reached
-            if step is not None and step.completes is not None:
-                job.layers[step.completes] = job.reached
+            job.layers |= dict.fromkeys(step.completes if step is not None else (), job.reached)
             if job.handed:
                 self._queues[job.transfer.urgency].popleft()
             nbytes = 0 if step is None or step.batch is None else step.batch.nbytes
