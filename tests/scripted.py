@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from longshore.boundary import Route, Status, Transfer, TransferResult
-from longshore.errors import LongshoreError, TierClosedError
+from longshore.errors import TierClosedError
 
 
 class Scripted:
@@ -16,7 +16,7 @@ class Scripted:
         self.submitted: list[Transfer] = []
         self.open: dict[int, Transfer] = {}
         self.cancelled: list[int] = []
-        self.refuse: LongshoreError | None = None
+        self.refuse: Exception | None = None
         self.polls = 0
         self.closed = False
         self._results: deque[TransferResult] = deque()

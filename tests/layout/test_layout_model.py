@@ -230,3 +230,16 @@ def test_only_tensors_like_those_that_were_freed_are_taken_back() -> None:
 def test_nothing_here_imports_torch() -> None:
     code = "import sys, longshore.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_memory_that_is_shared_otherwise_is_not_taken_back() -> None:
+    """Two groups over one memory share their blocks: jobs and hazards count on it."""
+    shared = torch.zeros(64, dtype=torch.uint8)
+    groups = [KVGroup(name, 4, 1, (PageRef(index, 0, 16, 16),)) for index, name in enumerate("ab")]
+    layout = KVLayout(groups, [shared, shared], 4)
+    assert tuple(layout.pools) == (0, 0)
+    layout.free()
+    with pytest.raises(LayoutError, match="pools"):
+        layout.take_back([shared, torch.zeros(64, dtype=torch.uint8)])
+    assert layout.freed
+    layout.take_back([shared, shared])

@@ -256,7 +256,9 @@ def test_waiting_ends_at_its_deadline_with_what_has_arrived(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "error", [TierError("no"), PlanError("no"), TierClosedError("no")], ids=lambda e: type(e).__name__
+    "error",
+    [TierError("no"), PlanError("no"), TierClosedError("no"), RuntimeError("CUDA error")],
+    ids=lambda e: type(e).__name__,
 )
 def test_a_load_that_its_mover_refuses_is_a_miss_and_nothing_is_copied_from_its_slots(error: Any) -> None:
     rig = Rig()

@@ -7,7 +7,7 @@ it has where it stands in the script, whatever overtakes it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,12 @@ from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.base import Copy, Event, Stream
 from longshore.transfer.device.simulated import Queue, SimulatedDevice, World
-from longshore.transfer.device.simulated.streams import CELL
-from longshore.transfer.device.simulated.world import WatchedHazards
+from longshore.transfer.device.simulated.clocks import Clock
+from longshore.transfer.device.simulated.streams import CELL, SimulatedEvent
+from longshore.transfer.device.simulated.world import Mark, WatchedHazards
+from longshore.transfer.driver import Gate
 from longshore.transfer.hazards import Ticket
+from longshore.transfer.job import Job
 from longshore.transfer.selection import Batch
 
 BLOCKS = 4
@@ -79,6 +82,7 @@ class Tale:
 
     pools: Pools | None = None
     image: tuple[list[Bytes], Bytes] | None = None
+    tensors: tuple[Any, ...] | None = None
 
     def __init__(
         self,
@@ -112,7 +116,8 @@ class Tale:
         self.given: dict[int, tuple[Transfer, Sequence[int]]] = {}
         self._jobs = 0
         self._writes = 0
-        self._done = 0
+        self._done: list[object] = []
+        self._generation = self.memory.layout.generation
 
     @classmethod
     def _memory(cls) -> Pools:
@@ -120,8 +125,11 @@ class Tale:
         if cls.pools is None:
             cls.pools = Pools(small_layout(), SLOTS)
             cls.image = cls.pools.device_bytes(), cls.pools.host_bytes()
+            cls.tensors = cls.pools.layout.tensors
         pools, image = cls.pools, cls.image
-        assert image is not None
+        assert image is not None and cls.tensors is not None
+        if pools.layout.freed:  # a run that went no further left it so
+            pools.layout.take_back(cls.tensors)
         for tensor, data in zip(pools.tensors, image[0], strict=True):
             tensor.numpy()[:] = data
         pools.arena.array[:] = image[1]
@@ -162,6 +170,7 @@ class Tale:
         self._pause()
         self._hazards().learn_all()
         self.engine.end_step(queue, jobs)
+        self._did()
 
     def offload(self, blocks: Sequence[int], slots: Sequence[int], **fields: Any) -> int:
         return self._submit(transfer(self._number(), OFFLOAD, [Section(0, 0, tuple(blocks))], slots, **fields), slots)
@@ -187,6 +196,7 @@ class Tale:
         self._pause()
         assert self.engine.wait(jobs)
         self._learn(jobs)
+        self._did()
 
     def poll(self) -> list[int]:
         """Jobs whose results have come."""
@@ -195,7 +205,24 @@ class Tale:
 
     def wait_layer(self, job: int, layer: int, timeout: float | None = None) -> Status:
         self._pause()
-        return self.engine.wait_layer(job, layer, timeout)
+        status = self.engine.wait_layer(job, layer, timeout)
+        self._did(status)
+        return status
+
+    def free(self) -> None:
+        """The engine's memory goes, whatever is in flight."""
+        self._pause()
+        self.memory.layout.free()
+
+    def take_back(self) -> None:
+        """The memory comes back."""
+        self._pause()
+        self.memory.layout.take_back(self.tensors or ())
+
+    def later(self, now: float) -> None:
+        """The clock moves on."""
+        self._pause()
+        self.now = now
 
     # Story
 
@@ -217,11 +244,9 @@ class Tale:
             assert not len(differ), f"{name} is wrong at {differ[:4]}: {here[differ[:4]]}, not {there[differ[:4]]}"
 
     def state(self) -> int:
-        board = self.engine._board
-        jobs = tuple(
-            (number, job.handed, job.cancelled, job.arrived, job.stopped, len(job.layers), job.ahead is None, job.begun)
-            for number, job in board.jobs.items()
-        )
+        """All that what happens next, or is reported next, may depend on."""
+        board, hazards = self.engine._board, self._hazards()
+        jobs = tuple(map(_of_job, {**self.engine._layered._jobs, **board.jobs}.values()))
         lanes = tuple(
             (
                 tuple(tuple(job.transfer.job for job in queue) for queue in lane._queues.values()),
@@ -229,25 +254,34 @@ class Tale:
             )
             for lane in self.engine._lanes.values()
         )
-        actors = tuple((lane.name, lane.steps.gi_frame.f_lasti) for lane in self.world.lanes)  # type: ignore[attr-defined]
+        actors = tuple((lane.name, lane.is_running, _position(lane.steps)) for lane in self.world.lanes)
         queues = tuple(
-            (queue.given, queue.ended, queue.half, tuple(op.label for op in queue.waiting), len(queue.holds))
+            (
+                (queue.given, queue.ended, queue.half),
+                tuple((operation.label, tuple(map(_of_mark, operation.after))) for operation in queue.waiting),
+                tuple(map(_of_mark, queue.holds)),
+            )
             for queue in self.world.queues
         )
-        clocks = tuple(tuple(sorted(clock.items())) for clock in self._all_clocks())
-        results = tuple(result.job for result in board.results)
+        clocks = tuple(map(_of_clock, (*self.world._clocks.values(), *(queue.clock for queue in self.world.queues))))
+        known = tuple((ticket, _of_clock(clock)) for ticket, clock in hazards._told.items())
+        ended = frozenset((turn, _of_clock(clock)) for turn, clock in hazards._ends.items())
+        results = tuple((result.job, result.statuses) for result in (*board.results, *self.results.values()))
         memory = [zlib.crc32(data.numpy()) for data in self.memory.tensors] + [zlib.crc32(self.memory.arena.array)]
-        script = (self._done, self.now, len(self.results), board.closing, len(self.wrong))
-        return hash((jobs, lanes, actors, queues, clocks, results, tuple(memory), script))
+        script = (tuple(self._done), self.now, board.closing, len(self.wrong), len(self.device.log))
+        step = tuple(map(_of_event, self.engine._step))
+        layout = self.memory.layout.generation - self._generation
+        return hash((jobs, lanes, actors, queues, clocks, known, ended, results, tuple(memory), script, step, layout))
 
     # Inside
 
-    def _all_clocks(self) -> list[dict[str, int]]:
-        return [*self.world._clocks.values(), *(queue.clock for queue in self.world.queues)]
-
     def _pause(self) -> None:
         self.world.pause()
-        self._done += 1
+        self._done.append("begun")
+
+    def _did(self, outcome: object = None) -> None:
+        """The engine has answered: the script is elsewhere than while it waited."""
+        self._done.append(outcome)
 
     def _number(self) -> int:
         self._jobs += 1
@@ -320,3 +354,31 @@ class Tale:
 def tale(script: Callable[[Tale], None], **options: Any) -> Callable[[World], Tale]:
     """Makes the story of `script`, for `explore`."""
     return lambda world: Tale(world, script, **options)
+
+
+def _position(steps: Generator[Gate, None, None]) -> tuple[int, ...]:
+    """Where a generator, and those that it yields from, have stopped."""
+    inner = steps.gi_yieldfrom
+    return (steps.gi_frame.f_lasti, *(_position(inner) if isinstance(inner, Generator) else ()))
+
+
+def _of_clock(clock: Clock) -> frozenset[tuple[str, int]]:
+    return frozenset(clock.items())
+
+
+def _of_mark(mark: Mark) -> tuple[object, ...]:
+    return mark.queue.name, mark.number, _of_clock(mark.clock)
+
+
+def _of_event(event: Event | None) -> tuple[object, ...] | None:
+    return _of_mark(event.mark) if isinstance(event, SimulatedEvent) else None
+
+
+def _of_job(job: Job) -> tuple[object, ...]:
+    return (
+        (job.transfer.job, job.begun, job.handed, job.cancelled, job.arrived, job.stopped, job.ahead is None),
+        job.result is None,
+        tuple((layer, _of_event(event)) for layer, event in job.layers.items()),
+        tuple(map(_of_event, job.fences)),
+        _of_event(job.reached),
+    )

@@ -80,16 +80,17 @@ def urgent_between_batches(told: Tale) -> None:
 
 
 def asleep_in_the_middle(told: Tale) -> None:
-    """The engine's memory goes and comes back between two jobs, once nothing is in flight."""
-    job = told.offload([0], [0])
-    told.wait(job)
-    layout = told.memory.layout
-    tensors = layout.tensors
-    layout.free()
-    layout.take_back(tensors)
-    told.onboard([1], [0])
+    """The engine's memory goes while jobs are in flight both ways, and comes back when they have ended."""
+    out = told.offload([0], [0])
+    back = told.onboard([1], [0], by_layer=True)
+    told.forget(blocks=[1], slots=[0])
+    told.free()
+    assert told.wait_layer(back, 1) in {Status.OK, Status.TIER_OFF}
+    told.wait(out, back)
+    told.take_back()
+    told.onboard([2], [1])
     told.end_step()
-    told.reads(1)
+    told.reads(2)
 
 
 STORIES: dict[str, tuple[Script, dict[str, Any]]] = {
@@ -100,7 +101,7 @@ STORIES: dict[str, tuple[Script, dict[str, Any]]] = {
     "two each way, layers, cancel": (two_each_way_layers_and_a_cancel, {}),
     "reuse of a block in flight": (reuse_of_a_block_in_flight, {}),
     "urgent between batches": (urgent_between_batches, {"max_batch_bytes": 32, "depth": 1}),
-    "asleep in the middle": (asleep_in_the_middle, {}),
+    "asleep in the middle": (asleep_in_the_middle, {"max_batch_bytes": 32}),
 }
 
 

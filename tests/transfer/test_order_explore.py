@@ -6,7 +6,7 @@ import pytest
 from order_kit import Tale, tale
 from order_stories import STORIES, Chance
 
-from longshore.transfer.device.simulated import StuckError, World, WrongError, explore, sample
+from longshore.transfer.device.simulated import SimulatedDevice, StuckError, World, WrongError, explore, sample
 from longshore.transfer.device.simulated.clocks import Checker, Conflict
 from longshore.transfer.device.simulated.world import BlockedError
 
@@ -31,6 +31,31 @@ def test_the_same_seed_tells_the_same_story() -> None:
 
 
 # Controls: the judge can say no.
+
+
+def test_what_comes_after_a_wait_that_timed_out_is_tried_too() -> None:
+    def script(told: Tale) -> None:
+        job = told.onboard([0], [0], by_layer=True)
+        told.wait_layer(job, 0, timeout=1.0)
+        told.reads(0, layers=[0])
+
+    with pytest.raises(WrongError, match="RAW: compute"):
+        explore(tale(script))
+
+
+def test_two_operations_of_one_name_are_two() -> None:
+    checker = Checker()
+    for actor in "ab":
+        checker.access(actor, {actor: 1}, "compute writes 0", reads=[], writes=[1])
+    assert len(checker.conflicts) == 1
+
+
+def test_actors_have_names_of_their_own() -> None:
+    world = World(lambda count: 0)
+    world.queue("copies")
+    for name in ("copies", "script"):
+        with pytest.raises(ValueError, match="two actors"):
+            world.queue(name)
 
 
 def test_accesses_that_nothing_orders_are_reported_by_kind() -> None:
@@ -97,7 +122,7 @@ def test_a_lane_that_would_block_is_found() -> None:
     """It must say what it waits for, so that others can go on."""
 
     def script(told: Tale) -> None:
-        stream = told.device.stream(told.memory.layout, "host")
+        stream = SimulatedDevice(told.world, told.compute, name="more copies").stream(told.memory.layout, "host")
         stream.bind()
         told.offload([0], [0])
         batch = told.engine._board.jobs[1].selection.whole

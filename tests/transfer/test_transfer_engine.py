@@ -18,6 +18,7 @@ from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, 
 from longshore.errors import FreedLayoutError, LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.transfer.job import Layered
 from longshore.transfer.selection import Batch
 
 OK = Status.OK
@@ -180,6 +181,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("a block beyond the pool", {"sections": (Section(0, 0, (16,)),)}),
     ("a group that does not exist", {"sections": (Section(1, 0, (3,)),)}),
     ("layers that do not exist", {"layers": (0, 9)}),
+    ("layers that are no integers", {"layers": (0.0, 1.0)}),
+    ("a deadline that is none", {"deadline": None}),
     ("a job that is in flight", {"job": 99}),
 ]
 
@@ -440,6 +443,10 @@ REFUSED_INSIDE: list[tuple[str, dict[str, Any]]] = [
     ("a source beyond the pool", {"items": (item(Slot(DEVICE, 0, 16), None),) * 2}),
     ("a source in another pool", {"items": (item(Slot(DEVICE, 1, 2), None),) * 2}),
     ("a source on the host", {"items": (item(Slot(HOST, 0, 2), None),) * 2}),
+    ("a source that is no integer", {"items": (item(Slot(DEVICE, 0, 2.0), None),) * 2}),  # type: ignore[arg-type]
+    ("an empty section of a group that does not exist", {"sections": (Section(0, 0, (5, 6)), Section(7, 0, ()))}),
+    ("a negative first block", {"sections": (Section(0, -5, (5, 6)),)}),
+    ("sub-blocks", {"items": (item(Slot(DEVICE, 0, 2), None, 2),) * 2}),
     ("no source", {"items": (item(None, None),) * 2}),
     ("a destination", {"items": (item(Slot(DEVICE, 0, 2), HERE),) * 2}),
     ("a block beyond the pool", {"sections": (Section(0, 0, (5, 16)),), "items": None}),
@@ -498,9 +505,10 @@ def test_a_layer_can_be_used_while_the_next_one_travels() -> None:
     gate.open()
     assert [rig.engine.wait_layer(1, layer, PATIENCE) for layer in (2, 1, 0)] == [OK, OK, OK]
     rig.results(1)
-    assert rig.engine.wait_layer(1, 2) is OK  # until the step in which it ended is over
     rig.engine.end_step()
-    with pytest.raises(PlanError, match="ended before the last end_step"):
+    assert rig.engine.wait_layer(1, 2) is OK  # until the step after the one in which it ended is over
+    rig.engine.end_step()
+    with pytest.raises(PlanError, match="ended two end_steps ago"):
         rig.engine.wait_layer(1, 2)
     rig.engine.close()
 
@@ -690,3 +698,44 @@ def test_whoever_waits_without_an_end_is_woken(name: str, wait: Callable[[Transf
     waiting.join(PATIENCE)
     assert not waiting.is_alive()
     rig.engine.close()
+
+
+def test_of_those_who_never_end_steps_the_latest_jobs_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layered, "MOST", 3)
+    rig = Rig()
+    for job in range(6):
+        rig.onboard(job, (job,), [job], by_layer=True)
+        assert rig.engine.wait([job], PATIENCE)
+    with pytest.raises(PlanError):
+        rig.engine.wait_layer(2, 0)
+    assert rig.engine.wait_layer(3, 0) is OK
+    rig.onboard(3, (3,), [3])
+    with pytest.raises(PlanError):
+        rig.engine.wait_layer(3, 0)  # the number is another job's now
+    rig.engine.close()
+
+
+def test_a_lane_that_fails_ends_its_jobs_and_closes_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """A fault where none is expected: of the clock, say."""
+    pools = Pools(flat(16), 8)
+    device = GatedDevice()
+
+    def clock() -> float:
+        if is_broken and threading.current_thread().name == "longshore into host":
+            raise OverflowError("the clock struck thirteen")
+        return 0.0
+
+    is_broken = False
+    engine = TransferEngine(pools.layout, device, pools.host, clock=clock)
+    device.gates[HOST].shut()
+    engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1]))
+    assert device.gates[HOST].wait_arrived(1)
+    is_broken = True
+    engine.submit(transfer(2, OFFLOAD, [Section(0, 0, (2,))], [2], deadline=5.0))
+    device.gates[HOST].open()
+    assert engine.wait([1, 2], PATIENCE)
+    assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.IO_ERROR,)
+    with pytest.raises(TierClosedError):
+        engine.submit(transfer(3, OFFLOAD, [Section(0, 0, (3,))], [3]))
+    assert engine.shutdown(PATIENCE)
+    assert "copies into host have failed" in caplog.text

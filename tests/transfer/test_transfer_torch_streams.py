@@ -7,7 +7,8 @@ runs on it.
 from __future__ import annotations
 
 import logging
-from typing import cast
+import threading
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer.device import torch_streams
 from longshore.transfer.device.accelerator import Accelerator
+from longshore.transfer.device.cpu import copy_pieces
 from longshore.transfer.device.torch_streams import TorchDevice
 
 
@@ -280,3 +283,51 @@ def test_the_round_trip_on_the_accelerator() -> None:
     assert engine.wait([2], PATIENCE)
     engine.close()
     assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
+
+
+def test_what_could_not_be_carried_is_carried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third copy needs the stage of the first, and fails to empty it: the first must not say that it arrived."""
+    pools = Pools(flat(8, 4096, refs=1), slots=8)
+    model = Model(pools)
+    stream = TorchDevice("cpu", staging_bytes=1 << 13, accelerator=FakeAccelerator()).stream(pools.layout, HOST)
+    stream.bind()
+    failures = iter([True])
+
+    def fail_once(*pieces: Any) -> None:
+        if next(failures, False):
+            raise MemoryError("no room for indices")
+        copy_pieces(*pieces)
+
+    monkeypatch.setattr(torch_streams, "copy_pieces", fail_once)
+    parts = [[Section(0, 0, (block,))] for block in range(3)]
+    first, second = (stream.copy(between(pools, parts[at], [at], HOST).whole, ()) for at in range(2))
+    with pytest.raises(MemoryError):
+        stream.copy(between(pools, parts[2], [2], HOST).whole, ())
+    stream.drain()
+    for at, copy in enumerate((first, second)):
+        copy.finish()
+        model.host[pools.host.offset(at) :][:4096] = model.device[0][4096 * at :][:4096]
+    model.check(pools)
+
+
+def test_the_stream_at_hand_is_that_of_the_thread_that_began_the_step() -> None:
+    """Whoever submits, and from whichever thread."""
+
+    class OnePerThread(FakeAccelerator):
+        def current_stream(self) -> torch.Stream:
+            return cast(torch.Stream, FakeStream(f"compute of {threading.current_thread().name}"))
+
+    pools, accelerator = Pools(flat(4), slots=4), OnePerThread()
+    engine = TransferEngine(pools.layout, TorchDevice("cpu", accelerator=accelerator), pools.host)
+    engine.begin_step()
+    engine.end_step()
+    before = len(accelerator.notes.lines)
+    submit = threading.Thread(
+        target=lambda: engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (0,))], [0])), name="another"
+    )
+    submit.start()
+    submit.join()
+    assert engine.wait([1], PATIENCE)
+    engine.close()
+    recorded = [line[2] for line in accelerator.notes.lines[before:] if line[0] == "record"]
+    assert recorded[0] == f"compute of {threading.current_thread().name}"

@@ -159,6 +159,7 @@ class KVLayout:
         self._generation = 0
         self._tensors: tuple[DeviceTensor, ...] | None = None
         self._tables: tuple[RefTable, ...] = ()
+        self.pools: tuple[int, ...] = ()
         self._place(tuple(tensors))
         self._image_bytes = tuple(ranks * group.part_bytes for group in self.groups)
         self.image_bytes = max(self._image_bytes)
@@ -223,6 +224,8 @@ class KVLayout:
         fingerprint = _fingerprint(self.groups, tensors, self.ranks)
         if expected not in (None, fingerprint):
             raise LayoutError(f"expected tensors of layout {expected}, got tensors of {fingerprint}: other dtypes")
+        if expected is not None and tuple(pools) != self.pools:
+            raise LayoutError(f"expected groups in pools {self.pools} of device memory, got them in {pools}")
         part = zip(self.groups, bases, strict=True)
         self._tables = tuple(_table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part)
         self.pools = pools

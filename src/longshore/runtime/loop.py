@@ -230,7 +230,7 @@ class Runtime:
             mover.submit(transfer if whole else truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
         except QueueFullError:
             self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
-        except LongshoreError as error:
+        except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
             if not isinstance(error, TierClosedError):
                 _log.exception("job %d on %s was refused by its mover", transfer.job, transfer.route)
             self._end(transfer, (Status.TIER_OFF,) * len(statuses))  # its sources were not touched, and stay good

@@ -10,9 +10,10 @@ The very same lanes and engine run under any driver.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ class Driver(ABC):
         """With the lock held: what it guards has changed."""
 
     @abstractmethod
-    def start(self, name: str, lane: Iterator[Gate]) -> None:
+    def start(self, name: str, lane: Generator[Gate, None, None]) -> None:
         """Run `lane` from now on."""
 
     @abstractmethod
@@ -86,7 +87,7 @@ class Threads(Driver):
         """Wake whoever waits."""
         self._changed.notify_all()
 
-    def start(self, name: str, lane: Iterator[Gate]) -> None:
+    def start(self, name: str, lane: Generator[Gate, None, None]) -> None:
         """Start a thread called `name`."""
         thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
         self._threads.append(thread)
@@ -97,8 +98,12 @@ class Threads(Driver):
         for thread in self._threads:
             thread.join()
 
-    def _run(self, lane: Iterator[Gate]) -> None:
+    def _run(self, lane: Generator[Gate, None, None]) -> None:
         for gate in lane:
             if not gate.is_device:
-                with self._changed:
-                    self._changed.wait_for(gate.is_open)
+                try:
+                    with self._changed:
+                        self._changed.wait_for(gate.is_open)
+                except Exception as error:  # noqa: BLE001 - the lane is told, and returns
+                    with contextlib.suppress(StopIteration):
+                        lane.throw(error)

@@ -26,7 +26,7 @@ from longshore.transfer.driver import Driver, Threads
 from longshore.transfer.hazards import Access, Hazards, Place
 from longshore.transfer.host_side import HostSlots, slots_of
 from longshore.transfer.inside import select_inside
-from longshore.transfer.job import Board, Job
+from longshore.transfer.job import Board, Job, Layered
 from longshore.transfer.lane import Lane
 from longshore.transfer.plan import MAX_BYTES
 from longshore.transfer.selection import Selection, select
@@ -106,7 +106,7 @@ class TransferEngine:
         self._lock = driver or Threads()
         self._compute: object = None
         self._step: tuple[Event, ...] = ()
-        self._layered: dict[int, Job] = {}
+        self._layered = Layered()
         self._refused = 0
         places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
         hazards = Hazards({**places, Place(HOST, 0): host.slots}, lanes=len(_DIRECTIONS) * len(Urgency))
@@ -123,8 +123,9 @@ class TransferEngine:
     def begin_step(self, compute: object = None) -> None:
         """Copies submitted until `end_step` wait for what was given to `compute` so far.
 
-        `compute` is the device's own kind of stream, `None` the one at hand. A second call adds to the first.
+        `compute` is the device's own kind of stream, `None` the calling thread's. A second call adds to the first.
         """
+        compute = self._device.resolve(compute)
         event = self._device.mark(compute)
         with self._lock:
             self._check_open()
@@ -137,10 +138,11 @@ class TransferEngine:
         Blocks until the last of them has been handed to the device (on the CPU: until it has ended). Whoever keeps a
         block that is being copied from others until its result has come need not name offloads here.
         """
+        compute = self._device.resolve(compute)
         with self._lock:
             self._compute = compute
             self._step = ()
-            self._layered = {number: job for number, job in self._layered.items() if job.result is None}
+            self._layered.age()
             waited = [job for number, job in self._board.jobs.items() if jobs is None or number in jobs]
             self._lock.wait_for(lambda: all(job.handed for job in waited))
         for job in waited:
@@ -156,6 +158,8 @@ class TransferEngine:
             FreedLayoutError: The device memory is gone.
             TierClosedError: The engine was closed.
         """
+        if not isinstance(transfer.deadline, int | float):
+            raise PlanError(f"a deadline is a clock reading in seconds, got {transfer.deadline!r}")
         selection, accesses = self._select(transfer)
         direction = _DIRECTIONS[transfer.route.destination]
         lane = self._lanes[transfer.route.destination]
@@ -170,8 +174,7 @@ class TransferEngine:
             ticket = self._board.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
             job = Job(transfer, selection, fences, ticket, self._board.clock())
             self._board.jobs[transfer.job] = job
-            if transfer.by_layer:
-                self._layered[transfer.job] = job
+            self._layered.add(job)
             lane.put(job)
 
     def poll(self) -> list[TransferResult]:
@@ -192,7 +195,7 @@ class TransferEngine:
         """Make compute wait for one layer of a job that goes layer by layer.
 
         Blocks until the layer has been handed to the device; what is given afterwards to the `compute` of the last
-        `begin_step` waits for it there. May be asked until the `end_step` after the job's end.
+        `begin_step` waits for it there. May be asked until the second `end_step` after the job's end.
 
         Returns:
             `Status.OK`: compute may read the layer. `Status.DEADLINE`: `timeout` seconds were too short; may be asked
@@ -204,7 +207,7 @@ class TransferEngine:
         with self._lock:
             found = self._layered.get(job)
             if found is None:
-                raise PlanError(f"job {job} does not go layer by layer, or ended before the last end_step")
+                raise PlanError(f"job {job} does not go layer by layer, or ended two end_steps ago")
             first, stop = found.transfer.layers or (0, self._layout.num_layers)
             if not first <= layer < stop:
                 raise PlanError(f"job {job} moves layers [{first}, {stop}), not {layer}")

@@ -13,7 +13,17 @@ import numpy as np
 from longshore.boundary import DEVICE, Item, Section, Slot
 from longshore.errors import PlanError
 from longshore.layout.model import KVLayout
-from longshore.transfer.selection import I64, Batch, Part, Selection, block_ids, page_widths, repeated
+from longshore.transfer.selection import (
+    I64,
+    Batch,
+    Part,
+    Selection,
+    block_ids,
+    check_layers,
+    check_sections,
+    page_widths,
+    repeated,
+)
 
 
 def select_inside(
@@ -39,19 +49,17 @@ def select_inside(
         FreedLayoutError: The device memory is gone.
     """
     layout.check_live()
+    check_sections(layout, sections)
     given = sum(len(section.blocks) for section in sections)
     if given != len(items):
         raise PlanError(f"the sections have {given} blocks, got {len(items)} items: one for each block is needed")
-    if layers is not None and not 0 <= layers[0] < layers[1] <= layout.num_layers:
-        raise PlanError(f"layers must be a range within [0, {layout.num_layers}), got {layers}")
+    check_layers(layout, layers)
     last = max((index for index, section in enumerate(sections) if section.blocks), default=-1)
     parts: list[Part] = []
     item = 0
     for index, section in enumerate(sections):
         if not section.blocks:
             continue
-        if not 0 <= section.group < len(layout.groups):
-            raise PlanError(f"section {index}: group {section.group} does not lie in [0, {len(layout.groups)})")
         own = items[item : item + len(section.blocks)]
         parts += _parts(layout, section, own, item, layers, tokens if index == last else None)
         item += len(section.blocks)
@@ -99,8 +107,10 @@ def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
         raise PlanError(
             f"item {index}: expected a slot of device pool {pool} to copy from, got {slot} into {item.destination}"
         )
-    if not 0 <= slot.index < layout.num_blocks:
+    if not isinstance(slot.index, int) or not 0 <= slot.index < layout.num_blocks:
         raise PlanError(f"item {index}: block {slot.index} does not lie in [0, {layout.num_blocks})")
+    if item.valid != 1:
+        raise PlanError(f"item {index}: one block is copied, got valid={item.valid:#x}")
     return slot.index
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,10 +65,10 @@ class Job:
         """`ahead` was given to the device."""
         self.ahead = next(self.steps, None)
 
-    def end(self, now: float) -> TransferResult:
+    def end(self) -> TransferResult:
         """The result, once nothing of it is under way."""
         statuses, arrived = _statuses(self)
-        begun = now if self.begun is None else self.begun
+        begun = self.submitted if self.begun is None else self.begun
         layout = self.selection.whole.layout
         self.result = TransferResult(
             job=self.transfer.job,
@@ -140,4 +140,42 @@ class Board:
         """Nothing of `job` is under way any more: others may touch its slots, and its result may be seen."""
         self.hazards.end(job.ticket)
         del self.jobs[job.transfer.job]
-        self.results.append(job.end(self.clock()))
+        self.results.append(job.end())
+
+
+class Layered:
+    """Jobs that go layer by layer, for those who wait for a layer: in flight, or ended a short while ago."""
+
+    MOST = 1024
+    """Ended ones that are kept where nobody ends steps."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}
+        self._old: set[int] = set()
+
+    def add(self, job: Job) -> None:
+        """`job` has been submitted; whatever had its number before is forgotten."""
+        number = job.transfer.job
+        self._jobs.pop(number, None)
+        self._old.discard(number)
+        if job.transfer.by_layer:
+            self._jobs[number] = job
+            if len(self._jobs) > self.MOST:
+                self._drop(self._ended()[:1])
+
+    def get(self, number: int) -> Job | None:
+        """The job of that number, if it is known."""
+        return self._jobs.get(number)
+
+    def age(self) -> None:
+        """A step has ended: forget those that had ended when the step before did."""
+        self._drop(self._old)
+        self._old = set(self._ended())
+
+    def _ended(self) -> list[int]:
+        return [number for number, job in self._jobs.items() if job.result is not None]
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        for number in list(numbers):
+            del self._jobs[number]
+            self._old.discard(number)

@@ -14,9 +14,10 @@ A job begins when all have ended that it conflicts with, in any direction and cl
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from longshore.boundary import HOST, Status, Urgency
@@ -64,8 +65,15 @@ class Lane:
         """Give back what the stream took, once `serve` has returned."""
         self._stream.close()
 
-    def serve(self) -> Iterator[Gate]:
+    def serve(self) -> Generator[Gate, None, None]:
         """Run until the board is closing and nothing is left."""
+        try:
+            yield from self._steps()
+        except Exception:  # noqa: BLE001 - a fault of ours, or of the clock: jobs must end all the same
+            _log.exception("copies %s have failed: the transfer engine is closed", self.name)
+            self._give_up()
+
+    def _steps(self) -> Iterator[Gate]:
         while True:
             yield Gate(self._has_work)
             with self._lock:
@@ -140,6 +148,21 @@ class Lane:
         except Exception:  # noqa: BLE001 - the job has failed anyway
             _log.exception("the device did not say that the copies of %s have ended", job.transfer.route)
         return Status.TIER_OFF if is_freed else Status.IO_ERROR
+
+    def _give_up(self) -> None:
+        """End all jobs as failed, once nothing of them is under way."""
+        with contextlib.suppress(Exception):
+            self._stream.drain()
+        with self._lock:
+            self._board.closing = True
+            jobs = [sent.job for sent in self._under_way if sent.is_last]
+            jobs += [job for queue in self._queues.values() for job in queue]
+            for job in jobs:
+                job.stopped, job.handed = Status.IO_ERROR, True
+                self._board.end(job)
+            self._under_way.clear()
+            self._queues = {urgency: deque() for urgency in self._queues}
+            self._lock.notify()
 
     def _retire(self, sent: _Sent) -> None:
         """Take in the oldest step, which is in place or failed; end its job if it was the last."""

@@ -240,8 +240,7 @@ def select(
     if sum(items) != len(offsets) or (valid is not None and len(valid) != len(offsets)):
         got = f"{len(offsets)} items" if valid is None else f"{len(offsets)} items, {len(valid)} valid masks"
         raise PlanError(f"the sections' blocks fill {items} chunks, {sum(items)} in all; got {got}")
-    if layers is not None and not 0 <= layers[0] < layers[1] <= layout.num_layers:
-        raise PlanError(f"layers must be a range within [0, {layout.num_layers}), got {layers}")
+    check_layers(layout, layers)
     last = -1 if tokens is None else max((index for index, count in enumerate(items) if count), default=-1)
     parts: list[Part] = []
     item = 0
@@ -269,13 +268,27 @@ class PageWidths(NamedTuple):
     leading: U64 | None
 
 
-def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[int]:
-    items = []
+def check_layers(layout: KVLayout, layers: tuple[int, int] | None) -> None:
+    """Raise `PlanError` unless `layers` is a range of the layout's layers, or `None`."""
+    if layers is None:
+        return
+    if not all(isinstance(layer, int) for layer in layers) or not 0 <= layers[0] < layers[1] <= layout.num_layers:
+        raise PlanError(f"layers must be a range within [0, {layout.num_layers}), got {layers}")
+
+
+def check_sections(layout: KVLayout, sections: Sequence[Section]) -> None:
+    """Raise `PlanError` unless each section is of a group of the layout, from some block on."""
     for index, section in enumerate(sections):
         if not 0 <= section.group < len(layout.groups):
             raise PlanError(f"section {index}: group {section.group} does not lie in [0, {len(layout.groups)})")
         if section.first_block < 0:
             raise PlanError(f"section {index}: first_block must not be negative, got {section.first_block}")
+
+
+def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[int]:
+    check_sections(layout, sections)
+    items = []
+    for section in sections:
         per_chunk = layout.groups[section.group].blocks_per_chunk
         items.append(chunks_of(len(section.blocks), section.first_block % per_chunk, per_chunk))
     return items

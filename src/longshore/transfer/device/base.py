@@ -98,6 +98,10 @@ class Device(ABC):
         Into the device come copies from the host and, where `Batch.inside`, from other blocks of the device.
         """
 
+    def resolve(self, compute: object) -> object:
+        """What `compute` means in the calling thread: something that means the same in any other."""
+        return compute
+
     @abstractmethod
     def mark(self, compute: object) -> Event:
         """The point after all that was given to `compute` so far."""

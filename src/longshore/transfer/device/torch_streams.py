@@ -53,6 +53,10 @@ class TorchDevice(Device):
             self._staging_bytes,
         )  # fmt: skip
 
+    def resolve(self, compute: object) -> object:
+        """The stream itself."""
+        return self._compute(compute)
+
     def mark(self, compute: object) -> Event:
         """An event on the compute stream."""
         return self._events.record(self._compute(compute))
@@ -245,11 +249,13 @@ class _Offload(StagedStream):
         stage.pending = (batch, part)
 
     def _empty(self, stage: _Stage) -> None:
-        pending, stage.pending, stage.of = stage.pending, None, None
-        if pending is not None and stage.used is not None:
-            stage.used.wait()
-            pieces = _through(stage, *pending)
+        """If this fails, the stage still holds what it did: whoever comes next tries again, or fails as well."""
+        if stage.pending is not None:
+            if stage.used is not None:
+                stage.used.wait()
+            pieces = _through(stage, *stage.pending)
             copy_pieces(pieces.device, pieces.host, pieces.size)
+        stage.pending, stage.of = None, None
 
 
 class _Onboard(StagedStream):

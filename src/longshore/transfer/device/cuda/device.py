@@ -97,6 +97,10 @@ class CudaDevice(Device):
             _log.warning("the calibration of %s is not kept: %s", name, error)
         return found
 
+    def resolve(self, compute: object) -> object:
+        """The stream itself."""
+        return self._compute(compute)
+
     def mark(self, compute: object) -> Event:
         """An event on the compute stream."""
         return self._tools.events.record(self._compute(compute))

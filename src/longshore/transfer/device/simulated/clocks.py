@@ -81,5 +81,5 @@ class Checker:
 
     def _compare(self, kind: str, earlier: dict[str, _Entry], clock: Clock, label: str) -> None:
         for actor, entry in earlier.items():
-            if clock.get(actor, 0) < entry.number and entry.label != label:
+            if clock.get(actor, 0) < entry.number:
                 self.conflicts.append(Conflict(kind, entry.label, label))

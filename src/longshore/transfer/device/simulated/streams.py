@@ -71,6 +71,10 @@ class SimulatedDevice(Device):
         """A queue, and a descriptor buffer for each copy that may be under way."""
         return SimulatedStream(self._world, self._world.queue(f"{self._name} into {into}"), self._depth)
 
+    def resolve(self, compute: object) -> object:
+        """The queue itself."""
+        return self._queue(compute)
+
     def mark(self, compute: object) -> Event:
         """The end of what was given to `compute`."""
         return SimulatedEvent(self._world, self._world.mark(self._queue(compute)))

@@ -10,7 +10,7 @@ Whenever more than one could go on, `choose(count)` says which: a seeded choice,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
@@ -81,13 +81,13 @@ class Queue:
 @dataclass(slots=True)
 class _Lane:
     name: str
-    steps: Iterator[Gate]
+    steps: Generator[Gate, None, None]
     gate: Gate | None = None
     is_running: bool = False
 
 
 class World(Driver):
-    """The scheduler, and the checker of what it sees. It drives one engine, or several."""
+    """The scheduler, and the checker of what it sees. It drives one engine."""
 
     def __init__(self, choose: Callable[[int], int]) -> None:
         """`choose(count)` picks one of `[0, count)`."""
@@ -103,6 +103,7 @@ class World(Driver):
 
     def queue(self, name: str) -> Queue:
         """A new stream of the device."""
+        self._check_new(name)
         self.queues.append(Queue(name))
         return self.queues[-1]
 
@@ -165,8 +166,9 @@ class World(Driver):
     def notify(self) -> None:
         """Gates are looked at all the time."""
 
-    def start(self, name: str, lane: Iterator[Gate]) -> None:
+    def start(self, name: str, lane: Generator[Gate, None, None]) -> None:
         """One more actor."""
+        self._check_new(name)
         self.lanes.append(_Lane(name, lane))
         self._clocks[name] = {}
 
@@ -189,6 +191,10 @@ class World(Driver):
         """Let all go on until nothing can."""
         while self._options():
             self._step(None)
+
+    def _check_new(self, name: str) -> None:
+        if name in self._clocks or any(queue.name == name for queue in self.queues):
+            raise ValueError(f"two actors cannot both be called {name!r}")
 
     def _options(self) -> list[tuple[str, Callable[[], None]]]:
         lanes = [(lane.name, lambda lane=lane: self._resume(lane)) for lane in self.lanes if self._is_open(lane)]
