@@ -56,6 +56,8 @@ def _changes(node: ast.AST) -> Iterator[_Change]:  # noqa: PLR0912 - one case fo
             yield _Change(node, "call removed", lambda _: ast.Pass())
         case ast.Expr(value=ast.Yield(value=ast.Call(func=ast.Name(id="Gate")))):
             yield _Change(node, "gate opened", _open)
+        case ast.Call(func=ast.Attribute(attr="wait_for")):
+            yield _Change(node, "wait taken for met", lambda _: ast.Constant(True))
         case ast.AugAssign():
             yield _Change(node, "change removed", lambda _: ast.Pass())
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):

@@ -3,6 +3,8 @@
 python tests/mutation/race_mutants.py            all, the last line is `caught N of N`
 python tests/mutation/race_mutants.py --list     what would be tried
 python tests/mutation/race_mutants.py --only lane.py
+
+A mutant is `caught` by a test that fails, or because tests `hung`: they took three times as long as without it.
 """
 
 from __future__ import annotations
@@ -31,10 +33,15 @@ PATIENCE = 3.0
 SUITES: dict[str, tuple[str, ...]] = {
     "transfer": (
         "tests/transfer/test_transfer_hazards.py",
-        "tests/transfer/test_order_traps.py",
         "tests/transfer/test_transfer_engine.py",
+        "tests/transfer/test_transfer_layers.py",
         "tests/transfer/test_transfer_order.py",
+        "tests/transfer/test_order_traps.py",
         "tests/transfer/test_order_explore.py",
+    ),
+    "streams": (
+        "tests/transfer/test_transfer_events.py",
+        "tests/transfer/test_transfer_torch_streams.py",
     ),
     "runtime": ("tests/runtime/test_block_guard.py",),
     "cache": (
@@ -54,6 +61,8 @@ MODULES: dict[str, str] = {
     "transfer/lane.py": "transfer",
     "transfer/engine.py": "transfer",
     "transfer/driver.py": "transfer",
+    "transfer/device/accelerator.py": "streams",
+    "transfer/device/torch_streams.py": "streams",
     "runtime/guard.py": "runtime",
     "cache/states.py": "cache",
     "cache/pool.py": "cache",
@@ -71,8 +80,8 @@ class Case(NamedTuple):
         return f"{self.module}:{self.mutant.line}: {self.mutant.what}"
 
 
-def passes(suite: str, case: Case | None, patience: float) -> bool:
-    """Whether the suite passes within `patience` seconds with this mutant in place, in a process of its own."""
+def outcome(suite: str, case: Case | None, patience: float) -> str:
+    """What the suite says to this mutant, in a process of its own: `MISSED`, `caught`, or `hung` after `patience`."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as overlay:
         package = Path(overlay) / "longshore"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -81,7 +90,7 @@ def passes(suite: str, case: Case | None, patience: float) -> bool:
         child = os.fork()
         if not child:
             os._exit(_run(overlay, SUITES[suite]))
-        return _status(child, patience) == 0
+        return _ending(child, patience)
 
 
 def _run(overlay: str, tests: Sequence[str]) -> int:
@@ -100,16 +109,16 @@ def _run(overlay: str, tests: Sequence[str]) -> int:
     return 1
 
 
-def _status(child: int, patience: float) -> int:
+def _ending(child: int, patience: float) -> str:
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return status
+            return "caught" if status else "MISSED"
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return -1
+    return "hung"
 
 
 def cases(only: str | None) -> list[Case]:
@@ -135,20 +144,20 @@ def main() -> int:
     patience: dict[str, float] = {}
     for suite in sorted({MODULES[case.module] for case in todo}):
         begun = time.monotonic()
-        if not passes(suite, None, 3600.0):
+        if outcome(suite, None, 3600.0) != "MISSED":
             print(f"the {suite} suite fails without any mutant")
             return 2
         patience[suite] = PATIENCE * (time.monotonic() - begun)
 
-    def survives(case: Case) -> bool:
+    def judge(case: Case) -> str:
         suite = MODULES[case.module]
-        return passes(suite, case, patience[suite])
+        return outcome(suite, case, patience[suite])
 
     missed = []
     with concurrent.futures.ThreadPoolExecutor(given.processes) as pool:
-        for number, (case, survived) in enumerate(zip(todo, pool.map(survives, todo), strict=True), 1):
-            print(f"{number}/{len(todo)} {'MISSED' if survived else 'caught'} {case}", flush=True)
-            if survived:
+        for number, (case, said) in enumerate(zip(todo, pool.map(judge, todo), strict=True), 1):
+            print(f"{number}/{len(todo)} {said} {case}", flush=True)
+            if said == "MISSED":
                 missed.append(case)
     for case in missed:
         print(f"missed: {case}")
