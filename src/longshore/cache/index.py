@@ -21,10 +21,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
+from longshore.cache.columns import column, zeros
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import READY
 from longshore.errors import CacheError
@@ -68,9 +68,9 @@ class Index:
         """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
         # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
         self.key = np.empty(self.size, object)
-        self.parent, self.depth, self.child, self._older, self._younger = (_zeros(self.size) for _ in range(5))
+        self.parent, self.depth, self.child, self._older, self._younger = (zeros(self.size) for _ in range(5))
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
-        self.reach = [_zeros(self.size) for _ in pools]
+        self.reach = [zeros(self.size) for _ in pools]
         self.reachable = bytearray(self.size)
         self.depth[ROOT] = -1
         self.reachable[ROOT] = 1
@@ -169,24 +169,18 @@ class Index:
 
         Raises `CacheError` unless these follow one another, and the key before them, and the rest is new and distinct.
         """
-        shards, parent = self._shards, self.parent
-        before = self._at(keys, first - 1) if first else ROOT
-        path: list[int] = []
         try:
-            for key in keys[first:]:
-                node = shards[key[0]].get(key, ROOT)
-                if not node:
-                    break
-                if parent[node] != before:
-                    raise _broken(keys, first + len(path))
-                path.append(node)
-                before = node
-            rest = keys[first + len(path) :]
+            before = self._at(keys, first - 1) if first else ROOT
+            end = self.known_prefix(keys, first)
+            path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else []
+            rest, shards = keys[end:], self._shards
             for key in rest:
                 if key in shards[key[0]]:
                     raise _broken(keys, keys.index(key, first))
         except (IndexError, TypeError):
             raise CacheError("the keys of a path are digests in bytes") from None
+        if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
+            raise _broken(keys, first)
         if len(set(rest)) != len(rest):
             raise CacheError(f"the {len(rest)} new keys of a path differ, only {len(set(rest))} do")
         return path
@@ -246,19 +240,19 @@ class Index:
         rest, head, tail = at[:-1], nodes[0], nodes[-1]
         elder, depth = self.child[parent], self.depth[parent] + 1
         self.key[at] = keys
-        _column(self.parent)[at[1:]] = rest
-        _column(self.child)[rest] = at[1:]
-        _column(self.depth)[at] = np.arange(depth, depth + len(at))
-        _column(self._older)[at] = _column(self._younger)[at] = ROOT
-        _column(self.slot[tier])[at] = slots
-        _column(self.pools[tier].node)[slots] = at
+        column(self.parent)[at[1:]] = rest
+        column(self.child)[rest] = at[1:]
+        column(self.depth)[at] = np.arange(depth, depth + len(at))
+        column(self._older)[at] = column(self._younger)[at] = ROOT
+        column(self.slot[tier])[at] = slots
+        column(self.pools[tier].node)[slots] = at
         self.parent[head], self.child[tail], self._older[head] = parent, ROOT, elder
         if elder:
             self._younger[elder] = head
         self.child[parent] = head
         for each in range(tier + 1):
             self.reach[each][parent] += 1
-            _column(self.reach[each])[rest] = 1
+            column(self.reach[each])[rest] = 1
         self._count += len(nodes)
         return nodes
 
@@ -354,10 +348,10 @@ class Index:
         """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
         self.key = np.concatenate([self.key, np.empty(more, object)])
-        for column in (self.parent, self.depth, self.child, self._older, self._younger, *self.reach):
-            column.extend(_zeros(more))
-        for column in self.slot:
-            column.extend(array("i", [NONE]) * more)
+        for numbers in (self.parent, self.depth, self.child, self._older, self._younger, *self.reach):
+            numbers.extend(zeros(more))
+        for slots in self.slot:
+            slots.extend(array("i", [NONE]) * more)
         self.reachable.extend(bytes(more))
         self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
         self.size += more
@@ -393,15 +387,6 @@ class Index:
             counted = sum(self.coldest(c) >= tier for c in self.children(node))
             if counted != self.reach[tier][node]:
                 raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
-
-
-def _zeros(count: int) -> array[int]:
-    return array("i", bytes(4 * count))
-
-
-def _column(column: array[int]) -> npt.NDArray[np.int32]:
-    """`column` as numpy sees it, to change many places at once. For the moment only: it cannot grow meanwhile."""
-    return np.frombuffer(column, np.int32)
 
 
 def _no_key(key: object) -> CacheError:

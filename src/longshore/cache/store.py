@@ -14,13 +14,15 @@ A chunk is a node of the index here, a copy is (node, tier), and jobs know slots
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 
-from longshore.boundary import Key, Slot, Status
+import numpy as np
+
+from longshore.boundary import Key, Slot, Status, addresses
 from longshore.cache.backlog import Backlog
+from longshore.cache.columns import column, marks
 from longshore.cache.events import EventKind, EventLog
 from longshore.cache.evicting import EVICTED, Eviction
 from longshore.cache.eviction import EvictionPolicy
@@ -30,9 +32,6 @@ from longshore.cache.pool import SlotPool
 from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.cache.types import Counters, MissReason, TierStats
 from longshore.errors import CacheError
-
-_new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
-# A named tuple from C: there may be thousands in one call, and its own constructor runs in Python.
 
 
 @dataclass(slots=True)
@@ -191,18 +190,15 @@ class Store:
             self._reconsider(node)
 
     def unread(self, tier: int, slots: Sequence[int]) -> None:
-        """Readers have let go of these slots."""
+        """Readers have let go of these slots, which are distinct."""
         pool = self.pools[tier]
-        readers, state, node = pool.readers, pool.state, pool.node
-        idle: list[int] = []
-        for slot in slots:
-            readers[slot] -= 1
-            if not readers[slot]:
-                idle.append(slot)
-        self.policies[tier].release([node[slot] for slot in idle if state[slot] == READY])
-        for slot in idle:
-            if state[slot] == DRAINING:
-                self._settle(tier, slot)
+        at, readers = np.array(slots, np.int32), column(pool.readers)
+        readers[at] -= 1
+        idle = at[readers[at] == 0]
+        state = marks(pool.state)[idle]
+        self.policies[tier].release(column(pool.node)[idle[state == READY]].tolist())
+        for slot in idle[state == DRAINING].tolist():
+            self._settle(tier, slot)
 
     def condemn(self, tier: int, slot: int, fault: Status) -> None:
         """A reader has let go of a slot, whose bytes it found unusable."""
@@ -286,9 +282,12 @@ class Store:
 
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used: heads stay longest."""
+        used = np.array(nodes, np.int32)
         for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
-            state = pool.state
-            policy.touch([node for node in nodes if slots[node] >= 0 and state[slots[node]] == READY])
+            at = column(slots)[used]
+            live = at >= 0
+            ready = marks(pool.state)[at[live]] == READY
+            policy.touch(used[live][ready].tolist())
         if len(self.policies) > 1:
             self.backlog.use(nodes)
 
@@ -349,7 +348,7 @@ class Store:
 
     def addresses(self, tier: int, slots: Sequence[int]) -> list[Slot]:
         """The addresses of many slots of one tier."""
-        return list(map(_new_slot, zip(repeat(self.levels[tier].name), repeat(0), slots, strict=False)))
+        return list(addresses(self.levels[tier].name, 0, slots))
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
