@@ -30,7 +30,7 @@ def test_columns_are_read_as_items() -> None:
 def test_columns_equal_the_same_items_however_they_are_kept() -> None:
     moved = Items(KEYS, (None, *KEYS[:2]), None, Slots(HOST, 0, (7, 8, 5)), 3)
     assert COLUMNS == ITEMS
-    assert COLUMNS == pickle.loads(pickle.dumps(COLUMNS))  # noqa: S301 - our own bytes
+    assert pickle.loads(pickle.dumps(COLUMNS)) == COLUMNS  # noqa: S301 - our own bytes
     assert hash(COLUMNS) == hash(ITEMS)
     assert moved != COLUMNS
     assert moved[0].destination == Slot(HOST, 0, 7)

@@ -24,7 +24,7 @@ import numpy as np
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
-from longshore.cache.columns import column, zeros
+from longshore.cache.columns import column, marks, zeros
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import READY
 from longshore.errors import CacheError
@@ -269,12 +269,28 @@ class Index:
         for each in range(before + 1, tier + 1):
             self.reach[each][parent] += 1
 
-    def drop_leaf(self, node: int, key: Key) -> None:
-        """The same as `drop_copy` for a node without children, in the only tier that there is; `key` is its key."""
-        parent = self.parent[node]
-        self.slot[0][node] = NONE
-        self.reach[0][parent] -= 1
-        self._forget(node, key, parent)
+    def drop_leaves(self, nodes: Sequence[int], keys: Sequence[Key]) -> list[int]:
+        """The same as `drop_copy` for nodes with these keys, in the only tier that there is; keeps their slots' nodes.
+
+        None has a child when those before it have gone, and then only the one right before it. Returns the parents
+        that have lost a child, and are left.
+        """
+        shards, at = self._shards, np.array(nodes, np.int32)
+        for key in keys:
+            del shards[key[0]][key]
+        above = column(self.parent)[at]
+        tops = np.append(above[:-1] != at[1:], True)
+        parents: list[int] = above[tops].tolist()
+        for node, parent in zip(at[tops].tolist(), parents, strict=True):
+            self.reach[0][parent] -= 1
+            self._leave_family(node, parent)
+        column(self.slot[0])[at] = NONE
+        column(self.reach[0])[at] = 0
+        self.key[at] = None
+        marks(self.reachable)[at] = 0
+        self._free.extend(nodes)
+        self._count -= len(nodes)
+        return parents
 
     def drop_copy(self, node: int, tier: int) -> bool:
         """Take a copy out of its node; says whether it was the last, and the node is gone. Keeps the slot's state."""
@@ -328,8 +344,15 @@ class Index:
         return nodes
 
     def _forget(self, node: int, key: Key, parent: int) -> None:
-        own_older, own_younger = self._older, self._younger
         del self._shards[key[0]][key]
+        self._leave_family(node, parent)
+        self.key[node] = None
+        self.reachable[node] = 0
+        self._free.append(node)
+        self._count -= 1
+
+    def _leave_family(self, node: int, parent: int) -> None:
+        own_older, own_younger = self._older, self._younger
         older, younger = own_older[node], own_younger[node]
         if younger:
             own_older[younger] = older
@@ -337,10 +360,6 @@ class Index:
             self.child[parent] = older
         if older:
             own_younger[older] = younger
-        self.key[node] = None
-        self.reachable[node] = 0
-        self._free.append(node)
-        self._count -= 1
 
     # ------------------------------------------------------------------ checks
 
