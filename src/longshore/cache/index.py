@@ -25,6 +25,7 @@ import numpy as np
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
 from longshore.cache.columns import column, marks, zeros
+from longshore.cache.family import Family
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import READY
 from longshore.errors import CacheError
@@ -43,15 +44,15 @@ class Index:
 
     __slots__ = (
         "_count",
+        "_family",
         "_free",
-        "_older",
         "_others",
         "_shards",
-        "_younger",
-        "child",
+        "children",
         "depth",
         "key",
         "parent",
+        "path",
         "pools",
         "reach",
         "reachable",
@@ -68,7 +69,9 @@ class Index:
         """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
         # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
         self.key = np.empty(self.size, object)
-        self.parent, self.depth, self.child, self._older, self._younger = (zeros(self.size) for _ in range(5))
+        self._family = Family(self.size)
+        self.parent, self.children, self.path = self._family.parent, self._family.children, self._family.path
+        self.depth = zeros(self.size)
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
         self.reach = [zeros(self.size) for _ in pools]
         self.reachable = bytearray(self.size)
@@ -119,22 +122,6 @@ class Index:
             if self.is_ready(node, tier):
                 return tier
         return -1
-
-    def children(self, node: int) -> Iterator[int]:
-        """The nodes right behind `node`. The family must not be changed meanwhile."""
-        each = self.child[node]
-        while each:
-            yield each
-            each = self._older[each]
-
-    def path(self, node: int, length: int) -> list[int]:
-        """`node` and its ancestors, at most `length` in all, tail first."""
-        parent = self.parent
-        found: list[int] = []
-        while node and len(found) < length:
-            found.append(node)
-            node = parent[node]
-        return found
 
     # ------------------------------------------------------------------ a path of keys
 
@@ -236,23 +223,15 @@ class Index:
             return []
         for key, node in zip(keys, nodes, strict=True):
             shards[key[0]][key] = node
-        at = np.array(nodes)
-        rest, head, tail = at[:-1], nodes[0], nodes[-1]
-        elder, depth = self.child[parent], self.depth[parent] + 1
+        at, depth = np.array(nodes), self.depth[parent] + 1
+        self._family.append(parent, nodes)
         self.key[at] = keys
-        column(self.parent)[at[1:]] = rest
-        column(self.child)[rest] = at[1:]
         column(self.depth)[at] = np.arange(depth, depth + len(at))
-        column(self._older)[at] = column(self._younger)[at] = ROOT
         column(self.slot[tier])[at] = slots
         column(self.pools[tier].node)[slots] = at
-        self.parent[head], self.child[tail], self._older[head] = parent, ROOT, elder
-        if elder:
-            self._younger[elder] = head
-        self.child[parent] = head
         for each in range(tier + 1):
             self.reach[each][parent] += 1
-            column(self.reach[each])[rest] = 1
+            column(self.reach[each])[at[:-1]] = 1
         self._count += len(nodes)
         return nodes
 
@@ -283,7 +262,7 @@ class Index:
         parents: list[int] = above[tops].tolist()
         for node, parent in zip(at[tops].tolist(), parents, strict=True):
             self.reach[0][parent] -= 1
-            self._leave_family(node, parent)
+            self._family.leave(node, parent)
         column(self.slot[0])[at] = NONE
         column(self.reach[0])[at] = 0
         self.key[at] = None
@@ -308,7 +287,7 @@ class Index:
 
     def reveal(self, nodes: Sequence[int]) -> None:
         """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind."""
-        reachable, parent, child, older = self.reachable, self.parent, self.child, self._older
+        reachable, parent, child, older = self.reachable, self.parent, self._family.child, self._family.older
         for i, node in enumerate(nodes, 1):
             if reachable[node] or not reachable[parent[node]]:
                 continue
@@ -345,21 +324,11 @@ class Index:
 
     def _forget(self, node: int, key: Key, parent: int) -> None:
         del self._shards[key[0]][key]
-        self._leave_family(node, parent)
+        self._family.leave(node, parent)
         self.key[node] = None
         self.reachable[node] = 0
         self._free.append(node)
         self._count -= 1
-
-    def _leave_family(self, node: int, parent: int) -> None:
-        own_older, own_younger = self._older, self._younger
-        older, younger = own_older[node], own_younger[node]
-        if younger:
-            own_older[younger] = older
-        else:
-            self.child[parent] = older
-        if older:
-            own_younger[older] = younger
 
     # ------------------------------------------------------------------ checks
 
@@ -367,7 +336,8 @@ class Index:
         """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
         self.key = np.concatenate([self.key, np.empty(more, object)])
-        for numbers in (self.parent, self.depth, self.child, self._older, self._younger, *self.reach):
+        self._family.grow(more)
+        for numbers in (self.depth, *self.reach):
             numbers.extend(zeros(more))
         for slots in self.slot:
             slots.extend(array("i", [NONE]) * more)
@@ -389,9 +359,9 @@ class Index:
             parent = self.parent[node]
             if self.get(self.key[node]) != node or self.coldest(node) < 0:
                 raise CacheError(f"chunk {name} has no copy, or is not found")
-            younger = self._younger[node]
+            younger = self._family.younger[node]
             if (parent and self.key[parent] is None) or node != (
-                self._older[younger] if younger else self.child[parent]
+                self._family.older[younger] if younger else self._family.child[parent]
             ):
                 raise CacheError(f"chunk {name} outlived its parent")
             if parent and self.coldest(parent) < self.coldest(node):
