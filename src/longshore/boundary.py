@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from itertools import repeat
+from typing import NamedTuple, Protocol, overload
 
 DEVICE = "device"
 HOST = "host"
@@ -62,6 +64,65 @@ class Item(NamedTuple):
     valid: int
 
 
+_new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
+_new_item: Callable[[Iterable[object]], Item] = partial(tuple.__new__, Item)
+# Named tuples from C: there may be thousands in one go, and their own constructors run in Python.
+
+
+def addresses(tier: str, pool: int, indices: Iterable[int]) -> Iterator[Slot]:
+    """The slots of one pool by their indices."""
+    return map(_new_slot, zip(repeat(tier), repeat(pool), indices, strict=False))
+
+
+class Slots(NamedTuple):
+    """Slots of one pool, by their indices."""
+
+    tier: str
+    pool: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items(Sequence[Item]):
+    """Items of one transfer, kept as columns; each `Item` is made when it is read.
+
+    A transfer may have thousands: as objects of their own they would cost whoever orders it a run of the garbage
+    collector. `valid` holds for each. Equal to any sequence of equal items.
+    """
+
+    keys: tuple[Key, ...]
+    parents: tuple[Key | None, ...]
+    source: Slots | None
+    destination: Slots | None
+    valid: int
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[Item]:
+        sides = (repeat(None) if side is None else addresses(*side) for side in (self.source, self.destination))
+        return map(_new_item, zip(self.keys, self.parents, *sides, repeat(self.valid), strict=False))
+
+    @overload
+    def __getitem__(self, at: int) -> Item: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Item, ...]: ...
+    def __getitem__(self, at: int | slice) -> Item | tuple[Item, ...]:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        source, destination = (
+            None if side is None else Slot(side.tier, side.pool, side.indices[at])
+            for side in (self.source, self.destination)
+        )
+        return Item(self.keys[at], self.parents[at], source, destination, self.valid)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 class Section(NamedTuple):
     """Device blocks of one KV cache group, in logical order.
 
@@ -99,7 +160,7 @@ class Transfer:
 
     job: int
     route: Route
-    items: tuple[Item, ...]
+    items: Sequence[Item]
     sections: tuple[Section, ...] = ()
     layers: tuple[int, int] | None = None
     by_layer: bool = False

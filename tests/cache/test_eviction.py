@@ -122,6 +122,51 @@ def test_what_lets_another_go_may_release_it_meanwhile(policy: EvictionPolicy) -
     assert gone == [B, A, C]
 
 
+def evict_together(policy: EvictionPolicy, count: int) -> list[int]:
+    """The same as `evict`, as many at once as the policy names."""
+    gone: list[int] = []
+    while len(gone) < count and (nodes := policy.ahead(count - len(gone))):
+        policy.leave(nodes, [policy.names[node] for node in nodes])
+        gone += nodes
+        policy.check_integrity()
+    return gone
+
+
+def test_the_leading_ones_leave_together_and_the_others_stay_in_order(policy: EvictionPolicy) -> None:
+    assert policy.ahead(2) == [A, B]
+    policy.leave([A], [policy.names[A]])
+    assert (A in policy, len(policy), list(policy.order())) == (False, 2, [B, C])
+    policy.check_integrity()
+    assert evict_together(policy, 5) == [B, C]
+    assert policy.ahead(1) == []
+
+
+def test_the_leading_ones_are_kept_together_and_come_back_in_the_order_asked_for(policy: EvictionPolicy) -> None:
+    policy.keep(policy.ahead(2))
+    assert [policy.is_held(node) for node in (A, B, C)] == [True, True, False]
+    assert (len(policy), policy.ahead(3)) == (3, [C])
+    policy.check_integrity()
+    policy.release([A, B, C])
+    assert policy.ahead(3) == [B, A, C]
+    policy.check_integrity()
+
+
+@given(
+    kind=st.sampled_from(sorted(MAKERS)),
+    rounds=st.lists(st.tuples(st.permutations(NODES[:SLOTS]), st.integers(0, 5), st.integers(0, SLOTS)), max_size=6),
+)
+def test_together_the_same_go_in_the_same_order_as_one_by_one(
+    kind: str, rounds: list[tuple[list[int], int, int]]
+) -> None:
+    single, together = MAKERS[kind](), MAKERS[kind]()
+    for nodes, used, count in rounds:
+        for policy in (single, together):
+            policy.insert([node for node in nodes if node not in policy])
+            policy.touch(nodes[:used])
+        assert evict_together(together, count) == evict(single, count)
+        assert list(together.order()) == list(single.order())
+
+
 @pytest.mark.parametrize("verb", ["touch", "release"])
 def test_an_unknown_node_is_an_error(policy: EvictionPolicy, verb: str) -> None:
     with pytest.raises(CacheError, match="is not in the policy"):
@@ -133,6 +178,8 @@ def test_an_unknown_node_is_an_error(policy: EvictionPolicy, verb: str) -> None:
 
 
 def test_a_node_comes_in_once_and_lists_are_no_nodes(policy: EvictionPolicy) -> None:
+    with pytest.raises(CacheError, match="already in the policy"):
+        policy.insert([D, NODES[5], D])
     for node in (A, 1):
         with pytest.raises(CacheError, match="already in the policy"):
             policy.insert([node])
@@ -211,6 +258,20 @@ def test_arc_learns_the_more_from_a_ghost_the_fewer_there_are_of_its_kind() -> N
     assert evict(arc, 5) == [A, *NODES[4:8]]
     arc.insert([A])  # the only one seen once, beside four seen often
     assert arc.target == 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_many_ghosts_at_once_are_as_many_one_by_one(count: int) -> None:
+    single, together = Ghosts(3), Ghosts(3)
+    keys = [bytes([i]) * 32 for i in range(12)]
+    for start in range(0, 12, count):
+        for key in keys[start : start + count]:
+            single.add(key, 1)
+        together.add_all(keys[start : start + count], 1)
+        together.check_integrity()
+        assert together.among(keys).tolist() == single.among(keys).tolist()
+    assert together.counts == single.counts == [0, 3, 0]
+    assert together.among(keys).tolist() == [False] * 9 + [True] * 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12))))

@@ -1,11 +1,13 @@
 """From a match to device blocks: joining, cutting, failing, giving up. The model checks each outcome, too."""
 
+import gc
+
 import pytest
 from cache_model import World
 from cache_setup import LOAD, Setup, key, path_of
 
-from longshore.boundary import FILE, HOST, Cancel, Status, Urgency
-from longshore.cache import Hold, MissReason, Run, loading
+from longshore.boundary import FILE, HOST, Cancel, Status, TransferResult, Urgency
+from longshore.cache import Hold, MissReason, Run, TieredCache, TierSpec, loading
 
 BOTH = Setup(host=6, file=8, backup="write_through")
 
@@ -318,3 +320,23 @@ def test_each_failure_is_a_miss_of_its_own_name(status: Status) -> None:
     assert misses(world)[status.value] == 1
     assert world.where("a") == ({} if status.condemns_source else {FILE: "ready"})
     world.drain()
+
+
+def test_what_was_loaded_leaves_nothing_to_a_garbage_collector() -> None:
+    cache, blocks = TieredCache([TierSpec(HOST, 4, 1)]), [0, 1]
+    offload = cache.commit([key("a"), key("ab")], blocks)
+    assert offload.job is not None
+    cache.apply([TransferResult(offload.job, (Status.OK,) * 2)], 0.0)
+    cache.take()
+    gc.collect()
+    gc.disable()
+    try:
+        hold = cache.match([key("a"), key("ab")], 0.0).hold
+        assert hold is not None
+        (part,) = cache.onboard(hold, blocks).parts
+        cache.take()
+        cache.apply([TransferResult(part.job, (Status.OK,) * 2)], 0.0)
+        cache.release(hold)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -2,9 +2,9 @@
 
 from longshore.cache.events import Event, EventKind
 from longshore.cache.explain import Account, Verdict, explain
-from longshore.cache.manager import TieredCache, TierSpec
+from longshore.cache.manager import TieredCache
 from longshore.cache.retention import DEFAULT_PRIORITY, Retention
-from longshore.cache.settings import CacheSettings
+from longshore.cache.settings import CacheSettings, TierSpec
 from longshore.cache.states import EDGES, State
 from longshore.cache.types import (
     Counters,

@@ -12,8 +12,11 @@ Every operation is O(1), and takes some hundred nanoseconds.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from longshore.cache.columns import column
 from longshore.errors import CacheError
 
 LISTS = 256
@@ -44,13 +47,40 @@ class Chains:
         after[number] = which
         before[number] = last
 
-    def chill(self, which: int, number: int) -> None:
-        """Put `number`, which is in no list, at the cold end of list `which`."""
+    def warm_all(self, which: int, numbers: Sequence[int]) -> None:
+        """Put `numbers`, which are distinct and in no list, at the hot end of list `which`, the last the hottest."""
+        if not numbers:
+            return
+        at, after, before = np.array(numbers, np.int32), column(self.after), column(self.before)
+        last = before[which]
+        after[at[:-1]], before[at[1:]] = at[1:], at[:-1]
+        after[last], before[at[0]] = at[0], last
+        after[at[-1]], before[which] = which, at[-1]
+
+    def coldest_few(self, which: int, count: int) -> list[int]:
+        """The first elements of list `which`, at most `count`."""
+        after = self.after
+        found: list[int] = []
+        number = after[which]
+        while number != which and len(found) < count:
+            found.append(number)
+            number = after[number]
+        return found
+
+    def drop_coldest(self, which: int, last: int) -> None:
+        """Take the first elements of list `which` out of it, up to `last`, which is one of them."""
+        ahead = self.after[last]
+        self.after[which], self.before[ahead] = ahead, which
+
+    def chill_all(self, which: int, numbers: Sequence[int]) -> None:
+        """Put `numbers`, which are in no list, at the cold end of list `which`, the last the coldest."""
         after, before = self.after, self.before
         first = after[which]
-        before[first] = after[which] = number
-        before[number] = which
-        after[number] = first
+        for number in numbers:
+            before[first] = number
+            after[number] = first
+            first = number
+        after[which], before[first] = first, which
 
     def drop(self, number: int) -> None:
         """Take `number` out of the list that it is in."""

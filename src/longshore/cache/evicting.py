@@ -10,14 +10,21 @@ Nothing is ever looked at twice without a cause, so an eviction costs the same h
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from longshore.cache.states import READY
+import numpy as np
+
+from longshore.cache.columns import column, leading
+from longshore.cache.index import ROOT
 
 if TYPE_CHECKING:
     from longshore.cache.store import Store
 
 EVICTED = "evicted"
+
+_AT_FIRST = 64
+"""How many copies are looked at together at first; then twice as many as went."""
 
 
 class Eviction:
@@ -59,35 +66,66 @@ class Eviction:
         return self._store.policies[tier].evict(count, let_go)
 
     def _evict_alone(self, count: int) -> int:
-        """The same where there is one tier, and so no other copies and no backlog: at half the cost."""
-        store = self._store
-        index, pool, policy, pins = store.index, store.pools[0], store.policies[0], store.pins
-        slots, reach, parents = index.slot[0], index.reach[0], index.parent
-        readers, state = pool.readers, pool.state
-        drop, remove, retention, log = index.drop_leaf, policy.remove, store.retention, store.log
-        freed: list[int] = []
-        key_of = index.key
-
-        def let_go(node: int) -> bool:
-            slot = slots[node]
-            if reach[node] or readers[slot] or node in pins:
-                return False
-            parent = parents[node]
-            if log.on:
-                store.log_loss(node, 0, EVICTED)
-            key = key_of[node]
-            remove(node, evicted=key)
-            drop(node, key)
-            freed.append(slot)
-            if retention.used:
-                retention.forget(node)
-            if parent and not reach[parent] and state[slots[parent]] == READY:
-                policy.release((parent,))
-            return True
-
-        gone = policy.evict(count, let_go)
-        pool.free_all(freed)
+        """The same where there is one tier, and so no other copies and no backlog: as many at once as will go."""
+        policy, gone, several = self._store.policies[0], 0, _AT_FIRST
+        while gone < count and (nodes := policy.ahead(min(count - gone, several))):
+            free, kept = self._leading(nodes)
+            if free:
+                self._let_go(nodes[:free])
+            else:
+                policy.keep(nodes[:kept])
+            gone += free
+            several = 2 * (free or kept)
         return gone
+
+    def _leading(self, nodes: Sequence[int]) -> tuple[int, int]:
+        """How many of `nodes` lead that may go one after the other, up to the first that sets another free; or cannot.
+
+        A node may go when nothing is behind it, or only the one before it, which goes first.
+        """
+        store, index = self._store, self._store.index
+        at, held = np.array(nodes, np.int32), store.policies[0].is_held
+        parents, reach = column(index.parent)[at], column(index.reach[0])
+        behind = np.zeros(len(at), bool)
+        np.equal(parents[:-1], at[1:], out=behind[1:])
+        idle = column(store.pools[0].readers)[column(index.slot[0])[at]] == 0
+        if store.pins:
+            idle &= [node not in store.pins for node in nodes]
+        below = reach[at]
+        free = leading(idle & (below <= behind))
+        if not free:
+            return 0, leading(~idle | (below > 0))
+        ends = (parents != ROOT) & (reach[parents] == 1)
+        ends[:-1] &= ~behind[1:]
+        freeing = (i for i in np.flatnonzero(ends[:free]).tolist() if held(int(parents[i])))
+        return next(freeing, free - 1) + 1, 0
+
+    def _let_go(self, nodes: Sequence[int]) -> None:
+        """Evict what may go."""
+        store, index, pool = self._store, self._store.index, self._store.pools[0]
+        at = np.array(nodes, np.int32)
+        keys, slots = index.key[at].tolist(), column(index.slot[0])[at].tolist()
+        if store.log.on:
+            for node in nodes:
+                store.log_loss(node, 0, EVICTED)
+        store.policies[0].leave(nodes, keys)
+        parents = index.drop_leaves(nodes, keys)
+        pool.free_all(slots)
+        if store.retention.used:
+            for node in nodes:
+                store.retention.forget(node)
+        for parent in parents:
+            if parent and not index.reach[0][parent] and index.is_ready(parent, 0):
+                store.policies[0].release(self._held_chain(parent)[::-1])
+
+    def _held_chain(self, node: int) -> list[int]:
+        """`node`, and those of its ancestors that may go right after it, as long as they are held."""
+        store, index = self._store, self._store.index
+        held, parent, reach = store.policies[0].is_held, index.parent, index.reach[0]
+        chain = [node]
+        while held(node) and node not in store.pins and (node := parent[node]) and reach[node] == 1:
+            chain.append(node)
+        return chain
 
     def _evict_passed_over(self, tier: int, count: int) -> int:
         """Evict dirty chunks that were passed over: they are colder than any that the policy would name."""

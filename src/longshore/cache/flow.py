@@ -8,9 +8,7 @@ Which chunks are loaded or stored is decided in `longshore.cache.loading` and `l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import repeat
+from collections.abc import Sequence
 
 from longshore.boundary import (
     DEVICE,
@@ -18,10 +16,12 @@ from longshore.boundary import (
     Command,
     Forget,
     Item,
+    Items,
     Key,
     Route,
     Section,
     Slot,
+    Slots,
     Status,
     Transfer,
     TransferResult,
@@ -33,9 +33,6 @@ from longshore.cache.settings import CacheSettings
 from longshore.cache.store import Store
 from longshore.cache.types import DropReason, RouteTotals
 from longshore.errors import CacheError, JobError
-
-_new_item: Callable[[Iterable[object]], Item] = partial(tuple.__new__, Item)
-# A named tuple from C: there may be thousands in one call, and its own constructor runs in Python.
 
 
 class Flow:
@@ -49,6 +46,7 @@ class Flow:
         self.outbox: list[Command] = []
         self.now = 0.0
         self._last_id = 0
+        self._valid = (1 << settings.blocks_per_chunk) - 1
         self.writing = dict.fromkeys(range(len(store.levels)), 0)
         """Chunks on their way to each tier from a warmer one."""
 
@@ -89,6 +87,7 @@ class Flow:
                 self._finish(self.jobs.pop(result.job))
                 if job.load is not None and job.load not in loads:
                     loads.append(job.load)
+                job.load = None  # which has this job among its parts: nothing shall be left to a garbage collector
         return loads
 
     def copy_inside(self, sources: Sequence[Slot], blocks: Sequence[int], tokens: int | None, group: int) -> int:
@@ -165,7 +164,7 @@ class Flow:
         transfer = Transfer(
             job=job,
             route=Route(self._name(source and source.tier), self._name(destination and destination.tier)),
-            items=self._items(keys, parents, source, destination),
+            items=Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid),
             sections=sections,
             by_layer=by_layer,
             urgency=Urgency.WRITE if writing else Urgency.PREFETCH if prefetch else Urgency.DEMAND,
@@ -186,17 +185,8 @@ class Flow:
     def _name(self, tier: int | None) -> str:
         return DEVICE if tier is None else self.store.levels[tier].name
 
-    def _items(
-        self, keys: Sequence[Key], parents: Sequence[Key | None], source: Side | None, destination: Side | None
-    ) -> tuple[Item, ...]:
-        valid = (1 << self.settings.blocks_per_chunk) - 1
-        sides = self._slots(source), self._slots(destination)
-        return tuple(map(_new_item, zip(keys, parents, *sides, repeat(valid, len(keys)), strict=False)))
-
-    def _slots(self, side: Side | None) -> Iterable[Slot | None]:
-        if side is None:
-            return repeat(None)
-        return self.store.addresses(side.tier, side.slots)
+    def _slots(self, side: Side | None) -> Slots | None:
+        return None if side is None else Slots(self._name(side.tier), 0, tuple(side.slots))
 
     def _finish(self, job: Job) -> None:
         """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""
@@ -204,7 +194,7 @@ class Flow:
         writing = job.transfer.urgency is Urgency.WRITE
         if job.source is not None:
             job.blame_sources(store.pools[job.source.tier].fault)
-        good = all(status is Status.OK for status in statuses)
+        good = statuses.count(Status.OK) == len(statuses)
         if writing and job.destination is not None:
             self.writing[job.destination.tier] -= len(statuses)
         if job.destination is not None and not good:
@@ -226,11 +216,11 @@ class Flow:
         if not blame:
             self.store.unread(tier, slots)
             return
-        for slot, status in zip(slots, statuses, strict=True):
-            if status.condemns_source:
-                self.store.condemn(tier, slot, status)
-            else:
-                self.store.unread(tier, [slot])
+        condemned = [each for each in zip(slots, statuses, strict=True) if each[1].condemns_source]
+        bad = {slot for slot, _ in condemned}
+        self.store.unread(tier, [slot for slot in slots if slot not in bad])
+        for slot, status in condemned:
+            self.store.condemn(tier, slot, status)
 
     def _fail(self, tier: int, slot: int, status: Status, *, writing: bool) -> None:
         store = self.store

@@ -21,10 +21,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
+from longshore.cache.columns import column, marks, zeros
+from longshore.cache.family import Family
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import READY
 from longshore.errors import CacheError
@@ -43,15 +44,15 @@ class Index:
 
     __slots__ = (
         "_count",
+        "_family",
         "_free",
-        "_older",
         "_others",
         "_shards",
-        "_younger",
-        "child",
+        "children",
         "depth",
         "key",
         "parent",
+        "path",
         "pools",
         "reach",
         "reachable",
@@ -68,9 +69,11 @@ class Index:
         """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
         # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
         self.key = np.empty(self.size, object)
-        self.parent, self.depth, self.child, self._older, self._younger = (_zeros(self.size) for _ in range(5))
+        self._family = Family(self.size)
+        self.parent, self.children, self.path = self._family.parent, self._family.children, self._family.path
+        self.depth = zeros(self.size)
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
-        self.reach = [_zeros(self.size) for _ in pools]
+        self.reach = [zeros(self.size) for _ in pools]
         self.reachable = bytearray(self.size)
         self.depth[ROOT] = -1
         self.reachable[ROOT] = 1
@@ -120,22 +123,6 @@ class Index:
                 return tier
         return -1
 
-    def children(self, node: int) -> Iterator[int]:
-        """The nodes right behind `node`. The family must not be changed meanwhile."""
-        each = self.child[node]
-        while each:
-            yield each
-            each = self._older[each]
-
-    def path(self, node: int, length: int) -> list[int]:
-        """`node` and its ancestors, at most `length` in all, tail first."""
-        parent = self.parent
-        found: list[int] = []
-        while node and len(found) < length:
-            found.append(node)
-            node = parent[node]
-        return found
-
     # ------------------------------------------------------------------ a path of keys
 
     def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
@@ -169,24 +156,18 @@ class Index:
 
         Raises `CacheError` unless these follow one another, and the key before them, and the rest is new and distinct.
         """
-        shards, parent = self._shards, self.parent
-        before = self._at(keys, first - 1) if first else ROOT
-        path: list[int] = []
         try:
-            for key in keys[first:]:
-                node = shards[key[0]].get(key, ROOT)
-                if not node:
-                    break
-                if parent[node] != before:
-                    raise _broken(keys, first + len(path))
-                path.append(node)
-                before = node
-            rest = keys[first + len(path) :]
+            before = self._at(keys, first - 1) if first else ROOT
+            end = self.known_prefix(keys, first)
+            path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else []
+            rest, shards = keys[end:], self._shards
             for key in rest:
                 if key in shards[key[0]]:
                     raise _broken(keys, keys.index(key, first))
         except (IndexError, TypeError):
             raise CacheError("the keys of a path are digests in bytes") from None
+        if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
+            raise _broken(keys, first)
         if len(set(rest)) != len(rest):
             raise CacheError(f"the {len(rest)} new keys of a path differ, only {len(set(rest))} do")
         return path
@@ -242,23 +223,15 @@ class Index:
             return []
         for key, node in zip(keys, nodes, strict=True):
             shards[key[0]][key] = node
-        at = np.array(nodes)
-        rest, head, tail = at[:-1], nodes[0], nodes[-1]
-        elder, depth = self.child[parent], self.depth[parent] + 1
+        at, depth = np.array(nodes), self.depth[parent] + 1
+        self._family.append(parent, nodes)
         self.key[at] = keys
-        _column(self.parent)[at[1:]] = rest
-        _column(self.child)[rest] = at[1:]
-        _column(self.depth)[at] = np.arange(depth, depth + len(at))
-        _column(self._older)[at] = _column(self._younger)[at] = ROOT
-        _column(self.slot[tier])[at] = slots
-        _column(self.pools[tier].node)[slots] = at
-        self.parent[head], self.child[tail], self._older[head] = parent, ROOT, elder
-        if elder:
-            self._younger[elder] = head
-        self.child[parent] = head
+        column(self.depth)[at] = np.arange(depth, depth + len(at))
+        column(self.slot[tier])[at] = slots
+        column(self.pools[tier].node)[slots] = at
         for each in range(tier + 1):
             self.reach[each][parent] += 1
-            _column(self.reach[each])[rest] = 1
+            column(self.reach[each])[at[:-1]] = 1
         self._count += len(nodes)
         return nodes
 
@@ -275,12 +248,28 @@ class Index:
         for each in range(before + 1, tier + 1):
             self.reach[each][parent] += 1
 
-    def drop_leaf(self, node: int, key: Key) -> None:
-        """The same as `drop_copy` for a node without children, in the only tier that there is; `key` is its key."""
-        parent = self.parent[node]
-        self.slot[0][node] = NONE
-        self.reach[0][parent] -= 1
-        self._forget(node, key, parent)
+    def drop_leaves(self, nodes: Sequence[int], keys: Sequence[Key]) -> list[int]:
+        """The same as `drop_copy` for nodes with these keys, in the only tier that there is; keeps their slots' nodes.
+
+        None has a child when those before it have gone, and then only the one right before it. Returns the parents
+        that have lost a child, and are left.
+        """
+        shards, at = self._shards, np.array(nodes, np.int32)
+        for key in keys:
+            del shards[key[0]][key]
+        above = column(self.parent)[at]
+        tops = np.append(above[:-1] != at[1:], True)
+        parents: list[int] = above[tops].tolist()
+        for node, parent in zip(at[tops].tolist(), parents, strict=True):
+            self.reach[0][parent] -= 1
+            self._family.leave(node, parent)
+        column(self.slot[0])[at] = NONE
+        column(self.reach[0])[at] = 0
+        self.key[at] = None
+        marks(self.reachable)[at] = 0
+        self._free.extend(nodes)
+        self._count -= len(nodes)
+        return parents
 
     def drop_copy(self, node: int, tier: int) -> bool:
         """Take a copy out of its node; says whether it was the last, and the node is gone. Keeps the slot's state."""
@@ -298,7 +287,7 @@ class Index:
 
     def reveal(self, nodes: Sequence[int]) -> None:
         """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind."""
-        reachable, parent, child, older = self.reachable, self.parent, self.child, self._older
+        reachable, parent, child, older = self.reachable, self.parent, self._family.child, self._family.older
         for i, node in enumerate(nodes, 1):
             if reachable[node] or not reachable[parent[node]]:
                 continue
@@ -334,15 +323,8 @@ class Index:
         return nodes
 
     def _forget(self, node: int, key: Key, parent: int) -> None:
-        own_older, own_younger = self._older, self._younger
         del self._shards[key[0]][key]
-        older, younger = own_older[node], own_younger[node]
-        if younger:
-            own_older[younger] = older
-        else:
-            self.child[parent] = older
-        if older:
-            own_younger[older] = younger
+        self._family.leave(node, parent)
         self.key[node] = None
         self.reachable[node] = 0
         self._free.append(node)
@@ -354,10 +336,11 @@ class Index:
         """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
         self.key = np.concatenate([self.key, np.empty(more, object)])
-        for column in (self.parent, self.depth, self.child, self._older, self._younger, *self.reach):
-            column.extend(_zeros(more))
-        for column in self.slot:
-            column.extend(array("i", [NONE]) * more)
+        self._family.grow(more)
+        for numbers in (self.depth, *self.reach):
+            numbers.extend(zeros(more))
+        for slots in self.slot:
+            slots.extend(array("i", [NONE]) * more)
         self.reachable.extend(bytes(more))
         self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
         self.size += more
@@ -376,9 +359,9 @@ class Index:
             parent = self.parent[node]
             if self.get(self.key[node]) != node or self.coldest(node) < 0:
                 raise CacheError(f"chunk {name} has no copy, or is not found")
-            younger = self._younger[node]
+            younger = self._family.younger[node]
             if (parent and self.key[parent] is None) or node != (
-                self._older[younger] if younger else self.child[parent]
+                self._family.older[younger] if younger else self._family.child[parent]
             ):
                 raise CacheError(f"chunk {name} outlived its parent")
             if parent and self.coldest(parent) < self.coldest(node):
@@ -393,15 +376,6 @@ class Index:
             counted = sum(self.coldest(c) >= tier for c in self.children(node))
             if counted != self.reach[tier][node]:
                 raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
-
-
-def _zeros(count: int) -> array[int]:
-    return array("i", bytes(4 * count))
-
-
-def _column(column: array[int]) -> npt.NDArray[np.int32]:
-    """`column` as numpy sees it, to change many places at once. For the moment only: it cannot grow meanwhile."""
-    return np.frombuffer(column, np.int32)
 
 
 def _no_key(key: object) -> CacheError:

@@ -33,9 +33,10 @@ class Load:
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
         """Fix the outcome: the leading chunks that arrived. Returns the misses; pending ones are `unfinished`."""
-        arrived = 0
+        lead = next((i for i, job in enumerate(self.parts) if not job.arrived), len(self.parts))
+        arrived = sum(len(job.statuses) for job in self.parts[:lead])
         misses: list[MissReason] = []
-        for reason in self._reasons(unfinished):
+        for reason in self._reasons(self.parts[lead:], unfinished):
             if reason is None and not misses:
                 arrived += 1
             elif misses and reason in (None, MissReason.CANCELLED):
@@ -51,8 +52,9 @@ class Load:
         self.outcome = Outcome(0, ())
         return misses
 
-    def _reasons(self, unfinished: MissReason) -> Iterator[MissReason | None]:
-        for job in self.parts:
+    @staticmethod
+    def _reasons(parts: Sequence[Job], unfinished: MissReason) -> Iterator[MissReason | None]:
+        for job in parts:
             for status in job.statuses:
                 if job.waiting:
                     yield unfinished
@@ -106,6 +108,11 @@ class Job:
         self.waiting = set(range(transfer.ranks))
         self.statuses = [Status.OK] * len(transfer.items)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether this has ended, and every item has succeeded."""
+        return not self.waiting and self.statuses.count(Status.OK) == len(self.statuses)
+
     def check(self, result: TransferResult) -> None:
         """Raise `JobError` unless `result` is one that this job still waits for."""
         if result.rank not in self.waiting:
@@ -117,6 +124,8 @@ class Job:
         """Merge one rank's result; says whether it was the last. Bad bytes on one rank outweigh any other failure."""
         self.check(result)
         self.waiting.discard(result.rank)
+        if result.statuses.count(Status.OK) == len(self.statuses):
+            return not self.waiting
         for i, status in enumerate(result.statuses):
             if status is Status.OK:
                 continue

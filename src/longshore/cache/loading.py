@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from longshore.boundary import Key, Section
+from longshore.cache.columns import column, leading, marks
 from longshore.cache.flow import Flow
 from longshore.cache.index import ROOT
 from longshore.cache.jobs import Load, Side
@@ -69,7 +72,7 @@ class Loading:
         """
         store, load = self._store, Load()
         path = store.index.path(tail, held)[held - len(keys) :][::-1] if tail else store.index.readable(keys)
-        tiers, slots = self._pin(path)
+        tiers, slots, warm = self._pin(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
         store.log.by = keys[cold[0]] if cold else None
         room = store.make_room(0, len(cold), spare_dirty=True)
@@ -78,12 +81,13 @@ class Loading:
         if room < len(cold):
             cut = cold[room]
             load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers[cut:]]
-            for tier, slot in zip(tiers[cut:], slots[cut:], strict=True):
-                store.unread(tier, [slot])
+            for tier in sorted(set(tiers[cut:])):
+                store.unread(
+                    tier, [slot for slot, other in zip(slots[cut:], tiers[cut:], strict=True) if other == tier]
+                )
             path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
         load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
         above = store.index.key[store.index.parent[path[0]]] if path else None
-        warm = self._warm(tiers, slots)
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
             batch = Batch(path[here], keys[here], above, tiers[here], slots[here], warm=end <= warm)
@@ -123,28 +127,22 @@ class Loading:
         self._flow.order(job, [keys[i] for i in ours], [above[i] for i in ours], *sides, prefetch=True)
         return job
 
-    def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Pin the copy that each reachable node is read from, or will be: says tiers and slots."""
-        index, pools = self._store.index, self._store.pools
-        slots, tiers = [index.slot[0][node] for node in path], [0] * len(path)
-        readers = pools[0].readers
-        for i, slot in enumerate(slots):
-            if slot >= 0:
-                readers[slot] += 1
-            else:
-                tier = tiers[i] = index.warmest_ready(path[i])
-                slots[i] = index.slot[tier][path[i]]
-                pools[tier].readers[slots[i]] += 1
-        return tiers, slots
+    def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
+        """Pin the copy that each reachable node is read from, or will be.
 
-    def _warm(self, tiers: Sequence[int], slots: Sequence[int]) -> int:
-        """How many chunks lead that are ready in the host tier."""
-        state, count = self._store.pools[0].state, 0
-        for tier, slot in zip(tiers, slots, strict=True):
-            if tier or state[slot] != READY:
-                break
-            count += 1
-        return count
+        Says tiers and slots, and how many chunks lead that are ready in the host tier.
+        """
+        index, pools = self._store.index, self._store.pools
+        at = column(index.slot[0])[np.array(path, np.int32)]
+        absent = np.flatnonzero(at < 0).tolist()
+        column(pools[0].readers)[at[at >= 0]] += 1
+        warm = leading(marks(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
+        slots, tiers = at.tolist(), [0] * len(path)
+        for i in absent:
+            tier = tiers[i] = index.warmest_ready(path[i])
+            slots[i] = index.slot[tier][path[i]]
+            pools[tier].readers[slots[i]] += 1
+        return tiers, slots, warm
 
     def _order_batch(self, load: Load, batch: Batch, section: Section, *, by_layer: bool) -> None:
         """Order one batch into the device blocks of `section`."""

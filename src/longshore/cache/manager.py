@@ -12,23 +12,22 @@ validates before it changes anything. This module is the interface; the books ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from longshore.boundary import DEVICE, Cancel, Command, Key, Route, Slot, TransferResult
+from longshore.cache.adopting import Found, adopt
+from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event, EventKind
-from longshore.cache.eviction import ARC, EvictionPolicy
 from longshore.cache.flow import Flow
-from longshore.cache.jobs import Hold as HoldRecord
+from longshore.cache.holds import Holds
 from longshore.cache.jobs import Load
 from longshore.cache.loading import Loading
 from longshore.cache.pool import SlotPool
 from longshore.cache.resizing import resize
 from longshore.cache.retention import Retention
 from longshore.cache.retention import check as check_retention
-from longshore.cache.settings import CacheSettings
-from longshore.cache.states import STATES
-from longshore.cache.store import Level, Pin, Store, parents_first
+from longshore.cache.settings import CacheSettings, TierSpec
+from longshore.cache.store import Level, Store
 from longshore.cache.storing import Storing
 from longshore.cache.types import (
     Counters,
@@ -46,16 +45,6 @@ from longshore.cache.types import (
 )
 from longshore.cache.writing import WritePolicy
 from longshore.errors import CacheError, HoldError
-
-
-@dataclass(frozen=True, slots=True)
-class TierSpec:
-    """One owned tier: its name, its slots, the bytes of one image, and the eviction policy to make for it."""
-
-    name: str
-    slots: int
-    image_bytes: int
-    policy: type[EvictionPolicy] = ARC
 
 
 class TieredCache:
@@ -78,9 +67,8 @@ class TieredCache:
         self._flow = Flow(self._store, self.settings, generation)
         self._loading = Loading(self._flow)
         self._storing = Storing(self._flow)
-        self._holds: dict[int, HoldRecord] = {}
-        self._step_pins: list[Pin] = []
-        self._asleep = False
+        self._holds = Holds(self._store)
+        self._device = DeviceBlocks(self.settings.device_blocks)
 
     @property
     def generation(self) -> int:
@@ -102,33 +90,24 @@ class TieredCache:
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
         self._advance(now)
-        self._count_misses(keys, end)
+        self._store.count_misses(keys, end)
         if self._store.log.on:
             asked, found = tuple(keys), end - start
             self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
         if end == start:
             return Match(start, 0, None)
-        pin = self._store.pin(index.get(keys[end - 1]))
-        hold = Hold(self._flow.new_id())
-        self._holds[hold.id] = HoldRecord(keys[start:end], start, pin, request)
-        return Match(start, end - start, hold)
+        return Match(start, end - start, self._holds.take(self._flow.new_id(), keys[start:end], start, request))
 
     def runs(self, hold: Hold) -> tuple[Run, ...]:
         """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""
-        index = self._store.index
-        tiers = [index.warmest_ready(index.get(key)) for key in self._hold(hold).keys]
-        runs = ((tier, len(list(run))) for tier, run in groupby(tiers))
-        return tuple(Run(self._store.levels[tier].name, chunks) for tier, chunks in runs if tier >= 0)
+        return self._store.runs(self._holds.get(hold).keys)
 
     def slots(self, hold: Hold) -> list[Slot]:
         """The slot that each held chunk can be read from, the warmest; fewer than held if some were lost."""
-        record, index = self._hold(hold), self._store.index
+        record, index = self._holds.get(hold), self._store.index
         tail, held = record.pin.node, len(record.keys)
         path = index.path(tail, held)[::-1] if tail else index.readable(record.keys)
-        if len(index.tiers) == 1:
-            return self._store.addresses(0, [index.slot[0][node] for node in path])
-        tiers = [index.warmest_ready(node) for node in path]
-        return [self._store.slot(tier, index.slot[tier][node]) for tier, node in zip(tiers, path, strict=True)]
+        return self._store.warmest_slots(path)
 
     def peek(self, key: Key) -> Presence:
         """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`.
@@ -141,7 +120,7 @@ class TieredCache:
             return Presence.ABSENT
         if not index.reachable[node]:
             return Presence.IN_FLIGHT
-        self._step_pins.append(self._store.pin(node))
+        self._holds.protect(node)
         return Presence.READY if index.is_ready(node, 0) else Presence.COLDER
 
     def onboard(
@@ -159,7 +138,7 @@ class TieredCache:
 
         Chunks for which the host tier cannot make room now are left out, and counted as misses.
         """
-        record = self._hold(hold)
+        record = self._holds.get(hold)
         if record.load is not None:
             raise HoldError(f"hold {hold.id} was onboarded before")
         per_chunk = self.settings.blocks_per_chunk
@@ -168,7 +147,7 @@ class TieredCache:
             raise CacheError(
                 f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {len(record.keys)} held chunks"
             )
-        self._check_blocks(blocks)
+        self._device.check(blocks)
         first_block, held = record.start * per_chunk + skip, len(record.keys)
         tail, wanted = record.pin.node, record.keys[:chunks]
         record.load = load = self._loading.load(
@@ -185,21 +164,21 @@ class TieredCache:
         Best effort: nothing that is not backed up makes way. Whoever will not go on without them waits until no job is
         `in_flight`, or for so long; `onboard` joins what is under way. Letting go of the hold cancels the rest.
         """
-        record = self._hold(hold)
+        record = self._holds.get(hold)
         jobs = self._loading.prefetch(record.keys)
         record.prefetches += jobs
         return tuple(jobs)
 
     def outcome(self, hold: Hold) -> Outcome | None:
         """How the onboarding of `hold` ended; `None` while it has not. Raises `HoldError` if none was ordered."""
-        return self._load(hold).outcome
+        return self._holds.load(hold).outcome
 
     def give_up(self, hold: Hold) -> Outcome:
         """The deadline has come: what has arrived is the outcome, what has not is a miss by deadline, and cancelled.
 
         Device blocks of parts that are still `in_flight` must not be reused before those have ended.
         """
-        load = self._load(hold)
+        load = self._holds.load(hold)
         if load.outcome is None:
             self._flow.abandon(load)
             self._conclude(load, MissReason.DEADLINE)
@@ -207,18 +186,16 @@ class TieredCache:
 
     def release(self, hold: Hold) -> None:
         """Let go of a match. Loads onto the device that have not ended are cancelled. Twice is a `HoldError`."""
-        record = self._hold(hold)
+        record = self._holds.get(hold)
         if record.load is not None and record.load.outcome is None:
             self._flow.abandon(record.load)
             self._conclude(record.load, MissReason.CANCELLED)
         self._flow.outbox += [Cancel(job) for job in record.prefetches if job in self._flow.jobs]
-        del self._holds[hold.id]
-        self._store.touch(self._store.index.path(record.pin.node, len(record.keys)))
-        self._store.unpin(record.pin)
+        self._holds.drop(hold)
 
     def abort(self, request: str) -> int:
         """Release every hold that was taken for `request`, at any moment; says how many there were."""
-        held = [Hold(id_) for id_, record in self._holds.items() if record.request == request]
+        held = self._holds.of(request)
         for hold in held:
             self.release(hold)
         return len(held)
@@ -240,7 +217,7 @@ class TieredCache:
         """
         if len(sources) != len(blocks) or not blocks or any(source.tier != DEVICE for source in sources):
             raise CacheError(f"expected a device slot to copy from for each of {len(blocks)} blocks, got {sources}")
-        self._check_blocks(blocks)
+        self._device.check(blocks)
         return self._flow.copy_inside(sources, blocks, tokens, group)
 
     def commit(
@@ -265,7 +242,7 @@ class TieredCache:
         expected = (len(keys) - first) * self.settings.blocks_per_chunk
         if len(blocks) != expected:
             raise CacheError(f"{len(keys) - first} chunks have {expected} blocks, got {len(blocks)}")
-        self._check_blocks(blocks)
+        self._device.check(blocks)
         path = self._store.index.follow(keys, first)
         if not self.settings.offload.wants(evicting=evicting):
             return Offload(None)
@@ -299,19 +276,13 @@ class TieredCache:
 
     # ------------------------------------------------------------------ life
 
-    def adopt(self, tier: str, found: Iterable[tuple[int, Key, Key | None]]) -> int:
+    def adopt(self, tier: str, found: Iterable[Found]) -> int:
         """Take in what a persistent tier holds at start: (slot, key, parent), oldest first; says how many.
 
         Chunks whose parents are gone cannot be reached: their slots stay free. Two chunks in one slot, or two of one
         key, are a `CacheError`, and nothing is taken in.
         """
-        level = self._tier(tier)
-        known = list(found)
-        reachable = parents_first(known)
-        self._store.adopt(level, reachable)
-        adopted = {key for _, key, _ in reachable}
-        self._store.age(level, [key for _, key, _ in known if key in adopted])
-        return len(adopted)
+        return adopt(self._store, self._tier(tier), list(found))
 
     def sleep(self) -> bool:
         """The device's memory is about to be freed: cancel what touches it, and take no orders that would.
@@ -319,12 +290,12 @@ class TieredCache:
         Says whether nothing touches it any more; until then it must stay, and this is to be asked again when results
         have been applied. The tiers keep what they have; to forget that too, `reset`.
         """
-        self._asleep = True
+        self._device.asleep = True
         return self._flow.leave_device()
 
     def wake(self) -> None:
         """The device's memory is back, and empty."""
-        self._asleep = False
+        self._device.asleep = False
 
     def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
         """Have `slots` slots in `tier` from now on; the caller gives or takes the memory.
@@ -340,7 +311,7 @@ class TieredCache:
         Jobs in flight are cancelled; they own their slots until their results come, and change nothing else. Nothing
         that was onboarded before counts as arrived.
         """
-        for record in self._holds.values():
+        for record in self._holds:
             if record.load is not None:
                 self.counters.misses.update(record.load.revoke())
         self._flow.forget()
@@ -348,9 +319,7 @@ class TieredCache:
 
     def end_step(self) -> None:
         """The engine's step is over: what `peek` protected no longer is, and pending backups are ordered."""
-        for pin in self._step_pins:
-            self._store.unpin(pin)
-        self._step_pins.clear()
+        self._holds.end_step()
         self._storing.clean()
 
     def tick(self, now: float) -> None:
@@ -383,18 +352,7 @@ class TieredCache:
 
     def residents(self) -> list[Resident]:
         """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
-        index = self._store.index
-        return [
-            Resident(
-                index.key[node],
-                index.key[index.parent[node]],
-                self._store.slot(tier, slot),
-                STATES[index.pools[tier].state[slot]],
-            )
-            for node in index
-            for tier in index.tiers
-            if (slot := index.slot[tier][node]) >= 0
-        ]
+        return self._store.residents()
 
     def events(self) -> list[Event]:
         """What happened since the last call, in order, as far as it was kept (`CacheSettings.events`)."""
@@ -403,7 +361,7 @@ class TieredCache:
     @property
     def held(self) -> int:
         """Holds that were not released, those of `peek` included."""
-        return len(self._holds) + len(self._step_pins)
+        return len(self._holds)
 
     @property
     def jobs_in_flight(self) -> int:
@@ -414,10 +372,7 @@ class TieredCache:
         """Walk every structure; raise `CacheError` where two of them disagree."""
         self._store.check_integrity()
         self._flow.check_integrity()
-        ours = {pin for pin in (*(record.pin for record in self._holds.values()), *self._step_pins) if pin.node}
-        theirs = {pin for pins in self._store.pins.values() for pin in pins}
-        if ours != theirs:
-            raise CacheError(f"{len(theirs)} pins are in place, holds and peeks have {len(ours)}")
+        self._holds.check_integrity()
 
     # ------------------------------------------------------------------ inside
 
@@ -425,18 +380,6 @@ class TieredCache:
         self._flow.now = self._store.log.now = max(self._flow.now, now)
         if self._store.retention.used:
             self._store.retention.expire(self._flow.now)
-
-    def _hold(self, hold: Hold) -> HoldRecord:
-        record = self._holds.get(hold.id) if isinstance(hold, Hold) else None
-        if record is None:
-            raise HoldError(f"expected a hold of this cache that was not released, got {hold!r}")
-        return record
-
-    def _load(self, hold: Hold) -> Load:
-        load = self._hold(hold).load
-        if load is None:
-            raise HoldError(f"hold {hold.id} was not onboarded")
-        return load
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self.counters.misses.update(load.conclude(unfinished))
@@ -449,22 +392,6 @@ class TieredCache:
                 return tier
         raise CacheError(f"no tier is called {name!r}; there are {[level.name for level in self._store.levels]}")
 
-    def _count_misses(self, keys: Sequence[Key], end: int) -> None:
-        misses = self.counters.misses
-        known = self._store.index.known_prefix(keys, end)
-        for key in keys[end:known]:
-            misses[self._store.miss(key)] += 1
-        misses[MissReason.ABSENT] += len(keys) - known
-
     def _check_first(self, keys: Sequence[Key], first: int) -> None:
         if not 0 <= first <= len(keys):
             raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")
-
-    def _check_blocks(self, blocks: Sequence[int]) -> None:
-        if self._asleep:
-            raise CacheError("the device's memory was given up by `sleep`, and not taken back by `wake`")
-        limit = self.settings.device_blocks
-        if len(set(blocks)) != len(blocks):
-            raise CacheError(f"device blocks are distinct, got {list(blocks)[:8]}")
-        if blocks and (min(blocks) < 0 or (limit is not None and max(blocks) >= limit)):
-            raise CacheError(f"device blocks lie in [0, {limit}), got {min(blocks)} to {max(blocks)}")

@@ -1,7 +1,7 @@
 """Slots of one tier: the state of each, whose it is, and which jobs work on it. Every operation is all-or-nothing.
 
 A slot is `FREE` or somebody's. Jobs know slots, not chunks: a chunk may be forgotten while a mover still reads its
-slot, which then drains. All per-slot data lie in arrays (11 bytes a slot); what only slots in flight have, a writer
+slot, which then drains. All per-slot data lie in arrays (13 bytes a slot); what only slots in flight have, a writer
 or a fault, lies in small dictionaries.
 """
 
@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from longshore.boundary import Status
+from longshore.cache.columns import zeros
 from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES, step
 from longshore.errors import CacheError, CapacityError
 
@@ -26,9 +27,9 @@ class SlotPool:
         self.capacity = capacity
         self.state = bytearray(capacity)
         """Index into `STATES`, by slot."""
-        self.node = array("i", bytes(4 * capacity))
+        self.node = zeros(capacity)
         """The index's number of the chunk in each slot; 0 without one."""
-        self.readers = array("H", bytes(2 * capacity))
+        self.readers = zeros(capacity)
         """Jobs that read each slot."""
         self.writer: dict[int, int] = {}
         """The job that fills a slot."""
@@ -89,8 +90,8 @@ class SlotPool:
             raise CapacityError(f"{taken} slots from {capacity} on are taken, of {self.capacity}")
         more = max(0, capacity - self.capacity)
         self.state = self.state[:capacity] + bytearray(more)
-        self.node = self.node[:capacity] + array("i", bytes(4 * more))
-        self.readers = self.readers[:capacity] + array("H", bytes(2 * more))
+        self.node = self.node[:capacity] + zeros(more)
+        self.readers = self.readers[:capacity] + zeros(more)
         new = range(capacity - 1, self.capacity - 1, -1)
         self._free = array("i", [*new, *(i for i in self._free if i < capacity)])
         self.capacity = capacity
@@ -129,7 +130,7 @@ class SlotPool:
         for index in sorted(busy):
             if self.state[index] != DRAINING:
                 self.move(index, DRAINING)
-        self.node = array("i", bytes(4 * self.capacity))
+        self.node = zeros(self.capacity)
         self.state = bytearray(self.capacity)
         for index in busy:
             self.state[index] = DRAINING

@@ -1,9 +1,10 @@
-"""How a `TieredCache` behaves."""
+"""How a `TieredCache` behaves, and what its tiers are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longshore.cache.eviction import ARC, EvictionPolicy
 from longshore.cache.retention import HIGHEST_PRIORITY
 from longshore.cache.writing import WritePolicy
 from longshore.errors import CacheError
@@ -48,3 +49,13 @@ class CacheSettings:
             raise CacheError(f"a selective policy has a threshold of 2 or more, got {self.threshold}")
         if not 0 <= self.priority_floor <= HIGHEST_PRIORITY:
             raise CacheError(f"priority_floor lies in [0, {HIGHEST_PRIORITY}], got {self.priority_floor}")
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One owned tier: its name, its slots, the bytes of one image, and the eviction policy to make for it."""
+
+    name: str
+    slots: int
+    image_bytes: int
+    policy: type[EvictionPolicy] = ARC

@@ -3,7 +3,6 @@
 Everything above (`flow`, `manager`) goes through these few verbs; each leaves the books whole:
 
     place    slots for chunks that a job will fill            FREE    -> FILLING
-    adopt    chunks that were found at start                  FREE    -> READY
     arrive   the job filled it                                FILLING -> READY
     fail, lose  its bytes are no good                         any -> FREE or DRAINING, its descendants too
     unread   a reader has let go of it                        DRAINING -> FREE when it was the last
@@ -14,25 +13,24 @@ A chunk is a node of the index here, a copy is (node, tier), and jobs know slots
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
+from itertools import groupby, repeat
 
-from longshore.boundary import Key, Slot, Status
+import numpy as np
+
+from longshore.boundary import Key, Slot, Status, addresses
 from longshore.cache.backlog import Backlog
+from longshore.cache.columns import column, marks
 from longshore.cache.events import EventKind, EventLog
 from longshore.cache.evicting import EVICTED, Eviction
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.index import ROOT, Index
 from longshore.cache.keeping import Keeping
 from longshore.cache.pool import SlotPool
-from longshore.cache.states import DRAINING, FILLING, FREE, READY
-from longshore.cache.types import Counters, MissReason, TierStats
+from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES
+from longshore.cache.types import Counters, MissReason, Resident, Run, TierStats
 from longshore.errors import CacheError
-
-_new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
-# A named tuple from C: there may be thousands in one call, and its own constructor runs in Python.
 
 
 @dataclass(slots=True)
@@ -108,36 +106,6 @@ class Store:
         self._note(node)
         return slot
 
-    def adopt(self, tier: int, found: Sequence[tuple[int, Key, Key | None]]) -> None:
-        """Take in chunks found in slots of `tier` at start, as (slot, key, parent), parents first: all or none."""
-        index = self.index
-        for _, key, parent in found:
-            node = index.get(key)
-            if node and (index.slot[tier][node] >= 0 or index.key[index.parent[node]] != parent):
-                raise CacheError(f"chunk {key.hex()[:12]} is known already, in tier {tier} or as another's child")
-        if len({key for _, key, _ in found}) != len(found):
-            raise CacheError(f"the {len(found)} chunks to adopt have different keys, two of these have the same")
-        self.pools[tier].claim([slot for slot, _, _ in found])
-        for slot, key, parent in found:
-            node = index.get(key)
-            if node:
-                index.add_copy(node, tier, slot)
-            else:
-                (node,) = index.extend(ROOT if parent is None else index.get(parent), [key], tier, [slot])
-            self._settle_in([node], tier)
-
-    def age(self, tier: int, keys: Sequence[Key]) -> None:
-        """Put adopted chunks in order of age, oldest first; but tails before heads, as `touch` does."""
-        newest_first: dict[int, None] = {}
-        for key in reversed(keys):
-            path: list[int] = []
-            node = self.index.get(key)
-            while node and node not in newest_first:
-                path.append(node)
-                node = self.index.parent[node]
-            newest_first.update(dict.fromkeys(reversed(path)))
-        self.policies[tier].touch(list(reversed(newest_first)))
-
     def arrive(self, tier: int, slots: Sequence[int]) -> None:
         """The writer put all bytes in place in these slots, of which the last is to go first."""
         pool, writer = self.pools[tier], self.pools[tier].writer
@@ -146,13 +114,13 @@ class Store:
         state, node = pool.state, pool.node
         wanted = [slot for slot in slots if state[slot] != DRAINING]
         pool.move_all(wanted, FILLING, READY)
-        self._settle_in([node[slot] for slot in wanted], tier)
+        self.settle_in([node[slot] for slot in wanted], tier)
         if len(wanted) < len(slots):
             for slot in slots:
                 if state[slot] == DRAINING:
                     self._settle(tier, slot)
 
-    def _settle_in(self, nodes: Sequence[int], tier: int) -> None:
+    def settle_in(self, nodes: Sequence[int], tier: int) -> None:
         """Copies have become ready; parents come before children."""
         if self.log.on:
             self._log_arrivals(nodes, tier)
@@ -191,18 +159,15 @@ class Store:
             self._reconsider(node)
 
     def unread(self, tier: int, slots: Sequence[int]) -> None:
-        """Readers have let go of these slots."""
+        """Readers have let go of these slots, which are distinct."""
         pool = self.pools[tier]
-        readers, state, node = pool.readers, pool.state, pool.node
-        idle: list[int] = []
-        for slot in slots:
-            readers[slot] -= 1
-            if not readers[slot]:
-                idle.append(slot)
-        self.policies[tier].release([node[slot] for slot in idle if state[slot] == READY])
-        for slot in idle:
-            if state[slot] == DRAINING:
-                self._settle(tier, slot)
+        at, readers = np.array(slots, np.int32), column(pool.readers)
+        readers[at] -= 1
+        idle = at[readers[at] == 0]
+        state = marks(pool.state)[idle]
+        self.policies[tier].release(column(pool.node)[idle[state == READY]].tolist())
+        for slot in idle[state == DRAINING].tolist():
+            self._settle(tier, slot)
 
     def condemn(self, tier: int, slot: int, fault: Status) -> None:
         """A reader has let go of a slot, whose bytes it found unusable."""
@@ -261,6 +226,13 @@ class Store:
             return MissReason.ABSENT
         return MissReason.IN_FLIGHT if self.index.warmest_ready(node) < 0 else MissReason.BEHIND
 
+    def count_misses(self, keys: Sequence[Key], end: int) -> None:
+        """A request got no further than to before `keys[end]`."""
+        known, misses = self.index.known_prefix(keys, end), self.counters.misses
+        for key in keys[end:known]:
+            misses[self.miss(key)] += 1
+        misses[MissReason.ABSENT] += len(keys) - known
+
     def pin(self, node: int) -> Pin:
         """Keep `node` from eviction until `unpin`."""
         pin = Pin(node)
@@ -286,9 +258,12 @@ class Store:
 
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used: heads stay longest."""
+        used = np.array(nodes, np.int32)
         for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
-            state = pool.state
-            policy.touch([node for node in nodes if slots[node] >= 0 and state[slots[node]] == READY])
+            at = column(slots)[used]
+            live = at >= 0
+            ready = marks(pool.state)[at[live]] == READY
+            policy.touch(used[live][ready].tolist())
         if len(self.policies) > 1:
             self.backlog.use(nodes)
 
@@ -349,7 +324,7 @@ class Store:
 
     def addresses(self, tier: int, slots: Sequence[int]) -> list[Slot]:
         """The addresses of many slots of one tier."""
-        return list(map(_new_slot, zip(repeat(self.levels[tier].name), repeat(0), slots, strict=False)))
+        return list(addresses(self.levels[tier].name, 0, slots))
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
@@ -357,6 +332,35 @@ class Store:
             TierStats(level.name, pool.capacity, pool.used, len(policy), level.image_bytes)
             for level, pool, policy in zip(self.levels, self.pools, self.policies, strict=True)
         )
+
+    def warmest_slots(self, nodes: Sequence[int]) -> list[Slot]:
+        """The slot that each of `nodes`, which are ready somewhere, can be read from."""
+        index = self.index
+        if len(index.tiers) == 1:
+            return self.addresses(0, [index.slot[0][node] for node in nodes])
+        tiers = [index.warmest_ready(node) for node in nodes]
+        return [self.slot(tier, index.slot[tier][node]) for tier, node in zip(tiers, nodes, strict=True)]
+
+    def runs(self, keys: Sequence[Key]) -> tuple[Run, ...]:
+        """Where `keys` are, as runs by the warmest tier that has them; those that are in none are left out."""
+        tiers = [self.index.warmest_ready(self.index.get(key)) for key in keys]
+        runs = ((tier, len(list(run))) for tier, run in groupby(tiers))
+        return tuple(Run(self.levels[tier].name, chunks) for tier, chunks in runs if tier >= 0)
+
+    def residents(self) -> list[Resident]:
+        """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
+        index = self.index
+        return [
+            Resident(
+                index.key[node],
+                index.key[index.parent[node]],
+                self.slot(tier, slot),
+                STATES[index.pools[tier].state[slot]],
+            )
+            for node in index
+            for tier in index.tiers
+            if (slot := index.slot[tier][node]) >= 0
+        ]
 
     def check_integrity(self) -> None:
         """Walk all books; raise `CacheError` where two of them disagree."""
@@ -374,17 +378,3 @@ class Store:
         for node, pins in self.pins.items():
             if self.index.key[node] is None or not pins or any(pin.node != node for pin in pins):
                 raise CacheError(f"node {node} is pinned, and gone")
-
-
-def parents_first(found: Sequence[tuple[int, Key, Key | None]]) -> list[tuple[int, Key, Key | None]]:
-    """Chunks found at start, as (slot, key, parent), in an order in which they can be adopted; orphans are left out."""
-    children: dict[Key | None, list[tuple[int, Key]]] = {}
-    for slot, key, parent in found:
-        children.setdefault(parent, []).append((slot, key))
-    reachable: list[tuple[int, Key, Key | None]] = []
-    queue: list[Key | None] = [None]
-    for parent in queue:
-        ours = children.pop(parent, [])
-        reachable += [(slot, key, parent) for slot, key in ours]
-        queue += [key for _, key in ours]
-    return reachable

@@ -68,11 +68,8 @@ class Storing:
             taken = blocks[(known - first) * per_chunk : (known - first + fresh) * per_chunk]
             sections = (Section(group, known * per_chunk, tuple(taken)),)
         parents = [store.index.key[parent], *mine[:-1]]
-        record = self._flow.order(
-            job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None
-        )
-        places = tuple([item.destination for item in record.transfer.items if item.destination is not None])
-        return Offload(job, known, places, known + fresh)
+        self._flow.order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
+        return Offload(job, known, tuple(store.addresses(0, slots)), known + fresh)
 
     def clean(self, at_least: int = 0) -> None:
         """Order backups until the target of the write policy (or `at_least` chunks) is safe to evict."""

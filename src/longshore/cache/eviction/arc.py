@@ -13,11 +13,15 @@ prefix traces; and what the cache will not part with is held, and passed over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
+from longshore.cache.columns import marks
+from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
 
@@ -53,21 +57,15 @@ class ARC(EvictionPolicy):
 
     def insert(self, nodes: Sequence[int]) -> None:
         """`nodes` became resident: among those seen often if a ghost says that they were here before."""
-        place, counts, names = self._place, self._counts, self.names
-        after, before, ghosts = self._chains.after, self._chains.before, self._ghosts
-        for node in nodes:
-            if place[node] != _OUT or node < LISTS:
-                raise known(node)
-            which = _ONCE
-            if any(ghosts.counts) and (left := ghosts.take(names[node])):
-                self._learn(left)
-                which = _OFTEN
-            place[node] = which
-            counts[which] += 1
-            last = before[which]
-            after[last] = before[which] = node
-            after[node] = which
-            before[node] = last
+        check_new(self._place, nodes)
+        at = np.array(nodes, np.int32)
+        back = self._ghosts.among(self.names[at].tolist())
+        marks(self._place)[at] = np.where(back, _OFTEN, _ONCE)
+        for key in self.names[at[back]]:
+            self._learn(self._ghosts.take(key))
+        for which, ours in ((_ONCE, at[~back]), (_OFTEN, at[back])):
+            self._chains.warm_all(which, ours.tolist())
+            self._counts[which] += len(ours)
 
     def touch(self, nodes: Sequence[int]) -> None:
         """`nodes` were used: they have been seen often now. Neighbours in one list move as one."""
@@ -108,13 +106,12 @@ class ARC(EvictionPolicy):
 
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, each as the first of its list."""
-        for node in nodes:
-            at = self._place[node]
-            if at == _OUT:
-                raise unknown(node)
-            if at & _HELD:
-                self._place[node] = at & ~_HELD
-                self._chains.chill(at & ~_HELD, node)
+        check_in(self._place, nodes)
+        at, place = np.array(nodes, np.int32), marks(self._place)
+        for which in (_ONCE, _OFTEN):
+            held = at[place[at] == which | _HELD]
+            place[held] = which
+            self._chains.chill_all(which, held.tolist())
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; its key is remembered if it was evicted."""
@@ -131,6 +128,26 @@ class ARC(EvictionPolicy):
         self._counts[which] -= 1
         if evicted is not None:
             self._ghosts.add(evicted, which)
+
+    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+        """These, the first of one list, left; their keys are remembered."""
+        which = self._place[nodes[0]]
+        self._chains.drop_coldest(which, nodes[-1])
+        marks(self._place)[np.array(nodes, np.int32)] = _OUT
+        self._counts[which] -= len(nodes)
+        self._ghosts.add_all(keys, which)
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """These, the first of one list, cannot go at present."""
+        which = self._place[nodes[0]]
+        self._chains.drop_coldest(which, nodes[-1])
+        marks(self._place)[np.array(nodes, np.int32)] = which | _HELD
+
+    def ahead(self, count: int) -> list[int]:
+        """The oldest nodes of the list that is longer than it should be, as long as it is; or else of the other one."""
+        surplus = math.ceil(self._counts[_ONCE] - self.target)
+        first, most = (_ONCE, min(count, surplus)) if surplus > 0 else (_OFTEN, count)
+        return self._chains.coldest_few(first, most) or self._chains.coldest_few(_ONCE + _OFTEN - first, count)
 
     def coldest(self) -> int:
         """The oldest node of the list that is longer than it should be, or else of the other one; 0 without one."""

@@ -92,6 +92,20 @@ class Banded(EvictionPolicy):
         self._of(node).remove(node, evicted=evicted)
         self._band[node] = _OUT
 
+    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+        """These left, all of one priority."""
+        self._of(nodes[0]).leave(nodes, keys)
+        for node in nodes:
+            self._band[node] = _OUT
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """These, all of one priority, cannot go at present."""
+        self._of(nodes[0]).keep(nodes)
+
+    def ahead(self, count: int) -> list[int]:
+        """The nodes that should go first among those of the lowest priority."""
+        return next((nodes for policy in self._bands.values() if (nodes := policy.ahead(count))), [])
+
     def coldest(self) -> int:
         """The node that should go first among those of the lowest priority; 0 without one."""
         for policy in self._bands.values():

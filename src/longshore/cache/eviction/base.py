@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
+from longshore.cache.columns import marks
 from longshore.errors import CacheError
 
 Names = npt.NDArray[np.object_]
@@ -90,6 +91,21 @@ class EvictionPolicy(ABC):
         self.slots = slots
         self.names = names
 
+    @abstractmethod
+    def ahead(self, count: int) -> list[int]:
+        """The nodes that would go next, first to go first, if each of them went: at least one, at most `count`.
+
+        None only if there is none. There may be fewer, where what goes next depends on what has gone before.
+        """
+
+    @abstractmethod
+    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+        """These leading nodes of what `ahead` has just named, whose keys are `keys`, left for want of room."""
+
+    @abstractmethod
+    def keep(self, nodes: Sequence[int]) -> None:
+        """These leading nodes of what `ahead` has just named cannot go at present: hold them."""
+
     def evict(self, count: int, let_go: Callable[[int], bool]) -> int:
         """Offer nodes to `let_go`, first to go first, until `count` have gone; says how many did.
 
@@ -113,3 +129,15 @@ def unknown(node: int) -> CacheError:
 def known(node: int) -> CacheError:
     """The error for a node that should not have been in."""
     return CacheError(f"node {node} is already in the policy, or no node (these begin at {LISTS})")
+
+
+def check_new(place: bytearray, nodes: Sequence[int]) -> None:
+    """Raise `CacheError` if one of `nodes` is in already, by its mark in `place`, or twice among them, or no node."""
+    if nodes and (min(nodes) < LISTS or marks(place)[np.array(nodes, np.int32)].any() or len(set(nodes)) < len(nodes)):
+        raise known(next(node for i, node in enumerate(nodes) if node < LISTS or place[node] or node in nodes[:i]))
+
+
+def check_in(place: bytearray, nodes: Sequence[int]) -> None:
+    """Raise `CacheError` if one of `nodes` is not in, by its mark in `place`."""
+    if not marks(place)[np.array(nodes, np.int32)].all():
+        raise unknown(next(node for node in nodes if not place[node]))

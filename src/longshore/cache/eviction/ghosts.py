@@ -9,7 +9,10 @@ the ring is an array that the garbage collector does not walk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.errors import CacheError
@@ -41,6 +44,30 @@ class Ghosts:
         self._place[key[-1] % _SHARDS][key] = 4 * at + which
         at += 1
         self._next[which] = at if at < len(ring) else 0
+
+    def add_all(self, keys: Sequence[Key], which: int) -> None:
+        """`add` for many different keys, which left in this order."""
+        ring, places, start = self._rings[which], self._place, 0
+        while start < len(keys):
+            at = self._next[which]
+            some = keys[start : start + len(ring) - at]
+            end = at + len(some)
+            oldest = [key for key in ring[at:end].tolist() if key is not None]
+            for key in oldest:
+                del places[key[-1] % _SHARDS][key]
+            for place, key in zip(range(4 * at + which, 4 * end, 4), some, strict=True):
+                places[key[-1] % _SHARDS][key] = place
+            ring[at:end] = some
+            self.counts[which] += len(some) - len(oldest)
+            self._next[which] = end if end < len(ring) else 0
+            start += len(some)
+
+    def among(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
+        """Which of `keys` are remembered."""
+        if not any(self.counts):
+            return np.zeros(len(keys), bool)
+        places = self._place
+        return np.array([key in places[key[-1] % _SHARDS] for key in keys], bool)
 
     def take(self, key: Key) -> int:
         """Forget `key`; says which list it left, 0 if it was not remembered."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
+from longshore.cache.columns import marks
+from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.errors import CacheError
 
 _ORDER = 1
@@ -29,16 +32,9 @@ class LRU(EvictionPolicy):
 
     def insert(self, nodes: Sequence[int]) -> None:
         """`nodes` became resident, the last is now the most recently used."""
-        place, after, before = self._place, self._chains.after, self._chains.before
-        last = before[_ORDER]
-        for node in nodes:
-            if place[node] != _OUT or node < LISTS:
-                raise known(node)
-            place[node] = _IN
-            after[last] = node
-            before[node] = last
-            last = node
-            after[last], before[_ORDER] = _ORDER, last
+        check_new(self._place, nodes)
+        marks(self._place)[np.array(nodes, np.int32)] = _IN
+        self._chains.warm_all(_ORDER, nodes)
         self._count += len(nodes)
 
     def touch(self, nodes: Sequence[int]) -> None:
@@ -75,13 +71,11 @@ class LRU(EvictionPolicy):
 
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, and first."""
-        place = self._place
-        for node in nodes:
-            if place[node] == _HELD:
-                self._chains.chill(_ORDER, node)
-                place[node] = _IN
-            elif place[node] == _OUT:
-                raise unknown(node)
+        at, place = np.array(nodes, np.int32), marks(self._place)
+        check_in(self._place, nodes)
+        held = at[place[at] == _HELD]
+        place[held] = _IN
+        self._chains.chill_all(_ORDER, held.tolist())
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left."""
@@ -94,6 +88,21 @@ class LRU(EvictionPolicy):
             raise unknown(node)
         place[node] = _OUT
         self._count -= 1
+
+    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+        """These, the first of all, left."""
+        self._chains.drop_coldest(_ORDER, nodes[-1])
+        marks(self._place)[np.array(nodes, np.int32)] = _OUT
+        self._count -= len(nodes)
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """These, the first of all, cannot go at present."""
+        self._chains.drop_coldest(_ORDER, nodes[-1])
+        marks(self._place)[np.array(nodes, np.int32)] = _HELD
+
+    def ahead(self, count: int) -> list[int]:
+        """The nodes that were not used for the longest time."""
+        return self._chains.coldest_few(_ORDER, count)
 
     def coldest(self) -> int:
         """The node that was not used for the longest time; 0 without one."""

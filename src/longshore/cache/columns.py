@@ -1,0 +1,32 @@
+"""Columns of numbers, one place for each node or slot: nothing for a garbage collector to walk.
+
+They are plain arrays, which Python reads one place at a time at little cost. To change many places at once, numpy looks
+at the same memory, but for the moment only: while it does, a column cannot grow.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+
+
+def zeros(count: int) -> array[int]:
+    """A column of `count` 32-bit zeros."""
+    return array("i", bytes(4 * count))
+
+
+def column(numbers: array[int]) -> npt.NDArray[np.int32]:
+    """A column of 32-bit numbers as numpy sees it."""
+    return np.frombuffer(numbers, np.int32)
+
+
+def marks(each: bytearray) -> npt.NDArray[np.uint8]:
+    """A column of bytes as numpy sees it."""
+    return np.frombuffer(each, np.uint8)
+
+
+def leading(true: npt.NDArray[np.bool_]) -> int:
+    """How many lead that are true."""
+    return len(true) if true.all() else int(true.argmin())

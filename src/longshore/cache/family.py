@@ -1,0 +1,67 @@
+"""Who is whose child: links between nodes, in columns.
+
+    parent ─ child ─► youngest ─ older ─► ... ─ older ─► eldest          `younger` leads back, so that any may leave
+
+A node's number is 1 or more; 0 is nobody, and the parent of all first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from longshore.cache.columns import column, zeros
+
+_NOBODY = 0
+
+
+class Family:
+    """Parents and children of nodes below `size`. 16 bytes each."""
+
+    __slots__ = ("child", "older", "parent", "younger")
+
+    def __init__(self, size: int) -> None:
+        self.parent, self.child, self.older, self.younger = (zeros(size) for _ in range(4))
+
+    def grow(self, more: int) -> None:
+        """Make room for `more` nodes."""
+        for numbers in (self.parent, self.child, self.older, self.younger):
+            numbers.extend(zeros(more))
+
+    def children(self, node: int) -> Iterator[int]:
+        """The nodes right behind `node`, youngest first. The family must not be changed meanwhile."""
+        each = self.child[node]
+        while each:
+            yield each
+            each = self.older[each]
+
+    def path(self, node: int, length: int) -> list[int]:
+        """`node` and its ancestors, at most `length` in all, tail first."""
+        parent = self.parent
+        found: list[int] = []
+        while node and len(found) < length:
+            found.append(node)
+            node = parent[node]
+        return found
+
+    def append(self, parent: int, nodes: Sequence[int]) -> None:
+        """`nodes`, which are new, follow `parent`, one after the other."""
+        at, elder, head = np.array(nodes, np.int32), self.child[parent], nodes[0]
+        column(self.parent)[at[1:]] = at[:-1]
+        column(self.child)[at[:-1]] = at[1:]
+        column(self.older)[at] = column(self.younger)[at] = _NOBODY
+        self.parent[head], self.child[nodes[-1]], self.older[head] = parent, _NOBODY, elder
+        if elder:
+            self.younger[elder] = head
+        self.child[parent] = head
+
+    def leave(self, node: int, parent: int) -> None:
+        """`node` is no child of `parent` any more."""
+        older, younger = self.older[node], self.younger[node]
+        if younger:
+            self.older[younger] = older
+        else:
+            self.child[parent] = older
+        if older:
+            self.younger[older] = younger
