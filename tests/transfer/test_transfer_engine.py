@@ -739,3 +739,13 @@ def test_a_lane_that_fails_ends_its_jobs_and_closes_the_engine(caplog: pytest.Lo
         engine.submit(transfer(3, OFFLOAD, [Section(0, 0, (3,))], [3]))
     assert engine.shutdown(PATIENCE)
     assert "copies into host have failed" in caplog.text
+
+
+def test_a_number_that_is_used_again_is_as_young_as_its_new_job() -> None:
+    rig = Rig()
+    for _ in range(2):
+        rig.onboard(1, (3,), [6], by_layer=True)
+        assert rig.engine.wait([1], PATIENCE)
+        rig.engine.end_step()
+        assert rig.engine.wait_layer(1, 0) is OK
+    rig.engine.close()

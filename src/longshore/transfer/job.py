@@ -161,7 +161,7 @@ class Layered:
         if job.transfer.by_layer:
             self._jobs[number] = job
             if len(self._jobs) > self.MOST:
-                self._drop(self._ended()[:1])
+                self._forget(self._ended()[:1])
 
     def get(self, number: int) -> Job | None:
         """The job of that number, if it is known."""
@@ -169,13 +169,12 @@ class Layered:
 
     def age(self) -> None:
         """A step has ended: forget those that had ended when the step before did."""
-        self._drop(self._old)
+        self._forget(self._old)
         self._old = set(self._ended())
 
     def _ended(self) -> list[int]:
         return [number for number, job in self._jobs.items() if job.result is not None]
 
-    def _drop(self, numbers: Iterable[int]) -> None:
-        for number in list(numbers):
-            del self._jobs[number]
-            self._old.discard(number)
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._jobs.pop(number, None)
