@@ -63,8 +63,10 @@ def test_all_jobs_on_a_block_are_waited_for(rig: Rig) -> None:
     assert rig.guard.settle([3]) == []
     rig.end(first)
     assert rig.guard.reclaim() == []
+    assert rig.guard._jobs == {3: [second]}, "what has ended is kept"
     rig.end(second)
     assert rig.guard.reclaim() == [3]
+    assert rig.guard._jobs == {}
 
 
 def test_a_job_on_another_block_is_not_waited_for(rig: Rig) -> None:
@@ -91,3 +93,9 @@ def test_drain_waits_and_forgets_what_was_parked() -> None:
     assert not rig.runtime.in_flight(job)
     parked.drain()
     assert parked.reclaim() == []
+
+
+def test_what_drain_did_not_wait_for_is_nobodys_any_more(rig: Rig) -> None:
+    rig.offload(3)
+    rig.guard.drain()
+    assert rig.guard.settle([3]) == [3]

@@ -43,8 +43,6 @@ class BlockGuard:
 
     def reclaim(self) -> list[int]:
         """Parked blocks whose jobs have ended meanwhile."""
-        if not self._parked:
-            return []
         free = [block for block in self._parked if self._is_free(block)]
         kept = set(free)
         self._parked = [block for block in self._parked if block not in kept]
