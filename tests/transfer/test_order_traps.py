@@ -101,7 +101,7 @@ def layers_for_another_stream(told: Tale) -> None:
 
 def copies_between_steps_of_another_stream(told: Tale) -> None:
     other = told.world.queue("compute 2")
-    told.begin_step(other)
+    told.begin_step()
     told.end_step(queue=other)
     told.writes(0, queue=other)
     told.offload([0], [0])

@@ -331,3 +331,40 @@ def test_the_stream_at_hand_is_that_of_the_thread_that_began_the_step() -> None:
     engine.close()
     recorded = [line[2] for line in accelerator.notes.lines[before:] if line[0] == "record"]
     assert recorded[0] == f"compute of {threading.current_thread().name}"
+
+
+def test_drain_waits_for_the_stream() -> None:
+    """A copy failed half way: what the stream was given of it may still be under way."""
+    accelerator = FakeAccelerator()
+    stream = TorchDevice("cpu", accelerator=accelerator).stream(flat(4), HOST)
+    stream.bind()
+    before = len(accelerator.notes.lines)
+    stream.drain()
+    (what, event, where), waited = accelerator.notes.lines[before:]
+    assert (what, where) == ("record", "stream 1")
+    assert waited == ("synchronize", event)
+
+
+def test_what_was_taken_is_used_again_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEvent, "query", lambda self: True)
+    pools, accelerator = Pools(flat(4), slots=4), FakeAccelerator()
+    device = TorchDevice("cpu", accelerator=accelerator)
+    stream = cast(torch_streams.StagedStream, device.stream(pools.layout, HOST))
+    stream.bind()
+    for _ in range(300):
+        stream.copy(between(pools, [Section(0, 0, (1,))], [1], HOST).whole, ()).finish()
+    assert device.fallbacks() == {}, "events were not released"
+    stream.close()
+    device.close()
+    assert not stream._stages
+    assert not device._events._idle
+
+
+def test_a_device_with_an_index_is_itself() -> None:
+    assert torch_streams.with_index(torch.device("cuda:1")) == torch.device("cuda:1")
+
+
+def test_a_device_finds_its_own_accelerator() -> None:
+    device = TorchDevice("cpu:0")
+    assert device.fallbacks() == {}
+    device.close()
