@@ -61,7 +61,6 @@ MODULES: dict[str, str] = {
     "transfer/lane.py": "transfer",
     "transfer/engine.py": "transfer",
     "transfer/driver.py": "transfer",
-    "transfer/device/accelerator.py": "streams",
     "transfer/device/torch_streams.py": "streams",
     "runtime/guard.py": "runtime",
     "cache/states.py": "cache",

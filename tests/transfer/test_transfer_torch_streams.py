@@ -368,3 +368,33 @@ def test_a_device_finds_its_own_accelerator() -> None:
     device = TorchDevice("cpu:0")
     assert device.fallbacks() == {}
     device.close()
+
+
+def test_what_is_left_of_a_failed_copy_is_never_carried_into_somebody_elses_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools = Pools(flat(8, 4096, refs=1), slots=8)
+    device = TorchDevice("cpu", staging_bytes=1 << 13, accelerator=FakeAccelerator())
+    monkeypatch.setattr(FakeEvent, "query", lambda self: True)
+    stream = device.stream(pools.layout, HOST)
+    stream.bind()
+    gather, calls = torch_streams._gather, iter([False, True])
+
+    def fail_at_the_second_part(*given: Any) -> None:
+        if next(calls, False):
+            raise RuntimeError("the device fell off the bus")
+        gather(*given)
+
+    monkeypatch.setattr(torch_streams, "_gather", fail_at_the_second_part)
+    with pytest.raises(RuntimeError):
+        stream.copy(between(pools, [Section(0, 0, (0, 5))], [0, 1], HOST).whole, ())
+    stream.drain()
+    pools.arena.array[pools.host.offset(0) :][:4096] = 77  # its next owner's
+    for block in (2, 3, 4):
+        stream.copy(between(pools, [Section(0, 0, (block,))], [block], HOST).whole, ()).finish()
+    assert (pools.arena.array[pools.host.offset(0) :][:4096] == 77).all()
+    monkeypatch.setattr(torch_streams, "_gather", lambda *given: 1 / 0)
+    for _ in range(200):
+        with pytest.raises(ZeroDivisionError):
+            stream.copy(between(pools, [Section(0, 0, (0,))], [0], HOST).whole, ())
+    assert device.fallbacks() == {}, "events of copies that failed were not released"
