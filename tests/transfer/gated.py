@@ -93,6 +93,7 @@ class GatedDevice(CpuDevice):
         self.closed = 0
         self.streams_closed = 0
         self.bound = 0
+        self.drained = 0
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return GatedStream(self, into)
@@ -113,6 +114,9 @@ class GatedStream(CpuStream):
     def bind(self) -> None:
         self.device.bound += 1
         self.device.fault("bind", None)
+
+    def drain(self) -> None:
+        self.device.drained += 1
 
     def close(self) -> None:
         self.device.streams_closed += 1

@@ -737,6 +737,7 @@ def test_a_lane_that_fails_ends_its_jobs_and_closes_the_engine(caplog: pytest.Lo
     assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.IO_ERROR,)
     with pytest.raises(TierClosedError):
         engine.submit(transfer(3, OFFLOAD, [Section(0, 0, (3,))], [3]))
+    assert device.drained == 1
     assert engine.shutdown(PATIENCE)
     assert "copies into host have failed" in caplog.text
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -213,9 +213,8 @@ class TransferEngine:
                 raise PlanError(f"job {job} moves layers [{first}, {stop}), not {layer}")
             if not self._lock.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
-            stopped = found.stopped
-            if stopped is not None and (layer not in found.layers or stopped is Status.IO_ERROR):
-                return stopped
+            if layer not in found.layers or found.stopped is Status.IO_ERROR:
+                return cast(Status, found.stopped)  # a job that has ended without a layer was stopped
             event, compute = found.layers[layer], self._compute
         if event is not None:
             self._device.hold(compute, event)
