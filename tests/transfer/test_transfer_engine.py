@@ -738,6 +738,7 @@ def test_a_lane_that_fails_ends_its_jobs_and_closes_the_engine(caplog: pytest.Lo
     with pytest.raises(TierClosedError):
         engine.submit(transfer(3, OFFLOAD, [Section(0, 0, (3,))], [3]))
     assert device.drained == 1
+    assert not any(engine.stats().queued.values())
     assert engine.shutdown(PATIENCE)
     assert "copies into host have failed" in caplog.text
 

@@ -160,7 +160,6 @@ class Lane:
             for job in jobs:
                 job.stopped, job.handed = Status.IO_ERROR, True
                 self._board.end(job)
-            self._under_way.clear()
             self._queues = {urgency: deque() for urgency in self._queues}
             self._lock.notify()
 
