@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract gpu orders soak race-mutants clean
+.PHONY: demo test lint types tests contract gpu orders soak race-mutants cache-mutants clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -72,6 +72,11 @@ soak: $(VENV)/ready
 # Weakens the ordering code at one place after the other; a test must notice each time.
 race-mutants: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/race_mutants.py
+
+# The same for a sample of COUNT mutants of the control plane (0: all of them); prints what survived, and the score.
+COUNT ?= 100
+cache-mutants: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/cache_mutants.py --count $(COUNT)
 
 clean:
 	rm -rf $(VENV) .venvs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
