@@ -1,0 +1,147 @@
+"""Where block images of several sizes lie in one tier: in slabs, each of which has one size while it is in use.
+
+    bytes     │ slab 0            │ slab 1            │ slab 2            │
+    used for  │ A │ A │ A │ A │ ··│ B       │ B       │ nothing           │
+    index       0   1   2   3       4         5         8                     stride 4: the most images in a slab
+
+A *pool* is one image size. A slot is (tier, pool, index), with one space of indices for all sizes of the tier:
+`index = slab * stride + position`. So whatever is kept of each slot stands in one column, whatever the sizes; only
+who gives slots out, and who turns them into bytes, knows that there are several.
+
+Where there is one size, a slab is one image, and an index counts images: contiguous, and no byte is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.errors import LayoutError, PlanError
+
+I64 = npt.NDArray[np.int64]
+
+_LOSS = 1 / 16
+"""What part of a slab may be lost at its end, if slabs of some size lose less."""
+
+_LEAST_SLABS = 16
+"""Slabs that a tier has at least for each image size, if there is any choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slabs:
+    """`slabs` slabs of `slab_bytes`, for images of the sizes `image_bytes`, which are numbered: the pools.
+
+    Attributes:
+        slab_bytes: Bytes of one slab.
+        image_bytes: Bytes of an image, by pool; with whatever the tier keeps beside it.
+        slabs: How many slabs there are; may be zero.
+        images: How many images a slab has room for, by pool.
+        stride: The most of them: how many indices belong to one slab.
+
+    Raises:
+        LayoutError: Sizes that are not positive, a slab that is too small for an image, a negative number of slabs.
+    """
+
+    slab_bytes: int
+    image_bytes: tuple[int, ...]
+    slabs: int
+    images: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    stride: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.image_bytes or min(self.image_bytes) <= 0 or max(self.image_bytes) > self.slab_bytes:
+            raise LayoutError(f"expected image sizes from 1 to {self.slab_bytes} bytes, got {self.image_bytes}")
+        if self.slabs < 0:
+            raise LayoutError(f"expected zero or more slabs, got {self.slabs}")
+        images = tuple(self.slab_bytes // each for each in self.image_bytes)
+        object.__setattr__(self, "images", images)
+        object.__setattr__(self, "stride", max(images))
+
+    @classmethod
+    def of_one_size(cls, image_bytes: int, slots: int) -> Self:
+        """`slots` images of one size: a slab for each."""
+        return cls(image_bytes, (image_bytes,), slots)
+
+    @classmethod
+    def within(cls, nbytes: int, image_bytes: Sequence[int]) -> Self:
+        """As many slabs as `nbytes` have room for, as small as goes without losing much at their ends.
+
+        Small ones are emptied, for another size, at the least cost. May be none at all, if `nbytes` are too few.
+        """
+        sizes = tuple(image_bytes)
+        largest = max(sizes, default=0)
+        cls(largest, sizes, 0)  # which says what is wrong
+        best = largest
+        for slab_bytes in range(largest, max(largest, nbytes // (_LEAST_SLABS * len(sizes))) + 1, largest):
+            if _loss(slab_bytes, sizes) < _loss(best, sizes):
+                best = slab_bytes
+            if _loss(best, sizes) <= _LOSS:
+                break
+        return cls(best, sizes, max(0, nbytes // best))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs."""
+        return self.slabs * self.slab_bytes
+
+    @property
+    def indices(self) -> int:
+        """Indices of slots lie below this one."""
+        return self.slabs * self.stride
+
+    def slab_of(self, index: int) -> int:
+        """The slab that slot `index` lies in, whatever its pool."""
+        if not 0 <= index < self.indices:
+            raise PlanError(f"slot {index} does not lie in [0, {self.indices})")
+        return index // self.stride
+
+    def slots_of(self, slab: int, pool: int) -> range:
+        """The indices of a slab that is given to `pool`."""
+        self._check_pool(pool)
+        if not 0 <= slab < self.slabs:
+            raise PlanError(f"slab {slab} does not lie in [0, {self.slabs})")
+        return range(slab * self.stride, slab * self.stride + self.images[pool])
+
+    def offset(self, pool: int, index: int) -> int:
+        """Bytes from the tier's start to the image in slot `index` of `pool`. `PlanError` if there is no such slot."""
+        self._check_pool(pool)
+        slab, position = divmod(index, self.stride)
+        if not 0 <= slab < self.slabs or position >= self.images[pool]:
+            raise self._no_slot(pool, index)
+        return slab * self.slab_bytes + position * self.image_bytes[pool]
+
+    def offsets(self, pool: int, indices: Sequence[int] | I64) -> I64:
+        """`offset` for many slots of one pool; int64, shape `(len(indices),)`."""
+        self._check_pool(pool)
+        at = np.asarray(indices, np.int64)
+        slab, position = np.divmod(at, self.stride)
+        bad = (at < 0) | (slab >= self.slabs) | (position >= self.images[pool])
+        if bad.any():
+            raise self._no_slot(pool, int(at[bad.argmax()]))
+        offsets: I64 = slab * self.slab_bytes + position * self.image_bytes[pool]
+        return offsets
+
+    def _check_pool(self, pool: int) -> None:
+        if not 0 <= pool < len(self.image_bytes):
+            raise PlanError(f"pool {pool} does not lie in [0, {len(self.image_bytes)})")
+
+    def _no_slot(self, pool: int, index: int) -> PlanError:
+        return PlanError(
+            f"pool {pool} has slots 0 to {self.images[pool] - 1} of each of {self.slabs} slabs, "
+            f"{self.stride} indices apart; got {index}"
+        )
+
+
+def by_size(image_bytes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """From the image size of each KV cache group: the sizes that there are, ascending, and the pool of each group."""
+    sizes = tuple(sorted(set(image_bytes)))
+    return sizes, tuple(sizes.index(each) for each in image_bytes)
+
+
+def _loss(slab_bytes: int, sizes: Sequence[int]) -> float:
+    """The part of a slab that is lost at its end, for the size that loses most."""
+    return max(slab_bytes % each for each in sizes) / slab_bytes
