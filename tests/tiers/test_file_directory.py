@@ -1,11 +1,13 @@
 """The file tier's directory: ours alone, and only one process's at a time."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -80,7 +82,9 @@ class TestOwnership:
 class TestLock:
     def test_a_second_opener_is_told_what_to_do(self, opener: Opener, directory: Path) -> None:
         opener()
-        with pytest.raises(TierInUseError, match=rf"{directory} .*process id {os.getpid()}\).*{directory}/rank0"):
+        with pytest.raises(
+            TierInUseError, match=rf"{directory} .*process id {os.getpid()}, this one\).*{directory}/rank0"
+        ):
             opener()
 
     def test_close_gives_the_directory_back(self, opener: Opener) -> None:
@@ -96,19 +100,63 @@ class TestLock:
         opener()
 
     def test_it_dies_with_the_process(self, opener: Opener, directory: Path) -> None:
-        program = (
-            "import sys, time; from pathlib import Path; from longshore.tiers.arena import Arena;"
-            "from longshore.tiers.file import FileTier;"
-            f"tier = FileTier(Path({str(directory)!r}), capacity={capacity_for(SLOTS, IMAGE)}, image_bytes={IMAGE},"
-            "arena=Arena(4096), scope=bytes(32)); print('open', flush=True); time.sleep(600)"
-        )
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as holder:
-            try:
-                assert holder.stdout is not None
-                assert holder.stdout.readline() == b"open\n"
-                with pytest.raises(TierInUseError, match=f"process id {holder.pid}"):
-                    opener()
-            finally:
-                holder.send_signal(signal.SIGKILL)
+        with running(directory, "print('open', flush=True); time.sleep(600)") as holder:
+            assert holder.readline() == b"open\n"
+            with pytest.raises(TierInUseError, match=f"process id {holder.pid}"):
+                opener()
         opener()
+
+    def test_a_forked_child_does_not_keep_it(self, opener: Opener, directory: Path) -> None:
+        program = "child = os.fork(); print(child, flush=True) if child else None; time.sleep(600)"
+        with running(directory, program) as holder:
+            child = int(holder.readline())
+            with pytest.raises(TierInUseError, match=f"process id {holder.pid}"):
+                opener()
+        try:
+            opener().close()
+            os.kill(child, 0)  # it lives, with its copies of all descriptors
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+    def test_a_forked_child_cannot_use_the_tier_nor_release_it(self, opener: Opener, directory: Path) -> None:
+        program = """
+def refused(call):
+    try: call()
+    except TierClosedError as error: return 'process that forked' in str(error)
+
+if not os.fork():
+    calls = lambda: tier.submit([], 1e9), lambda: tier.forget(1), tier.recover, tier.poll, lambda: tier.cancel(0)
+    print(all([refused(call) for call in calls]), flush=True)
+    tier.close()
+    os._exit(0)
+os.wait(); print('child ended', flush=True); time.sleep(600)"""
+        with running(directory, program) as holder:
+            assert [holder.readline(), holder.readline()] == [b"True\n", b"child ended\n"]
+            with pytest.raises(TierInUseError, match=f"process id {holder.pid}"):
+                opener()
+        opener()
+
+
+class Holder(NamedTuple):
+    """A process that has a tier open."""
+
+    pid: int
+    readline: Callable[[], bytes]
+
+
+@contextlib.contextmanager
+def running(directory: Path, then: str) -> Iterator[Holder]:
+    """A process that opens the tier in `directory`, runs `then`, and is killed at the end."""
+    program = (
+        "import os, sys, time; from pathlib import Path; from longshore.tiers.arena import Arena\n"
+        "from longshore.tiers.file import FileTier; from longshore.errors import TierClosedError\n"
+        f"tier = FileTier(Path({str(directory)!r}), capacity={capacity_for(SLOTS, IMAGE)}, image_bytes={IMAGE},"
+        f"arena=Arena(4096), scope=bytes(32))\n{then}"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield Holder(process.pid, process.stdout.readline)
+        finally:
+            process.send_signal(signal.SIGKILL)

@@ -1,26 +1,30 @@
 """The tier's directory: ours alone, locked while in use, its superblock replaced as a whole or not at all.
 
     directory/            0700 when made here
-      lock                held by flock for as long as the process lives
+      lock                locked for as long as the process lives
       superblock          one page: geometry and generation
       segment             the slots
 
 Every file is opened relative to the directory's descriptor and never through a symbolic link, so nobody can slip
 another file under the tier between a check and its use.
+
+The lock dies with the process that took it, also if a child that it forked lives on: a record lock is not inherited.
+Such a lock keeps other processes out; that this process does not open a directory twice is kept in its own books.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from longshore.errors import FormatError, TierError, TierInUseError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.format import Superblock, pack_superblock, parse_superblock
+from longshore.tiers.file.system import RawIo, SystemIo, read_all, write_all
 
 LOCK = "lock"
 SUPERBLOCK = "superblock"
@@ -30,45 +34,76 @@ _REPLACEMENT = "superblock.new"
 OVERHEAD = 4 * PAGE
 """Bytes of a tier's capacity that are no slots: the directory, the lock, the superblock and its replacement."""
 
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_owned: set[tuple[int, int, int]] = set()
+"""Directories that are open: process, device, inode. What a forked child finds here is not its own."""
+
+_owning = threading.Lock()
 
 
 class Directory:
-    """An open and locked tier directory; made, with its parents, when it does not exist."""
+    """An open and locked tier directory; made, with its parents, when it does not exist.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        io: The system calls that reach it.
+    """
+
+    def __init__(self, path: Path, io: RawIo | None = None) -> None:
         self.path = path
+        self.io: RawIo = SystemIo() if io is None else io
+        self._pid = os.getpid()
         with contextlib.ExitStack() as undo:
-            self._fd = _open_directory(path)
-            undo.callback(os.close, self._fd)
-            self._lock = self.open(LOCK, os.O_CREAT)
-            undo.callback(os.close, self._lock)
+            self._fd = self._open_directory()
+            undo.callback(self.io.close, self._fd)
+            self._own()
+            undo.callback(_owned.discard, self._identity)
+            self._lock = self.open(LOCK, create=True)
+            undo.callback(self.io.close, self._lock)
             self._take_lock()
             undo.pop_all()
 
-    def open(self, name: str, flags: int = 0) -> int:
+    @property
+    def forked(self) -> bool:
+        """Whether this process is not the one that opened the directory: then nothing here is its own."""
+        return os.getpid() != self._pid
+
+    def open(self, name: str, *, create: bool = False) -> int:
         """A descriptor, for reading and writing, of the regular file `name`, mode 0600 and owned by us."""
-        with _as_tier_errors(self.path / name):
-            fd = os.open(name, _FLAGS | flags, 0o600, dir_fd=self._fd)
+        with self.as_tier_errors(name):
+            fd = self.io.open(name, self._fd, create=create)
+            try:
+                self._check_file(fd, self.path / name)
+            except BaseException:
+                self.io.close(fd)
+                raise
+        return fd
+
+    def reserve(self, name: str, nbytes: int, *, erase: bool = False) -> int:
+        """A descriptor of file `name`, made exactly `nbytes` long, with every block of it allocated, or as it was.
+
+        What it held stays, unless it is to be erased; what is new reads as zeros.
+        """
+        fd = self.open(name, create=True)
         try:
-            _check_file(fd, self.path / name)
+            with self.as_tier_errors(name):
+                self._allocate(fd, name, nbytes, erase=erase)
         except BaseException:
-            os.close(fd)
+            self.io.close(fd)
             raise
         return fd
 
     def read_superblock(self) -> Superblock | None:
         """The superblock, `None` when there is none yet; raises `FormatError` when it is not ours."""
         try:
-            os.stat(SUPERBLOCK, dir_fd=self._fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-        fd = self.open(SUPERBLOCK)
+            fd = self.open(SUPERBLOCK)
+        except TierError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
         try:
-            with _as_tier_errors(self.path / SUPERBLOCK):
-                page = os.pread(fd, PAGE + 1, 0)
+            with self.as_tier_errors(SUPERBLOCK):
+                page = read_all(self.io, fd, PAGE + 1, 0)
         finally:
-            os.close(fd)
+            self.io.close(fd)
         try:
             return parse_superblock(page)
         except FormatError as error:
@@ -78,80 +113,104 @@ class Directory:
 
     def write_superblock(self, superblock: Superblock) -> None:
         """Replace the superblock; it is on the medium when this returns."""
-        fd = self.open(_REPLACEMENT, os.O_CREAT)
+        fd = self.open(_REPLACEMENT, create=True)
         try:
-            with _as_tier_errors(self.path / _REPLACEMENT):
-                os.ftruncate(fd, 0)  # not when opening: then it could be another's file
-                written = os.write(fd, pack_superblock(superblock))
-                if written != PAGE:
-                    raise TierError(f"{self.path}: wrote {written} of {PAGE} bytes of the superblock")
-                os.fsync(fd)
+            with self.as_tier_errors(_REPLACEMENT):
+                self.io.ftruncate(fd, 0)  # not when opening: then it could be another's file
+                write_all(self.io, fd, pack_superblock(superblock), 0)
+                self.io.fsync(fd)
         finally:
-            os.close(fd)
-        with _as_tier_errors(self.path / SUPERBLOCK):
-            os.rename(_REPLACEMENT, SUPERBLOCK, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            os.fsync(self._fd)
+            self.io.close(fd)
+        with self.as_tier_errors(SUPERBLOCK):
+            self.io.rename(_REPLACEMENT, SUPERBLOCK, self._fd)
+            self.io.fsync(self._fd)
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
+        """Release the lock. Idempotent; in a forked child, only its copies of the descriptors go."""
         if self._fd >= 0:
-            # Closing alone is not enough: a forked child may hold a copy of the descriptor, and would keep the lock.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
-            os.close(self._fd)
+            self.io.close(self._lock)
+            self.io.close(self._fd)
+            _owned.discard(self._identity)
             self._fd = self._lock = -1
 
-    def _take_lock(self) -> None:
+    @contextlib.contextmanager
+    def as_tier_errors(self, name: str = "") -> Iterator[None]:
+        """Within it an `OSError` about file `name` becomes a `TierError` that names it."""
+        path = self.path / name
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            raise TierInUseError(
-                f"{self.path} is in use by another live process (process id {holder}). Give each process a "
-                f"sub-directory of its own, for instance {self.path / 'rank0'} and {self.path / 'rank1'}"
-            ) from None
+            yield
         except OSError as error:
-            raise TierError(f"{self.path}: cannot be locked: {error}") from error
-        with _as_tier_errors(self.path / LOCK):
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            what = "it is a symbolic link" if path.is_symlink() else error.strerror
+            raise TierError(f"{path}: cannot be used: {what}") from error
 
+    def _open_directory(self) -> int:
+        path = self.path
+        with self.as_tier_errors():
+            fd = self.io.open_directory(path)
+            try:
+                status = self.io.fstat(fd)
+                _check_owner(status, path)
+                if status.st_mode & 0o022:
+                    raise TierError(
+                        f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}), who could replace "
+                        f"its files; expected 0700: chmod 700 {path}"
+                    )
+            except BaseException:
+                self.io.close(fd)
+                raise
+        self._identity = self._pid, status.st_dev, status.st_ino
+        return fd
 
-def _open_directory(path: Path) -> int:
-    with _as_tier_errors(path):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid():
-            raise TierError(f"{path} belongs to user {status.st_uid}; expected user {os.geteuid()}, who we are")
-        if status.st_mode & 0o022:
+    def _own(self) -> None:
+        """Before any file is opened: to close one of two descriptors of the lock would release it."""
+        with _owning:
+            if self._identity in _owned:
+                raise self._in_use(f"{self._pid}, this one")
+            _owned.add(self._identity)
+
+    def _take_lock(self) -> None:
+        with self.as_tier_errors(LOCK):
+            if not self.io.lock(self._lock):
+                holder = self.io.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                raise self._in_use(holder)
+            self.io.ftruncate(self._lock, 0)
+            write_all(self.io, self._lock, f"{self._pid}\n".encode(), 0)
+
+    def _in_use(self, holder: str) -> TierInUseError:
+        return TierInUseError(
+            f"{self.path} is in use by a live process (process id {holder}). Give each a sub-directory of its own, "
+            f"for instance {self.path / 'rank0'} and {self.path / 'rank1'}"
+        )
+
+    def _check_file(self, fd: int, path: Path) -> None:
+        status = self.io.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise TierError(f"{path}: expected a regular file, got mode {status.st_mode:#o}")
+        _check_owner(status, path)
+        if status.st_nlink != 1:
+            raise TierError(f"{path}: expected a file with one name, got {status.st_nlink} links to it")
+        if stat.S_IMODE(status.st_mode) != 0o600:
+            self.io.fchmod(fd, 0o600)
+
+    def _allocate(self, fd: int, name: str, nbytes: int, *, erase: bool) -> None:
+        path, before, free = self.path / name, self.io.fstat(fd), self.io.free_bytes(fd)
+        missing = nbytes - before.st_blocks * 512
+        if missing > free:
             raise TierError(
-                f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}), who could replace "
-                f"its files; expected 0700: chmod 700 {path}"
+                f"{path}: expected room for {missing} more bytes (capacity {nbytes}), the file system has {free} free"
             )
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        kept = 0 if erase else min(before.st_size, nbytes)
+        self.io.ftruncate(fd, kept)  # what comes back by allocation reads as zeros
+        try:
+            self.io.allocate(fd, nbytes)
+            self.io.fsync(fd)
+        except OSError as error:
+            self.io.ftruncate(fd, kept)
+            raise TierError(
+                f"{path}: could not allocate {nbytes} bytes ({kept} kept, {free} free): {error.strerror}"
+            ) from error
 
 
-def _check_file(fd: int, path: Path) -> None:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise TierError(f"{path}: expected a regular file, got mode {status.st_mode:#o}")
+def _check_owner(status: os.stat_result, path: Path) -> None:
     if status.st_uid != os.geteuid():
         raise TierError(f"{path} belongs to user {status.st_uid}; expected user {os.geteuid()}, who we are")
-    if status.st_nlink != 1:
-        raise TierError(f"{path}: expected a file with one name, got {status.st_nlink} links to it")
-    if stat.S_IMODE(status.st_mode) != 0o600:
-        os.fchmod(fd, 0o600)
-
-
-@contextlib.contextmanager
-def _as_tier_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = "it is a symbolic link" if path.is_symlink() else error.strerror
-        raise TierError(f"{path}: cannot be used: {what}") from error

@@ -22,7 +22,8 @@ from longshore.tiers.arena import PAGE, Arena, align
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import OVERHEAD, Directory
-from longshore.tiers.file.segment import RawIo, Segment, SystemIo
+from longshore.tiers.file.segment import Segment
+from longshore.tiers.file.system import RawIo
 from longshore.tiers.file.workers import Workers
 from longshore.tiers.ops import check_batch, check_digest, check_generation
 
@@ -83,9 +84,9 @@ class FileTier(Tier):
         self._closed = False
         self._superblock: fmt.Superblock
         with contextlib.ExitStack() as resources:
-            self._directory = Directory(directory)
+            self._directory = Directory(directory, io)
             resources.callback(self._directory.close)
-            self._segment = self._open_segment(SystemIo() if io is None else io)
+            self._segment = self._open_segment()
             resources.callback(self._segment.close)
             self.direct = self._segment.direct
             self._lanes = [_make_lane(image_bytes) for _ in range(threads)]
@@ -100,8 +101,7 @@ class FileTier(Tier):
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Queue `batch`. Generations above `generation` are refused: they have not been made known by `forget`."""
-        if self._closed:
-            raise TierClosedError(f"{self._directory.path}: the file tier was closed")
+        self._check_open()
         arena_bytes = self.arena.array.nbytes  # raises when the arena was closed under us
         check_batch(batch, deadline, slots=self.slots, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         newest = max((op.generation for op in batch), default=0)
@@ -112,16 +112,25 @@ class FileTier(Tier):
 
     def poll(self) -> list[TierResult]:
         """Results since the last call."""
+        self._check_process()
         return self._workers.poll()
 
     def cancel(self, ticket: int) -> None:
         """End what has not begun of `ticket`."""
+        self._check_process()
         self._workers.cancel(ticket)
 
     def close(self) -> None:
-        """End what is queued, wait for what has begun, give back threads, files and the lock."""
+        """End what is queued, wait for what has begun, give back threads, files and the lock.
+
+        In a forked child, which has neither threads nor lock of its own, only its copies of the descriptors go.
+        """
         self._closed = True
-        self._resources.close()
+        if self._directory.forked:
+            self._segment.close()
+            self._directory.close()
+        else:
+            self._resources.close()
 
     def forget(self, generation: int) -> None:
         """Serve nothing older than `generation`; that is on the medium when this returns.
@@ -129,8 +138,7 @@ class FileTier(Tier):
         Raises `TierError` when it cannot be stored. Then this process still serves nothing older, but a later one
         might: the tier's directory must not be opened again.
         """
-        if self._closed:
-            raise TierClosedError(f"{self._directory.path}: the file tier was closed")
+        self._check_open()
         check_generation(generation)
         if generation > self.generation:
             self._superblock = self._superblock._replace(generation=generation)
@@ -141,8 +149,7 @@ class FileTier(Tier):
 
         Reads headers only: an image that was torn in a crash is found when it is read.
         """
-        if self._closed:
-            raise TierClosedError(f"{self._directory.path}: the file tier was closed")
+        self._check_open()
         with ThreadPoolExecutor(min(_SCAN_THREADS, self.slots)) as pool:
             ranges = [range(first, self.slots, _SCAN_THREADS) for first in range(min(_SCAN_THREADS, self.slots))]
             found = [header for headers in pool.map(self._scan, ranges) for header in headers]
@@ -150,7 +157,16 @@ class FileTier(Tier):
         newest = {header.key: header for header in found}
         return [StoredChunk(header.slot, header.key, header.parent) for header in found if newest[header.key] is header]
 
-    def _open_segment(self, io: RawIo) -> Segment:
+    def _check_process(self) -> None:
+        if self._directory.forked:
+            raise TierClosedError(f"{self._directory.path}: the file tier belongs to the process that forked this one")
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise TierClosedError(f"{self._directory.path}: the file tier was closed")
+
+    def _open_segment(self) -> Segment:
         path = self._directory.path
         found = self._directory.read_superblock()
         if found is None:
@@ -168,7 +184,7 @@ class FileTier(Tier):
         if found.opens + 1 >= fmt.OPENS_LIMIT:
             raise FormatError(f"{path} was opened {found.opens} times, the most it can be; remove the directory")
         # The file first: whatever a crash leaves of it is a segment of the old geometry, at worst an empty one.
-        segment = Segment(self._directory, self.slots * self._stride, io, erase=erase)
+        segment = Segment(self._directory, self.slots * self._stride, erase=erase)
         self._superblock = fmt.Superblock(self.slots, self.image_bytes, found.generation, found.opens + 1)
         try:
             self._directory.write_superblock(self._superblock)
