@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longshore.bench import Case, Report, compare, machine_facts
+from longshore.bench.files import KINDS
 from longshore.bench.harness import Seconds, chosen, duration, loops_within, rate, size_of, timed
 from longshore.bench.machine import check_direct, check_disk, file_system_of
 from longshore.cli.app import app
@@ -151,7 +152,7 @@ class TestCommands:
         assert result.exit_code == 0
         printed = json.loads(result.stdout.splitlines()[-1])
         names = [case["name"] for case in printed["cases"]]
-        assert names == [f"{kind}/256KiB" for kind in ("write", "overwrite", "read")]
+        assert names == [f"{kind}/256KiB" for kind in KINDS]
         assert "file_system" in printed["machine"]
         assert list(tmp_path.iterdir()) == []
 

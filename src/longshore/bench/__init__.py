@@ -7,7 +7,8 @@ copies.py        device pages to images and back   against one memmove of the sa
 calibration.py   which way of copying is the fastest on a GPU
 managers.py      match, offload, evict, memory     against vLLM's CPU manager, or an ordered dictionary
 rivals.py        those two, behind one interface
-files.py         images to files and back          against plain direct I/O over the same bytes
+files.py         images to files and back          against fio and plain direct I/O over the same bytes
+file_sides.py    who moves them, ours and the others
 """
 
 from longshore.bench.harness import Case, Report, compare

@@ -1,43 +1,34 @@
 """`longshore bench file`: block images to a file tier, and back.
 
-Ours is `FileTier` as it is used: a header and a checksum for each image, both verified when it is read, threads of its
-own. The reference writes and reads the same bytes with plain direct I/O: a preallocated file, threads that each take
-the next image, no header, no checksum; with 4 threads and with 16, and the better of the two counts.
+    write       into slots that were allocated, and never written          ┐ beside the better of fio and of plain
+    overwrite   into slots that hold an image                              │ threads, which move the same bytes without
+    read        all images; direct I/O leaves nothing in the page cache    │ records
+    mixed       every other image read, the others overwritten             ┘
+    vs-per-file-write, vs-per-file-read                                      beside a store of one file for each image
+    cpu         core-seconds per GB, of an overwrite and a read              beside those of the plain threads
 
-    write       into slots that were allocated, and never written
-    overwrite   into slots that hold an image
-    read        of all images in random order; direct I/O leaves nothing in the page cache, so each read is cold
+Sides take turns, in another order each time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import os
-import random
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from longshore.bench.harness import Case, Seconds, chosen, compare, rate, size_of
+from longshore.bench.file_sides import FileTierSide, Fio, Images, PerFile, PlainLoop, Side
+from longshore.bench.harness import Case, Seconds, chosen, medians, rate, size_of
 from longshore.bench.machine import check_direct
-from longshore.boundary import Status
-from longshore.errors import BenchError
-from longshore.tiers.arena import Arena
-from longshore.tiers.base import Op, TierOp
-from longshore.tiers.file import FileTier, capacity_for
 
 SIZES = ("256KiB", "2MiB")
-KINDS = ("write", "overwrite", "read")
+KINDS = ("write", "overwrite", "read", "mixed", "vs-per-file-write", "vs-per-file-read", "cpu")
 NAMES = tuple(f"{kind}/{size}" for size in SIZES for kind in KINDS)
-THREADS = (4, 16)
 
-_DEADLINE = 600.0
+_PER_FILE = "vs-per-file-"
 
 
 def run(
@@ -49,143 +40,69 @@ def run(
     allow_page_cache: bool = False,
     marks: dict[str, object] | None = None,
 ) -> Iterator[Case]:
-    """The cases of `NAMES` whose images fit `total_bytes`, in a directory of its own in `parent`, removed at the end.
+    """The cases of `NAMES` of which two images fit `total_bytes`, in a directory in `parent`, removed at the end.
 
     `marks` receives what must stand beside the figures when they are not what they should be (`check_direct`).
     """
     names = chosen(NAMES, only)
     for size in SIZES:
         kinds = [kind for kind in KINDS if f"{kind}/{size}" in names]
-        if not kinds or size_of(size) > total_bytes:
+        if not kinds or 2 * size_of(size) > total_bytes:
             continue
-        with _scratch(parent) as directory, contextlib.closing(Images(directory, size_of(size), total_bytes)) as images:
-            found = check_direct(parent, direct=images.direct, allow_page_cache=allow_page_cache)
+        with _scratch(parent) as directory, contextlib.ExitStack() as undo:
+            images = Images(size_of(size), total_bytes)
+            undo.callback(images.arena.close)
+            ours = FileTierSide(directory / "tier", images)
+            undo.callback(ours.close)
+            found = check_direct(parent, direct=ours.direct, allow_page_cache=allow_page_cache)
             if marks is not None:
                 marks.update(found)
+            plain = PlainLoop(directory / "plain", images, direct=ours.direct)
+            undo.callback(plain.close)
             for kind in kinds:
-                taken, threads = _measure(images, kind, repeats)
-                yield rate(f"{kind}/{size}", taken, f"plain direct I/O, {threads} threads", images.nbytes)
+                yield _measure(f"{kind}/{size}", kind, ours, plain, directory, images, repeats)
 
 
-def _measure(images: Images, kind: str, repeats: int) -> tuple[Seconds, int]:
-    """Medians of ours and of the better reference, and its threads."""
-    steps: dict[str, tuple[Callable[[], float], Callable[[int], float]]] = {
-        "write": (lambda: images.store(fresh=True), lambda threads: images.plain_write(threads, fresh=True)),
-        "overwrite": (images.store, images.plain_write),
-        "read": (images.load, images.plain_read),
-    }
-    ours, plain = steps[kind]
-    if kind == "read":  # whatever was measured before: there is something to read
-        images.store()
-        images.plain_write(max(THREADS))
-    taken = {threads: compare(ours, functools.partial(plain, threads), repeats=repeats) for threads in THREADS}
-    best = min(THREADS, key=lambda threads: taken[threads].reference)
-    return taken[best], best
+def _measure(
+    name: str, kind: str, ours: FileTierSide, plain: PlainLoop, directory: Path, images: Images, repeats: int
+) -> Case:
+    if kind == "cpu":
+        return _cpu(name, ours, plain, images, repeats)
+    if kind.startswith(_PER_FILE):
+        with _scratch(directory) as scratch:
+            files = PerFile(scratch / "images", images, direct=ours.direct)
+            if kind == "vs-per-file-read":
+                return _beside(name, "read", ours, [files], images, repeats)
+            return _beside(name, "overwrite", ours, [files], images, repeats)
+    references: list[Side] = [plain]
+    if Fio.is_installed():
+        references.append(Fio(directory / "fio", images, direct=ours.direct))
+    return _beside(name, kind, ours, references, images, repeats)
 
 
-class Images:
-    """An arena full of images, a file tier for them, and a plain file of the same size."""
+def _beside(name: str, kind: str, ours: FileTierSide, references: list[Side], images: Images, repeats: int) -> Case:
+    """Ours, and the best of `references`."""
+    sides: list[Side] = [ours, *references]
+    for side in sides:
+        if kind in ("read", "mixed"):  # whatever was measured before: there is something to read
+            side.move("overwrite")
+    taken = medians([functools.partial(side.move, kind) for side in sides], repeats=repeats)
+    best, seconds = min(zip(references, taken[1:], strict=True), key=lambda reference: reference[1])
+    return rate(name, Seconds(taken[0], seconds), best.name, images.nbytes)
 
-    def __init__(self, directory: Path, image_bytes: int, total_bytes: int) -> None:
-        self._count = total_bytes // image_bytes
-        if self._count < 1:
-            raise BenchError(f"expected at least {image_bytes} bytes to move, got {total_bytes}")
-        self.nbytes = self._count * image_bytes
-        self._image_bytes = image_bytes
-        self._directory = directory
-        self._order = random.Random(0).sample(range(self._count), self._count)  # noqa: S311 - no secret
-        self._arena = Arena(self.nbytes)
-        self._arena.array[:] = 0x5A
-        self._tier = self._open_tier()
-        self._plain = self._open_plain()
 
-    @property
-    def direct(self) -> bool:
-        """Whether the tier has direct I/O."""
-        return self._tier.direct
+def _cpu(name: str, ours: FileTierSide, plain: PlainLoop, images: Images, repeats: int) -> Case:
+    """Core-seconds of this process per GB, kernel and checksums included; fewer are better."""
 
-    def store(self, *, fresh: bool = False) -> float:
-        """Write every image to the tier; seconds. `fresh`: to a tier that was never written."""
-        if fresh:
-            self._tier.close()
-            shutil.rmtree(self._directory / "tier")
-            self._tier = self._open_tier()
-        return self._submit(Op.WRITE)
+    def used(side: Side) -> float:
+        begun = time.process_time()
+        side.move("overwrite")
+        side.move("read")
+        return time.process_time() - begun
 
-    def load(self) -> float:
-        """Read every image from the tier; seconds."""
-        return self._submit(Op.READ)
-
-    def plain_write(self, threads: int, *, fresh: bool = False) -> float:
-        """Write every image to the plain file; seconds. `fresh`: to one that was never written."""
-        if fresh:
-            os.close(self._plain)
-            (self._directory / "plain").unlink()
-            self._plain = self._open_plain()
-        return self._plainly(os.pwritev, threads)
-
-    def plain_read(self, threads: int) -> float:
-        """Read every image from the plain file; seconds."""
-        return self._plainly(os.preadv, threads)
-
-    def close(self) -> None:
-        """Give back memory and files."""
-        self._tier.close()
-        os.close(self._plain)
-        self._arena.close()
-
-    def _open_tier(self) -> FileTier:
-        return FileTier(
-            self._directory / "tier",
-            capacity=capacity_for(self._count, self._image_bytes),
-            image_bytes=self._image_bytes,
-            arena=self._arena,
-            scope=bytes(32),
-        )
-
-    def _open_plain(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self._tier.direct else 0)
-        fd = os.open(self._directory / "plain", flags, 0o600)
-        os.posix_fallocate(fd, 0, self.nbytes)
-        os.fsync(fd)
-        return fd
-
-    def _submit(self, op: Op) -> float:
-        batch = [
-            TierOp(op, slot, slot.to_bytes(32, "little"), None, slot * self._image_bytes, self._image_bytes, 0)
-            for slot in self._order
-        ]
-        begun = time.perf_counter()
-        self._tier.submit(batch, time.monotonic() + _DEADLINE)
-        while not (results := self._tier.poll()):
-            time.sleep(0.0005)
-        seconds = time.perf_counter() - begun
-        if set(results[0].statuses) != {Status.OK}:
-            ends = sorted({status.value for status in results[0].statuses})
-            raise BenchError(f"{op.value} of {self._count} images ended as {', '.join(ends)}")
-        return seconds
-
-    def _plainly(self, call: Callable[[int, list[memoryview[Any]], int], int], threads: int) -> float:
-        """Move every image between arena and plain file with `call`, in `threads` threads that take turns."""
-        turns = itertools.count()
-        short: list[int] = []
-
-        def work() -> None:
-            while (turn := next(turns)) < self._count:
-                at = self._order[turn] * self._image_bytes
-                if call(self._plain, [self._arena.view(at, self._image_bytes)], at) != self._image_bytes:
-                    short.append(at)
-
-        workers = [threading.Thread(target=work) for _ in range(threads)]
-        begun = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        seconds = time.perf_counter() - begun
-        if short:
-            raise BenchError(f"plain I/O moved only a part of the image at {short[0]}")
-        return seconds
+    taken = medians([functools.partial(used, side) for side in (ours, plain)], repeats=repeats)
+    value, reference = (seconds / (2 * images.nbytes / 1e9) for seconds in taken)
+    return Case(name, value, "core-s/GB", plain.name, reference, reference / value)
 
 
 @contextlib.contextmanager

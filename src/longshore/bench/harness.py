@@ -57,16 +57,21 @@ class Seconds(NamedTuple):
 
 def compare(ours: Callable[[], float], reference: Callable[[], float], *, repeats: int, warm_ups: int = 1) -> Seconds:
     """Medians of `repeats` interleaved measurements; each call returns the seconds that it took."""
+    return Seconds(*medians([ours, reference], repeats=repeats, warm_ups=warm_ups))
+
+
+def medians(sides: Sequence[Callable[[], float]], *, repeats: int, warm_ups: int = 1) -> list[float]:
+    """Medians of `repeats` measurements of each side; who goes first changes with every repeat."""
     if repeats <= 0:
         raise BenchError(f"a benchmark needs at least one repeat, got {repeats}")
-    sides: tuple[Callable[[], float], ...] = (ours, reference)
-    taken: tuple[list[float], ...] = ([], [])
+    taken: list[list[float]] = [[] for _ in sides]
     for repeat in range(-warm_ups, repeats):
-        for side in (0, 1) if repeat % 2 == 0 else (1, 0):
+        for turn in range(len(sides)):
+            side = (turn + repeat) % len(sides)
             seconds = sides[side]()
             if repeat >= 0:
                 taken[side].append(seconds)
-    return Seconds(*map(statistics.median, taken))
+    return [statistics.median(seconds) for seconds in taken]
 
 
 def timed(call: Callable[[], object], loops: int = 1) -> Callable[[], float]:

@@ -1,0 +1,311 @@
+"""Who moves block images to a disk and back: the file tier, and those it is measured against.
+
+    FileTierSide   records in preallocated slots: header, checksum, both verified when read
+    PlainLoop      a preallocated file, threads that each take the next image; no header, no checksum
+    Fio            the same by fio: libaio, direct, 16 at once
+    PerFile        a file for each image: temporary file, rename; vLLM's own code for that where it is installed
+
+All move the same bytes in the same random order, between the same memory (fio: its own) and the same disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from longshore.boundary import Status
+from longshore.errors import BenchError
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import Op, TierOp
+from longshore.tiers.file import FileTier, capacity_for
+
+THREADS = 16
+"""Of everything here that is not the file tier, and images that fio has under way."""
+
+_DEADLINE = 600.0
+_FIO_KINDS = {"write": "randwrite", "overwrite": "randwrite", "read": "randread", "mixed": "randrw"}
+
+
+class Images:
+    """`count` images of `image_bytes` in an arena, and the random order in which they are moved."""
+
+    def __init__(self, image_bytes: int, total_bytes: int) -> None:
+        self.count = total_bytes // image_bytes
+        if self.count < 2:
+            raise BenchError(f"expected at least {2 * image_bytes} bytes to move, got {total_bytes}")
+        self.image_bytes = image_bytes
+        self.nbytes = self.count * image_bytes
+        self.order = random.Random(0).sample(range(self.count), self.count)  # noqa: S311 - no secret
+        self.arena = Arena(self.nbytes)
+        self.arena.array[:] = 0x5A
+
+    def writes(self, kind: str, image: int) -> bool:
+        """Whether `kind` writes this image: `mixed` writes every other one, and reads the rest."""
+        return image % 2 == 1 if kind == "mixed" else kind != "read"
+
+    def view(self, image: int) -> memoryview:
+        """Its bytes."""
+        return self.arena.view(image * self.image_bytes, self.image_bytes)
+
+
+class Side(Protocol):
+    """Somebody who moves images. `name` goes into the report."""
+
+    name: str
+
+    def move(self, kind: str) -> float:
+        """Move every image once; seconds. `write`: to places that were never written."""
+
+    def close(self) -> None:
+        """Give back files and threads."""
+
+
+class FileTierSide:
+    """`FileTier` as it is used, with its default of threads."""
+
+    name = "the file tier"
+
+    def __init__(self, directory: Path, images: Images) -> None:
+        self._directory = directory
+        self._images = images
+        self._tier = self._open()
+
+    @property
+    def direct(self) -> bool:
+        """Whether it has direct I/O."""
+        return self._tier.direct
+
+    def move(self, kind: str) -> float:
+        """One batch, from `submit` to its result."""
+        images, size = self._images, self._images.image_bytes
+        if kind == "write":
+            self._tier.close()
+            shutil.rmtree(self._directory)
+            self._tier = self._open()
+        batch = [
+            TierOp(
+                Op.WRITE if images.writes(kind, slot) else Op.READ,
+                slot,
+                slot.to_bytes(32, "little"),
+                None,
+                slot * size,
+                size,
+                0,
+            )
+            for slot in images.order
+        ]
+        begun = time.perf_counter()
+        self._tier.submit(batch, time.monotonic() + _DEADLINE)
+        while not (results := self._tier.poll()):
+            time.sleep(0.0005)
+        seconds = time.perf_counter() - begun
+        if set(results[0].statuses) != {Status.OK}:
+            ends = sorted({status.value for status in results[0].statuses})
+            raise BenchError(f"{kind} of {images.count} images ended as {', '.join(ends)}")
+        return seconds
+
+    def close(self) -> None:
+        """Close the tier."""
+        self._tier.close()
+
+    def _open(self) -> FileTier:
+        images = self._images
+        return FileTier(
+            self._directory,
+            capacity=capacity_for(images.count, images.image_bytes),
+            image_bytes=images.image_bytes,
+            arena=images.arena,
+            scope=bytes(32),
+        )
+
+
+class PlainLoop:
+    """Threads that each take the next image and move it with one system call."""
+
+    name = f"a plain loop, {THREADS} threads"
+
+    def __init__(self, path: Path, images: Images, *, direct: bool) -> None:
+        self._path = path
+        self._images = images
+        self._direct = direct
+        self._fd = self._open()
+
+    def move(self, kind: str) -> float:
+        """Into place, image by image."""
+        images = self._images
+        if kind == "write":
+            self.close()
+            self._path.unlink()
+            self._fd = self._open()
+
+        def one(image: int) -> None:
+            call = os.pwritev if images.writes(kind, image) else os.preadv
+            moved = call(self._fd, [images.view(image)], image * images.image_bytes)
+            if moved != images.image_bytes:
+                raise BenchError(f"plain I/O moved only {moved} bytes of image {image}")
+
+        return in_threads(one, images)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _open(self) -> int:
+        return _preallocated(self._path, self._images.nbytes, direct=self._direct)
+
+
+class Fio:
+    """The tool that disks are measured with; its own clock counts, without its start."""
+
+    name = f"fio, libaio, {THREADS} at once"
+
+    def __init__(self, path: Path, images: Images, *, direct: bool) -> None:
+        self._path = path
+        self._images = images
+        self._direct = direct
+        os.close(_preallocated(path, images.nbytes, direct=direct))
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Whether there is such a program."""
+        return shutil.which("fio") is not None
+
+    def move(self, kind: str) -> float:
+        """A run over the whole file."""
+        if kind == "write":
+            self._path.unlink()
+            os.close(_preallocated(self._path, self._images.nbytes, direct=self._direct))
+        command = (
+            f"fio --name=longshore --filename={self._path} --ioengine=libaio --iodepth={THREADS} "
+            f"--direct={int(self._direct)} --rw={_FIO_KINDS[kind]} --bs={self._images.image_bytes} "
+            f"--size={self._images.nbytes} --overwrite=1 --invalidate=0 --output-format=json"
+        )
+        done = subprocess.run(command.split(" "), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BenchError(f"fio failed: {done.stderr.strip() or done.stdout.strip()}")
+        (job,) = json.loads(done.stdout)["jobs"]
+        return max(float(job[side]["runtime"]) for side in ("read", "write")) / 1000
+
+    def close(self) -> None:
+        """Nothing is open between two runs."""
+
+
+class PerFile:
+    """A file for each image, which comes into being whole or not at all."""
+
+    def __init__(self, directory: Path, images: Images, *, direct: bool) -> None:
+        directory.mkdir()
+        self._directory = directory
+        self._images = images
+        self._store, self._load, self.name = _vllm_files(direct=direct) or _own_files(direct=direct)
+
+    def move(self, kind: str) -> float:
+        """`overwrite` removes what is there first, which takes no time here: such stores never overwrite."""
+        if kind != "read":
+            for path in self._directory.iterdir():
+                path.unlink()
+
+        def one(image: int) -> None:
+            move = self._load if kind == "read" else self._store
+            move(str(self._directory / f"{image:08x}"), self._images.view(image))
+
+        return in_threads(one, self._images)
+
+    def close(self) -> None:
+        """Nothing is open between two calls."""
+
+
+def in_threads(move: Callable[[int], None], images: Images) -> float:
+    """Seconds until `THREADS` threads, each of which takes the next image, have moved all."""
+    turns = itertools.count()
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            while (turn := next(turns)) < images.count:
+                move(images.order[turn])
+        except (OSError, BenchError) as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(THREADS)]
+    begun = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = time.perf_counter() - begun
+    if failures:
+        raise BenchError(f"a reference failed: {failures[0]}")
+    return seconds
+
+
+def _preallocated(path: Path, nbytes: int, *, direct: bool) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
+    with _closed_on_error(fd):
+        os.posix_fallocate(fd, 0, nbytes)
+        os.fsync(fd)
+    return fd
+
+
+@contextlib.contextmanager
+def _closed_on_error(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+_Mover = Callable[[str, memoryview], None]
+
+
+def _own_files(*, direct: bool) -> tuple[_Mover, _Mover, str]:
+    flags = os.O_DIRECT if direct else 0
+
+    def move(path: str, how: int, call: Callable[[int, list[memoryview]], int], image: memoryview) -> None:
+        fd = os.open(path, how | flags, 0o600)
+        try:
+            moved = call(fd, [image])
+        finally:
+            os.close(fd)
+        if moved != len(image):
+            raise BenchError(f"only {moved} bytes of {path} were moved")
+
+    def store(path: str, image: memoryview) -> None:
+        temporary = f"{path}.tmp"
+        move(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.writev, image)
+        os.replace(temporary, path)  # noqa: PTH105 - as short as it can be: this is what is measured
+
+    def load(path: str, image: memoryview) -> None:
+        move(path, os.O_RDONLY, os.readv, image)
+
+    return store, load, f"a file for each image, {THREADS} threads"
+
+
+def _vllm_files(*, direct: bool) -> tuple[_Mover, _Mover, str] | None:
+    """vLLM's own functions for that, where they are installed in the form that is known here."""
+    try:
+        found: Any = importlib.import_module("vllm.v1.kv_offload.tiering.fs.io") if find_spec("vllm") else None
+    except ImportError:
+        found = None
+    if found is None or not (hasattr(found, "store_block") and hasattr(found, "load_block")):
+        return None
+
+    def run(call: Callable[..., None], path: str, image: memoryview) -> None:
+        call(path, image, 0, len(image), use_o_direct=direct)
+
+    store, load = (functools.partial(run, call) for call in (found.store_block, found.load_block))
+    return store, load, f"vLLM's file tier, {THREADS} threads"
