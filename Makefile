@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract gpu orders soak race-mutants cache-mutants clean
+.PHONY: demo test lint types tests contract gpu bench-file orders soak race-mutants cache-mutants clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -58,6 +58,13 @@ gpu: $(VENV)/ready
 			$(BIN)/python -m pytest -q -p no:cacheprovider tests/gpu -k "$(SANITIZED)"; \
 	else echo "make gpu: no compute-sanitizer here: memory accesses were not watched"; fi
 	$(BIN)/python benchmarks/gpu.py
+
+# The file tier on the disk that DIR is on, beside fio, which is installed if it is missing.
+DIR ?= .
+bench-file: $(VENV)/ready
+	@command -v fio >/dev/null || { apt-get update && apt-get install -y fio; } || \
+		echo "bench-file: no fio: plain threads alone are the reference"
+	$(BIN)/longshore bench file --dir $(DIR)
 
 # The ordering code on the simulated device: every order of small stories, many larger ones by chance.
 orders: $(VENV)/ready

@@ -40,7 +40,7 @@ class Config(BaseModel):
     load_timeout: float = Field(10.0, gt=0, description="seconds after which a load is given up, and recomputed")
     write_timeout: float = Field(60.0, gt=0, description="seconds after which a write that has not begun is dropped")
     max_writes: int = Field(1024, ge=1, description="chunks in flight per write route")
-    file_threads: int = Field(4, ge=1, le=256, description="threads of the file tier")
+    file_threads: int = Field(16, ge=1, le=256, description="threads of the file tier")
     background: bool = Field(True, description="move blocks between the engine's steps, in a thread")
     salt: str = Field("", description="part of every key: tenants with different salts never share blocks")
 

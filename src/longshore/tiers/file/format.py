@@ -94,7 +94,9 @@ def sequence(opens: int, serial: int) -> int:
 
 
 def digest(data: bytes | memoryview) -> int:
-    """xxh3_64 of `data`; lets other threads run meanwhile."""
+    """xxh3_64 of `data`; lets other threads run meanwhile, where it takes long enough for them to begin."""
+    if len(data) <= PAGE:
+        return int(xxhash.xxh3_64_intdigest(data))
     state = xxhash.xxh3_64()
     state.update(data)  # the object's update, not the one-shot function, gives up the interpreter lock in all releases
     return int(state.intdigest())

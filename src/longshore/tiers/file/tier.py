@@ -64,7 +64,7 @@ class FileTier(Tier):
         image_bytes: int,
         arena: Arena,
         scope: bytes,
-        threads: int = 4,
+        threads: int = 16,
         io: RawIo | None = None,
     ) -> None:
         """Open the tier; raises `TierError`, `TierInUseError` or `FormatError`, with the files as they were.

@@ -121,20 +121,20 @@ class Workers:
             del self._open[batch.ticket]
             self._results.append(batch.result())
 
-    def _pick(self) -> _Job | None:
-        """The next job, begun; waits for one; `None` when closed."""
-        with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._reads or self._writes or self._closed)
-                if not self._reads and not self._writes:
+    def _begin_next(self) -> _Job | None:
+        """The next job, begun; waits for one; `None` when closed. With the lock held."""
+        while True:
+            while not (self._reads or self._writes):
+                if self._closed:
                     return None
-                job = self._next()
-                now = time.monotonic()
-                if not job.batch.late(now):
-                    job.batch.begin(job.position, now)
-                    return job
-                job.batch.end(job.position, Status.DEADLINE, now)
-                self._settle(job.batch)
+                self._changed.wait()
+            job = self._next()
+            now = time.monotonic()
+            if not job.batch.late(now):
+                job.batch.begin(job.position, now)
+                return job
+            job.batch.end(job.position, Status.DEADLINE, now)
+            self._settle(job.batch)
 
     def _next(self) -> _Job:
         writes_turn = self._picked_reads >= _READS_IN_A_ROW
@@ -145,13 +145,16 @@ class Workers:
         return self._writes.popleft()
 
     def _work(self, worker: int) -> None:
-        while (job := self._pick()) is not None:
+        with self._changed:
+            job = self._begin_next()
+        while job is not None:
             op = job.batch.ops[job.position]
             try:
                 status = self._execute(op, job.serial, worker)
             except Exception:  # noqa: BLE001 - a worker that died would leave its batch without a result
                 _log.exception("unexpected error in %s of slot %d", op.op.value, op.slot)
                 status = Status.IO_ERROR
-            with self._changed:
+            with self._changed:  # once for the end of one and the begin of the next: threads are many, images short
                 job.batch.end(job.position, status, time.monotonic())
                 self._settle(job.batch)
+                job = self._begin_next()

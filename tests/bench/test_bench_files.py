@@ -1,0 +1,125 @@
+"""The sides of `bench file` move every byte, each to where it comes back from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from longshore.bench import file_sides, files
+from longshore.bench.file_sides import FileTierSide, Fio, Images, PerFile, PlainLoop, Side
+from longshore.errors import BenchError
+
+SIZE, COUNT = 16 << 10, 32
+
+
+@pytest.fixture
+def images() -> Iterator[Images]:
+    images = Images(SIZE, COUNT * SIZE)
+    yield images
+    images.arena.close()
+
+
+@pytest.fixture
+def direct(tmp_path: Path, images: Images) -> bool:
+    tier = FileTierSide(tmp_path / "probe", images)
+    tier.close()
+    return tier.direct
+
+
+MAKERS: dict[str, Callable[[Path, Images, bool], Side]] = {
+    "tier": lambda path, images, direct: FileTierSide(path, images),
+    "plain": lambda path, images, direct: PlainLoop(path, images, direct=direct),
+    "per file": lambda path, images, direct: PerFile(path, images, direct=direct),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def side(request: pytest.FixtureRequest, tmp_path: Path, images: Images, direct: bool) -> Iterator[Side]:
+    side = MAKERS[request.param](tmp_path / "side", images, direct)
+    yield side
+    side.close()
+
+
+def test_what_is_written_is_read(side: Side, images: Images) -> None:
+    expected = np.random.default_rng(0).integers(0, 256, images.nbytes, dtype=np.uint8)
+    for kind in ("write", "overwrite"):
+        images.arena.array[:] = expected
+        assert side.move(kind) > 0
+        images.arena.array[:] = 0
+        assert side.move("read") > 0
+        np.testing.assert_array_equal(images.arena.array, expected)
+
+
+@pytest.mark.parametrize("name", ["tier", "plain"])
+def test_mixed_reads_one_half_and_writes_the_other(name: str, tmp_path: Path, images: Images, direct: bool) -> None:
+    side = MAKERS[name](tmp_path / "side", images, direct)
+    rows = images.arena.array.reshape(COUNT, SIZE)
+    rows[:] = 1
+    side.move("overwrite")
+    rows[:] = 2
+    side.move("mixed")
+    assert set(rows[0::2].ravel()) == {1}
+    side.move("read")
+    assert set(rows[0::2].ravel()) == {1}
+    assert set(rows[1::2].ravel()) == {2}
+    side.close()
+
+
+@pytest.mark.skipif(not Fio.is_installed(), reason="fio is not installed")
+@pytest.mark.parametrize("kind", ["write", "overwrite", "read", "mixed"])
+def test_fio_runs_over_the_file(kind: str, tmp_path: Path, images: Images, direct: bool) -> None:
+    fio = Fio(tmp_path / "fio", images, direct=direct)
+    assert fio.move(kind) > 0
+    assert (tmp_path / "fio").stat().st_size == images.nbytes
+
+
+def test_a_fio_that_fails_is_not_measured(tmp_path: Path, images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "fio"
+    program.write_text("#!/bin/sh\necho no such engine >&2\nexit 3\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(BenchError, match="no such engine"):
+        Fio(tmp_path / "data", images, direct=False).move("read")
+
+
+def test_without_fio_the_plain_loop_is_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fio, "is_installed", lambda: False)
+    (case,) = files.run(tmp_path, total_bytes=1 << 20, repeats=1, only=["read/256KiB"], allow_page_cache=True)
+    assert case.reference == PlainLoop.name
+
+
+def test_the_functions_of_vllm_are_used_where_they_are_installed(
+    tmp_path: Path, images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[tuple[str, int, int, bool]] = []
+
+    def move(path: str, image: memoryview, offset: int, size: int, use_o_direct: bool) -> None:
+        moved.append((Path(path).name, offset, size, use_o_direct))
+
+    found = SimpleNamespace(store_block=move, load_block=move)
+    monkeypatch.setattr(file_sides, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__path__=[]))  # type: ignore[arg-type]
+    for name in ("vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.tiering", "vllm.v1.kv_offload.tiering.fs"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.tiering.fs.io", found)  # type: ignore[arg-type]
+    side = PerFile(tmp_path / "side", images, direct=True)
+    assert side.name.startswith("vLLM's file tier")
+    side.move("overwrite")
+    assert sorted(moved) == [(f"{image:08x}", 0, SIZE, True) for image in range(COUNT)]
+
+
+def test_a_reference_that_fails_is_not_measured(tmp_path: Path, images: Images) -> None:
+    side = PerFile(tmp_path / "side", images, direct=False)
+    with pytest.raises(BenchError, match="a reference failed"):
+        side.move("read")
+
+
+def test_a_single_image_is_refused() -> None:
+    with pytest.raises(BenchError, match="at least 8192 bytes to move, got 4096"):
+        Images(4096, 4096)
