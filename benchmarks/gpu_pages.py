@@ -14,6 +14,7 @@ import torch
 from longshore.boundary import HOST, Item, Route, Section, Slot, Status, Transfer
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.slabs import I64, Slabs
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.accelerator import Events, Fallbacks
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
@@ -50,8 +51,7 @@ class PinnedHost:
 
     def __init__(self, accelerator: CudaAccelerator, slots: int, image_bytes: int) -> None:
         self.memory = accelerator.pinned_bytes(slots * image_bytes)
-        self.slots = slots
-        self.image_bytes = image_bytes
+        self.slabs = Slabs.of_one_size(image_bytes, slots)
         self.address = self.memory.data_ptr()
         self.nbytes = slots * image_bytes
 
@@ -59,8 +59,8 @@ class PinnedHost:
     def arena(self) -> PinnedHost:
         return self
 
-    def offset(self, slot: int, /) -> int:
-        return slot * self.image_bytes
+    def offsets(self, pool: int, indices: Sequence[int], /) -> I64:
+        return self.slabs.offsets(pool, indices)
 
 
 class Pages:
@@ -181,7 +181,7 @@ class References:
         batch = select(
             pages.layout,
             [Section(0, 0, pages.blocks[route])],
-            [pages.host.offset(slot) for slot in pages.slots[route]],
+            pages.host.offsets(0, pages.slots[route]),
             into=route.destination,
             host_address=pages.host.address,
             host_bytes=pages.host.nbytes,

@@ -10,6 +10,7 @@ from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, 
 from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import Runtime
+from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.host import HostTier
 from longshore.transfer import CpuDevice, TransferEngine
@@ -94,7 +95,7 @@ def test_a_scrape_moves_nothing_and_works_after_the_end() -> None:
 def test_an_arena_shows_what_it_has_and_every_fallback_from_the_start() -> None:
     arena = Arena(8 * PAGE, ArenaSettings(shared=True))
     found = CollectorRegistry()
-    found.register(LongshoreCollector(make()[0], HostTier(arena, slots=8, image_bytes=PAGE)))
+    found.register(LongshoreCollector(make()[0], HostTier(arena, Slabs.of_one_size(PAGE, 8))))
     for reason in Fallback:
         assert found.get_sample_value("longshore_arena_fallbacks_total", {"reason": reason.value}) == 0
     values = {"bytes": 8 * PAGE, "huge_bytes": 0, "registered_bytes": 0, "registered_pieces": 0}
@@ -118,7 +119,7 @@ def test_an_engine_shows_its_queues_and_what_its_device_did_the_slower_way() -> 
         def fallbacks(self) -> dict[str, int]:
             return {"new_event": 3}
 
-    host = HostTier(Arena(2 * PAGE), slots=2, image_bytes=PAGE)
+    host = HostTier(Arena(2 * PAGE), Slabs.of_one_size(PAGE, 2))
     engine = TransferEngine(from_rows(torch.zeros(4, 8), pages_per_block=2, block_size=4), Slow(), host)
     found = CollectorRegistry()
     found.register(LongshoreCollector(make()[0], engine=engine))

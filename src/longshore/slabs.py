@@ -106,12 +106,16 @@ class Slabs:
             raise PlanError(f"slab {slab} does not lie in [0, {self.slabs})")
         return range(slab * self.stride, slab * self.stride + self.images[pool])
 
+    def check(self, pool: int, index: int) -> None:
+        """Raise `PlanError` unless `pool` may have a slot `index`."""
+        self._check_pool(pool)
+        if not 0 <= index < self.indices or index % self.stride >= self.images[pool]:
+            raise self._no_slot(pool, index)
+
     def offset(self, pool: int, index: int) -> int:
         """Bytes from the tier's start to the image in slot `index` of `pool`. `PlanError` if there is no such slot."""
-        self._check_pool(pool)
+        self.check(pool, index)
         slab, position = divmod(index, self.stride)
-        if not 0 <= slab < self.slabs or position >= self.images[pool]:
-            raise self._no_slot(pool, index)
         return slab * self.slab_bytes + position * self.image_bytes[pool]
 
     def offsets(self, pool: int, indices: Sequence[int] | I64) -> I64:
@@ -124,6 +128,21 @@ class Slabs:
             raise self._no_slot(pool, int(at[bad.argmax()]))
         offsets: I64 = slab * self.slab_bytes + position * self.image_bytes[pool]
         return offsets
+
+    def touched(self, pool: int, indices: Sequence[int] | I64) -> I64:
+        """What the images in slots of `pool` share with other pools: the indices of the smallest images in their place.
+
+        Two images overlap only if they have one of these in common; where sizes do not divide, neighbours may, too.
+        int64, in no special order; with one size, the indices themselves.
+        """
+        at, unit = np.asarray(indices, np.int64), min(self.image_bytes)
+        if self.image_bytes[pool] == unit:
+            return at
+        slab, position = np.divmod(at, self.stride)
+        first = position * self.image_bytes[pool]
+        low, high = first // unit, np.minimum((first + self.image_bytes[pool] - 1) // unit, self.stride - 1)
+        span = np.arange(int((high - low).max(initial=0)) + 1)
+        return np.unique(slab[:, None] * self.stride + np.minimum(low[:, None] + span, high[:, None]))
 
     def _check_pool(self, pool: int) -> None:
         if not 0 <= pool < len(self.image_bytes):

@@ -15,6 +15,7 @@ from longshore.boundary import DEVICE, FILE, HOST, Cancel, Item, Route, Slot, St
 from longshore.cache import CacheSettings, Hold, MissReason, TieredCache, TierSpec, WritePolicy, loading
 from longshore.errors import CacheError, PlanError, TierClosedError, TierError
 from longshore.runtime import BackgroundLoop, Runtime, TierMover
+from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.host import HostTier
@@ -526,7 +527,7 @@ class Memory:
         for item, block in zip(transfer.items, transfer.sections[0].blocks, strict=True):
             slot = item.source or item.destination
             assert slot is not None
-            image = np.frombuffer(self.host.arena.view(self.host.offset(slot.index), IMAGE), dtype=np.uint8)
+            image = np.frombuffer(self.host.arena.view(self.host.offset(slot.pool, slot.index), IMAGE), dtype=np.uint8)
             if transfer.route == DOWN:
                 image[:] = self.blocks[block]
             else:
@@ -548,7 +549,7 @@ class Machine:
 
     def __init__(self, directory: Path) -> None:
         self.arena = Arena(4 * IMAGE)
-        host = HostTier(self.arena, slots=4, image_bytes=IMAGE)
+        host = HostTier(self.arena, Slabs.of_one_size(IMAGE, 4))
         capacity = capacity_for(8, IMAGE)
         self.file = FileTier(directory, capacity=capacity, image_bytes=IMAGE, arena=self.arena, scope=bytes(32))
         self.memory = Memory(8, host)

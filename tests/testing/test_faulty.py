@@ -10,6 +10,7 @@ import pytest
 
 from longshore.boundary import Status
 from longshore.errors import ConfigError, TierError
+from longshore.slabs import Slabs
 from longshore.testing import Fault, FaultPlan, FaultyTier, Rule, TierHarness, TierTests
 from longshore.testing.tier_harness import image, span
 from longshore.tiers.arena import Arena
@@ -26,7 +27,7 @@ class OverHost(TierTests):
     plan = FaultPlan()
 
     def open_tier(self, arena: Arena, directory: Path) -> Tier:
-        return FaultyTier(HostTier(arena, slots=self.slots, image_bytes=IMAGE), self.plan, arena)
+        return FaultyTier(HostTier(arena, Slabs.of_one_size(IMAGE, self.slots)), self.plan, arena)
 
 
 class TestWithoutFaultsOverHost(OverHost):

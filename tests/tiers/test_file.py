@@ -38,7 +38,7 @@ class TestCapacity:
     ) -> None:
         capacity = capacity_for(slots, IMAGE) + surplus
         harness = harness_of(capacity=capacity)
-        assert harness.tier.slots == slots
+        assert harness.tier.slabs.slabs == slots
         for slot in range(slots):
             harness.store(slot, slot)
         harness.tier.forget(1)

@@ -143,7 +143,7 @@ def test_less_than_a_page_is_no_progress_with_direct_io(harness: TierHarness, io
 
 def test_recovery_leaves_out_what_cannot_be_read(harness: TierHarness, io: ScriptedIo) -> None:
     harness.store(0, 0)
-    io.script = [fails_with(errno.EIO)] * harness.tier.slots
+    io.script = [fails_with(errno.EIO)] * harness.tier.slabs.slabs
     assert harness.tier.recover() == []
     assert [chunk.slot for chunk in harness.tier.recover()] == [0]
 

@@ -78,7 +78,7 @@ class Jobs:
         first = chance.randrange(2 * per_chunk)
         parts = [Section(group, first, tuple(blocks))]
         chunks = (first + len(blocks) - 1) // per_chunk - first // per_chunk + 1
-        slots = chance.sample(range(self.pools.host.slots), chunks)
+        slots = chance.sample(range(self.pools.host.slabs.indices), chunks)
         self.submit(transfer(self.given, route, parts, slots, valid=(1 << per_chunk) - 1))
         into = HOST if route == OFFLOAD else DEVICE
         self.model.move(parts, self.pools.images(slots), into=into)

@@ -306,7 +306,7 @@ def test_what_could_not_be_carried_is_carried_later(monkeypatch: pytest.MonkeyPa
     stream.drain()
     for at, copy in enumerate((first, second)):
         copy.finish()
-        model.host[pools.host.offset(at) :][:4096] = model.device[0][4096 * at :][:4096]
+        model.host[pools.host.offset(0, at) :][:4096] = model.device[0][4096 * at :][:4096]
     model.check(pools)
 
 
@@ -389,10 +389,10 @@ def test_what_is_left_of_a_failed_copy_is_never_carried_into_somebody_elses_imag
     with pytest.raises(RuntimeError):
         stream.copy(between(pools, [Section(0, 0, (0, 5))], [0, 1], HOST).whole, ())
     stream.drain()
-    pools.arena.array[pools.host.offset(0) :][:4096] = 77  # its next owner's
+    pools.arena.array[pools.host.offset(0, 0) :][:4096] = 77  # its next owner's
     for block in (2, 3, 4):
         stream.copy(between(pools, [Section(0, 0, (block,))], [block], HOST).whole, ()).finish()
-    assert (pools.arena.array[pools.host.offset(0) :][:4096] == 77).all()
+    assert (pools.arena.array[pools.host.offset(0, 0) :][:4096] == 77).all()
     monkeypatch.setattr(torch_streams, "_gather", lambda *given: 1 / 0)
     for _ in range(200):
         with pytest.raises(ZeroDivisionError):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Transfer
 from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 
@@ -29,7 +30,7 @@ class Pools:
         random = np.random.default_rng(seed)
         self.layout = layout
         self.arena = Arena(slots * layout.image_bytes)
-        self.host = HostTier(self.arena, slots=slots, image_bytes=layout.image_bytes)
+        self.host = HostTier(self.arena, Slabs.of_one_size(layout.image_bytes, slots))
         self.tensors = [torch.as_tensor(tensor).view(torch.uint8).view(-1) for tensor in layout.tensors]
         self.arena.array[:] = random.integers(0, 256, self.arena.nbytes, dtype=np.uint8)
         for tensor in self.tensors:
@@ -42,7 +43,7 @@ class Pools:
         return self.arena.array.copy()
 
     def images(self, slots: Sequence[int]) -> list[int]:
-        return [self.host.offset(slot) for slot in slots]
+        return self.host.offsets(0, slots).tolist()
 
 
 class Model:

@@ -17,6 +17,7 @@ from longshore.bench.harness import Case, chosen, compare, rate, size_of
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
@@ -57,7 +58,7 @@ class Pages:
         self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), self.tensors, blocks)
         self.arena = Arena(blocks * self._layout.image_bytes)
         self._plain = Arena(self.nbytes)
-        host = HostTier(self.arena, slots=blocks, image_bytes=self._layout.image_bytes)
+        host = HostTier(self.arena, Slabs.of_one_size(self._layout.image_bytes, blocks))
         self._engine = TransferEngine(self._layout, CpuDevice(), host)
         self._job = 0
 

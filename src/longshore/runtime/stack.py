@@ -24,6 +24,7 @@ from longshore.layout import KVLayout
 from longshore.runtime.host_memory import open_arena, registrar_for
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.tier_mover import TierMover
+from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file import FileTier, capacity_for
@@ -83,7 +84,7 @@ def open_stack(
     with contextlib.ExitStack() as undo:
         arena = open_arena(config, slots, layout.image_bytes, registrar_for(layout.device))
         undo.callback(arena.close)
-        host = HostTier(arena, slots=slots, image_bytes=layout.image_bytes)
+        host = HostTier(arena, Slabs.of_one_size(layout.image_bytes, slots))
         file = _open_file(config, layout, scope, arena, open_file)
         if file is not None:
             undo.callback(file.close)
@@ -116,9 +117,9 @@ def _open_file(
 
 
 def _make_cache(config: Config, layout: KVLayout, host: HostTier, file: Tier | None) -> TieredCache:
-    tiers = [TierSpec(HOST, host.slots, host.image_bytes)]
+    tiers = [TierSpec(HOST, host.slabs.slabs, host.slabs.slab_bytes)]
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slots, file.image_bytes))
+        tiers.append(TierSpec(FILE, file.slabs.slabs, file.slabs.slab_bytes))
     settings = CacheSettings(
         blocks_per_chunk=config.blocks_per_chunk,
         ranks=layout.ranks,

@@ -59,8 +59,10 @@ class TierMover:
         ours, hosts = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
         if ours is None or hosts is None:
             raise PlanError(f"a transfer between tiers has a slot on both sides, got {item.source} {item.destination}")
-        offset = self._host.offset(hosts.index)
-        return TierOp(op, ours.index, item.key, item.parent, offset, self._host.image_bytes, generation)
+        if ours.pool != hosts.pool:
+            raise PlanError(f"a transfer between tiers stays within its pool, got {item.source} {item.destination}")
+        offset, length = self._host.offset(hosts.pool, hosts.index), self._host.image_bytes[hosts.pool]
+        return TierOp(op, ours.index, item.key, item.parent, offset, length, generation, ours.pool)
 
 
 def truncated(transfer: Transfer, items: int, blocks_per_chunk: int) -> Transfer:

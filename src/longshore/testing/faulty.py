@@ -120,7 +120,7 @@ class FaultyTier(Tier):
     def __init__(self, inner: Tier, plan: FaultPlan, arena: Arena) -> None:
         self.inner = inner
         self.name = inner.name
-        self.slots = inner.slots
+        self.slabs = inner.slabs
         self.image_bytes = inner.image_bytes
         self.fired: Counter[Fault] = Counter()
         self._plan = plan
@@ -138,7 +138,7 @@ class FaultyTier(Tier):
         if self._closed:
             raise TierClosedError("the tier was closed")
         check_batch(
-            batch, deadline, slots=self.slots, image_bytes=self.image_bytes, arena_bytes=self._arena.array.nbytes
+            batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=self._arena.array.nbytes
         )
         now = time.monotonic()
         books = Batch(self._tickets, batch, deadline, now)

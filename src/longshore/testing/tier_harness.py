@@ -62,7 +62,7 @@ class TierHarness:
         self._unclaimed: dict[int, TierResult] = {}
         self.arena = arena
         self.tier = open_tier()
-        self._image_bytes = self.tier.image_bytes
+        self._image_bytes = self.tier.image_bytes[0]
 
     def reopen(self) -> None:
         """Close the tier and open it again, as the next process would."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from longshore.boundary import Key, Status
+from longshore.slabs import Slabs
 
 
 class Op(enum.Enum):
@@ -35,9 +36,10 @@ class Op(enum.Enum):
 class TierOp(NamedTuple):
     """One image to move.
 
-    `slot` is the index in an owned tier. `offset` and `length` are bytes in the arena, and must lie within it;
-    `length` must not exceed the tier's `image_bytes`. A `READ` serves only bytes that were written under the same
-    `key` and `generation`; anything else ends as a status and leaves no promise about the destination's bytes.
+    `slot` is the index in an owned tier, `pool` its image size (`longshore.slabs`). `offset` and `length` are bytes in
+    the arena, and must lie within it; `length` must not exceed the pool's `image_bytes`. A `READ` serves only bytes
+    that were written under the same `key` and `generation`; anything else ends as a status and leaves no promise about
+    the destination's bytes. A `WRITE` gives the slab of its slot to its pool: what other pools had there is gone.
     """
 
     op: Op
@@ -47,6 +49,7 @@ class TierOp(NamedTuple):
     offset: int
     length: int
     generation: int
+    pool: int = 0
 
 
 class TierResult(NamedTuple):
@@ -61,11 +64,12 @@ class TierResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """What a tier that outlives the process found at start: `key` (child of `parent`) lies in `slot`."""
+    """What a tier that outlives the process found at start: `key` (child of `parent`) lies in `slot` of `pool`."""
 
     slot: int
     key: Key
     parent: Key | None
+    pool: int = 0
 
 
 class Tier(ABC):
@@ -73,11 +77,16 @@ class Tier(ABC):
 
     Thread-safe for one submitting and polling thread. `submit` validates the whole batch before it starts any of it
     and raises `TierError` on a bad slot, offset or length, or `TierClosedError` after `close`.
+
+    Attributes:
+        name: Of the tier, in routes and tables.
+        slabs: How its slots are numbered, and what each takes of its capacity.
+        image_bytes: Bytes of the longest image in a slot, by pool.
     """
 
     name: str
-    slots: int
-    image_bytes: int
+    slabs: Slabs
+    image_bytes: tuple[int, ...]
 
     @abstractmethod
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:

@@ -1,7 +1,7 @@
 """The host tier: slots for block images inside the arena itself.
 
     arena   │ ... │ slot 0 │ slot 1 │ ... │ slot n-1 │ ...
-                  base     base + image_bytes
+                  base     base + image_bytes                    (with one image size; `longshore.slabs` for several)
 
 Movers at the device's edge reach a slot by its arena offset (`HostTier.offset`) and need no `Tier` for that. As a
 `Tier` it copies between a slot and another range of the same arena, which makes it the reference that every other
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from longshore.boundary import HOST, Key, Status
 from longshore.errors import TierClosedError, TierError
+from longshore.slabs import I64, Slabs
 from longshore.tiers.arena import PAGE, Arena, ArenaReport
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
 from longshore.tiers.ops import Batch, check_batch, check_generation
@@ -24,46 +25,47 @@ from longshore.tiers.ops import Batch, check_batch, check_generation
 class _Content(NamedTuple):
     """What the last `WRITE` to a slot said it was."""
 
+    pool: int
     key: Key
     generation: int
     length: int
 
 
 class HostTier(Tier):
-    """`slots` images of `image_bytes` in `arena`, the first one at `base`.
+    """`slabs` of images in `arena`, from `base` on.
 
     Copies are done inside `submit`, in order, so `cancel` always comes too late. Keys are those of `WRITE`
     operations: what a mover puts into a slot by its offset is not known here, and a `READ` of it is a mismatch.
     """
 
-    def __init__(self, arena: Arena, *, slots: int, image_bytes: int, base: int = 0) -> None:
-        if slots <= 0:
-            raise TierError(f"a host tier needs at least one slot, got {slots}")
-        if image_bytes <= 0 or image_bytes % PAGE:
-            raise TierError(f"image_bytes must be a positive multiple of {PAGE}, got {image_bytes}")
+    def __init__(self, arena: Arena, slabs: Slabs, *, base: int = 0) -> None:
+        if slabs.slabs <= 0:
+            raise TierError(f"a host tier needs at least one slab, got {slabs.slabs}")
+        if any(size % PAGE for size in (slabs.slab_bytes, *slabs.image_bytes)):
+            raise TierError(f"slabs and images must be multiples of {PAGE} bytes, got {slabs}")
         if base < 0 or base % PAGE:
             raise TierError(f"base must be a non-negative multiple of {PAGE}, got {base}")
-        if base + slots * image_bytes > arena.nbytes:
-            raise TierError(
-                f"{slots} slots of {image_bytes} bytes at {base} need {base + slots * image_bytes} bytes, "
-                f"the arena has {arena.nbytes}"
-            )
+        if base + slabs.nbytes > arena.nbytes:
+            raise TierError(f"{slabs} at {base} need {base + slabs.nbytes} bytes, the arena has {arena.nbytes}")
         self.name = HOST
-        self.slots = slots
-        self.image_bytes = image_bytes
+        self.slabs = slabs
+        self.image_bytes = slabs.image_bytes
         self.arena = arena
         self._base = base
-        self._contents: list[_Content | None] = [None] * slots
+        self._contents: dict[int, dict[int, _Content]] = {}
+        """By slab, and by slot in it."""
         self._forgotten = 0
         self._tickets = 0
         self._results: list[TierResult] = []
         self._closed = False
 
-    def offset(self, slot: int) -> int:
-        """Arena offset of the first byte of `slot`."""
-        if not 0 <= slot < self.slots:
-            raise TierError(f"slot {slot} does not lie in [0, {self.slots})")
-        return self._base + slot * self.image_bytes
+    def offset(self, pool: int, index: int) -> int:
+        """Arena offset of the first byte of a slot. Raises `PlanError` if there is no such slot."""
+        return self._base + self.slabs.offset(pool, index)
+
+    def offsets(self, pool: int, indices: Sequence[int]) -> I64:
+        """The same for many slots of one pool: int64, shape `(len(indices),)`."""
+        return self._base + self.slabs.offsets(pool, indices)
 
     @property
     def report(self) -> ArenaReport:
@@ -75,7 +77,7 @@ class HostTier(Tier):
         if self._closed:
             raise TierClosedError("the host tier was closed")
         arena_bytes = self.arena.array.nbytes  # raises when the arena was closed under us
-        check_batch(batch, deadline, slots=self.slots, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
+        check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         for op in batch:
             self._check_outside_slots(op)
         now = time.monotonic()
@@ -113,23 +115,27 @@ class HostTier(Tier):
 
     def _check_outside_slots(self, op: TierOp) -> None:
         # A copy into our own slots would change one behind the back of the key that guards it.
-        end = self._base + self.slots * self.image_bytes
+        end = self._base + self.slabs.nbytes
         if op.offset < end and op.offset + op.length > self._base:
             raise TierError(
                 f"bytes [{op.offset}, {op.offset + op.length}) overlap the tier's own slots [{self._base}, {end})"
             )
 
     def _read(self, op: TierOp) -> Status:
-        if op.generation < self._forgotten or self._contents[op.slot] != _Content(op.key, op.generation, op.length):
+        found = self._contents.get(self.slabs.slab_of(op.slot), {}).get(op.slot)
+        if op.generation < self._forgotten or found != _Content(op.pool, op.key, op.generation, op.length):
             return Status.MISMATCH
-        self._copy(op.offset, self.offset(op.slot), op.length)
+        self._copy(op.offset, self.offset(op.pool, op.slot), op.length)
         return Status.OK
 
     def _write(self, op: TierOp) -> Status:
         if op.generation < self._forgotten:
             return Status.CANCELLED  # nobody could ever read it
-        self._contents[op.slot] = _Content(op.key, op.generation, op.length)
-        self._copy(self.offset(op.slot), op.offset, op.length)
+        slab = self._contents.setdefault(self.slabs.slab_of(op.slot), {})
+        if any(content.pool != op.pool for content in slab.values()):
+            slab.clear()
+        slab[op.slot] = _Content(op.pool, op.key, op.generation, op.length)
+        self._copy(self.offset(op.pool, op.slot), op.offset, op.length)
         return Status.OK
 
     def _copy(self, destination: int, source: int, length: int) -> None:

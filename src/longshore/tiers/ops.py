@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 
 from longshore.boundary import Status
-from longshore.errors import TierError
+from longshore.errors import PlanError, TierError
+from longshore.slabs import Slabs
 from longshore.tiers.base import Op, TierOp, TierResult
 
 KEY_BYTES = 32
@@ -22,14 +23,16 @@ KEY_BYTES = 32
 MAX_GENERATION = 2**64 - 1
 
 
-def check_batch(batch: Sequence[TierOp], deadline: float, *, slots: int, image_bytes: int, arena_bytes: int) -> None:
+def check_batch(
+    batch: Sequence[TierOp], deadline: float, *, slabs: Slabs, image_bytes: Sequence[int], arena_bytes: int
+) -> None:
     """Raise `TierError` unless every operation of `batch` can be begun."""
     if math.isnan(deadline):
         raise TierError("the deadline must be a clock reading, got NaN")
     for index, op in enumerate(batch):
         try:
-            _check_op(op, slots, image_bytes, arena_bytes)
-        except TierError as error:
+            _check_op(op, slabs, image_bytes, arena_bytes)
+        except (TierError, PlanError) as error:
             raise TierError(f"operation {index} of {len(batch)}: {error}") from None
 
 
@@ -45,13 +48,12 @@ def check_digest(what: str, digest: bytes) -> None:
         raise TierError(f"{what} has {KEY_BYTES} bytes, got {digest!r}")
 
 
-def _check_op(op: TierOp, slots: int, image_bytes: int, arena_bytes: int) -> None:
+def _check_op(op: TierOp, slabs: Slabs, image_bytes: Sequence[int], arena_bytes: int) -> None:
     if not isinstance(op.op, Op):
         raise TierError(f"expected Op.READ or Op.WRITE, got {op.op!r}")
-    if not 0 <= op.slot < slots:
-        raise TierError(f"slot {op.slot} does not lie in [0, {slots})")
-    if not 0 < op.length <= image_bytes:
-        raise TierError(f"length {op.length} does not lie in [1, {image_bytes}]")
+    slabs.check(op.pool, op.slot)
+    if not 0 < op.length <= image_bytes[op.pool]:
+        raise TierError(f"length {op.length} does not lie in [1, {image_bytes[op.pool]}]")
     if op.offset < 0 or op.offset + op.length > arena_bytes:
         raise TierError(f"bytes [{op.offset}, {op.offset + op.length}) do not lie within an arena of {arena_bytes}")
     check_digest("a key", op.key)

@@ -16,15 +16,13 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, cast
 
-import numpy as np
-
 from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferResult, Urgency
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, Event
 from longshore.transfer.driver import Driver, Threads
 from longshore.transfer.hazards import Access, Hazards, Place
-from longshore.transfer.host_side import HostSlots, slots_of
+from longshore.transfer.host_side import HostSlots, check_room, images_of
 from longshore.transfer.inside import select_inside
 from longshore.transfer.job import Board, Job, Layered
 from longshore.transfer.lane import Lane
@@ -95,8 +93,9 @@ class TransferEngine:
             LayoutError: The host's slots are too small for an image.
             PlanError: A bound that is not positive.
         """
-        if host.image_bytes < layout.image_bytes:
-            raise LayoutError(f"an image has {layout.image_bytes} bytes, a host slot only {host.image_bytes}")
+        largest = max(host.slabs.image_bytes)
+        if largest < layout.image_bytes:
+            raise LayoutError(f"an image has {layout.image_bytes} bytes, a host slot only {largest}")
         if max_batch_bytes <= 0 or max_queued <= 0:
             raise PlanError(f"bounds must be positive, got max_batch_bytes={max_batch_bytes}, max_queued={max_queued}")
         self._layout = layout
@@ -109,7 +108,7 @@ class TransferEngine:
         self._layered = Layered()
         self._refused = 0
         places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
-        hazards = Hazards({**places, Place(HOST, 0): host.slots}, lanes=len(_DIRECTIONS) * len(Urgency))
+        hazards = Hazards({**places, Place(HOST, 0): host.slabs.indices}, lanes=len(_DIRECTIONS) * len(Urgency))
         self._board = Board(self._lock, self._lock.watch(hazards), clock, max_batch_bytes)
         self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._board) for into in _DIRECTIONS}
         for lane in self._lanes.values():
@@ -271,12 +270,12 @@ class TransferEngine:
             read = [Access(Place(DEVICE, pool), blocks, False) for pool, blocks in selection.sources().items()]
             written = [Access(Place(DEVICE, pool), blocks, True) for pool, blocks in selection.blocks().items()]
             return selection, read + written
-        slots = slots_of(transfer, self._host)
+        images = images_of(transfer, self._host)
         into = transfer.route.destination
         selection = select(
             self._layout,
             transfer.sections,
-            [self._host.offset(slot) for slot in slots],
+            images.offsets,
             into=into,
             host_address=self._host.arena.address,
             host_bytes=self._host.arena.nbytes,
@@ -284,5 +283,6 @@ class TransferEngine:
             layers=transfer.layers,
             tokens=transfer.tokens,
         )
+        check_room(self._layout, selection, images)
         device = [Access(Place(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in selection.blocks().items()]
-        return selection, [*device, Access(Place(HOST, 0), np.array(slots, dtype=np.int64), into == HOST)]
+        return selection, [*device, Access(Place(HOST, 0), images.touched, into == HOST)]

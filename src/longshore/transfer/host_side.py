@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from longshore.boundary import HOST, Slot, Transfer
+import numpy as np
+
+from longshore.boundary import HOST, Items, Slot, Slots, Transfer
 from longshore.errors import PlanError
-from longshore.transfer.selection import Selection
+from longshore.layout.model import KVLayout
+from longshore.slabs import I64, Slabs
+from longshore.transfer.selection import Selection, repeated
 
 
 class HostMemory(Protocol):
@@ -30,29 +35,76 @@ class HostSlots(Protocol):
         """Where the slots are."""
 
     @property
-    def slots(self) -> int:
-        """How many there are."""
+    def slabs(self) -> Slabs:
+        """How they are numbered, and the bytes of their images."""
 
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of one."""
-
-    def offset(self, slot: int, /) -> int:
-        """Bytes from the start of the arena to `slot`."""
+    def offsets(self, pool: int, indices: Sequence[int], /) -> I64:
+        """Bytes from the start of the arena to each of these slots; `PlanError` if one does not exist."""
 
 
-def slots_of(transfer: Transfer, host: HostSlots) -> list[int]:
-    """Index of each item's host slot; `PlanError` for an item that is not between a host slot and the device."""
-    slots = []
-    for index, item in enumerate(transfer.items):
-        sides = (item.destination, item.source)
-        slot, device = sides if transfer.route.destination == HOST else sides[::-1]
-        if device is not None or not isinstance(slot, Slot) or (slot.tier, slot.pool) != (HOST, 0):
-            raise PlanError(f"item {index}: expected the device and a slot of host pool 0, got {device} and {slot}")
-        if not 0 <= slot.index < host.slots:
-            raise PlanError(f"item {index}: host slot {slot.index} does not lie in [0, {host.slots})")
-        slots.append(slot.index)
-    return slots
+class HostImages(NamedTuple):
+    """The images of one transfer in host memory.
+
+    Attributes:
+        offsets: int64, shape `(items,)`: bytes from the start of the arena to each image.
+        touched: int64: what they touch of the host's slots, as in `Slabs.touched`.
+        room: int64, shape `(items,)`: the bytes of the slot that each image lies in.
+    """
+
+    offsets: I64
+    touched: I64
+    room: I64
+
+
+def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
+    """Where each item's image lies; `PlanError` for an item that is not between a host slot and the device."""
+    pools = _slots_by_pool(transfer)
+    count = len(transfer.items)
+    offsets, room = np.empty(count, np.int64), np.empty(count, np.int64)
+    touched = [np.empty(0, np.int64)]
+    for pool, (items, indices) in pools.items():
+        offsets[items] = host.offsets(pool, indices)
+        room[items] = host.slabs.image_bytes[pool]
+        touched.append(host.slabs.touched(pool, indices))
+    together = np.concatenate(touched)
+    if len(pools) > 1 and repeated(together) is not None:
+        raise PlanError(f"images of several sizes in one slab: around slot {repeated(together)}")
+    return HostImages(offsets, together, room)
+
+
+def check_room(layout: KVLayout, selection: Selection, images: HostImages) -> None:
+    """Raise `PlanError` unless each image is in a slot that its group's images fit in."""
+    sizes = np.array([layout.image_bytes_of(group) for group in range(len(layout.groups))])
+    if len(images.room) and images.room.min() < sizes.max():
+        lacking = sizes[selection.item_groups] > images.room
+        if lacking.any():
+            item = int(lacking.argmax())
+            raise PlanError(
+                f"item {item}: an image of {sizes[selection.item_groups[item]]} bytes, in a slot of {images.room[item]}"
+            )
+
+
+def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Sequence[int]]]:
+    """By pool, the positions of the items that are in it, and the indices of their slots."""
+    into_host = transfer.route.destination == HOST
+    if isinstance(transfer.items, Items):
+        sides = (transfer.items.destination, transfer.items.source)
+        slots, device = sides if into_host else sides[::-1]
+        if device is not None or not isinstance(slots, Slots) or slots.tier != HOST:
+            raise PlanError(f"expected items between the device and host slots, got {device} and {slots}")
+        if len(slots.indices) != len(transfer.items):
+            raise PlanError(f"expected a slot for each of {len(transfer.items)} items, got {len(slots.indices)}")
+        return {slots.pool: (slice(None), slots.indices)}
+    pools: dict[int, tuple[list[int], list[int]]] = {}
+    for position, item in enumerate(transfer.items):
+        both = (item.destination, item.source)
+        slot, other = both if into_host else both[::-1]
+        if other is not None or not isinstance(slot, Slot) or slot.tier != HOST or not isinstance(slot.index, int):
+            raise PlanError(f"item {position}: expected the device and a host slot, got {other} and {slot}")
+        items, indices = pools.setdefault(slot.pool, ([], []))
+        items.append(position)
+        indices.append(slot.index)
+    return {pool: (items, indices) for pool, (items, indices) in pools.items()}
 
 
 def zero_padding(selection: Selection) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from longshore.boundary import FILE, Status
 from longshore.errors import FormatError, TierClosedError, TierError
+from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE, Arena, align
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
@@ -77,8 +78,8 @@ class FileTier(Tier):
         if threads <= 0:
             raise TierError(f"a file tier needs at least one thread, got {threads}")
         self.name = FILE
-        self.slots = slots
-        self.image_bytes = image_bytes
+        self.slabs = Slabs.of_one_size(PAGE + image_bytes, slots)
+        self.image_bytes = (image_bytes,)
         self.arena = arena
         self._scope = scope
         self._closed = False
@@ -103,7 +104,7 @@ class FileTier(Tier):
         """Queue `batch`. Generations above `generation` are refused: they have not been made known by `forget`."""
         self._check_open()
         arena_bytes = self.arena.array.nbytes  # raises when the arena was closed under us
-        check_batch(batch, deadline, slots=self.slots, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
+        check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         newest = max((op.generation for op in batch), default=0)
         if newest > self.generation:
             # Such a record would outlive a crash without its generation, and could be served after a later reset.
@@ -150,8 +151,9 @@ class FileTier(Tier):
         Reads headers only: an image that was torn in a crash is found when it is read.
         """
         self._check_open()
-        with ThreadPoolExecutor(min(_SCAN_THREADS, self.slots)) as pool:
-            ranges = [range(first, self.slots, _SCAN_THREADS) for first in range(min(_SCAN_THREADS, self.slots))]
+        slots = self.slabs.slabs
+        with ThreadPoolExecutor(min(_SCAN_THREADS, slots)) as pool:
+            ranges = [range(first, slots, _SCAN_THREADS) for first in range(min(_SCAN_THREADS, slots))]
             found = [header for headers in pool.map(self._scan, ranges) for header in headers]
         found.sort(key=lambda header: header.sequence)
         newest = {header.key: header for header in found}
@@ -167,25 +169,25 @@ class FileTier(Tier):
             raise TierClosedError(f"{self._directory.path}: the file tier was closed")
 
     def _open_segment(self) -> Segment:
-        path = self._directory.path
+        path, (image_bytes,) = self._directory.path, self.image_bytes
         found = self._directory.read_superblock()
         if found is None:
-            found = fmt.Superblock(self.slots, self.image_bytes, generation=0, opens=0)
+            found = fmt.Superblock(self.slabs.slabs, image_bytes, generation=0, opens=0)
             erase = True
         else:
-            erase = found.image_bytes != self.image_bytes
+            erase = found.image_bytes != image_bytes
             if erase:
                 _log.warning(
                     "%s held images of %d bytes; it starts empty, for images of %d bytes",
                     path,
                     found.image_bytes,
-                    self.image_bytes,
+                    image_bytes,
                 )
         if found.opens + 1 >= fmt.OPENS_LIMIT:
             raise FormatError(f"{path} was opened {found.opens} times, the most it can be; remove the directory")
         # The file first: whatever a crash leaves of it is a segment of the old geometry, at worst an empty one.
-        segment = Segment(self._directory, self.slots * self._stride, erase=erase)
-        self._superblock = fmt.Superblock(self.slots, self.image_bytes, found.generation, found.opens + 1)
+        segment = Segment(self._directory, self.slabs.slabs * self._stride, erase=erase)
+        self._superblock = fmt.Superblock(self.slabs.slabs, image_bytes, found.generation, found.opens + 1)
         try:
             self._directory.write_superblock(self._superblock)
         except BaseException:
@@ -197,7 +199,7 @@ class FileTier(Tier):
 
     @property
     def _stride(self) -> int:
-        return PAGE + self.image_bytes
+        return self.slabs.slab_bytes
 
     def _execute(self, op: TierOp, serial: int, worker: int) -> Status:
         if op.generation < self.generation:
@@ -278,7 +280,7 @@ class FileTier(Tier):
             header.scope == self._scope
             and header.generation == self.generation
             and header.slot == slot
-            and header.length <= self.image_bytes
+            and header.length <= self.image_bytes[0]
         )
 
 
