@@ -7,6 +7,7 @@ after each call that what the cache calls ready really is there.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from cache_movers import BAD, POISON, Job, Movers, Tag
-from cache_setup import FRESH, LOAD, WRITE, Call, Setup, above, chunks, depth, key, parent, path_of
+from cache_setup import FRESH, LOAD, PREFETCH, WRITE, Call, Setup, above, chunks, depth, key, parent, path_of
 
 from longshore.boundary import (
     DEVICE,
@@ -33,7 +34,17 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import DropReason, Hold, MissReason, Onboarding, Outcome, Resident, Retention, State
+from longshore.cache import (
+    DropReason,
+    Hold,
+    MissReason,
+    Onboarding,
+    Outcome,
+    PrefetchPolicy,
+    Resident,
+    Retention,
+    State,
+)
 from longshore.errors import CacheError
 
 
@@ -52,6 +63,17 @@ class ModelHold:
         self.sources: list[str] = []
         self.cut: list[MissReason] = []
         self.outcome: Outcome | None = None
+        self.deadline = 0.0
+        self.reading: tuple[int, ...] = ()
+        self.reading_until = 0.0
+        self.patient = False
+
+    def wants(self, read: int, now: float) -> bool:
+        """Whether this still waits for a job that reads into the host tier."""
+        joined = self.parts and self.outcome is None and now < self.deadline
+        return (read in self.reading and now < self.reading_until) or bool(
+            joined and any(read in part.transfer.after for part in self.parts)
+        )
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
         """Fix the outcome; the misses."""
@@ -95,6 +117,7 @@ class World:
         self.misses: Counter[MissReason] = Counter()
         self.hits: Counter[str] = Counter()
         self.last_job = 0
+        self.load_timeout = LOAD
         self.offers: list[Job] = []
         self.resident: dict[tuple[Key, str], Resident] = {}
         self.sound = True
@@ -163,7 +186,7 @@ class World:
         self.settle()
         return answer
 
-    def onboard(self, hold: Hold, count: int, skip: int, short: int) -> None:
+    def onboard(self, hold: Hold, count: int, skip: int, short: int, timeout: float | None = None) -> None:
         """Onboard the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
         model, per_chunk = self.holds[hold], self.setup.per_chunk
         blocks = self.take_blocks(count * per_chunk - skip - short)
@@ -174,7 +197,9 @@ class World:
         leading = next((i for i, each in enumerate(readable) if not each), count)
         sources = [HOST if self.is_ready(each, HOST) else FILE for each in keys[:leading]]
         before, free = dict(self.resident), self.free(HOST)
-        answer: Onboarding = self.call("onboard", hold, tuple(blocks), skip=skip)
+        self.load_timeout = timeout or LOAD
+        model.deadline = self.now + self.load_timeout
+        answer: Onboarding = self.call("onboard", hold, tuple(blocks), skip=skip, timeout=timeout)
         assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
         for each in keys[answer.chunks : leading]:
             model.cut.append(MissReason.BEHIND if (each, HOST) in before else MissReason.NO_ROOM)
@@ -195,16 +220,31 @@ class World:
             self.conclude(model, MissReason.CANCELLED)
         self.check()
 
-    def prefetch(self, hold: Hold) -> tuple[int, ...]:
-        """Held chunks come up from the file tier; what only it has, and nothing else."""
-        cold = [each for each in self.holds[hold].keys if (each, HOST) not in self.resident]
-        jobs: tuple[int, ...] = self.call("prefetch", hold)
+    def prefetch(
+        self, hold: Hold, policy: PrefetchPolicy | None = None, timeout: float | None = None
+    ) -> tuple[int, ...]:
+        """Held chunks come up from the file tier; what only it has, and nothing else. What is coming is joined."""
+        model = self.holds[hold]
+        cold = [each for each in model.keys if (each, HOST) not in self.resident]
+        coming = {each for each in model.keys if self.is_coming(each)}
+        before = set(self.jobs)
+        jobs: tuple[int, ...] = self.call("prefetch", hold, policy=policy, timeout=timeout)
+        model.reading, model.reading_until = jobs, self.now + (timeout or PREFETCH)
+        if policy is not PrefetchPolicy.TIMEOUT:
+            model.reading_until = self.now + LOAD
+        model.patient = policy in (PrefetchPolicy.WAIT, PrefetchPolicy.TIMEOUT)
         self.carry()
-        coming = [item.key for job in jobs for item in self.jobs[job].transfer.items]
-        assert coming == cold[: len(coming)]
-        assert all(self.jobs[job].transfer.urgency is Urgency.PREFETCH for job in jobs)
+        ordered = [item.key for job in jobs if job not in before for item in self.jobs[job].transfer.items]
+        joined = {item.key for job in jobs if job in before for item in self.jobs[job].transfer.items}
+        assert ordered == cold[: len(ordered)]
+        assert coming <= joined
+        assert all(self.jobs[job].transfer.urgency is Urgency.PREFETCH for job in jobs if job not in before)
         self.check()
         return jobs
+
+    def is_coming(self, of: Key) -> bool:
+        """Whether `of` could be read, and is on its way into the host tier."""
+        return all(map(self.is_ready, above(of))) and not self.is_ready(of, HOST) and (of, HOST) in self.resident
 
     def give_up(self, hold: Hold) -> None:
         model = self.holds[hold]
@@ -338,6 +378,7 @@ class World:
                 self.misses.update([MissReason.CANCELLED] * sum(len(job.told) for job in model.parts) + model.cut)
             if model.onboarded:
                 model.outcome = Outcome(0, ())
+            model.reading = ()
         self.peeks = [(each, True) for each, _ in self.peeks]
         assert not self.cache.residents()
         self.settle()
@@ -354,9 +395,13 @@ class World:
         assert done == (not self.jobs)
         return bool(done)
 
-    def tick(self) -> None:
-        self.now += 1.0
+    def tick(self, seconds: float = 1.0) -> None:
+        """Time passes. Whoever's time is over has what has arrived, whatever is still under way."""
+        self.now += seconds
         self.call("tick", self.now)
+        for model in self.holds.values():
+            if model.onboarded and model.outcome is None and model.deadline <= self.now:
+                self.conclude(model, MissReason.DEADLINE)
         self.settle()
 
     # ------------------------------------------------------------------ movers
@@ -366,11 +411,17 @@ class World:
         match command:
             case Cancel():
                 assert 0 < command.job <= self.last_job
+                self.check_cancel(command.job)
             case Forget():
                 assert command.generation == self.generation
             case Transfer():
                 self.check_transfer(command, commanded)
                 self.movers.begin(command)
+
+    def check_cancel(self, job: int) -> None:
+        """Nobody waits for what is called off, unless it is of an earlier generation."""
+        if job in self.jobs and self.jobs[job].transfer.generation == self.generation:
+            assert not any(model.wants(job, self.now) for model in self.holds.values())
 
     def check_transfer(self, t: Transfer, commanded: bool) -> None:
         assert t.job not in self.jobs
@@ -379,7 +430,8 @@ class World:
         writing = t.urgency is Urgency.WRITE
         assert writing == (str(t.route) in ("device->host", "host->file"))
         assert str(t.route) in self.cache.counters.routes
-        assert t.deadline == self.now + (WRITE if writing else LOAD)
+        timeout = WRITE if writing else self.load_timeout if t.route.destination == DEVICE else math.inf
+        assert t.deadline == self.now + timeout
         assert t.items
         if commanded:
             assert len(t.sections) == (1 if DEVICE in t.route else 0)
@@ -585,6 +637,10 @@ class World:
         for hold, model in self.holds.items():
             if model.onboarded:
                 assert self.cache.outcome(hold) == model.outcome
+            waits = model.patient and self.now < model.reading_until and any(job in self.jobs for job in model.reading)
+            warm = [self.is_ready(each, HOST) and all(map(self.is_ready, above(each))) for each in model.keys]
+            leading = next((i for i, each in enumerate(warm) if not each), len(warm))
+            assert self.cache.prefetched(hold) == (None if waits else leading)
         for job in self.jobs.values():
             if job.transfer.route.destination == FILE:
                 assert self.writing(job.transfer.route) <= self.setup.max_writes

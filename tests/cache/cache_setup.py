@@ -14,7 +14,7 @@ from longshore.cache.eviction import ARC, LRU
 from longshore.errors import CacheError
 
 IMAGE_BYTES = 4096
-LOAD, WRITE = 10.0, 60.0
+LOAD, WRITE, PREFETCH = 10.0, 60.0, 2.0
 FRESH = "zyxwvuts"
 """A path that no rule uses, for the end of a run."""
 
@@ -76,6 +76,7 @@ class Setup(NamedTuple):
             ranks=self.ranks,
             offload=WritePolicy(self.offload),
             backup=WritePolicy(self.backup),
+            prefetch_timeout=PREFETCH,
             load_timeout=LOAD,
             write_timeout=WRITE,
             max_writes=self.max_writes,

@@ -1,10 +1,11 @@
 """From a match to device blocks: joining, cutting, failing, giving up. The model checks each outcome, too."""
 
 import gc
+import math
 
 import pytest
 from cache_model import World
-from cache_setup import LOAD, Setup, key, path_of
+from cache_setup import Setup, key, path_of
 
 from longshore.boundary import FILE, HOST, Cancel, Status, TransferResult, Urgency
 from longshore.cache import Hold, MissReason, Run, TieredCache, TierSpec, loading
@@ -82,7 +83,7 @@ def test_a_chunk_in_the_file_comes_through_the_host_tier() -> None:
     assert copying.transfer.after == (reading.transfer.job,)
     assert [i.destination for i in reading.transfer.items] == [i.source for i in copying.transfer.items]
     assert reading.transfer.urgency is copying.transfer.urgency is Urgency.DEMAND
-    assert reading.transfer.deadline == LOAD
+    assert reading.transfer.deadline == math.inf  # others may join it: who waits, and until when, is the cache's
     assert world.runnable() == [(reading, 0)]
 
 

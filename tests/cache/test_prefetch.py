@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from cache_model import World
-from cache_setup import Setup, chunks, key
+from cache_setup import LOAD, Setup, chunks, key
 
-from longshore.boundary import FILE, HOST, Cancel, Status, Transfer, Urgency
-from longshore.cache import Hold
+from longshore.boundary import FILE, HOST, Cancel, Status, Transfer, TransferResult, Urgency
+from longshore.cache import CacheSettings, Hold, MissReason, PrefetchPolicy, TieredCache, TierSpec
 from longshore.errors import CacheError, HoldError
 
 BOTH = Setup(host=4, file=8, backup="write_through")
@@ -110,3 +112,167 @@ def test_asleep_nothing_touches_the_device_and_the_tiers_stay() -> None:
     world.release(hold)
     world.release(other)
     world.drain()
+
+
+def called_off(world: World) -> list[int]:
+    """Jobs that were called off since the last time."""
+    return [command.job for command in world.call("take") if isinstance(command, Cancel)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ends"), [(PrefetchPolicy.BEST_EFFORT, 0.0), (PrefetchPolicy.WAIT, LOAD), (PrefetchPolicy.TIMEOUT, 3.0)]
+)
+def test_how_long_a_request_waits_for_its_prefetch_is_its_policy(policy: PrefetchPolicy, ends: float) -> None:
+    world, hold = cold("ab")
+    (job,) = world.prefetch(hold, policy, 3.0 if policy is PrefetchPolicy.TIMEOUT else None)
+    if ends:
+        world.tick(ends - 0.5)
+        assert world.cache.prefetched(hold) is None
+        world.call("tick", ends)
+        assert called_off(world) == [job]  # its time is over, whatever the mover does
+    assert world.cache.prefetched(hold) == 0
+    assert world.cache.in_flight(job)
+    assert world.where("ab") == {HOST: "filling", FILE: "ready"}
+    world.now = ends
+    world.look()
+    world.settle_all()  # it was too late to stop it
+    assert world.cache.prefetched(hold) == 2
+    world.release(hold)
+    world.drain()
+
+
+def test_a_patient_request_waits_no_longer_when_all_is_there() -> None:
+    world, hold = cold("ab")
+    world.prefetch(hold, PrefetchPolicy.WAIT)
+    assert world.cache.prefetched(hold) is None
+    world.settle_all()
+    assert world.cache.prefetched(hold) == 2
+
+
+def test_what_the_cache_prefetches_by_is_a_setting() -> None:
+    cache = TieredCache(
+        [TierSpec(HOST, 2, 1), TierSpec(FILE, 2, 1)], CacheSettings(prefetch=PrefetchPolicy.TIMEOUT, prefetch_timeout=3)
+    )
+    cache.adopt(FILE, [(0, key("a"), None)])
+    hold = cache.match([key("a")], 0.0).hold
+    assert hold is not None
+    cache.prefetch(hold)
+    cache.tick(2.5)
+    assert cache.prefetched(hold) is None
+    cache.tick(3.0)
+    assert cache.prefetched(hold) == 0
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "1"])
+def test_a_timeout_is_a_positive_number_of_seconds(timeout: float) -> None:
+    world, hold = cold("a")
+    world.refused(CacheError, "prefetch", hold, policy=PrefetchPolicy.TIMEOUT, timeout=timeout)
+    world.refused(CacheError, "onboard", hold, (0,), timeout=timeout)
+
+
+def test_only_one_policy_has_a_timeout() -> None:
+    world, hold = cold("a")
+    world.refused(CacheError, "prefetch", hold, policy=PrefetchPolicy.WAIT, timeout=1.0)
+    world.refused(CacheError, "prefetch", hold, timeout=1.0)
+
+
+def test_a_prefetch_that_two_have_joined_outlives_the_one_that_began_it() -> None:
+    world, first = cold("ab")
+    (job,) = world.prefetch(first, PrefetchPolicy.TIMEOUT, 5.0)
+    world.tick(3.0)
+    second = world.match("ab", 0, "another")
+    assert second is not None
+    assert world.prefetch(second, PrefetchPolicy.TIMEOUT, 4.0) == (job,)
+    world.call("tick", 5.0)
+    assert called_off(world) == []
+    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (0, None)
+    world.call("abort", "request")
+    assert called_off(world) == []
+    world.call("tick", 7.0)
+    assert called_off(world) == [job]
+    assert world.cache.prefetched(second) == 0
+
+
+def test_an_onboarding_keeps_a_prefetch_alive_whose_request_has_gone() -> None:
+    world, first = cold("ab")
+    (job,) = world.prefetch(first)
+    second = world.match("ab", 0, "another")
+    assert second is not None
+    world.onboard(second, 2, 0, 0)
+    world.release(first)
+    world.end(world.jobs[job])
+    world.settle_all()
+    assert world.cache.outcome(second) == (2, (FILE,) * 2)
+
+
+def test_each_waiter_of_a_load_has_a_deadline_of_its_own() -> None:
+    world, first = cold("ab")
+    world.onboard(first, 2, 0, 0, 2.0)
+    world.tick(1.0)
+    second = world.match("ab", 0, None)
+    assert second is not None
+    world.onboard(second, 2, 0, 0, 5.0)
+    (read,) = world.on("file->host")
+    world.tick(1.0)
+    assert world.cache.outcome(first) == (0, ())  # at the tick, and the mover has said nothing yet
+    assert world.cache.outcome(second) is None
+    assert world.cache.in_flight(read.transfer.job)
+    world.end(read)
+    world.settle_all()
+    assert world.cache.outcome(second) == (2, (FILE,) * 2)
+    assert world.cache.counters.misses[MissReason.DEADLINE] == 2
+    world.release(first)
+    world.release(second)
+    world.drain()
+
+
+@pytest.mark.parametrize("leave", ["give_up", "release"])
+def test_a_load_that_was_given_up_is_left_to_others_until_its_own_deadline(leave: str) -> None:
+    world, hold = cold("ab")
+    world.onboard(hold, 2, 0, 0, 4.0)
+    (read,), (copy,) = world.on("file->host"), world.on("host->device")
+    world.call(leave, hold)
+    assert called_off(world) == [copy.transfer.job]
+    world.call("tick", 3.5)
+    assert called_off(world) == []
+    world.call("tick", 4.0)
+    assert called_off(world) == [read.transfer.job]
+    world.call("tick", 100.0)
+    assert called_off(world) == []
+
+
+def test_a_second_prefetch_takes_the_place_of_the_first() -> None:
+    world, hold = cold("ab")
+    (job,) = world.prefetch(hold, PrefetchPolicy.TIMEOUT, 1.0)
+    assert world.prefetch(hold, PrefetchPolicy.TIMEOUT, 3.0) == (job,)
+    world.call("tick", 2.0)
+    assert called_off(world) == []
+    assert world.cache.prefetched(hold) is None
+
+
+def test_nobody_waits_for_what_a_reset_has_made_worthless() -> None:
+    world, hold = cold("ab")
+    world.prefetch(hold, PrefetchPolicy.WAIT)
+    world.reset()
+    assert world.cache.prefetched(hold) == 0
+    world.release(hold)
+    world.drain()
+
+
+def test_waits_that_are_over_are_not_kept() -> None:
+    world, hold = cold("ab")
+    waits = world.cache._flow.waits
+    for _ in range(300):
+        each = world.cache.match(chunks("ab"), 0.0).hold
+        assert each is not None
+        world.cache.onboard(each, (0, 1), timeout=1000.0)
+        world.cache.give_up(each)
+        world.cache.release(each)
+    world.cache.take()
+    assert len(waits) == 300  # they have left their read to each other
+    (read, *copies) = world.cache._flow.jobs
+    for job in (read, *copies):
+        world.cache.apply([TransferResult(job, (Status.OK,) * 2)], 0.0)
+    assert len(waits) == 0
+    world.cache.onboard(hold, (0, 1))
+    assert len(waits._due) == 1

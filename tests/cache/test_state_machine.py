@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import EDGES, Hold, Retention, State
+from longshore.cache import EDGES, Hold, PrefetchPolicy, Retention, State
 from longshore.cache import loading as loading_module
 from longshore.errors import CacheError, HoldError, JobError
 
@@ -81,13 +81,19 @@ class Tiers(RuleBasedStateMachine):
         self.world.peek(key(path))
 
     @precondition(lambda self: any(not m.onboarded for m in self.world.holds.values()))
-    @rule(pick=small, leave=st.sampled_from((0, 0, 1, 2)), skip=st.integers(0, 1), short=st.integers(0, 1))
-    def onboard(self, pick: int, leave: int, skip: int, short: int) -> None:
+    @rule(
+        pick=small,
+        leave=st.sampled_from((0, 0, 1, 2)),
+        skip=st.integers(0, 1),
+        short=st.integers(0, 1),
+        timeout=st.sampled_from((None, None, 0.5, 3.0)),
+    )
+    def onboard(self, pick: int, leave: int, skip: int, short: int, timeout: float | None) -> None:
         """The held chunks, or some of them; with two blocks a chunk, also parts of the first and last."""
         holds = [hold for hold, model in self.world.holds.items() if not model.onboarded]
         hold = holds[pick % len(holds)]
         count, spare = max(1, len(self.world.holds[hold].keys) - leave), self.world.setup.per_chunk - 1
-        self.world.onboard(hold, count, skip * spare, short * spare)
+        self.world.onboard(hold, count, skip * spare, short * spare, timeout)
 
     @rule(path=long_paths, request=st.sampled_from(REQUESTS))
     def match_and_onboard(self, path: str, request: str | None) -> None:
@@ -107,10 +113,11 @@ class Tiers(RuleBasedStateMachine):
             self.world.onboard(hold, len(self.world.holds[hold].keys), skip, 0)
 
     @precondition(lambda self: self.world.holds)
-    @rule(pick=small)
-    def prefetch(self, pick: int) -> None:
+    @rule(pick=small, policy=st.sampled_from((None, *PrefetchPolicy)), timeout=st.sampled_from((None, 0.5, 3.0)))
+    def prefetch(self, pick: int, policy: PrefetchPolicy | None, timeout: float | None) -> None:
         holds = list(self.world.holds)
-        self.world.prefetch(holds[pick % len(holds)])
+        timed = policy is PrefetchPolicy.TIMEOUT
+        self.world.prefetch(holds[pick % len(holds)], policy, timeout if timed else None)
 
     @precondition(lambda self: any(m.onboarded for m in self.world.holds.values()))
     @rule(pick=small)
@@ -158,12 +165,16 @@ class Tiers(RuleBasedStateMachine):
 
     # life
 
-    @rule(what=st.sampled_from(("end_step", "end_step", "tick", "flush", "abort one", "abort two", "reset")))
+    @rule(
+        what=st.sampled_from(("end_step", "end_step", "tick 1", "tick 12", "flush", "abort one", "abort two", "reset"))
+    )
     def upkeep(self, what: str) -> None:
-        verb, _, request = what.partition(" ")
+        verb, _, word = what.partition(" ")
         if verb == "abort":
-            self.gone += [hold for hold, model in self.world.holds.items() if model.request == request]
-            self.world.abort(request)
+            self.gone += [hold for hold, model in self.world.holds.items() if model.request == word]
+            self.world.abort(word)
+        elif verb == "tick":
+            self.world.tick(float(word))
         else:
             getattr(self.world, verb)()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Item, Route, Slot, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, Hold, MissReason, TieredCache, TierSpec, WritePolicy, loading
+from longshore.cache import CacheSettings, Hold, MissReason, PrefetchPolicy, TieredCache, TierSpec, WritePolicy, loading
 from longshore.errors import CacheError, PlanError, TierClosedError, TierError
 from longshore.runtime import BackgroundLoop, Runtime, TierMover
 from longshore.slabs import Slabs
@@ -162,16 +162,47 @@ def test_what_has_not_begun_by_its_deadline_ends_then(rig: Rig) -> None:
     assert [r.slot.tier for r in rig.cache.residents()] == [FILE]
 
 
+def test_time_that_is_up_is_noticed_without_a_call_and_each_has_its_own(rig: Rig) -> None:
+    rig.store(path(2))
+    first = rig.load(path(2), [1, 2])
+    rig.now += 3.0
+    second = rig.load(path(2), [3, 4])
+    (read,) = rig.files.submitted
+    rig.now += 2.0
+    rig.runtime.pump()
+    assert rig.cache.outcome(first) == (0, ())
+    assert (rig.cache.outcome(second), rig.files.cancelled) == (None, [])
+    rig.now += 3.0
+    rig.runtime.pump()
+    assert rig.cache.outcome(second) == (0, ())
+    assert rig.files.cancelled == [read.job]
+    rig.files.end(Status.CANCELLED)
+    rig.check_idle()
+
+
+def test_a_prefetch_is_waited_for_as_its_policy_says(rig: Rig) -> None:
+    rig.store(path(2))
+    with rig.runtime.control() as cache:
+        hold = cache.match(path(2), rig.now).hold
+        assert hold is not None
+        cache.prefetch(hold)
+    assert rig.runtime.wait_prefetched(hold) == 0
+    with rig.runtime.control() as cache:
+        cache.prefetch(hold, policy=PrefetchPolicy.WAIT)
+    rig.files.end()
+    assert rig.runtime.wait_prefetched(hold) == 2
+    rig.check_idle()
+
+
 def test_what_was_cancelled_because_time_was_up_missed_its_deadline(rig: Rig) -> None:
     rig.store(path(2))
     hold = rig.load(path(2), [1, 2])
     rig.files.end()
     rig.runtime.pump()
     rig.now += 6.0
-    rig.runtime.pump()
-    assert rig.device.cancelled == [rig.device.submitted[0].job]
     rig.device.end(Status.OK, Status.CANCELLED)
     assert rig.runtime.wait_onboarded(hold, 0.0) == (1, (FILE,))
+    assert rig.device.cancelled == [rig.device.submitted[0].job]
     assert rig.misses() == {"deadline": 1}
     rig.check_idle()
 
@@ -182,7 +213,6 @@ def test_what_was_not_submitted_did_not_miss_a_deadline(rig: Rig) -> None:
     rig.files.end(Status.OK, Status.CORRUPT, Status.OK)
     rig.runtime.pump()
     rig.now += 6.0
-    rig.runtime.pump()
     rig.device.end(Status.CANCELLED)
     assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
     assert rig.misses() == {"deadline": 1, "corrupt": 1, "behind": 1}

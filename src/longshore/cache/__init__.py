@@ -23,6 +23,7 @@ from longshore.cache.types import (
     Run,
     TierStats,
 )
+from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Outcome",
     "Part",
     "Placement",
+    "PrefetchPolicy",
     "Presence",
     "Resident",
     "Retention",

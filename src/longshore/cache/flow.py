@@ -7,6 +7,7 @@ Which chunks are loaded or stored is decided in `longshore.cache.loading` and `l
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ from longshore.cache.jobs import Job, Load, Side
 from longshore.cache.settings import CacheSettings
 from longshore.cache.store import Store
 from longshore.cache.types import DropReason, RouteTotals
+from longshore.cache.waiting import Wait, Waits
 from longshore.errors import CacheError, JobError
 
 
@@ -44,6 +46,7 @@ class Flow:
         self.generation = generation
         self.jobs: dict[int, Job] = {}
         self.outbox: list[Command] = []
+        self.waits = Waits()
         self.now = 0.0
         self._last_id = 0
         self._valid = (1 << settings.blocks_per_chunk) - 1
@@ -59,6 +62,23 @@ class Flow:
         """Nobody waits for `load` any more. What is on its way into the host tier goes on, for the next one."""
         self.outbox += [Cancel(job.transfer.job) for job in load.pending]
 
+    def join(self, wait: Wait, slots: Sequence[int]) -> tuple[int, ...]:
+        """`wait` is also for what is on its way into these slots of the warmest tier; the jobs."""
+        writer = self.store.pools[0].writer
+        jobs = tuple(dict.fromkeys(writer[slot] for slot in slots if slot in writer)) if writer else ()
+        self.waits.join(wait, [self.jobs[job] for job in jobs])
+        return jobs
+
+    def leave(self, wait: Wait) -> None:
+        """A request waits no longer: reads that nobody else waits for are cancelled, and own their slots until then."""
+        for job in sorted(wait.jobs):
+            waits = self.jobs[job].waits
+            del waits[wait.number]
+            if not waits:
+                self.outbox.append(Cancel(job))
+        wait.jobs.clear()
+        self.waits.close(wait.number)
+
     def drop(self, tier: int, count: int, reason: DropReason) -> None:
         """Count chunks that `tier` did not take."""
         self.store.counters.drops[self.store.levels[tier].name][reason] += count
@@ -67,6 +87,7 @@ class Flow:
         """Begin a new generation: whatever is in flight changes nothing any more."""
         self.generation += 1
         self.store.clear()
+        self.waits.clear()
         self.outbox += [Cancel(job) for job in self.jobs]
         self.outbox.append(Forget(self.generation))
 
@@ -85,6 +106,7 @@ class Flow:
             self._count(job, result)
             if job.report(result):
                 self._finish(self.jobs.pop(result.job))
+                self.waits.ended(job)
                 if job.load is not None and job.load not in loads:
                     loads.append(job.load)
                 job.load = None  # which has this job among its parts: nothing shall be left to a garbage collector
@@ -151,16 +173,18 @@ class Flow:
         sections: tuple[Section, ...] = (),
         after: tuple[int, ...] = (),
         load: Load | None = None,
+        deadline: float = math.inf,
         by_layer: bool = False,
         prefetch: bool = False,
         command: bool = True,
     ) -> Job:
         """Register a job for chunks whose source slots are pinned and whose destinations are placed.
 
-        Without `command` the host knows of it already, and moves the bytes itself.
+        Without `command` the host knows of it already, and moves the bytes itself. Writes have a deadline of their own.
         """
         writing = destination is not None and (source is None or source.tier < destination.tier)
-        timeout = self.settings.write_timeout if writing else self.settings.load_timeout
+        if writing:
+            deadline = self.now + self.settings.write_timeout
         transfer = Transfer(
             job=job,
             route=Route(self._name(source and source.tier), self._name(destination and destination.tier)),
@@ -168,7 +192,7 @@ class Flow:
             sections=sections,
             by_layer=by_layer,
             urgency=Urgency.WRITE if writing else Urgency.PREFETCH if prefetch else Urgency.DEMAND,
-            deadline=self.now + timeout,
+            deadline=deadline,
             after=after,
             generation=self.generation,
             ranks=self.settings.ranks,

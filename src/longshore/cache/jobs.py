@@ -11,16 +11,19 @@ from typing import NamedTuple
 from longshore.boundary import Key, Status, Transfer, TransferResult
 from longshore.cache.store import Pin
 from longshore.cache.types import MissReason, Outcome
+from longshore.cache.waiting import Wait
 from longshore.errors import JobError
 
 
 class Load:
     """What a hold has ordered onto the device, in parts, and how far they have come.
 
-    `sources` names the tier that each chunk comes from; `cut` says why chunks behind them could not be ordered.
+    `sources` names the tier that each chunk comes from; `cut` says why chunks behind them could not be ordered; `wait`
+    is the number of the wait for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wait: int = 0) -> None:
+        self.wait = wait
         self.sources: list[str] = []
         self.cut: list[MissReason] = []
         self.parts: list[Job] = []
@@ -65,7 +68,7 @@ class Load:
 class Hold:
     """The control plane's side of a hold: the matched keys, and the pin on the node at which they end."""
 
-    __slots__ = ("keys", "load", "pin", "prefetches", "request", "start")
+    __slots__ = ("keys", "load", "pin", "prefetch", "request", "start")
 
     def __init__(self, keys: Sequence[Key], start: int, pin: Pin, request: str | None) -> None:
         self.keys = keys
@@ -73,7 +76,7 @@ class Hold:
         self.pin = pin
         self.request = request
         self.load: Load | None = None
-        self.prefetches: list[int] = []
+        self.prefetch: Wait | None = None
 
 
 class Side(NamedTuple):
@@ -86,10 +89,11 @@ class Side(NamedTuple):
 class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
-    It is `commanded` unless the host was offered the slots, and moves the bytes itself.
+    It is `commanded` unless the host was offered the slots, and moves the bytes itself. `waiting` are the ranks that
+    have not reported, `waits` those of requests for what this reads, by number.
     """
 
-    __slots__ = ("commanded", "destination", "load", "source", "statuses", "transfer", "waiting")
+    __slots__ = ("commanded", "destination", "load", "source", "statuses", "transfer", "waiting", "waits")
 
     def __init__(
         self,
@@ -107,6 +111,7 @@ class Job:
         self.commanded = commanded
         self.waiting = set(range(transfer.ranks))
         self.statuses = [Status.OK] * len(transfer.items)
+        self.waits: dict[int, Wait] = {}
 
     @property
     def arrived(self) -> bool:

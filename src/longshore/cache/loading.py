@@ -3,7 +3,7 @@
     file ──A──► host ──B──► device      B waits for A; a slot that is being filled already is joined
 
 The leading run that is in the host tier is one job that waits for nothing; the rest follows in batches, so that what
-has arrived by a deadline can be used.
+has arrived by a deadline can be used. Who waits for which read, and until when, stands in `longshore.cache.waiting`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from longshore.cache.index import ROOT
 from longshore.cache.jobs import Load, Side
 from longshore.cache.states import READY
 from longshore.cache.types import MissReason
+from longshore.cache.waiting import Wait
 
 LOAD_BATCH = 16
 """Chunks that one onboarding job waits for together: what has arrived by a deadline can be used."""
@@ -60,17 +61,20 @@ class Loading:
         blocks: Sequence[int],
         first_block: int,
         *,
+        timeout: float,
         tail: int = ROOT,
         held: int = 0,
         group: int = 0,
         by_layer: bool = False,
     ) -> Load:
-        """Order `keys` (as far as they are ready, and the host tier has room) into device `blocks`.
+        """Order `keys` (as far as they are ready, and the host tier has room) into device `blocks` within `timeout`.
 
         `first_block` is the logical index of `blocks[0]`, a block of the first chunk. `keys` are the first of `held`
         chunks that end at `tail`, if that is known and reachable.
         """
-        store, load = self._store, Load()
+        store, load = self._store, Load(self._flow.new_id())
+        wait = Wait(load.wait, self._flow.now + timeout, load, patient=True)
+        self._flow.waits.begin(wait)
         path = store.index.path(tail, held)[held - len(keys) :][::-1] if tail else store.index.readable(keys)
         tiers, slots, warm = self._pin(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
@@ -94,38 +98,9 @@ class Loading:
             above = keys[end - 1]
             per_chunk = self._flow.settings.blocks_per_chunk
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
-            self._order_batch(load, batch, Section(group, first_block, tuple(blocks[:taken])), by_layer=by_layer)
+            self._order_batch(load, wait, batch, Section(group, first_block, tuple(blocks[:taken])), by_layer=by_layer)
             blocks, first_block = blocks[taken:], first_block + taken
         return load
-
-    def prefetch(self, keys: Sequence[Key]) -> list[int]:
-        """Order what only colder tiers have of `keys` into the host tier, as far as clean room is there; the jobs."""
-        store, jobs = self._store, []
-        path = store.index.readable(keys)
-        cold = [i for i, node in enumerate(path) if store.index.slot[0][node] < 0]
-        store.log.by = keys[cold[0]] if cold else None
-        pins = [store.pin(path[-1])] if path else []
-        cold = cold[: store.make_room(0, len(cold), spare_dirty=True)]
-        for pin in pins:
-            store.unpin(pin)
-        for start in range(0, len(cold), LOAD_BATCH):
-            chosen = cold[start : start + LOAD_BATCH]
-            nodes, mine = [path[i] for i in chosen], [keys[i] for i in chosen]
-            above = [store.index.key[store.index.parent[node]] for node in nodes]
-            for tier in sorted({store.index.warmest_ready(node) for node in nodes}):
-                jobs.append(self._prefetch_from(tier, nodes, mine, above))
-        return jobs
-
-    def _prefetch_from(self, tier: int, nodes: Sequence[int], keys: Sequence[Key], above: Sequence[Key | None]) -> int:
-        store, job = self._store, self._flow.new_id()
-        ours = [i for i, node in enumerate(nodes) if store.index.warmest_ready(node) == tier]
-        sources = [store.index.slot[tier][nodes[i]] for i in ours]
-        for slot in sources:
-            store.pools[tier].readers[slot] += 1
-        slots = [store.place_copy(nodes[i], 0, job) for i in ours]
-        sides = Side(tier, sources), Side(0, slots)
-        self._flow.order(job, [keys[i] for i in ours], [above[i] for i in ours], *sides, prefetch=True)
-        return job
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Pin the copy that each reachable node is read from, or will be.
@@ -144,9 +119,9 @@ class Loading:
             pools[tier].readers[slots[i]] += 1
         return tiers, slots, warm
 
-    def _order_batch(self, load: Load, batch: Batch, section: Section, *, by_layer: bool) -> None:
+    def _order_batch(self, load: Load, wait: Wait, batch: Batch, section: Section, *, by_layer: bool) -> None:
         """Order one batch into the device blocks of `section`."""
-        host, names = self._store.pools[0], [level.name for level in self._store.levels]
+        names = [level.name for level in self._store.levels]
         warm = list(batch.slots)
         if batch.warm:
             load.sources += [names[0]] * len(warm)
@@ -154,7 +129,6 @@ class Loading:
             load.sources += [names[self._store.index.warmest_ready(node)] for node in batch.nodes]
             for tier in sorted({tier for tier in batch.tiers if tier}):
                 self._order_read(batch, tier, warm)
-        writer = host.writer
         load.parts.append(
             self._flow.order(
                 self._flow.new_id(),
@@ -163,8 +137,9 @@ class Loading:
                 Side(0, warm),
                 None,
                 sections=(section,),
-                after=tuple(dict.fromkeys(writer[slot] for slot in warm if slot in writer)) if writer else (),
+                after=self._flow.join(wait, warm),
                 load=load,
+                deadline=wait.deadline,
                 by_layer=by_layer,
             )
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from longshore.boundary import DEVICE, Cancel, Command, Key, Route, Slot, TransferResult
+from longshore.boundary import DEVICE, Command, Key, Route, Slot, TransferResult
 from longshore.cache.adopting import Found, adopt
 from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event, EventKind
@@ -23,6 +23,7 @@ from longshore.cache.holds import Holds
 from longshore.cache.jobs import Load
 from longshore.cache.loading import Loading
 from longshore.cache.pool import SlotPool
+from longshore.cache.prefetching import Prefetching
 from longshore.cache.resizing import resize
 from longshore.cache.retention import Retention
 from longshore.cache.retention import check as check_retention
@@ -43,6 +44,7 @@ from longshore.cache.types import (
     Run,
     TierStats,
 )
+from longshore.cache.waiting import PrefetchPolicy, seconds
 from longshore.cache.writing import WritePolicy
 from longshore.errors import CacheError, HoldError
 
@@ -66,6 +68,7 @@ class TieredCache:
         self._store = Store(levels, self.counters, backup_threshold=threshold, events=self.settings.events)
         self._flow = Flow(self._store, self.settings, generation)
         self._loading = Loading(self._flow)
+        self._prefetching = Prefetching(self._flow)
         self._storing = Storing(self._flow)
         self._holds = Holds(self._store)
         self._device = DeviceBlocks(self.settings.device_blocks)
@@ -124,7 +127,14 @@ class TieredCache:
         return Presence.READY if index.is_ready(node, 0) else Presence.COLDER
 
     def onboard(
-        self, hold: Hold, blocks: Sequence[int], *, skip: int = 0, group: int = 0, by_layer: bool = False
+        self,
+        hold: Hold,
+        blocks: Sequence[int],
+        *,
+        skip: int = 0,
+        group: int = 0,
+        by_layer: bool = False,
+        timeout: float | None = None,
     ) -> Onboarding:
         """Order the held chunks into device `blocks`; ends with `outcome(hold)`.
 
@@ -135,6 +145,8 @@ class TieredCache:
             skip: Leading sub-blocks of the first chunk that the device has already.
             group: The KV cache group that the keys and blocks are of.
             by_layer: Have each job go layer after layer, so that compute may begin before all have arrived.
+            timeout: Seconds after which what has arrived is the outcome, at the next `tick`, whatever the movers do
+                meanwhile; `settings.load_timeout` if it is `None`.
 
         Chunks for which the host tier cannot make room now are left out, and counted as misses.
         """
@@ -148,26 +160,35 @@ class TieredCache:
                 f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {len(record.keys)} held chunks"
             )
         self._device.check(blocks)
+        longest = seconds(timeout, self.settings.load_timeout)
         first_block, held = record.start * per_chunk + skip, len(record.keys)
         tail, wanted = record.pin.node, record.keys[:chunks]
         record.load = load = self._loading.load(
-            wanted, blocks, first_block, tail=tail, held=held, group=group, by_layer=by_layer
+            wanted, blocks, first_block, timeout=longest, tail=tail, held=held, group=group, by_layer=by_layer
         )
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
         return Onboarding(sum(part.chunks for part in parts), parts)
 
-    def prefetch(self, hold: Hold) -> tuple[int, ...]:
-        """Bring the held chunks into the host tier while their request waits; returns the jobs, which may be none.
+    def prefetch(
+        self, hold: Hold, *, policy: PrefetchPolicy | None = None, timeout: float | None = None
+    ) -> tuple[int, ...]:
+        """Bring the held chunks into the warmest tier while their request waits; returns the jobs, which may be none.
 
-        Best effort: nothing that is not backed up makes way. Whoever will not go on without them waits until no job is
-        `in_flight`, or for so long; `onboard` joins what is under way. Letting go of the hold cancels the rest.
+        `prefetched` says when the request need not wait any longer: by `policy`, `settings.prefetch` if it is `None`,
+        and `timeout` seconds, which only a policy of `TIMEOUT` has. Nothing that is not backed up makes way. What is on
+        its way for others is joined, as `onboard` joins this; what nobody else waits for is called off when the time
+        is over, or the hold is let go of. A second call takes the place of the first.
         """
-        record = self._holds.get(hold)
-        jobs = self._loading.prefetch(record.keys)
-        record.prefetches += jobs
-        return tuple(jobs)
+        return tuple(sorted(self._prefetching.prefetch(self._holds.get(hold), policy, timeout).jobs))
+
+    def prefetched(self, hold: Hold) -> int | None:
+        """How many of the held chunks lead that are in the warmest tier; `None` while the request is to wait for more.
+
+        It is to wait as long as the policy of its last `prefetch` says, and jobs of that are in flight.
+        """
+        return self._prefetching.progress(self._holds.get(hold))
 
     def outcome(self, hold: Hold) -> Outcome | None:
         """How the onboarding of `hold` ended; `None` while it has not. Raises `HoldError` if none was ordered."""
@@ -190,7 +211,8 @@ class TieredCache:
         if record.load is not None and record.load.outcome is None:
             self._flow.abandon(record.load)
             self._conclude(record.load, MissReason.CANCELLED)
-        self._flow.outbox += [Cancel(job) for job in record.prefetches if job in self._flow.jobs]
+        if record.prefetch is not None:
+            self._flow.leave(record.prefetch)
         self._holds.drop(hold)
 
     def abort(self, request: str) -> int:
@@ -323,7 +345,10 @@ class TieredCache:
         self._storing.clean()
 
     def tick(self, now: float) -> None:
-        """Time has passed: order what is due."""
+        """Time has passed: order what is due, and end the waits whose deadline has come.
+
+        Their movers are told, and own their slots until they end.
+        """
         self._advance(now)
         self._storing.clean()
 
@@ -380,11 +405,17 @@ class TieredCache:
         self._flow.now = self._store.log.now = max(self._flow.now, now)
         if self._store.retention.used:
             self._store.retention.expire(self._flow.now)
+        for wait in self._flow.waits.due(self._flow.now):
+            if wait.load is not None and wait.load.outcome is None:
+                self._flow.abandon(wait.load)
+                self._conclude(wait.load, MissReason.DEADLINE)
+            self._flow.leave(wait)
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self.counters.misses.update(load.conclude(unfinished))
         if load.outcome is not None:
             self.counters.hits.update(load.outcome.sources)
+        self._flow.waits.close(load.wait)
 
     def _tier(self, name: str) -> int:
         for tier, level in enumerate(self._store.levels):

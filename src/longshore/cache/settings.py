@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from longshore.cache.eviction import ARC, EvictionPolicy
 from longshore.cache.retention import HIGHEST_PRIORITY
+from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy
 from longshore.errors import CacheError
 
@@ -22,8 +24,10 @@ class CacheSettings:
         threshold: How often a chunk is offered, or used, before a selective write policy copies it.
         prompt_only: Whether chunks behind the prompt are left out of offloads.
         priority_floor: The least priority that is offloaded.
-        load_timeout: Seconds after which a load that has not begun is not worth beginning.
-        write_timeout: The same for writes.
+        prefetch: How long a request waits for its prefetch, unless it says otherwise.
+        prefetch_timeout: Seconds after which it waits no longer, if that is a policy of `TIMEOUT`.
+        load_timeout: Seconds after which a load is given up.
+        write_timeout: Seconds after which a write that has not begun is not worth beginning.
         max_writes: Chunks in flight per write route; more are dropped (offloads) or left for later (backups).
         events: Events to keep for a reader (`TieredCache.events`); none are recorded at zero.
         device_blocks: Blocks of the device pool, to check ids against; `None` leaves that to the data plane.
@@ -36,6 +40,8 @@ class CacheSettings:
     threshold: int = 2
     prompt_only: bool = False
     priority_floor: int = 0
+    prefetch: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
+    prefetch_timeout: float = 1.0
     load_timeout: float = 10.0
     write_timeout: float = 60.0
     max_writes: int = 1024
@@ -47,6 +53,8 @@ class CacheSettings:
             raise CacheError(f"blocks_per_chunk, ranks and max_writes are at least 1, got {self}")
         if WritePolicy.SELECTIVE in (self.offload, self.backup) and self.threshold < 2:
             raise CacheError(f"a selective policy has a threshold of 2 or more, got {self.threshold}")
+        if not all(0 < each < math.inf for each in (self.prefetch_timeout, self.load_timeout, self.write_timeout)):
+            raise CacheError(f"timeouts are positive numbers of seconds, got {self}")
         if not 0 <= self.priority_floor <= HIGHEST_PRIORITY:
             raise CacheError(f"priority_floor lies in [0, {HIGHEST_PRIORITY}], got {self.priority_floor}")
 

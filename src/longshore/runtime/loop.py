@@ -10,6 +10,7 @@ that chains go on between an engine's steps. Either way one lock guards the cach
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,12 @@ class Runtime:
             self._pump()
         return outcome
 
+    def wait_prefetched(self, hold: Hold) -> int:
+        """Wait for the prefetch of `hold`, as its policy says; how many of the held chunks lead in the warmest tier."""
+        self._wait(lambda: self._cache.prefetched(hold) is not None, math.inf)
+        with self._lock:
+            return self._cache.prefetched(hold) or 0
+
     def in_flight(self, job: int) -> bool:
         """Whether `job` has not ended; nothing is, once the runtime is closed."""
         with self._lock:
@@ -166,18 +173,20 @@ class Runtime:
             nap = min(2 * nap, longest)
 
     def _pump(self) -> None:
+        commands = self._cache.take()
         while True:
-            for command in self._cache.take():
+            for command in commands:
                 self._dispatch(command)
             now = self.clock()
             self._expire(now)
             for mover in self._movers:
                 for result in mover.poll():
                     self._collect(result)
-            if not self._results:
-                return
             results, self._results = self._results, []
-            self._cache.apply(results, now)
+            self._cache.apply(results, now)  # of none, too: deadlines pass all the same
+            commands = self._cache.take()
+            if not results and not commands:
+                return
             self._failures = {job: slots for job, slots in self._failures.items() if job in self._running}
 
     def _dispatch(self, command: Command) -> None:
@@ -193,7 +202,7 @@ class Runtime:
             case Cancel():
                 if command.job in self._waiting:
                     self._end_waiting(command.job, Status.CANCELLED)
-                elif command.job in self._running:
+                elif command.job in self._running and not self._running[command.job].expired:
                     self._running[command.job].mover.cancel(command.job)
             case Forget():
                 for tier in self._tiers:
