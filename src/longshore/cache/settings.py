@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from longshore.cache.eviction import ARC, EvictionPolicy
+from longshore.cache.eviction import DEFAULT_POLICY, EvictionPolicy
 from longshore.cache.retention import HIGHEST_PRIORITY
 from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy
@@ -66,4 +66,4 @@ class TierSpec:
     name: str
     slots: int
     image_bytes: int
-    policy: type[EvictionPolicy] = ARC
+    policy: type[EvictionPolicy] = DEFAULT_POLICY

@@ -10,6 +10,7 @@ from longshore import __version__
 from longshore.cli.bench import bench
 from longshore.cli.demo import demo
 from longshore.cli.explain import explain
+from longshore.cli.replay import replay
 from longshore.errors import LongshoreError
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(explain)
+app.command()(replay)
 app.add_typer(bench)
 
 

@@ -4,4 +4,10 @@ from longshore.cache.eviction.arc import ARC
 from longshore.cache.eviction.base import EvictionPolicy
 from longshore.cache.eviction.lru import LRU
 
-__all__ = ["ARC", "LRU", "EvictionPolicy"]
+POLICIES: dict[str, type[EvictionPolicy]] = {"arc": ARC, "lru": LRU}
+"""Every policy that a tier can have, by the name that users write."""
+
+DEFAULT_POLICY: type[EvictionPolicy] = ARC
+"""What a tier has when nothing is said."""
+
+__all__ = ["ARC", "DEFAULT_POLICY", "LRU", "POLICIES", "EvictionPolicy"]

@@ -133,7 +133,12 @@ def known(node: int) -> CacheError:
 
 def check_new(place: bytearray, nodes: Sequence[int]) -> None:
     """Raise `CacheError` if one of `nodes` is in already, by its mark in `place`, or twice among them, or no node."""
-    if nodes and (min(nodes) < LISTS or marks(place)[np.array(nodes, np.int32)].any() or len(set(nodes)) < len(nodes)):
+    if len(nodes) == 1:
+        if nodes[0] < LISTS or place[nodes[0]]:
+            raise known(nodes[0])
+    elif nodes and (
+        min(nodes) < LISTS or marks(place)[np.array(nodes, np.int32)].any() or len(set(nodes)) < len(nodes)
+    ):
         raise known(next(node for i, node in enumerate(nodes) if node < LISTS or place[node] or node in nodes[:i]))
 
 

@@ -1,0 +1,121 @@
+"""The plain policy experiment: one tier of so many blocks, an eviction policy, and no time.
+
+    request   b0  b1  b2  b3        hits: the leading run that is resident, before anything of the request is done
+              ◄── access ────       then the policy sees each of its blocks, the last one first, one by one
+
+An access to a resident block is a use. Any other makes room, if there is none, and brings the block in. Nothing is
+held, and there are never more blocks than slots. What drives the policies is their own interface, in the way in which
+the cache does: a block that is brought in gets a number that is free, so nothing can be remembered by numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from longshore.cache.chains import LISTS
+from longshore.cache.eviction.base import EvictionPolicy
+from longshore.errors import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """What an experiment found: leading resident blocks, of all blocks that requests referred to."""
+
+    requests: int
+    block_refs: int
+    hits: int
+
+    @property
+    def ratio(self) -> float:
+        """Hits per block reference; 0 without any."""
+        return self.hits / self.block_refs if self.block_refs else 0.0
+
+
+class Experiment:
+    """A tier of `slots` slots, empty at the start, under policy `kind`. Memory grows with the slots that are used."""
+
+    def __init__(self, kind: type[EvictionPolicy], slots: int) -> None:
+        if slots < 1:
+            raise TraceError(f"expected a capacity of at least one block, got {slots}")
+        self._names = np.empty(LISTS, object)
+        self.policy = kind(slots, self._names)
+        self._slots = slots
+        self._free: list[int] = []
+        self._node: dict[int, int] = {}
+        self._block = [-1] * LISTS
+        self._requests = self._refs = self._hits = 0
+
+    def serve(self, path: Sequence[int]) -> int:
+        """One request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits."""
+        resident = self._node
+        hits = 0
+        for block in path:
+            if block not in resident:
+                break
+            hits += 1
+        self._requests += 1
+        self._refs += len(path)
+        self._hits += hits
+        self._access(path)
+        return hits
+
+    def totals(self) -> Hits:
+        """What was found so far."""
+        return Hits(self._requests, self._refs, self._hits)
+
+    def resident(self) -> set[int]:
+        """The blocks that are in now."""
+        return set(self._node)
+
+    def _access(self, path: Sequence[int]) -> None:
+        """Uses of neighbours are told together, as the policy's contract allows."""
+        resident, touch = self._node, self.policy.touch
+        used: list[int] = []
+        for block in reversed(path):
+            node = resident.get(block)
+            if node is not None:
+                used.append(node)
+                continue
+            if used:
+                touch(used)
+                used = []
+            self._bring_in(block)
+        if used:
+            touch(used)
+
+    def _bring_in(self, block: int) -> None:
+        policy, names = self.policy, self._names
+        if len(self._node) >= self._slots:
+            victim = policy.coldest()
+            policy.remove(victim, evicted=names[victim])
+            del self._node[self._block[victim]]
+            self._free.append(victim)
+        elif not self._free:
+            names = self._grow()
+        node = self._free.pop()
+        names[node] = block.to_bytes(8, "big")
+        self._block[node] = block
+        self._node[block] = node
+        policy.insert((node,))
+
+    def _grow(self) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
+        """Numbers for more blocks."""
+        old = len(self._names)
+        size = min(2 * old, LISTS + self._slots)
+        self._names = np.concatenate([self._names, np.empty(size - old, object)])
+        self._block += [-1] * (size - old)
+        self._free += range(size - 1, old - 1, -1)
+        self.policy.resize(self._slots, self._names)
+        self.policy.grow(size)
+        return self._names
+
+
+def experiment(paths: Iterable[Sequence[int]], kind: type[EvictionPolicy], slots: int) -> Hits:
+    """Serve all `paths` from a tier of `slots` slots under policy `kind`."""
+    tier = Experiment(kind, slots)
+    for path in paths:
+        tier.serve(path)
+    return tier.totals()

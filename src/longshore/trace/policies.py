@@ -1,0 +1,19 @@
+"""The eviction policies that a replay can be given, by name: those of the cache, and those to compare with."""
+
+from __future__ import annotations
+
+from longshore.cache.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
+from longshore.errors import TraceError
+from longshore.trace.references import FIFO, LRU2, S3FIFO
+
+REFERENCES: dict[str, type[EvictionPolicy]] = {"fifo": FIFO, "lru-2": LRU2, "s3-fifo": S3FIFO}
+
+
+def policy_named(name: str | None) -> tuple[str, type[EvictionPolicy]]:
+    """The policy called `name`, or the default one, and its name; raises `TraceError` for a name that is none."""
+    known = POLICIES | REFERENCES
+    if name is None:
+        return next(each for each in known.items() if each[1] is DEFAULT_POLICY)
+    if name.lower() not in known:
+        raise TraceError(f"expected a policy out of {', '.join(sorted(known))}, got {name!r}")
+    return name.lower(), known[name.lower()]

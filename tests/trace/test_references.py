@@ -1,0 +1,111 @@
+"""The policies to compare with keep the contract of the cache's own, as far as it says nothing about their order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.cache.chains import LISTS
+from longshore.cache.eviction import EvictionPolicy
+from longshore.errors import CacheError
+from longshore.trace.policies import REFERENCES
+
+SLOTS = 8
+NODES = range(LISTS, LISTS + 12)
+A, B, C, D = NODES[:4]
+
+
+def make(name: str) -> EvictionPolicy:
+    names = np.array([i.to_bytes(8, "big") for i in range(LISTS + 64)], object)
+    policy = REFERENCES[name](SLOTS, names)
+    policy.grow(LISTS + 64)
+    return policy
+
+
+@pytest.fixture(params=sorted(REFERENCES))
+def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
+    policy = make(request.param)
+    policy.insert([A, B, C])
+    return policy
+
+
+def test_without_use_the_oldest_go_first(policy: EvictionPolicy) -> None:
+    gone = []
+    while node := policy.coldest():
+        assert policy.coldest() == node
+        policy.remove(node, evicted=policy.names[node])
+        gone.append(node)
+    assert gone == [A, B, C]
+    assert policy.ahead(1) == []
+
+
+def test_what_is_released_goes_first_and_what_is_kept_does_not_go(policy: EvictionPolicy) -> None:
+    assert policy.ahead(1) == [A]
+    policy.keep([A])
+    assert policy.is_held(A)
+    assert policy.coldest() == B
+    policy.hold(C)
+    policy.release([C, A])
+    for node in (A, C, B):
+        assert policy.coldest() == node
+        policy.leave([node], [policy.names[node]])
+        policy.check_integrity()
+    assert len(policy) == 0
+
+
+def test_use_ends_a_hold_of_the_policy(policy: EvictionPolicy) -> None:
+    policy.hold(A)
+    policy.touch([A])
+    assert not policy.is_held(A)
+    assert A in set(policy.order())
+
+
+def test_what_is_not_in_is_an_error(policy: EvictionPolicy) -> None:
+    for call in (policy.touch, policy.release):
+        with pytest.raises(CacheError, match="is not in the policy"):
+            call([D])
+    for single in (policy.hold, policy.remove):
+        with pytest.raises(CacheError, match="is not in the policy"):
+            single(D)
+    for nodes in ([A], [D, D], [1]):
+        with pytest.raises(CacheError, match="already in the policy"):
+            policy.insert(nodes)
+
+
+@given(
+    name=st.sampled_from(sorted(REFERENCES)),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["insert", "touch", "hold", "release", "remove", "evict"]), st.sampled_from(NODES))
+    ),
+)
+def test_random_lives_keep_the_books_of_references(name: str, steps: list[tuple[str, int]]) -> None:
+    policy = make(name)
+    resident: set[int] = set()
+    held: set[int] = set()
+    for verb, node in steps:
+        if verb == "insert" and node not in resident and len(resident) < SLOTS:
+            policy.insert([node])
+            resident.add(node)
+        elif verb == "evict":
+            gone = policy.coldest()
+            assert bool(gone) == bool(resident - held)
+            if gone:
+                assert gone in resident - held
+                policy.remove(gone, evicted=policy.names[gone])
+                resident.discard(gone)
+        elif verb in ("touch", "release") and node in resident:
+            getattr(policy, verb)([node])
+            held.discard(node)
+        elif verb in ("hold", "remove") and node in resident:
+            getattr(policy, verb)(node)
+            held.discard(node)
+            if verb == "hold":
+                held.add(node)
+            else:
+                resident.discard(node)
+        assert {each for each in NODES if each in policy} == resident
+        assert set(policy.order()) == resident - held
+        assert len(policy) == len(resident)
+        policy.check_integrity()
