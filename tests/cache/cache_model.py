@@ -11,6 +11,7 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,6 @@ from cache_setup import FRESH, LOAD, PREFETCH, WRITE, Call, Setup, above, chunks
 
 from longshore.boundary import (
     DEVICE,
-    FILE,
     HOST,
     Cancel,
     Command,
@@ -105,7 +105,7 @@ class World:
         self.answers: list[Any] = []
         self.now = 0.0
         self.generation = setup.generation
-        self.sizes = {HOST: setup.host} | ({FILE: setup.file} if setup.file is not None else {})
+        self.sizes = setup.sizes
         self.free_blocks = list(range(setup.device_blocks))
         self.movers = Movers(setup)
         self.jobs, self.ended, self.results = self.movers.jobs, self.movers.ended, self.movers.results
@@ -167,7 +167,7 @@ class World:
         assert (found.start, found.length) == (start, length)
         if length:
             assert [run.tier for run in self.call("runs", found.hold) for _ in range(run.chunks)] == [
-                HOST if self.is_ready(each, HOST) else FILE for each in keys[start : start + length]
+                self.warmest(each) for each in keys[start : start + length]
             ]
             assert found.hold not in self.holds
             self.holds[found.hold] = ModelHold(keys[start : start + length], start, request)
@@ -195,7 +195,7 @@ class World:
         keys = model.keys[:count]
         readable = [all(map(self.is_ready, above(each))) for each in keys]
         leading = next((i for i, each in enumerate(readable) if not each), count)
-        sources = [HOST if self.is_ready(each, HOST) else FILE for each in keys[:leading]]
+        sources = [self.warmest(each) for each in keys[:leading]]
         before, free = dict(self.resident), self.free(HOST)
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
@@ -223,7 +223,7 @@ class World:
     def prefetch(
         self, hold: Hold, policy: PrefetchPolicy | None = None, timeout: float | None = None
     ) -> tuple[int, ...]:
-        """Held chunks come up from the file tier; what only it has, and nothing else. What is coming is joined."""
+        """Held chunks come up from colder tiers, what only these have, and nothing else. What is coming is joined."""
         model = self.holds[hold]
         cold = [each for each in model.keys if (each, HOST) not in self.resident]
         coming = {each for each in model.keys if self.is_coming(each)}
@@ -236,7 +236,7 @@ class World:
         self.carry()
         ordered = [item.key for job in jobs if job not in before for item in self.jobs[job].transfer.items]
         joined = {item.key for job in jobs if job in before for item in self.jobs[job].transfer.items}
-        assert ordered == cold[: len(ordered)]
+        assert sorted(ordered, key=depth) == cold[: len(ordered)]
         assert coming <= joined
         assert all(self.jobs[job].transfer.urgency is Urgency.PREFETCH for job in jobs if job not in before)
         self.check()
@@ -428,7 +428,10 @@ class World:
         self.last_job = max(self.last_job, t.job)
         assert (t.generation, t.ranks) == (self.generation, self.setup.ranks)
         writing = t.urgency is Urgency.WRITE
-        assert writing == (str(t.route) in ("device->host", "host->file"))
+        order = (DEVICE, *self.sizes)
+        down, up = pairwise(order), ((HOST, DEVICE), *((tier, HOST) for tier in order[2:]))
+        assert t.route in (*down, *up)
+        assert writing == (order.index(t.route.source) < order.index(t.route.destination))
         assert str(t.route) in self.cache.counters.routes
         timeout = WRITE if writing else self.load_timeout if t.route.destination == DEVICE else math.inf
         assert t.deadline == self.now + timeout
@@ -533,11 +536,15 @@ class World:
         assert len(self.resident) == len(residents)
 
     def is_ready(self, of: Key, tier: str | None = None) -> bool:
-        tiers = (HOST, FILE) if tier is None else (tier,)
+        tiers = self.sizes if tier is None else (tier,)
         return any((r := self.resident.get((of, t))) is not None and r.state is State.READY for t in tiers)
 
+    def warmest(self, of: Key) -> str:
+        """The warmest tier in which `of`, which is ready, is."""
+        return next(tier for tier in self.sizes if self.is_ready(of, tier))
+
     def is_absent(self, of: Key) -> bool:
-        return (of, HOST) not in self.resident and (of, FILE) not in self.resident
+        return not any((of, tier) in self.resident for tier in self.sizes)
 
     def reason(self, of: Key) -> MissReason:
         if self.is_absent(of):
@@ -599,7 +606,8 @@ class World:
             assert 0 <= r.slot.index < self.sizes[tier]
             assert r.parent == parent(each)
             if r.parent is not None:  # invariant 6, for this tier and all colder ones together
-                assert (r.parent, FILE) in self.resident or (tier == HOST and (r.parent, HOST) in self.resident)
+                order = list(self.sizes)
+                assert any((r.parent, colder) in self.resident for colder in order[order.index(tier) :])
             if r.state is State.READY:  # invariant 1
                 for rank in range(self.setup.ranks):
                     at = (tier, r.slot.index, rank)
@@ -642,7 +650,7 @@ class World:
             leading = next((i for i, each in enumerate(warm) if not each), len(warm))
             assert self.cache.prefetched(hold) == (None if waits else leading)
         for job in self.jobs.values():
-            if job.transfer.route.destination == FILE:
+            if job.transfer.urgency is Urgency.WRITE:
                 assert self.writing(job.transfer.route) <= self.setup.max_writes
 
     # ------------------------------------------------------------------ the end

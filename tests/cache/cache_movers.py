@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cache_setup import IMAGE_BYTES, Setup, above, parent
 
-from longshore.boundary import DEVICE, FILE, Item, Key, Slot, Status, Transfer, TransferResult, Urgency
+from longshore.boundary import DEVICE, FILE, HOST, Item, Key, Slot, Status, Transfer, TransferResult, Urgency
 
 
 class Tag(NamedTuple):
@@ -133,7 +133,7 @@ class Movers:
     def possible(self, t: Transfer, index: int, item: Item, rank: int, wanted: Status) -> Status:
         """Checks that what the cache wants read is there.
 
-        Bad bytes are noticed in the file tier, which has checksums, and elsewhere until the cache should know of them.
+        Bad bytes are noticed below the host tier, by checksums, and elsewhere until the cache should know of them.
         """
         if item.source is None:
             for sub, block in self.blocks_of(t, index):
@@ -142,7 +142,7 @@ class Movers:
         at = (item.source.tier, item.source.index, rank)
         content = self.content[at]
         if content == BAD:
-            noticed = at in self.secret or item.source.tier == FILE
+            noticed = at in self.secret or item.source.tier != HOST
             return Status.CORRUPT if noticed and wanted is Status.OK else wanted
         assert content == Tag(item.key, t.generation), f"{t} reads {content!r} from {item.source}"
         return wanted

@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from longshore.boundary import FILE, HOST, Key
-from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy, WriteRule
 from longshore.cache.eviction import ARC, LRU
 from longshore.errors import CacheError
 
 IMAGE_BYTES = 4096
 LOAD, WRITE, PREFETCH = 10.0, 60.0, 2.0
+COLDER = ("third", "fourth", "fifth")
+"""Names of tiers below the file tier."""
 FRESH = "zyxwvuts"
 """A path that no rule uses, for the end of a run."""
 
@@ -64,19 +66,26 @@ class Setup(NamedTuple):
     found: tuple[tuple[int, Key, Key | None], ...] = ()
     generation: int = 0
     policy: str = "lru"
+    more: tuple[int, ...] = ()
+    into: tuple[tuple[str, str, int], ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Slots of each tier, warmest first."""
+        slots = (self.host, *((self.file, *self.more) if self.file is not None else ()))
+        return dict(zip((HOST, FILE, *COLDER), slots, strict=False))
 
     def build(self) -> TieredCache:
         """A new cache, with what was found in its file tier."""
         policy = {"lru": LRU, "arc": ARC}[self.policy]
-        tiers = [TierSpec(HOST, self.host, IMAGE_BYTES, policy)]
-        if self.file is not None:
-            tiers.append(TierSpec(FILE, self.file, IMAGE_BYTES, policy))
+        tiers = [TierSpec(name, slots, IMAGE_BYTES, policy) for name, slots in self.sizes.items()]
         settings = CacheSettings(
             blocks_per_chunk=self.per_chunk,
             ranks=self.ranks,
             offload=WritePolicy(self.offload),
             backup=WritePolicy(self.backup),
             prefetch_timeout=PREFETCH,
+            into={tier: WriteRule(WritePolicy(rule), threshold) for tier, rule, threshold in self.into},
             load_timeout=LOAD,
             write_timeout=WRITE,
             max_writes=self.max_writes,

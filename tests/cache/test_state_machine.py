@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cache_model import World
 from cache_movers import Job
-from cache_setup import Setup, chunks, key, parent, path_of, replay
+from cache_setup import COLDER, Setup, chunks, key, parent, path_of, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -45,7 +45,12 @@ small = st.integers(0, 7)
 def setups(draw: st.DrawFn) -> Setup:
     file = draw(st.sampled_from((None, None, None, 0, 1, 2, 3, 5, 8, 12)))
     found = draw(st.lists(st.sampled_from(PATHS), unique=True, max_size=file)) if file else []
+    more = draw(st.sampled_from(((), (), (0,), (2,), (5,), (3, 4)))) if file is not None else ()
     return Setup(
+        more=more,
+        into=(("third", draw(st.sampled_from(("write_through", "write_back", "write_through_selective"))), 2),)
+        if more
+        else (),
         host=draw(st.sampled_from((0, 1, 2, 3, 4, 5, 6, 8))),
         file=file,
         ranks=draw(st.integers(1, 2)),
@@ -158,7 +163,7 @@ class Tiers(RuleBasedStateMachine):
         """Offers of which the host has written nothing that the cache has not heard of."""
         return [j for j in self.world.offers if j.transfer.job in self.world.jobs and j.moving == j.untold]
 
-    @rule(path=paths, tier=st.sampled_from((HOST, FILE)))
+    @rule(path=paths, tier=st.sampled_from((HOST, FILE, *COLDER)))
     def discard(self, path: str, tier: str) -> None:
         if tier in self.world.sizes:
             self.world.discard(path, tier)

@@ -230,7 +230,7 @@ def test_what_is_behind_a_backup_that_is_no_more_waits_again() -> None:
     world = store(World(Setup(host=8, file=4, backup="write_through")), "ab", "abc")
     world.deliver(world.on("host->file")[0], 0, [Status.OK])
     books = world.cache._store
-    books.backlog.choose = lambda wanted: []  # type: ignore[method-assign]
+    books.backlog.choose = lambda tier, wanted: []  # type: ignore[method-assign]
     world.apply(world.results[:])
     assert (world.where("ab"), world.where("abc")) == ({HOST: "ready", FILE: "ready"}, {HOST: "ready"})
     world.discard("ab", FILE)
@@ -290,7 +290,6 @@ def test_settings_that_cannot_work_are_refused(name: str) -> None:
     "tiers",
     [
         [],
-        [TierSpec("a", 1, 1), TierSpec("b", 1, 1), TierSpec("c", 1, 1)],
         [TierSpec("a", 1, 1), TierSpec("a", 1, 1)],
         [TierSpec("device", 1, 1)],
         [TierSpec("a", -1, 1)],

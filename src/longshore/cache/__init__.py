@@ -24,7 +24,7 @@ from longshore.cache.types import (
     TierStats,
 )
 from longshore.cache.waiting import PrefetchPolicy
-from longshore.cache.writing import WritePolicy
+from longshore.cache.writing import WritePolicy, WriteRule
 
 __all__ = [
     "DEFAULT_PRIORITY",
@@ -55,5 +55,6 @@ __all__ = [
     "TieredCache",
     "Verdict",
     "WritePolicy",
+    "WriteRule",
     "explain",
 ]

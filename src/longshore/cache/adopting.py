@@ -1,5 +1,7 @@
 """What a persistent tier holds at start: taken in whole, parents first, and put in order of age.
 
+Where there are several, the coldest comes first: what lies in a warmer one may be behind a chunk of a colder one.
+
 found    slot 0: b, after a     slot 1: a     slot 2: d, after c         c is gone: d cannot be reached
 taken    a, b                                                            FREE -> READY
 """
@@ -22,7 +24,7 @@ def adopt(store: Store, tier: int, found: Sequence[Found]) -> int:
 
     Raises `CacheError` for two chunks in one slot, two of one key, or one that is known otherwise.
     """
-    reachable = _parents_first(found)
+    reachable = _parents_first(store, tier, found)
     _check(store, tier, reachable)
     store.pools[tier].claim([slot for slot, _, _ in reachable])
     index = store.index
@@ -58,16 +60,18 @@ def _age(store: Store, tier: int, keys: Sequence[Key]) -> None:
             path.append(node)
             node = store.index.parent[node]
         newest_first.update(dict.fromkeys(reversed(path)))
-    store.policies[tier].touch(list(reversed(newest_first)))
+    slots = store.index.slot[tier]
+    store.policies[tier].touch([node for node in reversed(newest_first) if slots[node] >= 0])
 
 
-def _parents_first(found: Sequence[Found]) -> list[Found]:
-    """`found` in an order in which it can be adopted; orphans are left out."""
+def _parents_first(store: Store, tier: int, found: Sequence[Found]) -> list[Found]:
+    """`found` in an order in which `tier` can adopt it; orphans are left out."""
     children: dict[Key | None, list[tuple[int, Key]]] = {}
     for slot, key, parent in found:
         children.setdefault(parent, []).append((slot, key))
     reachable: list[Found] = []
-    queue: list[Key | None] = [None]
+    known = ((key, store.index.get(key)) for key in children if key is not None)
+    queue: list[Key | None] = [None, *(key for key, node in known if node and store.index.accepts(node, tier))]
     for parent in queue:
         ours = children.pop(parent, [])
         reachable += [(slot, key, parent) for slot, key in ours]

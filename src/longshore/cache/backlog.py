@@ -1,13 +1,16 @@
-"""What the warmest tier has and the one below lacks: a queue of chunks to back up, heads first.
+"""What a tier has and no colder one: queues of chunks to copy down, heads first.
 
-    dirty     ready in the warmest tier, not in the one below; it would be lost with its slot
-    queued    dirty, and its parent is ready below: may be copied now. The oldest goes first
+    dirty     ready in one tier and in none below, though there is one: it would be lost with its slot
+    queued    dirty, and its parent is ready below: may be copied down now. The oldest goes first
     seldom    not used often enough for a selective write policy: not dirty, may go without a copy
-    failed    a backup was tried, and did not succeed; dirty again when it is next used
+    failed    a copy was tried, and did not succeed; dirty again when it is next used
 
-Heads go first because the tier below must be closed over prefixes on its own: it is all that a restart finds. What is
-behind a chunk whose backup is under way waits for it (should that write fail, the host copy must still be there), or
-goes with it in the same job. Nothing here ever searches: a chunk is queued when it becomes dirty, or its parent ready.
+A chunk is dirty in one tier at most, the coldest that has it, so one mark for each says all.
+
+Heads go first because each tier must be closed over prefixes together with those below it: these are all that a
+restart finds. What is behind a chunk whose copy is under way waits for it (should that write fail, the warmer copy must
+still be there), or goes with it in the same job. Nothing here ever searches: a chunk is queued when it becomes dirty,
+or its parent ready.
 """
 
 from __future__ import annotations
@@ -18,87 +21,89 @@ from longshore.cache.chains import LISTS, Chains
 from longshore.cache.index import ROOT, Index
 from longshore.errors import CacheError
 
-_QUEUE = 1
-_CLEAN, _DIRTY, _QUEUED = range(3)
+_CLEAN = 0
 
 
 class Backlog:
-    """The dirty chunks of `index`, which has two tiers or more; with one, nothing is ever dirty."""
+    """The dirty chunks of `index`. `thresholds` say how often one is used, for each tier, before it is copied down."""
 
-    def __init__(self, index: Index, threshold: int = 0) -> None:
+    def __init__(self, index: Index, thresholds: Sequence[int] = ()) -> None:
         self.failed: set[int] = set()
-        self.count = 0
-        """Dirty chunks, queued ones included."""
+        self.counts = [0] * len(index.tiers)
+        """Dirty chunks of each tier, queued ones included."""
         self._index = index
+        self._last = len(index.tiers) - 1
+        self._thresholds = [*thresholds[: self._last], *[0] * (self._last - len(thresholds))]
+        self._most = max(self._thresholds, default=0)
         self._chains = Chains()
         self._mark = bytearray(LISTS)
-        self._on = len(index.tiers) > 1
-        self._threshold = threshold if self._on else 0
+        """Clean, or dirty in tier t: an odd number while it waits for its parent, an even one when it is queued."""
         self._uses = bytearray(LISTS)
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
-        if self._on:
+        if self._last:
             self._chains.grow(nodes)
             self._mark.extend(bytes(max(0, nodes - len(self._mark))))
             self._uses.extend(bytes(max(0, nodes - len(self._uses))))
 
-    def is_dirty(self, node: int) -> bool:
-        """Whether `node` would be lost with its copy in the warmest tier."""
-        return self._on and self._mark[node] != _CLEAN
+    def is_dirty(self, node: int, tier: int) -> bool:
+        """Whether `node` would be lost with its copy in `tier`, and is worth a copy below."""
+        return self._last > 0 and self._mark[node] != _CLEAN and _tier(self._mark[node]) == tier
 
     def note(self, node: int) -> bool:
-        """Something has changed about the copies of `node`; says whether it is clean now, and was not."""
-        if not self._on:
+        """Something has changed about the copies of `node`; says whether it is clean now where it was dirty."""
+        if not self._last:
             return False
-        index, mark = self._index, self._mark[node]
-        dirty = self._should_be_dirty(node)
-        if dirty and mark == _CLEAN:
-            self.count += 1
-            self._mark[node] = _DIRTY
-            parent = index.parent[node]
-            if parent == ROOT or index.is_ready(parent, 1):
-                self._queue(node)
-        elif mark != _CLEAN and not dirty:
-            self.count -= 1
+        mark, tier = self._mark[node], self._dirty_in(node)
+        if (_tier(mark) if mark else -1) == tier:
+            return False
+        if mark:
+            self.counts[_tier(mark)] -= 1
             self._mark[node] = _CLEAN
-            if mark == _QUEUED:
+            if _is_queued(mark):
                 self._chains.drop(node)
-            return True
-        return False
+        if tier >= 0:
+            self.counts[tier] += 1
+            self._mark[node] = _waiting(tier)
+            if self._is_safe_below(self._index.parent[node], tier):
+                self._queue(node, tier)
+        return mark != _CLEAN
 
-    def backed_up(self, node: int) -> None:
-        """`node` has become ready below: what is behind it may follow."""
+    def backed_up(self, node: int, tier: int) -> None:
+        """`node` has become ready in `tier`: what is behind it in warmer tiers may follow."""
         for child in self._index.children(node):
-            if self._mark[child] == _DIRTY:
-                self._queue(child)
+            mark = self._mark[child]
+            if mark and not _is_queued(mark) and _tier(mark) < tier:
+                self._queue(child, _tier(mark))
 
     def exposed(self, node: int) -> None:
-        """`node` is no longer ready below: what is behind it must wait again."""
+        """`node` is in one of the colder tiers no more: what is behind it may have to wait again."""
         for child in self._index.children(node):
-            if self._mark[child] == _QUEUED:
+            mark = self._mark[child]
+            if mark and _is_queued(mark) and not self._is_safe_below(node, _tier(mark)):
                 self._chains.drop(child)
-                self._mark[child] = _DIRTY
+                self._mark[child] = _waiting(_tier(mark))
 
     def fail(self, node: int) -> bool:
-        """A backup of `node` has failed. Says whether it was dirty."""
+        """A copy of `node` to the tier below has failed. Says whether it was dirty."""
         self.failed.add(node)
         return self.note(node)
 
     def use(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used: backups that failed earlier are worth another try, and some may be used often now."""
+        """`nodes` were used: copies that failed earlier are worth another try, and some may be used often now."""
         if self.failed:
             for node in self.failed.intersection(nodes):
                 self.failed.discard(node)
                 self.note(node)
-        if self._threshold:
+        if self._most:
             for node in nodes:
                 self._count_use(node)
 
     def _count_use(self, node: int) -> None:
         """Another use of `node`. Its ancestors are used as often as it is, whether or not a caller named them."""
         uses, parent = self._uses, self._index.parent
-        if uses[node] >= self._threshold:
+        if uses[node] >= self._most:
             return
         uses[node] += 1
         often = uses[node]
@@ -109,51 +114,82 @@ class Backlog:
             if uses[node] >= often:
                 break
 
-    def _should_be_dirty(self, node: int) -> bool:
+    def _dirty_in(self, node: int) -> int:
+        """The tier in which `node` should be dirty; -1 for none."""
         index = self._index
-        return (
-            index.slot[1][node] < 0
-            and index.is_ready(node, 0)
-            and node not in self.failed
-            and self._uses[node] >= self._threshold
-        )
+        tier = index.coldest(node)
+        if not 0 <= tier < self._last or not index.is_ready(node, tier):
+            return -1
+        return -1 if node in self.failed or self._uses[node] < self._thresholds[tier] else tier
 
-    def forget(self, node: int) -> bool:
-        """`node` has no copy in the warmest tier any more. Says whether it was dirty."""
-        self.failed.discard(node)
-        self._uses[node] = 0
-        return self.note(node)
+    def _is_safe_below(self, node: int, tier: int) -> bool:
+        """Whether `node` has a ready copy in a tier colder than `tier`, so that what is behind it may follow."""
+        index = self._index
+        return node == ROOT or any(index.is_ready(node, colder) for colder in index.tiers[tier + 1 :])
 
-    def choose(self, wanted: int) -> list[int]:
-        """At most `wanted` chunks to back up now in one job: the oldest heads, each with what is behind it."""
+    def forget(self, node: int) -> None:
+        """`node` is in no tier any more."""
+        if self._last:
+            self.failed.discard(node)
+            self._uses[node] = 0
+            self.note(node)
+
+    def choose(self, tier: int, wanted: int) -> list[int]:
+        """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with those behind it."""
         chosen: list[int] = []
-        node = self._chains.coldest(_QUEUE)
-        while node != _QUEUE and len(chosen) < wanted:
+        node = self._chains.coldest(_list(tier))
+        while node != _list(tier) and len(chosen) < wanted:
             behind = [node]
             while behind and len(chosen) < wanted:
                 each = behind.pop()
                 chosen.append(each)
-                behind += [c for c in self._index.children(each) if self._mark[c] == _DIRTY]
+                behind += [c for c in self._index.children(each) if self._mark[c] == _waiting(tier)]
             node = self._chains.after[node]
         return chosen
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where a mark, the queue and the index disagree."""
-        if not self._on:
+        """Raise `CacheError` where a mark, a queue and the index disagree."""
+        if not self._last:
             return
         index = self._index
-        self._chains.check_integrity(_QUEUE)
-        queued = set(self._chains.walk(_QUEUE))
+        counts = [0] * len(index.tiers)
+        queued = [self._walk(tier) for tier in index.tiers]
         for node in index:
-            dirty = self._should_be_dirty(node)
-            if dirty != (self._mark[node] != _CLEAN) or (node in queued) != (self._mark[node] == _QUEUED):
-                raise CacheError(f"chunk {index.key[node].hex()[:12]} is wrongly marked as dirty or clean")
-            parent = index.parent[node]
-            if dirty and (node in queued) != (parent == ROOT or index.is_ready(parent, 1)):
-                raise CacheError(f"chunk {index.key[node].hex()[:12]} is wrongly queued for a backup, or not")
-        if self.count != len(self._mark) - self._mark.count(_CLEAN):
-            raise CacheError(f"{self.count} chunks are counted as dirty")
+            mark, tier, name = self._mark[node], self._dirty_in(node), index.key[node].hex()[:12]
+            if mark != _CLEAN:
+                counts[_tier(mark)] += 1
+            if (_tier(mark) if mark else -1) != tier:
+                raise CacheError(f"chunk {name} is wrongly marked as dirty or clean")
+            in_queues = [t for t in index.tiers if node in queued[t]]
+            due = tier >= 0 and self._is_safe_below(index.parent[node], tier)
+            if in_queues != ([tier] if due else []) or (mark != _CLEAN and _is_queued(mark)) != due:
+                raise CacheError(f"chunk {name} is wrongly queued for a copy below, or not")
+        if self.counts != counts or sum(counts) != len(self._mark) - self._mark.count(_CLEAN):
+            raise CacheError(f"{self.counts} chunks are counted as dirty, by tier, but {counts} are")
 
-    def _queue(self, node: int) -> None:
-        self._mark[node] = _QUEUED
-        self._chains.warm(_QUEUE, node)
+    def _walk(self, tier: int) -> set[int]:
+        self._chains.check_integrity(_list(tier))
+        return set(self._chains.walk(_list(tier)))
+
+    def _queue(self, node: int, tier: int) -> None:
+        self._mark[node] = _waiting(tier) + 1
+        self._chains.warm(_list(tier), node)
+
+
+def _waiting(tier: int) -> int:
+    """The mark of what is dirty in `tier`, and not queued."""
+    return 2 * tier + 1
+
+
+def _tier(mark: int) -> int:
+    """The tier in which a chunk with this mark is dirty."""
+    return (mark - 1) // 2
+
+
+def _is_queued(mark: int) -> bool:
+    return mark % 2 == 0
+
+
+def _list(tier: int) -> int:
+    """The list that is the queue of `tier`."""
+    return tier + 1

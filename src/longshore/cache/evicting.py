@@ -32,8 +32,8 @@ class Eviction:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._passed_over: deque[int] = deque()
-        """Dirty chunks that an eviction has passed over, coldest first; some have been cleaned, or used, since."""
+        self._passed_over: list[deque[int]] = [deque() for _ in store.levels]
+        """Dirty chunks that an eviction has passed over, by tier, coldest first; some were cleaned, or used, since."""
 
     def evict(self, tier: int, count: int, *, spare_dirty: bool) -> int:
         """Evict at most `count` copies from `tier`, coldest first, and says how many; sparing what is not backed up."""
@@ -130,24 +130,28 @@ class Eviction:
     def _evict_passed_over(self, tier: int, count: int) -> int:
         """Evict dirty chunks that were passed over: they are colder than any that the policy would name."""
         gone = 0
-        while tier == 0 and gone < count and self._passed_over:
-            node = self._passed_over.popleft()
-            if self._is_passed_over(node) and self.may_go(node, 0):
-                self._store.detach(node, 0, cause=EVICTED)
+        queue = self._passed_over[tier]
+        while gone < count and queue:
+            node = queue.popleft()
+            if self._is_passed_over(node, tier) and self.may_go(node, tier):
+                self._store.detach(node, tier, cause=EVICTED)
                 gone += 1
         return gone
 
     def _is_spared(self, node: int, tier: int, spare_dirty: bool) -> bool:
-        """In a colder tier, what the warmest has too is spared: it would only have to be written again."""
+        """What is not below is spared on request; and always if a warmer tier has it: it would be written again."""
         store = self._store
-        if tier:
-            return store.index.slot[0][node] >= 0
-        if not spare_dirty or not store.backlog.is_dirty(node):
+        above = store.index.coldest_without(node, tier)
+        if 0 <= above < tier:
+            return True
+        if not spare_dirty or not store.backlog.is_dirty(node, tier):
             return False
-        if len(self._passed_over) > 2 * len(store.policies[0]) + 64:
-            self._passed_over = deque(dict.fromkeys(filter(self._is_passed_over, self._passed_over)))
-        self._passed_over.append(node)
+        queue = self._passed_over[tier]
+        if len(queue) > 2 * len(store.policies[tier]) + 64:
+            kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier))
+            queue = self._passed_over[tier] = deque(kept)
+        queue.append(node)
         return True
 
-    def _is_passed_over(self, node: int) -> bool:
-        return self._store.backlog.is_dirty(node) and self._store.policies[0].is_held(node)
+    def _is_passed_over(self, node: int, tier: int) -> bool:
+        return self._store.backlog.is_dirty(node, tier) and self._store.policies[tier].is_held(node)

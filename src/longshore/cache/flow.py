@@ -251,7 +251,7 @@ class Flow:
         if writing:
             self.drop(tier, 1, DropReason.WRITE_FAILED)
             node = store.pools[tier].node[slot]
-            if tier and node:
+            if tier and node:  # which is in a warmer tier as well
                 store.backup_failed(node)
         store.fail(tier, slot, status)
 

@@ -45,7 +45,6 @@ from longshore.cache.types import (
     TierStats,
 )
 from longshore.cache.waiting import PrefetchPolicy, seconds
-from longshore.cache.writing import WritePolicy
 from longshore.errors import CacheError, HoldError
 
 
@@ -56,20 +55,20 @@ class TieredCache:
         self, tiers: Sequence[TierSpec], settings: CacheSettings | None = None, *, generation: int = 0
     ) -> None:
         names = tuple(tier.name for tier in tiers)
-        if not 1 <= len(names) <= 2 or len(set(names)) != len(names) or DEVICE in names:
-            raise CacheError(f"a cache has one or two tiers below the device, of different names; got {names}")
+        if not names or len(set(names)) != len(names) or DEVICE in names:
+            raise CacheError(f"a cache has one tier or more below the device, of different names; got {names}")
         self.settings = settings or CacheSettings()
-        pairs = [(DEVICE, names[0]), *pairwise(names)]
-        routes = tuple(str(Route(*p)) for pair in pairs for p in (pair, pair[::-1]))
-        self.counters = Counters.zero(names, routes)
+        rules = self.settings.rules(names)
+        # Down from neighbour to neighbour, up straight into the host tier: all tiers reach its memory.
+        down, up = pairwise((DEVICE, *names)), ((name, names[0] if tier else DEVICE) for tier, name in enumerate(names))
+        self.counters = Counters.zero(names, tuple(str(Route(*route)) for route in (*down, *up)))
         levels = [Level(t.name, SlotPool(t.slots), t.policy, t.image_bytes) for t in tiers]
-        selective = self.settings.backup is WritePolicy.SELECTIVE
-        threshold = self.settings.threshold if selective else 0
-        self._store = Store(levels, self.counters, backup_threshold=threshold, events=self.settings.events)
+        thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1:]]
+        self._store = Store(levels, self.counters, thresholds=thresholds, events=self.settings.events)
         self._flow = Flow(self._store, self.settings, generation)
         self._loading = Loading(self._flow)
         self._prefetching = Prefetching(self._flow)
-        self._storing = Storing(self._flow)
+        self._storing = Storing(self._flow, rules)
         self._holds = Holds(self._store)
         self._device = DeviceBlocks(self.settings.device_blocks)
 
@@ -266,7 +265,7 @@ class TieredCache:
             raise CacheError(f"{len(keys) - first} chunks have {expected} blocks, got {len(blocks)}")
         self._device.check(blocks)
         path = self._store.index.follow(keys, first)
-        if not self.settings.offload.wants(evicting=evicting):
+        if not self._storing.wants(evicting=evicting):
             return Offload(None)
         end = len(keys) if prompt is None or not self.settings.prompt_only else max(first, min(prompt, len(keys)))
         if end < first + len(path):
@@ -292,8 +291,8 @@ class TieredCache:
         return self._store.discard(list(keys), self._tier(tier))
 
     def flush(self) -> bool:
-        """Order backups of all that a restart would lose; says whether there is nothing left to order or wait for."""
-        self._storing.clean(at_least=self._store.backlog.count)
+        """Order backups of all that only the host tier has; says whether there is nothing left to order or wait for."""
+        self._storing.clean(all_of_host=True)
         return not self._flow.jobs
 
     # ------------------------------------------------------------------ life

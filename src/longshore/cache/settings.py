@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from longshore.cache.eviction import DEFAULT_POLICY, EvictionPolicy
 from longshore.cache.retention import HIGHEST_PRIORITY
 from longshore.cache.waiting import PrefetchPolicy
-from longshore.cache.writing import WritePolicy
+from longshore.cache.writing import WritePolicy, WriteRule
 from longshore.errors import CacheError
 
 
@@ -20,8 +21,9 @@ class CacheSettings:
         blocks_per_chunk: Device blocks per chunk.
         ranks: How many ranks hold a part of each image, and report each job.
         offload: Write policy device -> warmest tier.
-        backup: Write policy warmest tier -> the one below.
+        backup: Write policy warmest tier -> the one below, and from there on down.
         threshold: How often a chunk is offered, or used, before a selective write policy copies it.
+        into: Write rules of routes that differ from these, by the name of the tier that the route leads into.
         prompt_only: Whether chunks behind the prompt are left out of offloads.
         priority_floor: The least priority that is offloaded.
         prefetch: How long a request waits for its prefetch, unless it says otherwise.
@@ -38,6 +40,7 @@ class CacheSettings:
     offload: WritePolicy = WritePolicy.THROUGH
     backup: WritePolicy = WritePolicy.BACK
     threshold: int = 2
+    into: Mapping[str, WriteRule] = field(default_factory=dict)
     prompt_only: bool = False
     priority_floor: int = 0
     prefetch: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
@@ -51,12 +54,20 @@ class CacheSettings:
     def __post_init__(self) -> None:
         if min(self.blocks_per_chunk, self.ranks, self.max_writes) < 1:
             raise CacheError(f"blocks_per_chunk, ranks and max_writes are at least 1, got {self}")
-        if WritePolicy.SELECTIVE in (self.offload, self.backup) and self.threshold < 2:
-            raise CacheError(f"a selective policy has a threshold of 2 or more, got {self.threshold}")
+        for policy in (self.offload, self.backup):
+            WriteRule(policy, self.threshold)
         if not all(0 < each < math.inf for each in (self.prefetch_timeout, self.load_timeout, self.write_timeout)):
             raise CacheError(f"timeouts are positive numbers of seconds, got {self}")
         if not 0 <= self.priority_floor <= HIGHEST_PRIORITY:
             raise CacheError(f"priority_floor lies in [0, {HIGHEST_PRIORITY}], got {self.priority_floor}")
+
+    def rules(self, tiers: Sequence[str]) -> tuple[WriteRule, ...]:
+        """The write rule of the route into each of `tiers`, warmest first."""
+        unknown = sorted(set(self.into) - set(tiers))
+        if unknown:
+            raise CacheError(f"write rules are for routes into {list(tiers)}, got some into {unknown}")
+        usual = [WriteRule(self.backup if tier else self.offload, self.threshold) for tier in range(len(tiers))]
+        return tuple(self.into.get(name, rule) for name, rule in zip(tiers, usual, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

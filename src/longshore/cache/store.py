@@ -56,13 +56,15 @@ class Store:
     """Slots, index, eviction orders and backlog of all tiers."""
 
     def __init__(
-        self, levels: Sequence[Level], counters: Counters, *, backup_threshold: int = 0, events: int = 0
+        self, levels: Sequence[Level], counters: Counters, *, thresholds: Sequence[int] = (), events: int = 0
     ) -> None:
         self.levels = list(levels)
         self.counters = counters
         self.pools = [level.pool for level in levels]
         self.pins: dict[int, set[Pin]] = {}
-        self.backup_threshold = backup_threshold
+        self.thresholds = thresholds
+        self.last = len(levels) - 1
+        """The coldest tier."""
         self.log = EventLog(events)
         self._begin()
 
@@ -70,7 +72,7 @@ class Store:
         """Empty books over the pools as they are."""
         self.index = Index(self.pools)
         self.policies = [level.make_policy(level.pool.capacity, self.index.key) for level in self.levels]
-        self.backlog = Backlog(self.index, self.backup_threshold)
+        self.backlog = Backlog(self.index, self.thresholds)
         self.retention = Keeping(self)
         self.eviction = Eviction(self)
         self.fit()
@@ -126,19 +128,21 @@ class Store:
             self._log_arrivals(nodes, tier)
         self.policies[tier].insert(nodes[::-1])
         self.index.reveal(nodes)
-        if len(self.policies) > 1:
+        if self.last:
             for node in nodes:
                 self._note(node)
                 self._reconsider(node)
-                if tier == 1:
-                    self.backlog.backed_up(node)
+                if tier:
+                    self.backlog.backed_up(node, tier)
 
     def _log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
         index, names = self.index, [level.name for level in self.levels]
         for node in nodes:
             others = [names[t] for t in index.tiers if t != tier and index.is_ready(node, t)]
             kind = EventKind.MOVED if others else EventKind.STORED
-            parent, source = index.key[index.parent[node]], others[0] if others else ""
+            # A copy goes down from the tier above, and comes up from the warmest that had it.
+            source = others[-1 if tier == self.last else 0] if others else ""
+            parent = index.key[index.parent[node]]
             self.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
 
     # ------------------------------------------------------------------ losses
@@ -154,7 +158,7 @@ class Store:
             self.lose(pool.node[slot], tier, fault.value)
 
     def backup_failed(self, node: int) -> None:
-        """A backup of `node` has ended without success: it is not tried again until `node` is used."""
+        """A copy of `node` to a colder tier has ended without success: it is not tried again until `node` is used."""
         if self.backlog.fail(node):
             self._reconsider(node)
 
@@ -264,7 +268,7 @@ class Store:
             live = at >= 0
             ready = marks(pool.state)[at[live]] == READY
             policy.touch(used[live][ready].tolist())
-        if len(self.policies) > 1:
+        if self.last:
             self.backlog.use(nodes)
 
     # ------------------------------------------------------------------ inside
@@ -295,11 +299,10 @@ class Store:
         if gone and self.pins:
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
-        if tier == 0 and len(self.policies) > 1:
+        if gone:
             self.backlog.forget(node)
-        if not gone:
-            if tier == 1:
-                self.backlog.exposed(node)
+        else:
+            self.backlog.exposed(node)
             self._note(node)
             self._reconsider(node)
         if parent and not index.reach[tier][parent]:

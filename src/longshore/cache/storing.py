@@ -1,9 +1,13 @@
 """Writes to colder tiers: which chunks, when, and what is dropped instead.
 
-    offload   device ──► host       what is complete, or about to be evicted, as the write policy says
-    backup    host ──► file         heads first, within the limits of `writing`
+    offload   device ──► host                   what is complete, or about to be evicted, as the write rule says
+    backup    host ──► file ──► the next ...    heads first, as the write rules of `writing` say
 
 Under pressure offloads are dropped, and counted; backups are left for later.
+
+A tier that is full makes room from what is safe below. Where that is not enough it has more copied down first, for
+which the tier below makes room in the same way, and so on: a cascade, of one job for each tier at most. Nothing makes
+way before its copy is in place, nor for a chunk that does not come; so whatever becomes of a cascade, nothing is lost.
 """
 
 from __future__ import annotations
@@ -17,20 +21,24 @@ from longshore.cache.jobs import Side
 from longshore.cache.retention import DEFAULT_PRIORITY, Retention, at
 from longshore.cache.sightings import Sightings
 from longshore.cache.types import DropReason, Offload
-from longshore.cache.writing import WritePolicy
+from longshore.cache.writing import WriteRule
 
 SIGHTINGS = 1 << 16
 """Chunks that no tier has of which a selective write policy remembers how often they were offered."""
 
 
 class Storing:
-    """Orders offloads and backups on one `Flow`."""
+    """Orders offloads and backups on one `Flow`, by the rules of the routes into each tier."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Flow, rules: Sequence[WriteRule]) -> None:
         self._flow = flow
         self._store = flow.store
-        selective = flow.settings.offload is WritePolicy.SELECTIVE
-        self._sightings = Sightings(flow.settings.threshold, SIGHTINGS) if selective else None
+        self._rules = rules
+        self._sightings = Sightings(rules[0].threshold, SIGHTINGS) if rules[0].selective else None
+
+    def wants(self, *, evicting: bool) -> bool:
+        """Whether chunks on the device are to be copied now that they are complete, or `evicting`."""
+        return self._rules[0].policy.wants(evicting=evicting)
 
     def offload(
         self,
@@ -71,29 +79,40 @@ class Storing:
         self._flow.order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
         return Offload(job, known, tuple(store.addresses(0, slots)), known + fresh)
 
-    def clean(self, at_least: int = 0) -> None:
-        """Order backups until the target of the write policy (or `at_least` chunks) is safe to evict."""
-        store = self._store
-        if not store.backlog.count:
-            return
-        slots = store.pools[0].capacity
-        target = self._flow.settings.backup.clean_target(slots)
-        wanted = max(target - (slots - store.backlog.count), at_least - self._flow.writing[1])
-        chosen = store.backlog.choose(min(wanted, self._flow.settings.max_writes - self._flow.writing[1]))
-        store.log.by = store.index.key[chosen[0]] if chosen else None
-        # What is chosen has its ancestors in the host tier, too, where they are spared; or they are needed.
-        chosen = chosen[: store.make_room(1, len(chosen), spare_dirty=False)]
+    def clean(self, *, all_of_host: bool = False) -> None:
+        """Order copies down until what the write rules say (or all of the host tier) is safe to evict."""
+        dirty = self._store.backlog.counts
+        for tier in reversed(range(self._store.last)):
+            if dirty[tier]:
+                self._clean(tier, dirty[0] if all_of_host and not tier else 0)
+
+    def _clean(self, tier: int, at_least: int) -> None:
+        """Order copies from `tier` to the one below, of `at_least` chunks with those under way, if so many can go."""
+        store, below = self._store, tier + 1
+        slots, writing = store.pools[tier].capacity, self._flow.writing[below]
+        target = self._rules[below].policy.clean_target(slots)
+        wanted = max(target - (slots - store.backlog.counts[tier]), at_least - writing)
+        chosen = store.backlog.choose(tier, min(wanted, self._flow.settings.max_writes - writing))
         if not chosen:
             return
-        job = self._flow.new_id()
-        sources = [store.index.slot[0][node] for node in chosen]
+        by = store.log.by
+        store.log.by = store.index.key[chosen[0]]
+        # What is chosen has its ancestors in this tier too, for which they are spared below; or they are needed.
+        chosen = chosen[: self._room(below, len(chosen))]
+        store.log.by = by
+        if chosen:
+            self._copy_down(chosen, tier)
+
+    def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
+        """Order one job that copies `chosen` from `tier` to the one below, which has room for them."""
+        store, index, job = self._store, self._store.index, self._flow.new_id()
+        sources = [index.slot[tier][node] for node in chosen]
         for slot in sources:
-            store.pools[0].readers[slot] += 1
-        copies = [store.place_copy(node, 1, job) for node in chosen]
-        index = store.index
+            store.pools[tier].readers[slot] += 1
+        copies = [store.place_copy(node, tier + 1, job) for node in chosen]
         keys = [index.key[node] for node in chosen]
         parents = [index.key[index.parent[node]] for node in chosen]
-        self._flow.order(job, keys, parents, Side(0, sources), Side(1, copies))
+        self._flow.order(job, keys, parents, Side(tier, sources), Side(tier + 1, copies))
 
     def _admit(self, wanted: int, parent: int, *, orphan: bool) -> int:
         """How many of `wanted` chunks behind `parent` the host tier takes, room made; the others count as dropped."""
@@ -105,11 +124,11 @@ class Storing:
             return 0
         allowed = min(wanted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
         pin = store.pin(parent) if parent else None
-        room = self._offload_room(allowed)
+        room = self._room(0, allowed)
         if pin is not None:
             store.unpin(pin)
         if room < wanted:
-            busy = allowed < wanted or (len(store.levels) > 1 and self._flow.writing[1] > 0)
+            busy = allowed < wanted or self._is_copying_down(0)
             self._flow.drop(0, wanted - room, DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM)
         return room
 
@@ -129,14 +148,21 @@ class Storing:
             worth = often
         return worth
 
-    def _offload_room(self, count: int) -> int:
-        """Make room for up to `count` new chunks. What is not backed up yet is spared while a backup is under way."""
-        room = self._store.make_room(0, count, spare_dirty=True)
-        if room < count:
-            self.clean(at_least=count)
-            spare = len(self._store.levels) > 1 and self._flow.writing[1] > 0
-            room = self._store.make_room(0, count, spare_dirty=spare)
+    def _room(self, tier: int, count: int) -> int:
+        """Make room for up to `count` chunks in `tier`, and says for how many.
+
+        What is dirty there is copied down first, if the tier below can make room; and is spared while any is.
+        """
+        store = self._store
+        room = store.make_room(tier, count, spare_dirty=True)
+        if room < count and tier < store.last:
+            self._clean(tier, count)
+            room = store.make_room(tier, count, spare_dirty=self._is_copying_down(tier))
         return room
+
+    def _is_copying_down(self, tier: int) -> bool:
+        """Whether what is dirty in `tier` may soon be safe: copies of it, or of what it waits for, are under way."""
+        return any(self._flow.writing[below] for below in range(tier + 1, self._store.last + 1))
 
     def leave_out(self, count: int) -> None:
         """So many chunks of an answer are not offloaded."""

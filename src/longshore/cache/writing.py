@@ -1,17 +1,20 @@
-"""When a chunk is copied to a colder tier.
+"""When a chunk is copied to a colder tier: a rule for each route down, named by the tier that it leads into.
 
-    write_through   as soon as it is complete (device -> host) or ready (host -> file)
-    write_through_selective   the same, once it was offered (device -> host) or used (host -> file) so many times
-    write_back      when the engine evicts it (device -> host), or before the host tier has to (host -> file)
+    write_through   as soon as it is complete (device -> host) or ready (host -> file, file -> the next)
+    write_through_selective   the same, once it was offered (device -> host) or used (from there on) so many times
+    write_back      when the engine evicts it (device -> host), or before the tier above has to (from there on)
 
-Either way a file copy is made by one mechanism, `clean_target`: keep so many slots of the host tier free or backed up,
-all of them for write-through, a quarter for write-back, so that an eviction never has to wait for a write.
+Below the host tier copies are made by one mechanism, `clean_target`: keep so many slots of the tier above free or
+backed up, all of them for write-through, a quarter for write-back, so that an eviction never has to wait for a write.
 `longshore.cache.backlog` says which chunks go, and in what order.
 """
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+
+from longshore.errors import CacheError
 
 
 class WritePolicy(enum.Enum):
@@ -26,5 +29,26 @@ class WritePolicy(enum.Enum):
         return self is not WritePolicy.BACK or evicting
 
     def clean_target(self, slots: int) -> int:
-        """How many of the host tier's `slots` are to be free, or safe to evict."""
+        """How many of the upper tier's `slots` are to be free, or safe to evict."""
         return slots // 4 if self is WritePolicy.BACK else slots
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRule:
+    """The write policy of one route. A selective one copies what was offered, or used, `threshold` times."""
+
+    policy: WritePolicy
+    threshold: int = 2
+
+    def __post_init__(self) -> None:
+        if self.selective and not 2 <= self.threshold <= _MOST_USES:
+            raise CacheError(f"a selective policy has a threshold from 2 to {_MOST_USES}, got {self.threshold}")
+
+    @property
+    def selective(self) -> bool:
+        """Whether chunks have to come back before they are copied."""
+        return self.policy is WritePolicy.SELECTIVE
+
+
+_MOST_USES = 255
+"""Uses are counted in a byte."""
