@@ -4,7 +4,7 @@ python tests/mutation/race_mutants.py            all, the last line is `caught N
 python tests/mutation/race_mutants.py --list     what would be tried
 python tests/mutation/race_mutants.py --only lane.py
 
-A mutant is `caught` by a test that fails, or because tests `hung`: they took three times as long as without it.
+A mutant is `caught` by a test that fails, or because a test `hung`: it took several times as long as without it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import json
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "longshore"
 
-PATIENCE = 3.0
-"""How many times longer than without a mutant tests may take; then they have noticed."""
+PATIENCE = 4.0
+"""How many times longer than without a mutant a test may take, after the first `GRACE` seconds; then it has noticed."""
+GRACE = 10.0
 
 SUITES: dict[str, tuple[str, ...]] = {
     "transfer": (
@@ -43,7 +47,17 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/transfer/test_transfer_events.py",
         "tests/transfer/test_transfer_torch_streams.py",
     ),
-    "runtime": ("tests/runtime/test_block_guard.py",),
+    "cuda": (
+        "tests/transfer/test_cuda_jobs.py",
+        "tests/transfer/test_cuda_streams.py",
+        "tests/transfer/test_cuda_order.py",
+        "tests/transfer/test_cuda_device.py",
+    ),
+    "runtime": (
+        "tests/runtime/test_block_guard.py",
+        "tests/runtime/test_loop.py",
+        "tests/runtime/test_transport.py",
+    ),
     "cache": (
         "tests/cache/test_states.py",
         "tests/cache/test_pool.py",
@@ -62,11 +76,18 @@ MODULES: dict[str, str] = {
     "transfer/engine.py": "transfer",
     "transfer/driver.py": "transfer",
     "transfer/device/torch_streams.py": "streams",
+    "transfer/device/cuda/streams.py": "cuda",
+    "transfer/device/cuda/resources.py": "cuda",
+    "runtime/loop.py": "runtime",
     "runtime/guard.py": "runtime",
     "cache/states.py": "cache",
     "cache/pool.py": "cache",
 }
 """The ordering code, and the suite that guards it."""
+
+
+Durations = dict[str, float]
+"""Seconds that each test took."""
 
 
 class Case(NamedTuple):
@@ -79,23 +100,46 @@ class Case(NamedTuple):
         return f"{self.module}:{self.mutant.line}: {self.mutant.what}"
 
 
-def outcome(suite: str, case: Case | None, patience: float) -> str:
-    """What the suite says to this mutant, in a process of its own: `MISSED`, `caught`, or `hung` after `patience`."""
+def outcome(suite: str, case: Case | None, known: Durations | None = None) -> tuple[str, Durations]:
+    """What the suite says to this mutant, in a process of its own: `MISSED`, `caught`, or `hung`; how long tests took.
+
+    `known` is how long they take without a mutant; `None` lets each take its time.
+    """
     with tempfile.TemporaryDirectory(prefix="mutant-") as overlay:
-        package = Path(overlay) / "longshore"
+        package, took = Path(overlay) / "longshore", Path(overlay) / "took.json"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         if case is not None:
             (package / case.module).write_text(case.mutant.source)
         child = os.fork()
         if not child:
-            os._exit(_run(overlay, SUITES[suite]))
-        return _ending(child, patience)
+            os._exit(_run(overlay, suite, Watch(known), took))
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+            return "hung", {}
+        return "caught" if status else "MISSED", json.loads(took.read_text()) if took.exists() else {}
 
 
-def _run(overlay: str, tests: Sequence[str]) -> int:
+class Watch:
+    """A plugin of pytest that ends the process when a test takes too long, or else notes how long each one takes."""
+
+    def __init__(self, known: Durations | None) -> None:
+        self.known = known
+        self.took: Durations = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if self.known is not None:
+            signal.alarm(math.ceil(GRACE + PATIENCE * self.known.get(item.nodeid, 0.0)))
+        begun = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            signal.alarm(0)
+            self.took[item.nodeid] = time.monotonic() - begun
+
+
+def _run(overlay: str, suite: str, watch: Watch, took: Path) -> int:
     """In the child: the suite against the package in `overlay`."""
-    import pytest
-
     os.setsid()
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
@@ -103,21 +147,12 @@ def _run(overlay: str, tests: Sequence[str]) -> int:
     sys.path.insert(0, overlay)
     sys.dont_write_bytecode = True
     os.chdir(ROOT)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    failed = 1
     with contextlib.suppress(BaseException):
-        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", *tests]))
-    return 1
-
-
-def _ending(child: int, patience: float) -> str:
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return "caught" if status else "MISSED"
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "hung"
+        failed = int(pytest.main([*options, *SUITES[suite]], plugins=[watch]))
+    took.write_text(json.dumps(watch.took))
+    return failed
 
 
 def cases(only: str | None) -> list[Case]:
@@ -140,17 +175,16 @@ def main() -> int:
     if given.list:
         print(*todo, sep="\n")
         return 0
-    patience: dict[str, float] = {}
+    known: dict[str, Durations] = {}
     for suite in sorted({MODULES[case.module] for case in todo}):
-        begun = time.monotonic()
-        if outcome(suite, None, 3600.0) != "MISSED":
+        said, known[suite] = outcome(suite, None)
+        if said != "MISSED":
             print(f"the {suite} suite fails without any mutant")
             return 2
-        patience[suite] = PATIENCE * (time.monotonic() - begun)
 
     def judge(case: Case) -> str:
         suite = MODULES[case.module]
-        return outcome(suite, case, patience[suite])
+        return outcome(suite, case, known[suite])[0]
 
     missed = []
     with concurrent.futures.ThreadPoolExecutor(given.processes) as pool:
@@ -167,7 +201,6 @@ def main() -> int:
 if __name__ == "__main__":
     import hypothesis  # noqa: F401 - loaded once, for all children
     import numpy  # noqa: F401
-    import pytest  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
