@@ -10,6 +10,7 @@ A mutant is `caught` by a test that fails, or because a test `hung`: it took sev
 from __future__ import annotations
 
 import argparse
+import compileall
 import concurrent.futures
 import contextlib
 import json
@@ -20,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +69,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/cache/test_state_machine.py",
     ),
 }
-"""Tests that know the order, the quickest first."""
+"""Tests that know the order."""
 
 MODULES: dict[str, str] = {
     "transfer/hazards.py": "transfer",
@@ -86,10 +88,6 @@ MODULES: dict[str, str] = {
 """The ordering code, and the suite that guards it."""
 
 
-Durations = dict[str, float]
-"""Seconds that each test took."""
-
-
 class Case(NamedTuple):
     """One mutant of one module."""
 
@@ -100,58 +98,86 @@ class Case(NamedTuple):
         return f"{self.module}:{self.mutant.line}: {self.mutant.what}"
 
 
-def outcome(suite: str, case: Case | None, known: Durations | None = None) -> tuple[str, Durations]:
-    """What the suite says to this mutant, in a process of its own: `MISSED`, `caught`, or `hung`; how long tests took.
+class Experience:
+    """What is known of one suite's tests: how long each takes without a mutant, and how many mutants it has caught.
 
-    `known` is how long they take without a mutant; `None` lets each take its time.
+    Those that caught most go first, then the quickest: most mutants are caught at once.
     """
-    with tempfile.TemporaryDirectory(prefix="mutant-") as overlay:
-        package, took = Path(overlay) / "longshore", Path(overlay) / "took.json"
-        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-        if case is not None:
-            (package / case.module).write_text(case.mutant.source)
-        child = os.fork()
-        if not child:
-            os._exit(_run(overlay, suite, Watch(known), took))
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-            return "hung", {}
-        return "caught" if status else "MISSED", json.loads(took.read_text()) if took.exists() else {}
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.catches: Counter[str] = Counter()
+
+    def patience(self, test: str) -> int:
+        """Seconds after which a test has hung."""
+        return math.ceil(GRACE + PATIENCE * self.seconds[test])
+
+    def rank(self, test: str) -> tuple[int, float]:
+        """The less, the earlier."""
+        return -self.catches[test], self.seconds[test]
+
+    def note(self, ran: dict[str, float], said: str) -> None:
+        """What one run of the suite has taught."""
+        if not self.seconds:
+            self.seconds = ran
+        if said == "caught" and ran:
+            self.catches[list(ran)[-1]] += 1
 
 
-class Watch:
-    """A plugin of pytest that ends the process when a test takes too long, or else notes how long each one takes."""
+class Conduct:
+    """A plugin of pytest: the order of tests, and an alarm that ends the process when one of them hangs."""
 
-    def __init__(self, known: Durations | None) -> None:
-        self.known = known
-        self.took: Durations = {}
+    def __init__(self, experience: Experience) -> None:
+        self.experience = experience
+        self.ran: dict[str, float] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.experience.seconds:
+            items.sort(key=lambda item: self.experience.rank(item.nodeid))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        if self.known is not None:
-            signal.alarm(math.ceil(GRACE + PATIENCE * self.known.get(item.nodeid, 0.0)))
+        if self.experience.seconds:
+            signal.alarm(self.experience.patience(item.nodeid))
         begun = time.monotonic()
         try:
             return (yield)
         finally:
             signal.alarm(0)
-            self.took[item.nodeid] = time.monotonic() - begun
+            self.ran[item.nodeid] = time.monotonic() - begun
 
 
-def _run(overlay: str, suite: str, watch: Watch, took: Path) -> int:
+def outcome(suite: str, case: Case | None, experience: Experience) -> str:
+    """What the suite says to this mutant, in a process of its own: `MISSED`, `caught`, or `hung`."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as overlay:
+        package, ran = Path(overlay) / "longshore", Path(overlay) / "ran.json"
+        shutil.copytree(PACKAGE, package)
+        if case is not None:
+            (package / case.module).write_text(case.mutant.source)
+        child = os.fork()
+        if not child:
+            os._exit(_run(overlay, suite, Conduct(experience), ran))
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+            return "hung"
+        said = "caught" if status else "MISSED"
+        experience.note(json.loads(ran.read_text()) if ran.exists() else {}, said)
+        return said
+
+
+def _run(overlay: str, suite: str, conduct: Conduct, ran: Path) -> int:
     """In the child: the suite against the package in `overlay`."""
     os.setsid()
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
     sys.path.insert(0, overlay)
-    sys.dont_write_bytecode = True
     os.chdir(ROOT)
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     failed = 1
     with contextlib.suppress(BaseException):
-        failed = int(pytest.main([*options, *SUITES[suite]], plugins=[watch]))
-    took.write_text(json.dumps(watch.took))
+        failed = int(pytest.main([*options, *SUITES[suite]], plugins=[conduct]))
+    ran.write_text(json.dumps(conduct.ran))
     return failed
 
 
@@ -175,16 +201,16 @@ def main() -> int:
     if given.list:
         print(*todo, sep="\n")
         return 0
-    known: dict[str, Durations] = {}
-    for suite in sorted({MODULES[case.module] for case in todo}):
-        said, known[suite] = outcome(suite, None)
-        if said != "MISSED":
+    compileall.compile_dir(PACKAGE, quiet=2)
+    experience = {suite: Experience() for suite in sorted({MODULES[case.module] for case in todo})}
+    for suite, known in experience.items():
+        if outcome(suite, None, known) != "MISSED":
             print(f"the {suite} suite fails without any mutant")
             return 2
 
     def judge(case: Case) -> str:
         suite = MODULES[case.module]
-        return outcome(suite, case, known[suite])[0]
+        return outcome(suite, case, experience[suite])
 
     missed = []
     with concurrent.futures.ThreadPoolExecutor(given.processes) as pool:

@@ -10,7 +10,6 @@ merges, which is the most to describe.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -168,6 +167,7 @@ def vllm(work: Work) -> tuple[Callable[[], Addresses], str] | None:
     Of `transfer_async` what comes before the copies: its pooled arrays, and its filling of them for each group.
     """
     try:
+        from vllm import __version__ as version  # noqa: PLC0415
         from vllm.v1.kv_offload.base import CanonicalKVCacheRef  # noqa: PLC0415
         from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler  # noqa: PLC0415
 
@@ -203,7 +203,7 @@ def vllm(work: Work) -> tuple[Callable[[], Addresses], str] | None:
         )
         return made
 
-    return planned, f"vLLM {importlib.metadata.version('vllm')}"
+    return planned, f"vLLM {version}"
 
 
 def _rows(work: Work) -> tuple[Sequence[_Rows], Sequence[_Rows]]:
