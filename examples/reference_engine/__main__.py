@@ -23,9 +23,9 @@ from longshore.config import Config
 from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice, device_for
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Event, Stream
 from longshore.transfer.device.cpu import CpuStream
-from longshore.transfer.selection import Batch
 
 ANSWER = 8
 SMALL, LARGE = 112, 4096

@@ -16,9 +16,9 @@ from longshore.config import Config
 from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Event, Stream
 from longshore.transfer.device.cpu import CpuStream
-from longshore.transfer.selection import Batch
 
 PATIENCE = 10.0
 """Seconds until something that must happen counts as not happening."""

@@ -15,7 +15,7 @@ from reference_kit import DECODER, PATIENCE, SHAPE, Rig, resident, rig, same_bit
 from longshore.boundary import DEVICE, HOST, Section, Slot
 from longshore.errors import CapacityError, EngineError, FreedLayoutError
 from longshore.transfer import ONBOARD
-from longshore.transfer.selection import Batch
+from longshore.transfer.batch import Batch
 
 LAYERS = range(SHAPE.layers)
 

@@ -9,10 +9,11 @@ from transfer_kit import Bytes, Pools
 
 from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.layout import KVLayout
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Event, Stream
 from longshore.transfer.host_side import zero_padding
 from longshore.transfer.inside import select_inside
-from longshore.transfer.selection import Batch, Selection, select
+from longshore.transfer.selection import Selection, select
 
 
 def between(

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from longshore.layout import KVLayout
 from longshore.transfer import CpuDevice
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Event, Stream
 from longshore.transfer.device.cpu import CpuStream, copy_pieces
 from longshore.transfer.plan import describe
-from longshore.transfer.selection import Batch
 
 PATIENCE = 10.0
 """Seconds until something that must happen counts as not happening."""

@@ -18,6 +18,7 @@ from transfer_kit import Bytes, Model, Pools, transfer
 from longshore.boundary import DEVICE, Item, Section, Slot, Status, Transfer, TransferResult
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Event, Stream
 from longshore.transfer.device.simulated import Queue, SimulatedDevice, World
 from longshore.transfer.device.simulated.clocks import Clock
@@ -26,7 +27,6 @@ from longshore.transfer.device.simulated.world import Mark, WatchedHazards
 from longshore.transfer.driver import Gate
 from longshore.transfer.hazards import Ticket
 from longshore.transfer.job import Job
-from longshore.transfer.selection import Batch
 
 BLOCKS = 4
 SLOTS = 4

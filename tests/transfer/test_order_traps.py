@@ -12,12 +12,12 @@ from order_kit import Tale, tale
 from longshore.boundary import DEVICE, Status, Transfer, Urgency
 from longshore.transfer import OFFLOAD
 from longshore.transfer.device.simulated import WrongError, explore
-from longshore.transfer.device.simulated.streams import SimulatedCopy, SimulatedDevice, SimulatedStream
+from longshore.transfer.device.simulated.streams import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
 from longshore.transfer.engine import TransferEngine
 from longshore.transfer.hazards import Access, Hazards, Place, Ticket
 from longshore.transfer.job import Board
 from longshore.transfer.lane import Lane
-from longshore.transfer.plan import Pieces, PlannerRing
+from longshore.transfer.plan import Pieces
 
 Patch = pytest.MonkeyPatch
 Script = Callable[[Tale], None]

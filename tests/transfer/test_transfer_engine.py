@@ -18,8 +18,8 @@ from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, 
 from longshore.errors import FreedLayoutError, LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.transfer.batch import Batch
 from longshore.transfer.job import Layered
-from longshore.transfer.selection import Batch
 
 OK = Status.OK
 

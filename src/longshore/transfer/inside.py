@@ -13,17 +13,8 @@ import numpy as np
 from longshore.boundary import DEVICE, Item, Section, Slot
 from longshore.errors import PlanError
 from longshore.layout.model import KVLayout
-from longshore.transfer.selection import (
-    I64,
-    Batch,
-    Part,
-    Selection,
-    block_ids,
-    check_layers,
-    check_sections,
-    page_widths,
-    repeated,
-)
+from longshore.transfer.batch import I64, Batch, Part
+from longshore.transfer.selection import Selection, block_ids, check_layers, check_sections, page_widths, repeated
 
 
 def select_inside(

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.boundary import Status, Transfer, TransferResult
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Event
 from longshore.transfer.driver import Driver
 from longshore.transfer.hazards import Hazards, Ticket
-from longshore.transfer.selection import Batch, Selection
+from longshore.transfer.selection import Selection
 
 
 class Step(NamedTuple):

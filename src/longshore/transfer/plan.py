@@ -14,7 +14,7 @@ Pieces come in one of two orders:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import Context
 from typing import NamedTuple
 
@@ -24,8 +24,9 @@ import numpy.typing as npt
 from longshore.boundary import HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout.model import U64, KVLayout, RefTable
-from longshore.transfer.runs import Runs, one_value, runs_of
-from longshore.transfer.selection import I64, Batch, Part, select
+from longshore.transfer.batch import I64, Batch, Part
+from longshore.transfer.runs import Runs, may_merge, one_value, runs_of
+from longshore.transfer.selection import select
 
 MAX_DESCRIPTORS = 4096
 """Descriptors per batch: a driver crashed at more than about 50,000 in one call."""
@@ -170,7 +171,7 @@ class Planner:
                 _fill_by_image(part, table, batch.host_address, _span(room, start, stop))
                 sizes.add(None)
                 row = part.pieces // len(part.images)
-                for rows in _may_merge(part, table):
+                for rows in may_merge(part, table):
                     low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
             if start > 0 and _meet(room, start):
                 low, high = min(low, start - 1), max(high, start + 1)
@@ -242,23 +243,6 @@ class Planner:
             self._starts = np.empty(self._room, dtype=np.bool_)
             self._apart = np.empty(self._room, dtype=np.bool_)
         return Pieces(self._addresses[0, :count], self._addresses[1, :count], self._sizes[:count])
-
-
-class PlannerRing:
-    """As many planners as there may be copies under way, taken in turn.
-
-    A device may read the arrays of a copy until that has finished: they must not be rewritten for the next one before.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._planners = [Planner() for _ in range(depth)]
-        self._turn = 0
-
-    def take(self) -> tuple[int, Planner]:
-        """The next one, and its number."""
-        turn = self._turn
-        self._turn = (turn + 1) % len(self._planners)
-        return turn, self._planners[turn]
 
 
 def plan(
@@ -344,38 +328,6 @@ def _device_addresses(part: Part, blocks: I64, table: RefTable, out: U64) -> Non
     # Numpy runs along the last axis, and each run costs as much as several elements: so in runs of a whole chunk.
     rows = np.repeat(offsets, len(base), axis=0).reshape(len(blocks), -1)
     np.add(rows, np.repeat(base, subs), out=out.reshape(rows.shape))
-
-
-def _may_merge(part: Part, table: RefTable) -> Iterator[slice]:
-    """Ranges of chunks outside of which no two pieces of `part` are adjacent on both sides.
-
-    Looks at blocks and images, not at each piece: whoever has scattered blocks need not search for runs among them.
-    """
-    chunks, subs = part.blocks.shape
-    if table.pitch is None or table.seams is None or part.sources is not None:
-        yield slice(0, chunks)
-        return
-    first, last = part.blocks[:, 0], part.blocks[:, -1]
-    if subs > 1:
-        yield from _rows(np.flatnonzero(part.blocks[:, 1:] - part.blocks[:, :-1] == 1) // (subs - 1), 1)
-    if len(part.widths) > 1:
-        for seam in table.seams:
-            yield from _rows(np.flatnonzero(last - first == seam), 1)
-    if chunks > 1:  # from the last page of a chunk to the first page of the next one
-        ref = part.first_ref + len(part.widths) - 1
-        end = table.places[ref, part.sub + subs - 1] + part.widths[-1]
-        step = int(end - table.places[part.first_ref, part.sub])
-        follows = np.flatnonzero(part.images[1:] - part.images[:-1] == step)
-        if len(follows):
-            gap = int(table.base[ref]) + int(part.widths[-1]) - int(table.base[part.first_ref])
-            both = (first[follows + 1] - last[follows]) * int(table.pitch) == gap
-            yield from _rows(follows[both], 2)
-
-
-def _rows(which: I64, extent: int) -> Iterator[slice]:
-    """From the first of `which`, which ascend, up to and including `extent` chunks from the last."""
-    if len(which):
-        yield slice(int(which[0]), int(which[-1]) + extent)
 
 
 def _meet(pieces: Pieces, at: int) -> bool:

@@ -8,12 +8,13 @@ A reference more costs a row of sums, and no search.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from longshore.layout.model import U64, RefTable
-from longshore.transfer.selection import I64, Batch, Part
+from longshore.transfer.batch import I64, Batch, Part
 
 
 class Runs(NamedTuple):
@@ -64,6 +65,38 @@ def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
     """Whether, in some chunk, a page of the last block may end where one of the first block begins."""
     between = blocks[:, -1] - blocks[:, 0]
     return any(np.count_nonzero(between == seam) for seam in seams)
+
+
+def may_merge(part: Part, table: RefTable) -> Iterator[slice]:
+    """Ranges of chunks outside of which no two pieces of `part` are adjacent on both sides.
+
+    Looks at blocks and images, not at each piece: whoever has scattered blocks need not search for runs among them.
+    """
+    chunks, subs = part.blocks.shape
+    if table.pitch is None or table.seams is None or part.sources is not None:
+        yield slice(0, chunks)
+        return
+    first, last = part.blocks[:, 0], part.blocks[:, -1]
+    if subs > 1:
+        yield from _rows(np.flatnonzero(part.blocks[:, 1:] - part.blocks[:, :-1] == 1) // (subs - 1), 1)
+    if len(part.widths) > 1:
+        for seam in table.seams:
+            yield from _rows(np.flatnonzero(last - first == seam), 1)
+    if chunks > 1:  # from the last page of a chunk to the first page of the next one
+        ref = part.first_ref + len(part.widths) - 1
+        end = table.places[ref, part.sub + subs - 1] + part.widths[-1]
+        step = int(end - table.places[part.first_ref, part.sub])
+        follows = np.flatnonzero(part.images[1:] - part.images[:-1] == step)
+        if len(follows):
+            gap = int(table.base[ref]) + int(part.widths[-1]) - int(table.base[part.first_ref])
+            both = (first[follows + 1] - last[follows]) * int(table.pitch) == gap
+            yield from _rows(follows[both], 2)
+
+
+def _rows(which: I64, extent: int) -> Iterator[slice]:
+    """From the first of `which`, which ascend, up to and including `extent` chunks from the last."""
+    if len(which):
+        yield slice(int(which[0]), int(which[-1]) + extent)
 
 
 def one_value(values: U64) -> int | None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.layout.model import KVLayout
-from longshore.transfer.selection import Batch
+from longshore.transfer.batch import Batch
 
 
 class Event(Protocol):

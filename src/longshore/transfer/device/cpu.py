@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.layout.model import U64, KVLayout
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Device, Event, Stream
 from longshore.transfer.plan import Planner
-from longshore.transfer.selection import Batch
 
 SMALL = 4096
 """Bytes below which a piece is moved together with others of its size."""

@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.layout.model import KVGroup, KVLayout, PageRef
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Stream
 from longshore.transfer.device.cuda.chooser import Load, Sample, Way
 from longshore.transfer.device.cuda.streams import CudaStream, Tools
-from longshore.transfer.selection import Batch, select
+from longshore.transfer.selection import select
 
 _IMAGE = 1 << 20
 _FASTEST = 1e12  # bytes per second that no link reaches: a measurement that says more is no measurement

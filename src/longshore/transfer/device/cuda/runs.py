@@ -14,8 +14,8 @@ import numpy as np
 
 from longshore.boundary import HOST
 from longshore.layout.model import U64, KVLayout
+from longshore.transfer.batch import I64, Batch, Part
 from longshore.transfer.device.cuda.shape import Shape
-from longshore.transfer.selection import I64, Batch, Part
 
 _ALIGNMENT = 16
 

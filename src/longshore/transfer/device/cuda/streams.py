@@ -20,6 +20,7 @@ import torch
 from longshore.boundary import HOST
 from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.accelerator import Events, Fallbacks, Point
 from longshore.transfer.device.base import Copy, Event, InOnePiece, Stream
 from longshore.transfer.device.cuda import runs
@@ -30,7 +31,6 @@ from longshore.transfer.device.cuda.resources import Arguments, Descriptors, Pla
 from longshore.transfer.device.cuda.shape import Shape
 from longshore.transfer.device.torch_streams import StagedStream, stream_into
 from longshore.transfer.plan import Pieces
-from longshore.transfer.selection import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from longshore.layout.model import U64, KVLayout
+from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Device, Event, Stream
 from longshore.transfer.device.cpu import copy_pieces
 from longshore.transfer.device.simulated.world import BlockedError, Mark, Queue, World
-from longshore.transfer.plan import PlannerRing
-from longshore.transfer.selection import Batch
+from longshore.transfer.plan import Planner
 
 CELL = 8
 """Bytes that are read or written as one; all addresses and sizes must be multiples of it."""
@@ -90,6 +90,23 @@ class SimulatedDevice(Device):
 
     def _queue(self, compute: object) -> Queue:
         return compute if isinstance(compute, Queue) else self._compute
+
+
+class PlannerRing:
+    """As many planners as there may be copies under way, taken in turn.
+
+    A device may read the arrays of a copy until that has finished: they must not be rewritten for the next one before.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._planners = [Planner() for _ in range(depth)]
+        self._turn = 0
+
+    def take(self) -> tuple[int, Planner]:
+        """The next one, and its number."""
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._planners)
+        return turn, self._planners[turn]
 
 
 class SimulatedStream(Stream):
