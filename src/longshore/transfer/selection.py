@@ -183,14 +183,10 @@ def _parts(
         chunks, subs = box.stop - box.first, box.high - box.low
         start = box.first * per_chunk + box.low - skip
         is_last = (box.stop - 1, box.high - 1) == last
+        widths = pages.leading if is_last and pages.leading is not None else pages.widths
+        rectangle = blocks[start : start + chunks * subs].reshape(chunks, subs)
         yield Part(
-            group=section.group,
-            first_ref=pages.first_ref,
-            widths=pages.leading if is_last and pages.leading is not None else pages.widths,
-            blocks=blocks[start : start + chunks * subs].reshape(chunks, subs),
-            images=images[box.first : box.stop],
-            sub=box.low,
-            item=item + box.first,
+            section.group, pages.first_ref, widths, rectangle, images[box.first : box.stop], box.low, item + box.first
         )
 
 
