@@ -72,7 +72,7 @@ def test_the_planning_of_vllm_gets_the_same_transfer(name: str, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.base", reference)
     module = SimpleNamespace(SingleDirectionOffloadingHandler=Handler)
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.cpu.gpu_worker", module)
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.32.0")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     work = plans.Work.of(plans.SHAPES[name])
     planned = plans.vllm(work)
     assert planned is not None

@@ -743,6 +743,32 @@ def test_a_lane_that_fails_ends_its_jobs_and_closes_the_engine(caplog: pytest.Lo
     assert "copies into host have failed" in caplog.text
 
 
+def test_a_fault_while_a_lane_waits_ends_its_jobs_though_it_came_but_once() -> None:
+    """The lane stands at its gate when the clock fails: it is told, and does not take the gate for open."""
+    pools = Pools(flat(16), 8)
+    device = GatedDevice()
+    faults = 0
+
+    def clock() -> float:
+        nonlocal faults
+        if threading.current_thread().name == "longshore into device" and not faults:
+            faults += 1
+            raise OverflowError("the clock struck thirteen")
+        return 0.0
+
+    engine = TransferEngine(pools.layout, device, pools.host, clock=clock)
+    device.gates[HOST].shut()
+    engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1]))
+    assert device.gates[HOST].wait_arrived(1)
+    engine.submit(transfer(2, ONBOARD, [Section(0, 0, (2,))], [1], deadline=5.0))  # reads what job 1 still writes
+    assert engine.wait([2], PATIENCE)
+    assert faults == 1
+    device.gates[HOST].open()
+    assert engine.wait([1], PATIENCE)
+    assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.IO_ERROR,)
+    assert engine.shutdown(PATIENCE)
+
+
 def test_a_number_that_is_used_again_is_as_young_as_its_new_job() -> None:
     rig = Rig()
     for _ in range(2):
