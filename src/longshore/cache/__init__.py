@@ -2,6 +2,7 @@
 
 from longshore.cache.events import Event, EventKind
 from longshore.cache.explain import Account, Verdict, explain
+from longshore.cache.groups import CacheGroup, Need, Wanted
 from longshore.cache.manager import TieredCache
 from longshore.cache.retention import DEFAULT_PRIORITY, Retention
 from longshore.cache.settings import CacheSettings, TierSpec
@@ -9,6 +10,7 @@ from longshore.cache.states import EDGES, State
 from longshore.cache.types import (
     Counters,
     DropReason,
+    GroupMatch,
     Hold,
     Match,
     MissReason,
@@ -30,14 +32,17 @@ __all__ = [
     "DEFAULT_PRIORITY",
     "EDGES",
     "Account",
+    "CacheGroup",
     "CacheSettings",
     "Counters",
     "DropReason",
     "Event",
     "EventKind",
+    "GroupMatch",
     "Hold",
     "Match",
     "MissReason",
+    "Need",
     "Offload",
     "Onboarding",
     "Outcome",
@@ -54,6 +59,7 @@ __all__ = [
     "TierStats",
     "TieredCache",
     "Verdict",
+    "Wanted",
     "WritePolicy",
     "WriteRule",
     "explain",

@@ -56,6 +56,17 @@ class Family:
             self.younger[elder] = head
         self.child[parent] = head
 
+    def append_firsts(self, nodes: Sequence[int]) -> None:
+        """`nodes`, which are new, follow nobody."""
+        at, elder, last = np.array(nodes, np.int32), self.child[_NOBODY], nodes[-1]
+        column(self.parent)[at] = column(self.child)[at] = _NOBODY
+        column(self.older)[at[:-1]] = at[1:]
+        column(self.younger)[at[1:]] = at[:-1]
+        self.older[last], self.younger[nodes[0]] = elder, _NOBODY
+        if elder:
+            self.younger[elder] = last
+        self.child[_NOBODY] = nodes[0]
+
     def leave(self, node: int, parent: int) -> None:
         """`node` is no child of `parent` any more."""
         older, younger = self.older[node], self.younger[node]

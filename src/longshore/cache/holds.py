@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from longshore.boundary import Key
+from longshore.cache.jobs import Held, Load
 from longshore.cache.jobs import Hold as Record
-from longshore.cache.jobs import Load
 from longshore.cache.store import Pin, Store
 from longshore.cache.types import Hold
 from longshore.errors import CacheError, HoldError
@@ -27,10 +26,9 @@ class Holds:
     def __iter__(self) -> Iterator[Record]:
         return iter(self._records.values())
 
-    def take(self, identity: int, keys: Sequence[Key], start: int, request: str | None) -> Hold:
-        """Hold `keys`, which are ready, and begin at position `start` of their path."""
-        pin = self._store.pin(self._store.index.get(keys[-1]))
-        self._records[identity] = Record(keys, start, pin, request)
+    def take(self, identity: int, parts: Sequence[Held], request: str | None, *, joint: bool = False) -> Hold:
+        """Hold `parts`, whose nodes are pinned; of several groups if it is `joint`."""
+        self._records[identity] = Record(parts, request, joint=joint)
         return Hold(identity)
 
     def get(self, hold: Hold) -> Record:
@@ -38,6 +36,15 @@ class Holds:
         record = self._records.get(hold.id) if isinstance(hold, Hold) else None
         if record is None:
             raise HoldError(f"expected a hold of this cache that was not released, got {hold!r}")
+        return record
+
+    def to_load(self, hold: Hold, *, joint: bool = False) -> Record:
+        """What `hold` stands for. Raises `HoldError` if it was onboarded before, or is not `joint`, or is."""
+        record = self.get(hold)
+        if record.joint != joint:
+            raise HoldError(f"hold {hold.id} is of {'several groups' if record.joint else 'one group'}")
+        if record.load is not None:
+            raise HoldError(f"hold {hold.id} was onboarded before")
         return record
 
     def load(self, hold: Hold) -> Load:
@@ -49,9 +56,15 @@ class Holds:
 
     def drop(self, hold: Hold) -> None:
         """Let go of what `hold` stands for, which counts as a use of it."""
-        record = self._records.pop(hold.id)
-        self._store.touch(self._store.index.path(record.pin.node, len(record.keys)))
-        self._store.unpin(record.pin)
+        for part in self._records.pop(hold.id).parts:
+            nodes = [node for pin in part.pins if (node := pin.node)]
+            if part.alone:
+                self._store.sliding.serve(nodes)
+            elif nodes:
+                nodes = self._store.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
+            self._store.touch(nodes if not part.alone else nodes[::-1])
+            for pin in part.pins:
+                self._store.unpin(pin)
 
     def of(self, request: str) -> list[Hold]:
         """The holds that were taken for `request`."""
@@ -69,7 +82,8 @@ class Holds:
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless the pins that are in place are those of holds and peeks."""
-        ours = {pin for pin in (*(record.pin for record in self), *self._step) if pin.node}
+        held = [pin for record in self for part in record.parts for pin in part.pins]
+        ours = {pin for pin in (*held, *self._step) if pin.node}
         theirs = {pin for pins in self._store.pins.values() for pin in pins}
         if ours != theirs:
             raise CacheError(f"{len(theirs)} pins are in place, holds and peeks have {len(ours)}")

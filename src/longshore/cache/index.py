@@ -10,6 +10,9 @@ that have a copy in tier `t` or colder are closed under "parent of", for every `
 node is *reachable* when it and all its ancestors have a ready copy. Reachable nodes are closed as well, so the longest
 ready prefix of a path is found by bisection, whatever its length.
 
+Chunks that are of use without those before them, as in sliding-window groups, stand *alone*: each is a child of the
+root, so nothing needs it to be reached, and it may outlive whatever came before it.
+
 Nodes live in arrays (24 bytes each, and 8 for each tier): a million of them are some twenty objects, not a million,
 which is what the garbage collector and the memory bill see. Keys find their node in 256 dictionaries, by their first
 byte (keys are digests), so that none of them ever takes long to grow.
@@ -21,6 +24,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
@@ -183,6 +187,23 @@ class Index:
             path.append(node)
         return path
 
+    def readable_alone(self, key: Key) -> bool:
+        """Whether `key`, which stands alone, can be read."""
+        return bool(self.reachable[node] if (node := self.get(key)) else 0)
+
+    def find_alone(self, keys: Sequence[Key]) -> list[int]:
+        """The node of each of `keys`, which stand alone; `ROOT` for those that no tier has, or will have.
+
+        Raises `CacheError` if they are not distinct, or one is known as the child of another.
+        """
+        nodes = [self.get(key) for key in keys]
+        if len(set(keys)) != len(keys):
+            raise CacheError(f"the {len(keys)} keys of a path differ, only {len(set(keys))} do")
+        child = next((key for key, node in zip(keys, nodes, strict=True) if self.parent[node]), None)
+        if child is not None:
+            raise CacheError(f"chunk {child.hex()[:12]} was stored behind another, and does not stand alone")
+        return nodes
+
     def check_link(self, keys: Sequence[Key], position: int) -> int:
         """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""
         node = self._at(keys, position)
@@ -217,22 +238,27 @@ class Index:
 
     def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
         """`extend` for keys of which `follow` has said that they are new, behind a parent that accepts them."""
-        shards = self._shards
         nodes = self._numbers(len(keys))
         if not nodes:
             return []
-        for key, node in zip(keys, nodes, strict=True):
-            shards[key[0]][key] = node
-        at, depth = np.array(nodes), self.depth[parent] + 1
         self._family.append(parent, nodes)
-        self.key[at] = keys
+        at, depth = self._enter(keys, nodes, tier, slots), self.depth[parent] + 1
         column(self.depth)[at] = np.arange(depth, depth + len(at))
-        column(self.slot[tier])[at] = slots
-        column(self.pools[tier].node)[slots] = at
         for each in range(tier + 1):
             self.reach[each][parent] += 1
             column(self.reach[each])[at[:-1]] = 1
-        self._count += len(nodes)
+        return nodes
+
+    def link_alone(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
+        """New nodes, which stand alone, for `keys` that `find_alone` did not find."""
+        nodes = self._numbers(len(keys))
+        if not nodes:
+            return []
+        self._family.append_firsts(nodes)
+        at = self._enter(keys, nodes, tier, slots)
+        column(self.depth)[at] = 0
+        for each in range(tier + 1):
+            self.reach[each][ROOT] += len(nodes)
         return nodes
 
     def add_copy(self, node: int, tier: int, slot: int) -> None:
@@ -311,6 +337,20 @@ class Index:
                 warm = [t for t in range(limit + 1) if self.slot[t][child] >= 0]
                 queue.append((child, warm[-1] if warm else -1))
         return lost
+
+    def _enter(
+        self, keys: Sequence[Key], nodes: Sequence[int], tier: int, slots: Sequence[int]
+    ) -> npt.NDArray[np.int32]:
+        """`nodes` are those of `keys`, in `slots` of `tier`."""
+        shards = self._shards
+        for key, node in zip(keys, nodes, strict=True):
+            shards[key[0]][key] = node
+        at = np.array(nodes, np.int32)
+        self.key[at] = keys
+        column(self.slot[tier])[at] = slots
+        column(self.pools[tier].node)[slots] = at
+        self._count += len(nodes)
+        return at
 
     def _numbers(self, count: int) -> list[int]:
         free = self._free

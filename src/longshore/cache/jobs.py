@@ -6,9 +6,11 @@ A job has ended when every rank has reported it; an item has succeeded when it d
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from longshore.boundary import Key, Status, Transfer, TransferResult
+from longshore.cache.index import Index
 from longshore.cache.store import Pin
 from longshore.cache.types import MissReason, Outcome
 from longshore.cache.waiting import Wait
@@ -65,18 +67,56 @@ class Load:
                     yield None if status is Status.OK else MissReason.of(status)
 
 
-class Hold:
-    """The control plane's side of a hold: the matched keys, and the pin on the node at which they end."""
+class Held:
+    """What a hold keeps of one KV cache group: the chunks `keys`, at `positions` of their path, by pins on nodes.
 
-    __slots__ = ("keys", "load", "pin", "prefetch", "request", "start")
 
-    def __init__(self, keys: Sequence[Key], start: int, pin: Pin, request: str | None) -> None:
+    One pin on the last keeps a path; chunks that stand `alone` have one each.
+    """
+
+    __slots__ = ("alone", "group", "keys", "pins", "positions")
+
+    def __init__(
+        self, keys: Sequence[Key], positions: Sequence[int], pins: Sequence[Pin], group: int = 0, *, alone: bool = False
+    ) -> None:
         self.keys = keys
-        self.start = start
-        self.pin = pin
+        self.positions = positions
+        self.pins = pins
+        self.group = group
+        self.alone = alone
+
+    def nodes(self, index: Index) -> list[int]:
+        """The nodes of the chunks, head first, as far as none was lost."""
+        if self.alone:
+            return list(takewhile(bool, (pin.node for pin in self.pins)))
+        tail = self.pins[0].node
+        if not tail:
+            return index.readable(self.keys)
+        last = self.positions[-1]
+        path = index.path(tail, last - self.positions[0] + 1)
+        return path[::-1] if len(path) == len(self.keys) else [path[last - at] for at in self.positions]
+
+
+class Hold:
+    """The control plane's side of a hold: what it keeps, of several groups if it is `joint`, and what was ordered."""
+
+    __slots__ = ("joint", "load", "parts", "prefetch", "request")
+
+    def __init__(self, parts: Sequence[Held], request: str | None, *, joint: bool) -> None:
+        self.parts = parts
         self.request = request
+        self.joint = joint
         self.load: Load | None = None
         self.prefetch: Wait | None = None
+
+    @property
+    def keys(self) -> list[Key]:
+        """The held chunks of all groups, one group after the other."""
+        return [key for part in self.parts for key in part.keys]
+
+    def nodes(self, index: Index) -> list[int]:
+        """Their nodes, of each group as far as none was lost."""
+        return [node for part in self.parts for node in part.nodes(index)]
 
 
 class Side(NamedTuple):

@@ -27,14 +27,14 @@ LOAD_BATCH = 16
 
 
 class Batch(NamedTuple):
-    """Consecutive chunks to load together; `above` is the key before them, `tiers` and `slots` say what is pinned.
+    """Chunks to load together; `parents` are the keys before each, `tiers` and `slots` say what is pinned.
 
     All of them are ready in the host tier when they are `warm`.
     """
 
     nodes: Sequence[int]
     keys: Sequence[Key]
-    above: Key | None
+    parents: Sequence[Key | None]
     tiers: Sequence[int]
     slots: Sequence[int]
     warm: bool
@@ -72,35 +72,67 @@ class Loading:
         `first_block` is the logical index of `blocks[0]`, a block of the first chunk. `keys` are the first of `held`
         chunks that end at `tail`, if that is known and reachable.
         """
-        store, load = self._store, Load(self._flow.new_id())
-        wait = Wait(load.wait, self._flow.now + timeout, load, patient=True)
-        self._flow.waits.begin(wait)
+        store = self._store
+        load, wait = self._begin(timeout)
         path = store.index.path(tail, held)[held - len(keys) :][::-1] if tail else store.index.readable(keys)
         tiers, slots, warm = self._pin(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
         store.log.by = keys[cold[0]] if cold else None
-        room = store.make_room(0, len(cold), spare_dirty=True)
-        if room < len(cold):
-            room = store.make_room(0, len(cold), spare_dirty=False)
+        room = self._make_room(len(cold))
         if room < len(cold):
             cut = cold[room]
-            load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers[cut:]]
-            for tier in sorted(set(tiers[cut:])):
-                store.unread(
-                    tier, [slot for slot, other in zip(slots[cut:], tiers[cut:], strict=True) if other == tier]
-                )
+            self._cut(load, tiers[cut:], slots[cut:])
             path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
         load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
         above = store.index.key[store.index.parent[path[0]]] if path else None
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
-            batch = Batch(path[here], keys[here], above, tiers[here], slots[here], warm=end <= warm)
+            parents = [above, *keys[start : end - 1]]
+            batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], warm=end <= warm)
             above = keys[end - 1]
             per_chunk = self._flow.settings.blocks_per_chunk
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
-            self._order_batch(load, wait, batch, Section(group, first_block, tuple(blocks[:taken])), by_layer=by_layer)
+            sections = (Section(group, first_block, tuple(blocks[:taken])),)
+            self._order_batch(load, wait, batch, sections, by_layer=by_layer)
             blocks, first_block = blocks[taken:], first_block + taken
         return load
+
+    def load_together(
+        self,
+        nodes: Sequence[int],
+        keys: Sequence[Key],
+        sections: Sequence[Section],
+        *,
+        timeout: float,
+        by_layer: bool = False,
+    ) -> Load:
+        """Order `keys`, of any groups, into the device blocks of `sections`, by one job that waits for all reads.
+
+        `nodes` are theirs, fewer if some were lost. Then, or if the host tier has no room for all that must be read
+        first, nothing is ordered.
+        """
+        store = self._store
+        load, wait = self._begin(timeout)
+        if len(nodes) < len(keys):
+            load.cut = [store.miss(key) for key in keys]
+            return load
+        tiers, slots, warm = self._pin(nodes)
+        cold = [i for i, tier in enumerate(tiers) if tier]
+        store.log.by = keys[cold[0]] if cold else None
+        if self._make_room(len(cold)) < len(cold):
+            self._cut(load, tiers, slots)
+            return load
+        parents = [store.index.key[store.index.parent[node]] for node in nodes]
+        batch = Batch(nodes, keys, parents, tiers, slots, warm=warm == len(nodes))
+        self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
+        return load
+
+    def _begin(self, timeout: float) -> tuple[Load, Wait]:
+        """A load that is waited for so many seconds."""
+        load = Load(self._flow.new_id())
+        wait = Wait(load.wait, self._flow.now + timeout, load, patient=True)
+        self._flow.waits.begin(wait)
+        return load, wait
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Pin the copy that each reachable node is read from, or will be.
@@ -119,8 +151,21 @@ class Loading:
             pools[tier].readers[slots[i]] += 1
         return tiers, slots, warm
 
-    def _order_batch(self, load: Load, wait: Wait, batch: Batch, section: Section, *, by_layer: bool) -> None:
-        """Order one batch into the device blocks of `section`."""
+    def _make_room(self, count: int) -> int:
+        """How many slots of the host tier are free for loads, at most `count`; at last what is not backed up goes."""
+        room = self._store.make_room(0, count, spare_dirty=True)
+        return room if room == count else self._store.make_room(0, count, spare_dirty=False)
+
+    def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
+        """There is no room for the first of these pinned copies, so none of them is loaded."""
+        load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers]
+        for tier in sorted(set(tiers)):
+            self._store.unread(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
+
+    def _order_batch(
+        self, load: Load, wait: Wait, batch: Batch, sections: tuple[Section, ...], *, by_layer: bool
+    ) -> None:
+        """Order one batch into the device blocks of `sections`."""
         names = [level.name for level in self._store.levels]
         warm = list(batch.slots)
         if batch.warm:
@@ -133,10 +178,10 @@ class Loading:
             self._flow.order(
                 self._flow.new_id(),
                 batch.keys,
-                [batch.above, *batch.keys[:-1]],
+                batch.parents,
                 Side(0, warm),
                 None,
-                sections=(section,),
+                sections=sections,
                 after=self._flow.join(wait, warm),
                 load=load,
                 deadline=wait.deadline,
@@ -154,7 +199,7 @@ class Loading:
         self._flow.order(
             job,
             [batch.keys[i] for i in chosen],
-            [batch.keys[i - 1] if i else batch.above for i in chosen],
+            [batch.parents[i] for i in chosen],
             Side(tier, [batch.slots[i] for i in chosen]),
             Side(0, [warm[i] for i in chosen]),
         )

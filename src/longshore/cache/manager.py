@@ -19,8 +19,10 @@ from longshore.cache.adopting import Found, adopt
 from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event, EventKind
 from longshore.cache.flow import Flow
+from longshore.cache.groups import Wanted
 from longshore.cache.holds import Holds
-from longshore.cache.jobs import Load
+from longshore.cache.jobs import Held, Load
+from longshore.cache.joint import Joint
 from longshore.cache.loading import Loading
 from longshore.cache.pool import SlotPool
 from longshore.cache.prefetching import Prefetching
@@ -32,6 +34,7 @@ from longshore.cache.store import Level, Store
 from longshore.cache.storing import Storing
 from longshore.cache.types import (
     Counters,
+    GroupMatch,
     Hold,
     Match,
     MissReason,
@@ -45,7 +48,7 @@ from longshore.cache.types import (
     TierStats,
 )
 from longshore.cache.waiting import PrefetchPolicy, seconds
-from longshore.errors import CacheError, HoldError
+from longshore.errors import CacheError
 
 
 class TieredCache:
@@ -70,6 +73,7 @@ class TieredCache:
         self._prefetching = Prefetching(self._flow)
         self._storing = Storing(self._flow, rules)
         self._holds = Holds(self._store)
+        self._joint = Joint(self._flow, self._holds)
         self._device = DeviceBlocks(self.settings.device_blocks)
 
     @property
@@ -98,7 +102,21 @@ class TieredCache:
             self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
         if end == start:
             return Match(start, 0, None)
-        return Match(start, end - start, self._holds.take(self._flow.new_id(), keys[start:end], start, request))
+        pin = self._store.pin(index.get(keys[end - 1]))
+        held = Held(keys[start:end], range(start, end), (pin,))
+        return Match(start, end - start, self._holds.take(self._flow.new_id(), (held,), request))
+
+    def match_groups(self, wanted: Sequence[Wanted], now: float, *, request: str | None = None) -> GroupMatch:
+        """The longest prefix at which every KV cache group is served, and a hold on what the tiers are to bring.
+
+        `wanted` says of each group of `CacheSettings.groups`, in order, which keys the request has, and which of these
+        chunks the device has. The length is a multiple of the chunks of all groups, and no longer than the keys of any.
+        Chunks that the last token would need, behind what was found, are counted as misses; the events have a request
+        for each group, `request/0`, `request/1` and so on. Raises `CacheError` where a key is out of place.
+        """
+        paths = self._joint.paths(wanted)
+        self._advance(now)
+        return self._joint.match(paths, request)
 
     def runs(self, hold: Hold) -> tuple[Run, ...]:
         """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""
@@ -106,10 +124,7 @@ class TieredCache:
 
     def slots(self, hold: Hold) -> list[Slot]:
         """The slot that each held chunk can be read from, the warmest; fewer than held if some were lost."""
-        record, index = self._holds.get(hold), self._store.index
-        tail, held = record.pin.node, len(record.keys)
-        path = index.path(tail, held)[::-1] if tail else index.readable(record.keys)
-        return self._store.warmest_slots(path)
+        return self._store.warmest_slots(self._holds.get(hold).nodes(self._store.index))
 
     def peek(self, key: Key) -> Presence:
         """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`.
@@ -149,26 +164,42 @@ class TieredCache:
 
         Chunks for which the host tier cannot make room now are left out, and counted as misses.
         """
-        record = self._holds.get(hold)
-        if record.load is not None:
-            raise HoldError(f"hold {hold.id} was onboarded before")
-        per_chunk = self.settings.blocks_per_chunk
-        chunks = -(-(skip + len(blocks)) // per_chunk)
-        if not 0 <= skip < per_chunk or not blocks or chunks > len(record.keys):
-            raise CacheError(
-                f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {len(record.keys)} held chunks"
-            )
+        record = self._holds.to_load(hold)
+        (part,), per_chunk = record.parts, self.settings.blocks_per_chunk
+        chunks, held = -(-(skip + len(blocks)) // per_chunk), len(part.keys)
+        if not 0 <= skip < per_chunk or not blocks or chunks > held:
+            raise CacheError(f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {held} held chunks")
         self._device.check(blocks)
         longest = seconds(timeout, self.settings.load_timeout)
-        first_block, held = record.start * per_chunk + skip, len(record.keys)
-        tail, wanted = record.pin.node, record.keys[:chunks]
-        record.load = load = self._loading.load(
-            wanted, blocks, first_block, timeout=longest, tail=tail, held=held, group=group, by_layer=by_layer
+        first_block, tail = part.positions[0] * per_chunk + skip, part.pins[0].node
+        record.load = self._loading.load(
+            part.keys[:chunks],
+            blocks,
+            first_block,
+            timeout=longest,
+            tail=tail,
+            held=held,
+            group=group,
+            by_layer=by_layer,
         )
-        if not load.parts:
-            self._conclude(load, MissReason.CANCELLED)
-        parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
-        return Onboarding(sum(part.chunks for part in parts), parts)
+        return self._ordered(record.load)
+
+    def onboard_groups(
+        self, hold: Hold, blocks: Sequence[Sequence[int]], *, by_layer: bool = False, timeout: float | None = None
+    ) -> Onboarding:
+        """Order all that a hold of `match_groups` keeps into the device, by one job; ends with `outcome(hold)`.
+
+        `blocks` has for each group the device blocks of the chunks in `Need.load`, in order; `by_layer` has the layers
+        of all groups travel in the model's order. It is all or nothing: chunks for which the host tier cannot make room
+        now are counted as misses, and the others with them.
+        """
+        record = self._holds.to_load(hold, joint=True)
+        sections = self._joint.sections(record, blocks)
+        for each in blocks:
+            self._device.check(each)
+        nodes, longest = record.nodes(self._store.index), seconds(timeout, self.settings.load_timeout)
+        record.load = self._loading.load_together(nodes, record.keys, sections, timeout=longest, by_layer=by_layer)
+        return self._ordered(record.load)
 
     def prefetch(
         self, hold: Hold, *, policy: PrefetchPolicy | None = None, timeout: float | None = None
@@ -264,22 +295,29 @@ class TieredCache:
         if len(blocks) != expected:
             raise CacheError(f"{len(keys) - first} chunks have {expected} blocks, got {len(blocks)}")
         self._device.check(blocks)
-        path = self._store.index.follow(keys, first)
+        alone = self.settings.stands_alone(group)
+        path = self._store.index.follow(keys, first) if not alone else []
         if not self._storing.wants(evicting=evicting):
             return Offload(None)
         end = len(keys) if prompt is None or not self.settings.prompt_only else max(first, min(prompt, len(keys)))
+        if alone:
+            return self._storing.offload_alone(keys, first, blocks, retention, group=group, prompt=end)
         if end < first + len(path):
             path = path[: end - first]
         self._storing.leave_out(len(keys) - max(end, first + len(path)))
         return self._storing.offload(keys[:end], first, path, blocks, retention, group)
 
-    def offer(self, keys: Sequence[Key], *, first: int = 0, retention: Sequence[Retention] = ()) -> Offload:
+    def offer(
+        self, keys: Sequence[Key], *, first: int = 0, retention: Sequence[Retention] = (), group: int = 0
+    ) -> Offload:
         """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job.
 
         A host that will not move them after all must say so, by `withdraw`.
         """
         check_retention(retention)
         self._check_first(keys, first)
+        if self.settings.stands_alone(group):
+            return self._storing.offload_alone(keys, first, None, retention, group=group, prompt=len(keys))
         return self._storing.offload(keys, first, self._store.index.follow(keys, first), None, retention)
 
     def withdraw(self, job: int) -> None:
@@ -409,6 +447,13 @@ class TieredCache:
                 self._flow.abandon(wait.load)
                 self._conclude(wait.load, MissReason.DEADLINE)
             self._flow.leave(wait)
+
+    def _ordered(self, load: Load) -> Onboarding:
+        """What was ordered of `load`; nothing at all is an outcome already."""
+        if not load.parts:
+            self._conclude(load, MissReason.CANCELLED)
+        parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
+        return Onboarding(sum(part.chunks for part in parts), parts)
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self.counters.misses.update(load.conclude(unfinished))

@@ -9,9 +9,11 @@ timeout         until all is there, or so long     the same, or after so long
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from longshore.boundary import Key
 from longshore.cache.flow import Flow
+from longshore.cache.index import ROOT
 from longshore.cache.jobs import Hold, Job, Side
 from longshore.cache.loading import LOAD_BATCH
 from longshore.cache.waiting import PrefetchPolicy, Wait, seconds
@@ -38,7 +40,7 @@ class Prefetching:
         longest = seconds(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
         patient = policy is not PrefetchPolicy.BEST_EFFORT
         former, wait = hold.prefetch, Wait(self._flow.new_id(), self._flow.now + longest, None, patient=patient)
-        self._order(hold.keys, wait)
+        self._order(hold.nodes(self._store.index), wait)
         hold.prefetch = wait
         if wait.jobs:
             self._flow.waits.begin(wait)
@@ -51,17 +53,18 @@ class Prefetching:
         wait, index = hold.prefetch, self._store.index
         if wait is not None and wait.patient and wait.jobs:
             return None
-        path = index.readable(hold.keys)
+        path = hold.nodes(index)
         return next((i for i, node in enumerate(path) if not index.is_ready(node, 0)), len(path))
 
-    def _order(self, keys: Sequence[Key], wait: Wait) -> None:
+    def _order(self, path: Sequence[int], wait: Wait) -> None:
         """Join what is on its way, and order what only colder tiers have, as far as clean room is there."""
         store, flow = self._store, self._flow
-        path = store.index.readable(keys)
+        keys = [store.index.key[node] for node in path]
         flow.join(wait, [slot for node in path if (slot := store.index.slot[0][node]) >= 0])
         cold = [i for i, node in enumerate(path) if store.index.slot[0][node] < 0]
         store.log.by = keys[cold[0]] if cold else None
-        pins = [store.pin(path[-1])] if path else []
+        # A hold of which a part was lost keeps the rest no longer.
+        pins = [store.pin(a) for a, b in pairwise([*path, ROOT]) if store.index.parent[b] != a]
         cold = cold[: store.make_room(0, len(cold), spare_dirty=True)]
         for pin in pins:
             store.unpin(pin)

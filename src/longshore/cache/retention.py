@@ -51,3 +51,9 @@ def at(retention: Sequence[Retention], position: int) -> Retention | None:
     """What is said of the chunk at `position`: the highest priority, if several ranges have it."""
     said = [each for each in retention if each.first <= position and (each.end is None or position < each.end)]
     return max(said, key=lambda each: each.priority, default=None)
+
+
+def priority_of(retention: Sequence[Retention], position: int) -> int:
+    """The priority of the chunk at `position`."""
+    said = at(retention, position)
+    return DEFAULT_PRIORITY if said is None else said.priority

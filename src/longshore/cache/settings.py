@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from longshore.cache.eviction import DEFAULT_POLICY, EvictionPolicy
+from longshore.cache.groups import CacheGroup
 from longshore.cache.retention import HIGHEST_PRIORITY
 from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy, WriteRule
@@ -19,6 +20,8 @@ class CacheSettings:
 
     Attributes:
         blocks_per_chunk: Device blocks per chunk.
+        groups: The KV cache groups, in the order of the layout's; none if all have full attention, and no match is for
+            several of them.
         ranks: How many ranks hold a part of each image, and report each job.
         offload: Write policy device -> warmest tier.
         backup: Write policy warmest tier -> the one below, and from there on down.
@@ -36,6 +39,7 @@ class CacheSettings:
     """
 
     blocks_per_chunk: int = 1
+    groups: tuple[CacheGroup, ...] = ()
     ranks: int = 1
     offload: WritePolicy = WritePolicy.THROUGH
     backup: WritePolicy = WritePolicy.BACK
@@ -68,6 +72,16 @@ class CacheSettings:
             raise CacheError(f"write rules are for routes into {list(tiers)}, got some into {unknown}")
         usual = [WriteRule(self.backup if tier else self.offload, self.threshold) for tier in range(len(tiers))]
         return tuple(self.into.get(name, rule) for name, rule in zip(tiers, usual, strict=True))
+
+    def group(self, index: int) -> tuple[CacheGroup, int]:
+        """A group, and how many tokens its chunks have. Raises `CacheError` for one that is not in `groups`."""
+        if not 0 <= index < len(self.groups):
+            raise CacheError(f"group {index} is none of the {len(self.groups)} groups of the settings")
+        return self.groups[index], self.groups[index].block_size * self.blocks_per_chunk
+
+    def stands_alone(self, index: int) -> bool:
+        """Whether chunks of this group stand alone. Without `groups` none does, whatever the group."""
+        return bool(self.groups) and self.group(index)[0].alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.index import ROOT, Index
 from longshore.cache.keeping import Keeping
 from longshore.cache.pool import SlotPool
+from longshore.cache.sliding import Sliding
 from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES
 from longshore.cache.types import Counters, MissReason, Resident, Run, TierStats
 from longshore.errors import CacheError
@@ -74,6 +75,7 @@ class Store:
         self.policies = [level.make_policy(level.pool.capacity, self.index.key) for level in self.levels]
         self.backlog = Backlog(self.index, self.thresholds)
         self.retention = Keeping(self)
+        self.sliding = Sliding(self)
         self.eviction = Eviction(self)
         self.fit()
 
@@ -82,6 +84,7 @@ class Store:
         for policy in self.policies:
             policy.grow(self.index.size)
         self.backlog.grow(self.index.size)
+        self.sliding.grow(self.index.size)
 
     # ------------------------------------------------------------------ arrivals
 
@@ -91,7 +94,14 @@ class Store:
         The caller has made room, and asked `Index.follow` about the keys.
         """
         slots = self.pools[0].allocate(len(keys))
-        self.index.link(parent, keys, 0, slots)
+        self.sliding.enter(self.index.link(parent, keys, 0, slots))
+        self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
+        return slots
+
+    def place_alone(self, keys: Sequence[Key], job: int) -> list[int]:
+        """The same for `keys` that stand alone, of which the caller has asked `Index.find_alone`."""
+        slots = self.pools[0].allocate(len(keys))
+        self.sliding.enter(self.index.link_alone(keys, 0, slots))
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
@@ -128,6 +138,7 @@ class Store:
             self._log_arrivals(nodes, tier)
         self.policies[tier].insert(nodes[::-1])
         self.index.reveal(nodes)
+        self.sliding.settle(nodes, tier)
         if self.last:
             for node in nodes:
                 self._note(node)

@@ -12,13 +12,14 @@ way before its copy is in place, nor for a chunk that does not come; so whatever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from longshore.boundary import Key, Section
 from longshore.cache.flow import Flow
+from longshore.cache.groups import runs_of
 from longshore.cache.index import ROOT
 from longshore.cache.jobs import Side
-from longshore.cache.retention import DEFAULT_PRIORITY, Retention, at
+from longshore.cache.retention import Retention, priority_of
 from longshore.cache.sightings import Sightings
 from longshore.cache.types import DropReason, Offload
 from longshore.cache.writing import WriteRule
@@ -70,14 +71,91 @@ class Storing:
         if retention:
             nodes = [store.pools[0].node[slot] for slot in slots]
             store.retention.apply(nodes, known, retention, self._flow.now)
-        sections: tuple[Section, ...] = ()
-        if blocks is not None:
-            per_chunk = self._flow.settings.blocks_per_chunk
-            taken = blocks[(known - first) * per_chunk : (known - first + fresh) * per_chunk]
-            sections = (Section(group, known * per_chunk, tuple(taken)),)
+        accepted = range(known, known + fresh)
+        sections = () if blocks is None else self._sections(group, accepted, first, blocks)
         parents = [store.index.key[parent], *mine[:-1]]
         self._flow.order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
-        return Offload(job, known, tuple(store.addresses(0, slots)), known + fresh)
+        return Offload(job, accepted, tuple(store.addresses(0, slots)), known + fresh)
+
+    def offload_alone(
+        self,
+        keys: Sequence[Key],
+        first: int,
+        blocks: Sequence[int] | None,
+        retention: Sequence[Retention] = (),
+        *,
+        group: int,
+        prompt: int,
+    ) -> Offload:
+        """The same for chunks that stand alone, each for itself; those from position `prompt` on are left out.
+
+        Those in the last window are the last to go, and the first to get room.
+        """
+        store, kind, size = self._store, *self._flow.settings.group(group)
+        begin, in_window = (kind.first_needed(end * size, size) for end in (first, len(keys)))
+        nodes = store.index.find_alone(keys[begin:])
+        known = {begin + i: node for i, node in enumerate(nodes) if node}
+        fresh = [position for position in range(first, len(keys)) if position not in known]
+        window = [node for position, node in known.items() if position >= in_window]
+        store.touch(window[::-1])
+        store.sliding.enter(window)
+        self._retain(known, retention)
+        pins = [store.pin(node) for node in window]
+        wanted = self._worth_alone(keys, fresh, prompt, retention)
+        store.log.by = keys[wanted[-1]] if wanted else None
+        wanted = wanted[len(wanted) - self._admit(len(wanted), ROOT, orphan=False) :]
+        for pin in pins:
+            store.unpin(pin)
+        job, slots = self._order_alone(keys, wanted, first, blocks, group)
+        placed = dict(zip(wanted, (store.pools[0].node[slot] for slot in slots), strict=True))
+        self._retain(placed, retention)
+        known = {at: node for at, node in known.items() if store.index.key[node] == keys[at]} | placed
+        store.sliding.slide([node for position, node in known.items() if position < in_window])
+        kept = next((position for position in range(first, len(keys)) if position not in known), len(keys))
+        return Offload(job, tuple(wanted), tuple(store.addresses(0, slots)), kept)
+
+    def _order_alone(
+        self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int
+    ) -> tuple[int | None, list[int]]:
+        """Order the chunks at the positions `wanted`, for which there is room, into the host tier; job and slots."""
+        if not wanted:
+            return None, []
+        job, mine = self._flow.new_id(), [keys[position] for position in wanted]
+        slots = self._store.place_alone(mine, job)
+        sections = () if blocks is None else self._sections(group, wanted, first, blocks)
+        self._flow.order(
+            job, mine, [None] * len(mine), None, Side(0, slots), sections=sections, command=blocks is not None
+        )
+        return job, slots
+
+    def _retain(self, nodes: Mapping[int, int], retention: Sequence[Retention]) -> None:
+        """`retention` says something of some of `nodes`, by position."""
+        if retention:
+            for position, node in nodes.items():
+                self._store.retention.apply((node,), position, retention, self._flow.now)
+
+    def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
+        """The device blocks of the chunks at `positions`, of which the one at `first` has the first of `blocks`."""
+        per_chunk = self._flow.settings.blocks_per_chunk
+        sections = []
+        for start, end in runs_of(positions):
+            begin, stop = positions[start] - first, positions[end - 1] - first + 1
+            taken = tuple(blocks[begin * per_chunk : stop * per_chunk])
+            sections.append(Section(group, positions[start] * per_chunk, taken))
+        return tuple(sections)
+
+    def _worth_alone(
+        self, keys: Sequence[Key], fresh: Sequence[int], prompt: int, retention: Sequence[Retention]
+    ) -> list[int]:
+        """Those of the positions `fresh` that the write policy takes; the others count as dropped."""
+        floor, seen = self._flow.settings.priority_floor, self._sightings
+        asked = [position for position in fresh if position < prompt]
+        self._flow.drop(0, len(fresh) - len(asked), DropReason.ANSWER)
+        worth = [position for position in asked if not floor or priority_of(retention, position) >= floor]
+        self._flow.drop(0, len(asked) - len(worth), DropReason.PRIORITY)
+        often = [position for position in worth if seen is None or seen.leading([keys[position]])]
+        self._flow.drop(0, len(worth) - len(often), DropReason.SELDOM)
+        return often
 
     def clean(self, *, all_of_host: bool = False) -> None:
         """Order copies down until what the write rules say (or all of the host tier) is safe to evict."""
@@ -136,9 +214,7 @@ class Storing:
         """How many leading chunks of `fresh`, which are new, the write policy takes; the others count as dropped."""
         worth, floor = len(fresh), self._flow.settings.priority_floor
         if floor:
-            priorities = (
-                said.priority if (said := at(retention, first + i)) else DEFAULT_PRIORITY for i in range(worth)
-            )
+            priorities = (priority_of(retention, first + i) for i in range(worth))
             above = next((i for i, priority in enumerate(priorities) if priority < floor), worth)
             self._flow.drop(0, worth - above, DropReason.PRIORITY)
             worth = above

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longshore.boundary import Key, Slot, Status
+from longshore.cache.groups import Need
 from longshore.cache.states import State
 
 
@@ -77,6 +79,17 @@ class Match(NamedTuple):
     hold: Hold | None
 
 
+class GroupMatch(NamedTuple):
+    """The longest prefix at which all KV cache groups of a request are served: so many `tokens`.
+
+    `needs` says what each group needs of it. `hold` is `None` when nothing is to be loaded from the tiers.
+    """
+
+    tokens: int
+    needs: tuple[Need, ...]
+    hold: Hold | None
+
+
 class Part(NamedTuple):
     """One job of an onboarding: it fills the device blocks of `chunks` consecutive chunks."""
 
@@ -106,21 +119,21 @@ class Placement(NamedTuple):
 
 
 class Offload(NamedTuple):
-    """What `commit` or `offer` accepted: the chunks from position `first` of the keys on go to `slots`.
+    """What `commit` or `offer` accepted: the chunks at `positions` of the keys, in order, go to `slots`.
 
     `job` is `None` when nothing was accepted. `kept` counts the leading chunks of the path that a tier has or will
-    have, those of earlier calls included.
+    have, those before the first that was named included.
     """
 
     job: int | None
-    first: int = 0
+    positions: Sequence[int] = ()
     slots: tuple[Slot, ...] = ()
     kept: int = 0
 
     @property
     def accepted(self) -> tuple[Placement, ...]:
         """Position and slot of each accepted chunk."""
-        return tuple(Placement(self.first + i, slot) for i, slot in enumerate(self.slots))
+        return tuple(map(Placement, self.positions, self.slots))
 
 
 @dataclass(slots=True)

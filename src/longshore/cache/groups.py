@@ -1,0 +1,138 @@
+"""KV cache groups: what the next token needs of each, and the longest prefix at which all of them are served.
+
+                       matched length ─┐
+    full attention   ■ ■ ■ ■ ■ ■ ■ ■ ■ │       every chunk
+    sliding window               ■ ■ ■ │       the chunks that cover the last `window` tokens; older ones may be gone
+    recurrent                        ■ │       the last one, whose state is that of its end
+
+A chunk is served that the device has, or of which a tier has a ready copy. What is served of a path with full attention
+is closed, so that its end is found by bisection. Elsewhere the search goes back from the end: a chunk that is missing
+rules out every length that needs it, so the next length to try ends before it, and no key is looked up twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from longshore.boundary import Key
+from longshore.cache.columns import leading
+from longshore.cache.index import Index
+from longshore.errors import CacheError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """One KV cache group, as the control plane sees it.
+
+    Attributes:
+        block_size: Tokens per block.
+        window: How many tokens before it the next token sees, itself not counted; `None` for all of them.
+        recurrent: Whether a chunk is the state at its end, as in Mamba layers: of all chunks only the last is needed.
+    """
+
+    block_size: int
+    window: int | None = None
+    recurrent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or (self.window is not None and (self.window < 1 or self.recurrent)):
+            raise CacheError(f"a group has blocks of a token or more, and one kind of attention; got {self}")
+
+    @property
+    def alone(self) -> bool:
+        """Whether a chunk is of use without those before it, and so stands alone in the tiers."""
+        return self.recurrent or self.window is not None
+
+    def first_needed(self, tokens: int, chunk_tokens: int) -> int:
+        """The first chunk that is needed after `tokens` tokens, of `chunk_tokens` each."""
+        if not self.alone:
+            return 0
+        return max(0, tokens - (self.window or 1)) // chunk_tokens
+
+
+class Wanted(NamedTuple):
+    """What a request wants of one group.
+
+    `keys` is the path from the first chunk of the prompt. `device` has a truth value for each of them, from the first
+    on: whether the device has that chunk (a numpy array is fastest). Those that are left out it does not have.
+    """
+
+    keys: Sequence[Key]
+    device: Sequence[bool] = ()
+
+
+class Need(NamedTuple):
+    """What a matched prefix needs of one group: the chunks `[first, end)`, and of these `load` from the tiers."""
+
+    first: int
+    end: int
+    load: tuple[int, ...]
+
+
+class Path:
+    """One group's keys, `chunk_tokens` tokens each, and how far they are served."""
+
+    def __init__(self, index: Index, group: CacheGroup, chunk_tokens: int, wanted: Wanted) -> None:
+        if len(wanted.device) > len(wanted.keys):
+            raise CacheError(f"the device cannot have {len(wanted.device)} of {len(wanted.keys)} chunks")
+        self.keys = wanted.keys
+        self.group = group
+        self.chunk_tokens = chunk_tokens
+        self.last_window = group.first_needed(len(wanted.keys) * chunk_tokens, chunk_tokens)
+        """The first chunk that would be needed if all of them were served."""
+        self._index = index
+        self._device = np.zeros(len(wanted.keys), bool)
+        self._device[: len(wanted.device)] = np.asarray(wanted.device, bool)
+        self._clear = len(wanted.keys)  # from here on, as far as was looked, nothing is missing
+
+    def longest(self, tokens: int) -> int:
+        """No more than `tokens` tokens are served, and no fewer than the longest prefix that is."""
+        end = tokens // self.chunk_tokens
+        missing = self._missing(self.group.first_needed(tokens, self.chunk_tokens), end)
+        return tokens if missing is None else missing * self.chunk_tokens
+
+    def need(self, tokens: int) -> Need:
+        """What is needed of this group for a prefix of `tokens` tokens, which is served."""
+        first, end = self.group.first_needed(tokens, self.chunk_tokens), tokens // self.chunk_tokens
+        load = first + np.flatnonzero(~self._device[first:end])
+        return Need(first, end, tuple(load.tolist()))
+
+    def _missing(self, first: int, end: int) -> int | None:
+        """A chunk of `[first, end)` that is not served, behind which all are, as far as was looked."""
+        if not self.group.alone:
+            ready = self._index.reachable_prefix(self.keys[:end], 0)
+            ready += leading(self._device[ready:end])
+            return None if ready >= end else ready
+        at = min(self._clear, end)
+        while at > first and (self._device[at - 1] or self._index.readable_alone(self.keys[at - 1])):
+            at -= 1
+        self._clear = at
+        return None if at <= first else at - 1
+
+
+def longest_served(paths: Sequence[Path]) -> int:
+    """The longest prefix, in tokens, at which every one of `paths` is served: a multiple of all their chunks."""
+    unit = math.lcm(*(path.chunk_tokens for path in paths))
+    tokens = min(len(path.keys) * path.chunk_tokens for path in paths) // unit * unit
+    while True:
+        shorter = tokens
+        for path in paths:
+            shorter = path.longest(shorter) // unit * unit
+        if shorter == tokens:
+            return tokens
+        tokens = shorter
+
+
+def runs_of(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers in `positions`, which ascend: where each begins and ends there."""
+    if not positions:
+        return
+    ends = np.flatnonzero(np.diff(positions) != 1) + 1
+    starts = [0, *ends.tolist(), len(positions)]
+    yield from pairwise(starts)

@@ -1,0 +1,249 @@
+"""Chunks of window and recurrent groups: they may outlive what came before them, and go when a window has passed."""
+
+from __future__ import annotations
+
+import pytest
+from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, resident, settle, store, wanted
+
+from longshore.boundary import FILE, HOST, Section, Status, TransferResult
+from longshore.cache import DropReason, MissReason, Retention, WritePolicy
+from longshore.errors import CacheError
+
+
+def test_an_orphan_is_taken_and_served() -> None:
+    """What was before it was never stored: a window, or a state, is of use without."""
+    cache = grouped(WINDOW, STATE)
+    paths = [keys_of(0, 16), keys_of(1, 4)]
+    store(cache, 0, paths[0], first=13)
+    store(cache, 1, paths[1], first=3)
+    assert cache.match_groups(wanted(*paths), 0.0).tokens == 32
+    assert cache.match_groups(wanted(paths[0][:15], paths[1]), 0.0).tokens == 0
+
+
+def test_full_attention_still_takes_no_orphan() -> None:
+    cache = grouped(FULL, WINDOW)
+    store(cache, 0, keys_of(0, 3), first=1)
+    assert resident(cache) == []
+    assert cache.counters.drops[HOST][DropReason.ORPHAN] == 2
+
+
+def test_what_a_window_has_passed_goes_first() -> None:
+    """Before chunks that nobody has used for longer."""
+    cache = grouped(FULL, WINDOW, host=12)
+    store(cache, 0, keys_of(0, 2, "old"))
+    store(cache, 1, keys_of(1, 10))  # window: 5 tokens, the last three chunks
+    store(cache, 0, keys_of(0, 7, "new"))
+    names = resident(cache)
+    assert [name for name in names if name.startswith("a")] == ["a1.007", "a1.008", "a1.009"]
+    assert len([name for name in names if name.startswith("old")]) == 2
+
+
+def test_an_answer_that_grows_leaves_its_old_chunks_behind() -> None:
+    """One chunk at a time, as while decoding: what slides out of the window goes before what is older."""
+    cache = grouped(FULL, WINDOW, host=8)
+    store(cache, 0, keys_of(0, 2, "old"))
+    path = keys_of(1, 6)
+    for count in range(1, 7):
+        store(cache, 1, path[:count], first=count - 1)
+    store(cache, 0, keys_of(0, 3, "new"))
+    assert resident(cache)[:3] == ["a1.003", "a1.004", "a1.005"]
+    assert len(resident(cache)) == 8
+
+
+def test_a_window_that_served_a_match_keeps_its_place() -> None:
+    """The end of a prompt that others share: their own growth does not push it out."""
+    cache = grouped(FULL, WINDOW, host=10)
+    path = keys_of(1, 6)
+    store(cache, 0, keys_of(0, 3))
+    store(cache, 1, path[:3])
+    hold = cache.match_groups(wanted(keys_of(0, 3), path[:3]), 0.0).hold  # four tokens
+    assert hold is not None
+    cache.release(hold)
+    store(cache, 1, path, first=3)
+    store(cache, 0, keys_of(0, 2, "new"))  # takes a slot that is not free
+    assert {"a1.000", "a1.001"} <= set(resident(cache))
+    assert "a1.002" not in resident(cache)
+
+
+def test_the_last_window_gets_the_room_there_is() -> None:
+    cache = grouped(WINDOW, host=4)
+    offload = cache.commit(keys_of(0, 10), range(10))
+    assert list(offload.positions) == [6, 7, 8, 9]
+    assert cache.counters.drops[HOST][DropReason.NO_ROOM] == 6
+    assert offload.kept == 0
+
+
+def test_only_what_is_missing_is_stored_in_runs() -> None:
+    cache = grouped(WINDOW, blocks_per_chunk=2)
+    path = keys_of(0, 6)
+    store(cache, 0, path)
+    for at in (1, 2, 4):
+        assert cache.discard([path[at]], HOST) == 1
+    blocks = range(10, 22)
+    offload = cache.commit(path, blocks)
+    assert list(offload.positions) == [1, 2, 4]
+    assert [(at, slot) for at, slot in offload.accepted] == list(zip((1, 2, 4), offload.slots, strict=True))
+    assert offload.kept == 6
+    (transfer,) = orders(cache)
+    assert transfer.sections == (Section(0, 2, (12, 13, 14, 15)), Section(0, 8, (18, 19)))
+    assert [item.key for item in transfer.items] == [path[1], path[2], path[4]]
+    assert [item.parent for item in transfer.items] == [None] * 3
+
+
+def test_a_backup_waits_for_no_parent() -> None:
+    cache = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
+    path = keys_of(0, 8)
+    store(cache, 0, path, first=5)
+    assert resident(cache, FILE) == ["a0.005", "a0.006", "a0.007"]
+    assert cache.discard([path[5]], FILE) == 1  # from the middle of a path
+    assert resident(cache, FILE) == ["a0.006", "a0.007"]
+    cache.check_integrity()
+
+
+def test_device_host_file_host_device_gone() -> None:
+    """With an orphan, and the index right at each step."""
+    cache = grouped(WINDOW, host=3, file=3, backup=WritePolicy.THROUGH)
+    path = keys_of(0, 8)
+
+    def where() -> dict[str, list[str]]:
+        cache.check_integrity()
+        states: dict[str, list[str]] = {HOST: [], FILE: []}
+        for each in cache.residents():
+            states[each.slot.tier].append(each.state.value)
+        return states
+
+    cache.commit(path, range(3), first=5)
+    assert where() == {HOST: ["filling"] * 3, FILE: []}
+    end(cache, orders(cache))
+    assert where() == {HOST: ["ready"] * 3, FILE: ["filling"] * 3}
+    end(cache, orders(cache))
+    assert where() == {HOST: ["ready"] * 3, FILE: ["ready"] * 3}
+    assert cache.discard(path, HOST) == 3
+    assert where() == {HOST: [], FILE: ["ready"] * 3}
+    hold = cache.match_groups(wanted(path), 0.0).hold
+    assert hold is not None
+    cache.onboard_groups(hold, [[1, 2, 3]])
+    read, load = orders(cache)
+    assert where() == {HOST: ["filling"] * 3, FILE: ["ready"] * 3}
+    end(cache, [read])
+    assert where() == {HOST: ["ready"] * 3, FILE: ["ready"] * 3}
+    assert cache.outcome(hold) is None
+    end(cache, [load])
+    assert cache.outcome(hold) == (3, (FILE,) * 3)
+    assert cache.discard(path, FILE) == 3
+    assert cache.discard(path, HOST) == 0  # held
+    cache.release(hold)
+    assert cache.discard(path, HOST) == 3
+    assert where() == {HOST: [], FILE: []}
+
+
+def test_orphans_are_adopted_after_a_restart() -> None:
+    before = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
+    path = keys_of(0, 8)
+    store(before, 0, path, first=4)
+    found = [(each.slot.index, each.key, each.parent) for each in before.residents() if each.slot.tier == FILE]
+    after = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
+    assert after.adopt(FILE, found) == 4
+    after.check_integrity()
+    assert after.match_groups(wanted(path), 0.0).tokens == 16
+
+
+def test_a_copy_that_is_lost_takes_nothing_with_it() -> None:
+    cache = grouped(WINDOW)
+    path = keys_of(0, 3)
+    store(cache, 0, path)
+    hold = cache.match_groups(wanted(path), 0.0).hold
+    assert hold is not None
+    cache.onboard_groups(hold, [[0, 1, 2]])
+    (load,) = orders(cache)
+    end(cache, [load], Status.CORRUPT)
+    assert resident(cache) == []
+    cache.release(hold)
+    store(cache, 0, path)
+    cache.check_integrity()
+    assert cache.counters.lost[HOST] == 3
+
+
+def test_a_reset_forgets_them_and_what_slid() -> None:
+    cache = grouped(WINDOW, host=6)
+    store(cache, 0, keys_of(0, 6))
+    cache.reset()
+    assert resident(cache) == []
+    store(cache, 0, keys_of(0, 3, "b"))  # in the places of what had slid
+    store(cache, 0, keys_of(0, 3, "c"))
+    store(cache, 0, keys_of(0, 2, "d"))
+    assert sorted(name[0] for name in resident(cache)) == ["b", "c", "c", "c", "d", "d"]
+
+
+def test_numbers_that_are_used_again_have_not_slid() -> None:
+    """A chunk with full attention in the place of one that a window had passed is none."""
+    cache = grouped(FULL, WINDOW, host=6)
+    store(cache, 1, keys_of(1, 6))
+    cache.discard(keys_of(1, 6), HOST)
+    store(cache, 0, keys_of(0, 3, "full"))
+    store(cache, 0, keys_of(0, 3, "more"))
+    store(cache, 0, keys_of(0, 2, "new"))
+    assert "more0.000" in resident(cache)
+    assert sum(name.startswith("full") for name in resident(cache)) == 1
+
+
+def test_the_write_policy_asks_of_each_chunk() -> None:
+    cache = grouped(WINDOW, offload=WritePolicy.SELECTIVE, prompt_only=True, priority_floor=30)
+    path = keys_of(0, 6)
+    low = [Retention(1, 2, 10)]
+    assert cache.commit(path, range(6), prompt=4, retention=low).job is None
+    offload = cache.commit(path, range(6), prompt=4, retention=low)
+    assert list(offload.positions) == [0, 2, 3]
+    drops = cache.counters.drops[HOST]
+    assert (drops[DropReason.ANSWER], drops[DropReason.PRIORITY], drops[DropReason.SELDOM]) == (4, 2, 3)
+
+
+def test_a_priority_outweighs_what_slid() -> None:
+    cache = grouped(FULL, WINDOW, host=8)
+    cache.commit(keys_of(1, 5), range(5), retention=[Retention(0, 2, 90)], group=1)
+    settle(cache)
+    store(cache, 0, keys_of(0, 4, "new"))
+    assert {"a1.000", "a1.001"} <= set(resident(cache))
+
+
+def test_hosts_that_move_the_bytes_are_offered_slots_too() -> None:
+    cache = grouped(FULL, WINDOW)
+    offload = cache.offer(keys_of(1, 4), first=2, group=1)
+    assert list(offload.positions) == [2, 3]
+    assert orders(cache) == []
+    assert offload.job is not None
+    cache.withdraw(offload.job)
+    assert resident(cache) == []
+    cache.check_integrity()
+
+
+def test_they_are_prefetched_and_named() -> None:
+    cache = grouped(WINDOW, host=4, file=4, backup=WritePolicy.THROUGH)
+    path = keys_of(0, 4)
+    store(cache, 0, path)
+    assert cache.discard(path, HOST) == 4
+    hold = cache.match_groups(wanted(path), 0.0).hold
+    assert hold is not None
+    assert [slot.tier for slot in cache.slots(hold)] == [FILE] * 3
+    assert len(cache.prefetch(hold)) == 1
+    settle(cache)
+    assert [(run.tier, run.chunks) for run in cache.runs(hold)] == [(HOST, 3)]
+
+
+def test_a_failed_offload_of_one_leaves_the_others() -> None:
+    cache = grouped(WINDOW)
+    path = keys_of(0, 3)
+    cache.commit(path, range(3))
+    (transfer,) = orders(cache)
+    cache.apply([TransferResult(transfer.job, (Status.OK, Status.IO_ERROR, Status.OK))], 0.0)
+    cache.check_integrity()
+    assert resident(cache) == ["a0.000", "a0.002"]
+    assert cache.match_groups(wanted(path), 0.0).tokens == 2
+    assert cache.counters.misses[MissReason.ABSENT] == 1
+
+
+def test_a_path_that_repeats_a_key_is_refused() -> None:
+    cache = grouped(WINDOW)
+    (one,) = keys_of(0, 1)
+    with pytest.raises(CacheError, match="differ"):
+        cache.commit([one, one], [0, 1])

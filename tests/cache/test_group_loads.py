@@ -1,0 +1,156 @@
+"""Onboarding of several groups: one transfer, all or nothing."""
+
+from __future__ import annotations
+
+import pytest
+from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, resident, settle, store, wanted
+
+from longshore.boundary import FILE, HOST, Section, Status
+from longshore.cache import MissReason, Outcome, TieredCache, Wanted, WritePolicy
+from longshore.errors import CacheError, HoldError
+
+PATHS = [keys_of(0, 8), keys_of(1, 16), keys_of(2, 4)]
+NAMES = [FULL, WINDOW, STATE]
+
+
+def stored(**settings: object) -> TieredCache:
+    cache = grouped(*NAMES, **settings)  # type: ignore[arg-type]
+    for group, path in enumerate(PATHS):
+        store(cache, group, path)
+    return cache
+
+
+def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
+    cache = stored()
+    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    assert hold is not None
+    order = cache.onboard_groups(hold, [range(8), range(8, 11), [11]], by_layer=True)
+    (transfer,) = orders(cache)
+    assert (order.chunks, len(order.parts)) == (12, 1)
+    assert transfer.by_layer
+    assert transfer.sections == (
+        Section(0, 0, tuple(range(8))),
+        Section(1, 13, (8, 9, 10)),
+        Section(2, 3, (11,)),
+    )
+    assert [item.key for item in transfer.items] == [*PATHS[0], *PATHS[1][13:], PATHS[2][3]]
+    at = {each.key: each.slot for each in cache.residents()}
+    assert [item.source for item in transfer.items] == [at[item.key] for item in transfer.items]
+    end(cache, [transfer])
+    assert cache.outcome(hold) == Outcome(12, (HOST,) * 12)
+    cache.release(hold)
+    cache.check_integrity()
+
+
+def test_a_group_that_lacks_some_in_the_middle_has_several_sections() -> None:
+    cache = stored()
+    device = [False, True, False, False, True, False, True, True]
+    found = cache.match_groups([Wanted(PATHS[0], device), *wanted(*PATHS[1:])], 0.0)
+    assert found.needs[0].load == (0, 2, 3, 5)
+    assert found.hold is not None
+    cache.onboard_groups(found.hold, [[20, 21, 22, 23], [0, 1, 2], [3]])
+    (transfer,) = orders(cache)
+    assert transfer.sections[:3] == (Section(0, 0, (20,)), Section(0, 2, (21, 22)), Section(0, 5, (23,)))
+    assert [item.key for item in transfer.items][:4] == [PATHS[0][at] for at in (0, 2, 3, 5)]
+
+
+def test_a_group_of_which_the_device_has_all_travels_not_at_all() -> None:
+    cache = stored()
+    found = cache.match_groups([Wanted(PATHS[0], [True] * 8), *wanted(*PATHS[1:])], 0.0)
+    assert found.hold is not None
+    cache.onboard_groups(found.hold, [(), [0, 1, 2], [3]])
+    assert [section.group for section in orders(cache)[0].sections] == [1, 2]
+
+
+def test_what_must_be_read_first_is_read_first() -> None:
+    cache = stored(host=64, file=64, backup=WritePolicy.THROUGH)
+    assert cache.discard(PATHS[0][6:], HOST) == 2
+    assert cache.discard(PATHS[1][14:15], HOST) == 1
+    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    assert hold is not None
+    cache.onboard_groups(hold, [range(8), range(8, 11), [11]], by_layer=True)
+    read, load = orders(cache)
+    assert [item.key for item in read.items] == [*PATHS[0][6:], PATHS[1][14]]
+    assert load.after == (read.job,)
+    end(cache, [read])
+    end(cache, [load])
+    outcome = cache.outcome(hold)
+    assert outcome is not None
+    assert [outcome.sources.count(tier) for tier in (HOST, FILE)] == [9, 3]
+
+
+def test_without_room_for_all_nothing_is_ordered() -> None:
+    cache = stored(host=64, file=64, backup=WritePolicy.THROUGH)
+    for path in PATHS:
+        cache.discard(path, HOST)
+    cache.resize(HOST, 11)
+    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    assert hold is not None
+    order = cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+    assert (order.chunks, orders(cache)) == (0, [])
+    assert cache.outcome(hold) == Outcome(0, ())
+    assert cache.counters.misses[MissReason.NO_ROOM] == 12
+    cache.release(hold)
+    cache.check_integrity()
+
+
+def test_a_chunk_that_was_lost_meanwhile_keeps_all_away() -> None:
+    cache = stored()
+    first, second = (cache.match_groups(wanted(*PATHS), 0.0).hold for _ in range(2))
+    assert first is not None
+    assert second is not None
+    cache.onboard_groups(first, [range(8), range(8, 11), [11]])
+    end(cache, orders(cache), Status.CORRUPT)
+    assert cache.onboard_groups(second, [range(8), range(8, 11), [11]]).chunks == 0
+    assert cache.outcome(second) == Outcome(0, ())
+    for hold in (first, second):
+        cache.release(hold)
+    cache.check_integrity()
+    assert len(resident(cache)) == 13 + 3  # what a match did not need
+
+
+def test_nothing_that_is_held_makes_way() -> None:
+    cache = grouped(FULL, WINDOW, host=7)
+    paths = [keys_of(0, 4), keys_of(1, 8)]
+    store(cache, 0, paths[0])
+    store(cache, 1, paths[1], first=5)
+    hold = cache.match_groups(wanted(*paths), 0.0).hold
+    assert hold is not None
+    store(cache, 0, keys_of(0, 3, "b"))
+    assert len([name for name in resident(cache) if name.startswith("a")]) == 7
+    cache.release(hold)
+    store(cache, 0, keys_of(0, 3, "b"))
+    assert len([name for name in resident(cache) if name.startswith("b")]) == 3
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    cache = stored()
+    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    assert hold is not None
+    for blocks in ([range(8), range(8, 11)], [range(8), range(8, 10), [11]], [range(9), range(9, 11), [11]]):
+        with pytest.raises(CacheError, match="have"):
+            cache.onboard_groups(hold, blocks)
+    with pytest.raises(CacheError, match="distinct"):
+        cache.onboard_groups(hold, [range(8), [8, 8, 9], [11]])
+    with pytest.raises(HoldError, match="several groups"):
+        cache.onboard(hold, [1])
+    single = cache.match(PATHS[0], 0.0).hold
+    assert single is not None
+    with pytest.raises(HoldError, match="one group"):
+        cache.onboard_groups(single, [range(8), (), ()])
+    cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+    with pytest.raises(HoldError, match="onboarded before"):
+        cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+
+
+def test_giving_up_a_load_that_has_not_come() -> None:
+    cache = stored()
+    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    assert hold is not None
+    cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+    (transfer,) = orders(cache)
+    assert cache.give_up(hold) == Outcome(0, ())
+    cache.release(hold)
+    end(cache, [transfer], Status.CANCELLED)
+    settle(cache)
+    assert (cache.held, cache.jobs_in_flight) == (0, 0)
