@@ -276,3 +276,13 @@ def test_waits_that_are_over_are_not_kept() -> None:
     assert len(waits) == 0
     world.cache.onboard(hold, (0, 1))
     assert len(waits._due) == 1
+
+
+def test_a_hold_of_which_all_was_lost_has_nothing_to_prefetch() -> None:
+    world, hold = cold("ab")
+    other = world.match("ab", 0, None)
+    assert other is not None
+    world.onboard(other, 2, 0, 0)
+    world.end(world.on("file->host")[0], Status.CORRUPT)
+    assert world.where("a") == {}
+    assert world.prefetch(hold) == ()
