@@ -212,7 +212,7 @@ class TestRestart:
 class BelievesEverything(FileTier):
     """The negative control: without checksums, rot is served."""
 
-    def _payload_is_intact(self, image: memoryview, checksum: int) -> bool:
+    def _payload_is_intact(self, found: int, expected: int) -> bool:
         return True
 
 

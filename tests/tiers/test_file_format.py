@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.boundary import Status
+from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.format import (
@@ -15,7 +16,6 @@ from longshore.tiers.file.format import (
     RecordHeader,
     Superblock,
     Wanted,
-    digest,
     is_empty,
     judge,
     pack_header,
@@ -80,7 +80,7 @@ def test_later_processes_have_higher_sequence_numbers() -> None:
 
 
 def test_the_right_header_is_judged_ok() -> None:
-    assert judge(GOLDEN_HEADER, WANTED) == (Status.OK, HEADER.payload_checksum)
+    assert judge(GOLDEN_HEADER, WANTED) == (Status.OK, HEADER.payload_checksum, XXH3_64)
 
 
 def test_every_flipped_bit_of_a_header_is_seen() -> None:
@@ -129,7 +129,7 @@ def test_a_slot_that_was_never_written_is_a_mismatch() -> None:
     [
         (0, b"LNGSHSUP", "magic"),
         (8, b"\x02", "format version 1, got 2"),
-        (12, b"\x02", "checksum algorithm 1, got 2"),
+        (12, b"\x03", "checksum algorithm out of .1, 2., got 3"),
         (14, b"\x03", "unknown flags 0x0003"),
         (14, b"\x00", "a parent without the flag"),
         (128, bytes(8), "length 0"),
@@ -170,7 +170,16 @@ def test_another_version_is_named_even_when_its_checksum_means_nothing_to_us() -
 digests = st.binary(min_size=32, max_size=32)
 words = st.integers(0, 2**64 - 1)
 headers = st.builds(
-    RecordHeader, digests, st.none() | digests, digests, words, words, st.integers(1, 2**64 - 1), words, words
+    RecordHeader,
+    digests,
+    st.none() | digests,
+    digests,
+    words,
+    words,
+    st.integers(1, 2**64 - 1),
+    words,
+    words,
+    st.sampled_from(ALGORITHMS),
 )
 
 

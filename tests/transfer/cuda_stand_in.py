@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from device_kit import Lane
 
+from longshore.checksums import mix64
 from longshore.layout import KVLayout
 from longshore.transfer.device.cuda import driver as ours
 from longshore.transfer.device.cuda import kernels
@@ -350,6 +351,13 @@ class StandInAccelerator(CudaAccelerator):
 
     def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
         self._later(kernels.shift_reference, blocks, sources, table, shape)
+
+    def wait(self) -> None:
+        stream = cast(LazyStream, self.current_stream())
+        stream.run_to(stream.given)
+
+    def mix64(self, memory: torch.Tensor) -> int:
+        return mix64(memory.view(torch.uint8).numpy().tobytes())
 
     def _later(self, kernel: Callable[..., None], *arguments: Any) -> None:
         self.kernels.append(kernel.__name__.removesuffix("_reference"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -30,7 +31,7 @@ def between(
         tokens=tokens,
     )
     if into == HOST:
-        zero_padding(selection)
+        zero_padding(selection, lambda address, nbytes: ctypes.memset(address, 0, nbytes))
     return selection
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -107,8 +106,8 @@ def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Seq
     return {pool: (items, indices) for pool, (items, indices) in pools.items()}
 
 
-def zero_padding(selection: Selection) -> None:
-    """Zero the padding of the images that are written: a slot's former owner may have had data there."""
+def zero_padding(selection: Selection, zero: Callable[[int, int], None]) -> None:
+    """`zero` the padding, by address and bytes, of the images that are written: a former owner may have used it."""
     layout = selection.whole.layout
     begin = 0
     for index, items in selection.sections:
@@ -117,5 +116,5 @@ def zero_padding(selection: Selection) -> None:
         if padding:
             first = selection.whole.host_address + layout.rank * group.part_bytes + group.used_bytes
             for image in selection.images[begin : begin + items].tolist():
-                ctypes.memset(first + image, 0, padding)
+                zero(first + image, padding)
         begin += items

@@ -130,7 +130,7 @@ class Lane:
             self._bound = True
         if job.begun is None:
             if job.transfer.route.destination == HOST:
-                zero_padding(job.selection)
+                zero_padding(job.selection, self._stream.zero)
             job.begin(self._board.clock(), self._board.max_batch_bytes)
         step, copy = job.ahead, None
         if step is not None and step.batch is not None:

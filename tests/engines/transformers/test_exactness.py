@@ -33,7 +33,7 @@ class FlippingIo(SystemIo):
 class UncheckedFileTier(FileTier):
     """A file tier that believes its disk."""
 
-    def _payload_is_intact(self, image: memoryview, checksum: int) -> bool:
+    def _payload_is_intact(self, found: int, expected: int) -> bool:
         return True
 
 

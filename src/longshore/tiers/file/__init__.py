@@ -1,6 +1,7 @@
 """The file tier: preallocated slots on local NVMe, verified at every read."""
 
+from longshore.tiers.file.gds import DeviceMemory, GdsFileTier
 from longshore.tiers.file.system import RawIo, SystemIo
 from longshore.tiers.file.tier import FileTier, capacity_for
 
-__all__ = ["FileTier", "RawIo", "SystemIo", "capacity_for"]
+__all__ = ["DeviceMemory", "FileTier", "GdsFileTier", "RawIo", "SystemIo", "capacity_for"]

@@ -14,18 +14,14 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-import xxhash
-
 from longshore.boundary import Key, Status
+from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.ops import KEY_BYTES
 
 VERSION = 1
 """Of both kinds of page. A superblock of another version is refused; nothing in its directory is touched."""
-
-XXH3_64 = 1
-"""The only checksum algorithm of this version."""
 
 RECORD_MAGIC = b"LNGSHREC"
 SUPERBLOCK_MAGIC = b"LNGSHSUP"
@@ -56,6 +52,7 @@ class RecordHeader(NamedTuple):
     length: int
     sequence: int
     payload_checksum: int
+    algorithm: int = XXH3_64
 
 
 class Superblock(NamedTuple):
@@ -82,10 +79,11 @@ class Wanted(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What `judge` thinks of a header page; `payload_checksum` means something only when `status` is OK."""
+    """What `judge` thinks of a header page; what it says of the payload means something only when `status` is OK."""
 
     status: Status
-    payload_checksum: int
+    payload_checksum: int = 0
+    algorithm: int = XXH3_64
 
 
 def sequence(opens: int, serial: int) -> int:
@@ -93,21 +91,12 @@ def sequence(opens: int, serial: int) -> int:
     return opens << _SERIAL_BITS | serial
 
 
-def digest(data: bytes | memoryview) -> int:
-    """xxh3_64 of `data`; lets other threads run meanwhile, where it takes long enough for them to begin."""
-    if len(data) <= PAGE:
-        return int(xxhash.xxh3_64_intdigest(data))
-    state = xxhash.xxh3_64()
-    state.update(data)  # the object's update, not the one-shot function, gives up the interpreter lock in all releases
-    return int(state.intdigest())
-
-
 def pack_header(header: RecordHeader) -> bytes:
     """The header page of `header`."""
     fields = _RECORD.pack(
         RECORD_MAGIC,
         VERSION,
-        XXH3_64,
+        header.algorithm,
         0 if header.parent is None else _HAS_PARENT,
         header.key,
         _NO_PARENT if header.parent is None else header.parent,
@@ -130,8 +119,8 @@ def parse_header(page: bytes) -> RecordHeader:
     """The header in `page`; raises `FormatError` unless every bit of it is as `pack_header` would write it."""
     _check_page("record header", page, RECORD_MAGIC)
     _, _, algorithm, flags, key, parent, scope, slot, generation, length, written, payload = _RECORD.unpack_from(page)
-    if algorithm != XXH3_64:
-        raise FormatError(f"record header: expected checksum algorithm {XXH3_64}, got {algorithm}")
+    if algorithm not in ALGORITHMS:
+        raise FormatError(f"record header: expected a checksum algorithm out of {ALGORITHMS}, got {algorithm}")
     if flags & ~_HAS_PARENT:
         raise FormatError(f"record header: unknown flags {flags:#06x}")
     if not flags and parent != _NO_PARENT:
@@ -139,19 +128,19 @@ def parse_header(page: bytes) -> RecordHeader:
     if not length:
         raise FormatError("record header: an image of length 0")
     _check_padding("record header", page, _RECORD.size)
-    return RecordHeader(key, parent if flags else None, scope, slot, generation, length, written, payload)
+    return RecordHeader(key, parent if flags else None, scope, slot, generation, length, written, payload, algorithm)
 
 
 def judge(page: bytes, wanted: Wanted) -> Verdict:
     """Whether the image behind `page` is the one that was `wanted`; its bytes are still to be verified."""
     if is_empty(page):
-        return Verdict(Status.MISMATCH, 0)
+        return Verdict(Status.MISMATCH)
     try:
         header = parse_header(page)
     except FormatError:
-        return Verdict(Status.CORRUPT, 0)
+        return Verdict(Status.CORRUPT)
     found = Wanted(header.key, header.scope, header.slot, header.generation, header.length)
-    return Verdict(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum)
+    return Verdict(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum, header.algorithm)
 
 
 def pack_superblock(superblock: Superblock) -> bytes:

@@ -35,6 +35,11 @@ class Segment:
             self._io.close(self._fd)
             raise TierError(f"{directory.path / SEGMENT}: cannot be used: {error.strerror}") from error
 
+    @property
+    def fd(self) -> int:
+        """The file's descriptor, for those who move its bytes by other calls."""
+        return self._fd
+
     def read(self, buffers: Buffers, offset: int) -> int:
         """Fill `buffers` from `offset`; fewer bytes than they hold only where the file ends."""
         done = self._move(self._io.preadv, buffers, offset)

@@ -1,7 +1,7 @@
 """The file tier: block images on local NVMe that outlive the process, and never a byte that was not written.
 
-Each operation is one vectored call that moves [header, image] between a slot of the segment and the arena. It is a
-cache: nothing is synchronised per record, so a crash may lose or tear the newest ones. Every read therefore verifies
+Each operation moves [header, image] between a slot of the segment and the memory where images are (`payload.py`). It is
+a cache: nothing is synchronised per record, so a crash may lose or tear the newest ones. Every read therefore verifies
 everything, and what does not verify is a miss.
 """
 
@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from longshore.boundary import FILE, Status
 from longshore.errors import FormatError, TierClosedError, TierError
 from longshore.slabs import Slabs
-from longshore.tiers.arena import PAGE, Arena, align
+from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import OVERHEAD, Directory
+from longshore.tiers.file.payload import HostPayload, Lane, Payload, make_lane
 from longshore.tiers.file.segment import Segment
 from longshore.tiers.file.system import RawIo
 from longshore.tiers.file.workers import Workers
@@ -32,13 +31,6 @@ _log = logging.getLogger(__name__)
 
 _SCAN_THREADS = 16
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-class _Lane(NamedTuple):
-    """Page-aligned memory of one worker: a header page, and room for an image that is not aligned in the arena."""
-
-    header: memoryview
-    bounce: memoryview
 
 
 def capacity_for(slots: int, image_bytes: int) -> int:
@@ -63,15 +55,16 @@ class FileTier(Tier):
         *,
         capacity: int,
         image_bytes: int,
-        arena: Arena,
+        arena: Arena | Callable[[Segment], Payload],
         scope: bytes,
         threads: int = 16,
         io: RawIo | None = None,
     ) -> None:
         """Open the tier; raises `TierError`, `TierInUseError` or `FormatError`, with the files as they were.
 
-        `scope` is the 32-byte fingerprint that bytes must have been written under to be served. `io` replaces the
-        system calls, for tests.
+        `arena` is where images are, or opens what moves them between the segment and other memory. `scope` is the
+        32-byte fingerprint that bytes must have been written under to be served. `io` replaces the system calls, for
+        tests.
         """
         slots = _slots_within(capacity, image_bytes)
         check_digest("a scope", scope)
@@ -80,7 +73,6 @@ class FileTier(Tier):
         self.name = FILE
         self.slabs = Slabs.of_one_size(PAGE + image_bytes, slots)
         self.image_bytes = (image_bytes,)
-        self.arena = arena
         self._scope = scope
         self._closed = False
         self._superblock: fmt.Superblock
@@ -90,7 +82,9 @@ class FileTier(Tier):
             self._segment = self._open_segment()
             resources.callback(self._segment.close)
             self.direct = self._segment.direct
-            self._lanes = [_make_lane(image_bytes) for _ in range(threads)]
+            self._payload = HostPayload(arena, self._segment) if isinstance(arena, Arena) else arena(self._segment)
+            resources.callback(self._payload.close)
+            self._lanes = [make_lane(image_bytes) for _ in range(threads)]
             self._workers = Workers(self._execute, threads, f"longshore-{self.name}")
             resources.callback(self._workers.close)
             self._resources = resources.pop_all()
@@ -103,7 +97,7 @@ class FileTier(Tier):
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Queue `batch`. Generations above `generation` are refused: they have not been made known by `forget`."""
         self._check_open()
-        arena_bytes = self.arena.array.nbytes  # raises when the arena was closed under us
+        arena_bytes = self._payload.nbytes  # raises when that memory is gone
         check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         newest = max((op.generation for op in batch), default=0)
         if newest > self.generation:
@@ -215,52 +209,47 @@ class FileTier(Tier):
         forgotten_meanwhile = status is Status.OK and op.generation < self.generation
         return Status.MISMATCH if forgotten_meanwhile else status
 
-    def _write(self, op: TierOp, serial: int, lane: _Lane) -> Status:
-        image = self.arena.view(op.offset, op.length)
-        body = image
-        if not self._can_move_directly(op):
-            body = lane.bounce[: align(op.length)]
-            body[: op.length] = image
-            body[op.length :] = bytes(len(body) - op.length)
-        header = fmt.RecordHeader(
-            key=op.key,
-            parent=op.parent,
-            scope=self._scope,
-            slot=op.slot,
-            generation=op.generation,
-            length=op.length,
-            sequence=fmt.sequence(self._superblock.opens, serial),
-            payload_checksum=fmt.digest(body[: op.length]),
-        )
-        lane.header[:] = fmt.pack_header(header)
-        self._segment.write([lane.header, body], op.slot * self._stride)
+    def _write(self, op: TierOp, serial: int, lane: Lane) -> Status:
+        def seal(algorithm: int, checksum: int) -> bytes:
+            return fmt.pack_header(
+                fmt.RecordHeader(
+                    key=op.key,
+                    parent=op.parent,
+                    scope=self._scope,
+                    slot=op.slot,
+                    generation=op.generation,
+                    length=op.length,
+                    sequence=fmt.sequence(self._superblock.opens, serial),
+                    payload_checksum=checksum,
+                    algorithm=algorithm,
+                )
+            )
+
+        self._payload.write(op, lane, op.slot * self._stride, seal)
         return Status.OK
 
-    def _read(self, op: TierOp, lane: _Lane) -> Status:
-        image = self.arena.view(op.offset, op.length)
-        body = image if self._can_move_directly(op) else lane.bounce[: align(op.length)]
-        if self._segment.read([lane.header, body], op.slot * self._stride) < PAGE + op.length:
+    def _read(self, op: TierOp, lane: Lane) -> Status:
+        arrived = self._payload.read(op, lane, op.slot * self._stride)
+        if arrived.nbytes < PAGE + op.length:
             return Status.SHORT
         wanted = fmt.Wanted(op.key, self._scope, op.slot, op.generation, op.length)
         verdict = fmt.judge(bytes(lane.header), wanted)
         if verdict.status is not Status.OK:
             return verdict.status
-        if not self._payload_is_intact(body[: op.length], verdict.payload_checksum):
+        if not self._payload_is_intact(
+            self._payload.checksum(op, lane, arrived, verdict.algorithm), verdict.payload_checksum
+        ):
             return Status.CORRUPT
-        if body is not image:
-            image[:] = body[: op.length]
+        self._payload.deliver(op, lane, arrived)
         return Status.OK
 
-    def _payload_is_intact(self, image: memoryview, checksum: int) -> bool:
-        """Whether `image` is what was written. The one place: a negative control overrides it."""
-        return fmt.digest(image) == checksum
-
-    def _can_move_directly(self, op: TierOp) -> bool:
-        return not self.direct or (op.offset % PAGE == 0 and op.length % PAGE == 0)
+    def _payload_is_intact(self, found: int, expected: int) -> bool:
+        """Whether an image has the checksum that was written. The one place: a negative control overrides it."""
+        return found == expected
 
     def _scan(self, slots: range) -> list[fmt.RecordHeader]:
         """The valid headers of `slots` that are of our scope and generation."""
-        page = _make_lane(0).header
+        page = make_lane(0).header
         found = []
         for slot in slots:
             try:
@@ -294,8 +283,3 @@ def _slots_within(capacity: int, image_bytes: int) -> int:
             f"for one image of {image_bytes}, got {capacity}"
         )
     return slots
-
-
-def _make_lane(image_bytes: int) -> _Lane:
-    memory = memoryview(mmap.mmap(-1, PAGE + image_bytes))
-    return _Lane(memory[:PAGE], memory[PAGE:])

@@ -13,6 +13,7 @@ serve a new kind of device, subclass `Device`, `Stream` and `Copy`.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
@@ -20,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
 from longshore.transfer.batch import Batch
 
@@ -39,6 +41,34 @@ class InOnePiece(Protocol):
 
     def __call__(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike, /) -> npt.NDArray[np.bool_]:
         """Whether each `[offset, offset + length)` lies within one piece that is registered with the device."""
+
+
+class ImageMemory(Protocol):
+    """One piece of a device's memory, for images that never stop in host memory.
+
+    Any thread may call. Nothing here waits for a stream: whoever calls has waited for the copies of those bytes, and
+    begins others when the call has returned.
+    """
+
+    @property
+    def address(self) -> int:
+        """Of its first byte, a multiple of 4096."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
+    def mix64(self, offset: int, length: int) -> int:
+        """`longshore.checksums.mix64` of a range, computed on the device. Both are multiples of 8."""
+
+    def load(self, offset: int, host: memoryview) -> None:
+        """Copy from `offset` on into host memory."""
+
+    def store(self, offset: int, host: memoryview) -> None:
+        """Copy host memory to `offset`."""
+
+    def zero(self, offset: int, length: int) -> None:
+        """Make a range zero."""
 
 
 class Copy(Protocol):
@@ -83,6 +113,10 @@ class Stream(ABC):
     def drain(self) -> None:
         """Block until nothing that was given to the device is still being copied, finished or not. May raise."""
 
+    def zero(self, address: int, nbytes: int) -> None:
+        """Zero bytes of an image that nothing is copying. Images are in host memory, unless the device says so."""
+        ctypes.memset(address, 0, nbytes)
+
     @abstractmethod
     def close(self) -> None:
         """Give back what was taken at start. Nothing is being copied then."""
@@ -112,6 +146,13 @@ class Device(ABC):
 
     def reach(self, in_one_piece: InOnePiece) -> None:  # noqa: B027 - most devices need not know
         """Say what of the host memory is registered with the device, before any stream is made."""
+
+    def take_images(self, nbytes: int) -> ImageMemory:
+        """Memory of the device for images, in place of host memory, before any stream is made.
+
+        Raises `DeviceError` where there is none. It is the device's to give back.
+        """
+        raise DeviceError(f"{type(self).__name__} keeps no images: expected a device that GPUDirect Storage reaches")
 
     def fallbacks(self) -> Mapping[str, int]:
         """How often something was done the slower way, by reason."""

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from longshore.checksums import mix64
 from longshore.layout.model import U64, KVLayout
 from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Device, Event, Stream
@@ -33,6 +34,7 @@ from longshore.transfer.plan import Planner
 SMALL = 4096
 """Bytes below which a piece is moved together with others of its size."""
 
+_PAGE = 4096
 _LARGE = 256 << 10  # bytes from which on the call that moves one piece costs next to nothing
 _SHORTEST_WORD = 1 << 10  # shorter ones take as long to index as to move
 _SHORTEST_RUN = 64 << 10  # average bytes, for which a call of numpy's pays
@@ -75,8 +77,42 @@ class CpuDevice(Device):
         """Wait here: what this thread does next comes after."""
         event.wait()
 
+    def take_images(self, nbytes: int) -> CpuImages:
+        """Host memory, which is the device's here."""
+        return CpuImages(nbytes)
+
     def close(self) -> None:
         """Nothing was taken."""
+
+
+class CpuImages:
+    """An `ImageMemory` in the memory that the engine's tensors are in."""
+
+    def __init__(self, nbytes: int) -> None:
+        array = np.zeros(nbytes + _PAGE, dtype=np.uint8)
+        first = -int(array.ctypes.data) % _PAGE
+        self._bytes = array[first : first + nbytes]
+        self.address = int(self._bytes.ctypes.data)
+        self.nbytes = nbytes
+
+    def mix64(self, offset: int, length: int) -> int:
+        """By the processor."""
+        return mix64(self._piece(offset, length))
+
+    def load(self, offset: int, host: memoryview) -> None:
+        """Copy out."""
+        host[:] = self._piece(offset, len(host))
+
+    def store(self, offset: int, host: memoryview) -> None:
+        """Copy in."""
+        self._piece(offset, len(host))[:] = host
+
+    def zero(self, offset: int, length: int) -> None:
+        """Zero a range."""
+        self._bytes[offset : offset + length] = 0
+
+    def _piece(self, offset: int, length: int) -> memoryview:
+        return self._bytes[offset : offset + length].data
 
 
 class CpuStream(Stream):

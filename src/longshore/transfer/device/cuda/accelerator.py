@@ -74,3 +74,14 @@ class CudaAccelerator(Accelerator):
         from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
 
         kernels.shift(blocks, sources, table, shape)
+
+    def wait(self) -> None:
+        """Block until what was given to the calling thread's current stream has ended."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def mix64(self, memory: torch.Tensor) -> int:
+        """`longshore.checksums.mix64` of device memory, int64 of any length; in any thread."""
+        from longshore.transfer.device.cuda import mixing  # noqa: PLC0415
+
+        with torch.cuda.device(self.device):
+            return mixing.mix64(memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +17,7 @@ from longshore.transfer.device.cuda import calibrate, chooser, driver
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.chooser import Calibration, Chooses, Way
 from longshore.transfer.device.cuda.driver import Driver
+from longshore.transfer.device.cuda.images import CudaImages
 from longshore.transfer.device.cuda.streams import CudaStream, Tools
 from longshore.transfer.device.torch_streams import with_index
 
@@ -68,6 +70,7 @@ class CudaDevice(Device):
         self._in_one_piece = in_one_piece
         self._path = calibration or chooser.default_path(self._accelerator.name, self._driver.version)
         self._chooses = chooses
+        self._images: CudaImages | None = None
 
     @property
     def calibration_path(self) -> Path:
@@ -75,8 +78,9 @@ class CudaDevice(Device):
         return self._path
 
     def reach(self, in_one_piece: InOnePiece) -> None:
-        """What is not registered will go through pinned stages."""
-        self._in_one_piece = in_one_piece
+        """What is not registered will go through pinned stages. Images that the device keeps are not in host memory."""
+        if self._images is None:
+            self._in_one_piece = in_one_piece
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         """Two streams of the GPU, and the memory to stage in. Measures which way is the fastest if nobody has."""
@@ -84,7 +88,17 @@ class CudaDevice(Device):
             self._chooses = chooser.load(self._path, self._accelerator.name, self._driver.version) or self.calibrate(
                 calibrate.QUICK
             )
-        return CudaStream(self._tools, layout, into, self._chooses, self._in_one_piece, self._staging_bytes)
+        return CudaStream(
+            self._tools, layout, into, self._chooses, self._in_one_piece, self._staging_bytes, self._images
+        )
+
+    def take_images(self, nbytes: int) -> CudaImages:
+        """Memory of the GPU. Kernels gather pages into it and scatter them from it: for DMA it is on the wrong side."""
+        self._images = CudaImages(self._accelerator, nbytes)
+        self._tools = replace(self._tools, ways=(Way.ZERO_COPY,))
+        self._chooses = calibrate.Always(Way.ZERO_COPY)
+        self._in_one_piece = calibrate.everything
+        return self._images
 
     def calibrate(self, effort: calibrate.Effort = calibrate.THOROUGH) -> Calibration:
         """Measure every way, keep what came out, and use it for streams that are made from here on."""

@@ -22,7 +22,7 @@ from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout
 from longshore.transfer.batch import Batch
 from longshore.transfer.device.accelerator import Events, Fallbacks, Point
-from longshore.transfer.device.base import Copy, Event, InOnePiece, Stream
+from longshore.transfer.device.base import Copy, Event, ImageMemory, InOnePiece, Stream
 from longshore.transfer.device.cuda import runs
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
@@ -86,8 +86,11 @@ class CudaStream(Stream):
         chooser: Chooses,
         in_one_piece: InOnePiece | None,
         staging_bytes: int,
+        images: ImageMemory | None = None,
     ) -> None:
+        """`images` is where they are kept, if not in host memory."""
         self._tools = tools
+        self._images = images
         self._into = into
         self._chooser = chooser
         self._in_one_piece = in_one_piece
@@ -138,6 +141,13 @@ class CudaStream(Stream):
                 return self._staged(batch, slip, self._ring)
             case _:
                 return self._through_bounce(batch)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Where images are."""
+        if self._images is None:
+            super().zero(address, nbytes)
+        else:
+            self._images.zero(address - self._images.address, nbytes)
 
     def drain(self) -> None:
         """Wait for both streams, and carry what the bounce stages still hold."""

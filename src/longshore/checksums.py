@@ -1,0 +1,89 @@
+"""Checksums of images. A record names its own: one that a processor is fast at, or one that a GPU is.
+
+    xxh3_64   of images that pass through host memory
+    mix64     of images that go from a device's memory to the file and back: every 8 bytes are mixed with their place,
+              and added up in any order, so that thousands of threads can share the work
+
+Both change with any single bit. Exact in docs/file-format.md. Sources: xxHash by Yann Collet; the mixing step is of the
+kind that Bret Mulvey and Christopher Wellons have described (shift, exclusive or, multiply by an odd number), which
+loses nothing: different words in one place never mix to the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+XXH3_64 = 1
+MIX64 = 2
+
+ALGORITHMS = (XXH3_64, MIX64)
+"""Numbers that a record may name."""
+
+STEP = 0x9E3779B97F4A7C15
+"""What a word's place is multiplied by, modulo 2**64: 2**64 over the golden ratio, odd."""
+
+FACTOR = 0xD6E8FEB86659FD93
+"""What the mixing step multiplies by."""
+
+_MASK = 2**64 - 1
+_WORD = 8
+_SHORT = 4096  # bytes that take less time than to hand over the interpreter lock
+_AT_ONCE = 1 << 15
+"""Words that are mixed together: they, and what is made of them, stay in a core's cache."""
+
+_PLACES: npt.NDArray[np.uint64] = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(STEP)
+
+
+def checksum(algorithm: int, data: memoryview) -> int:
+    """Of `data` by one of `ALGORITHMS`; lets other threads run meanwhile."""
+    return mix64(data) if algorithm == MIX64 else digest(data)
+
+
+def digest(data: bytes | memoryview) -> int:
+    """xxh3_64 of `data`; lets other threads run meanwhile, where it takes long enough for them to begin."""
+    if len(data) <= _SHORT:
+        return int(xxhash.xxh3_64_intdigest(data))
+    state = xxhash.xxh3_64()
+    state.update(data)  # the object's update, not the one-shot function, gives up the interpreter lock in all releases
+    return int(state.intdigest())
+
+
+def mix64(data: bytes | memoryview) -> int:
+    """mix64 of `data`: what `longshore.transfer.device.cuda.mixing` computes on a GPU."""
+    whole = len(data) // _WORD
+    total = 0
+    words = np.frombuffer(data, "<u8", count=whole)
+    for first in range(0, whole, _AT_ONCE):
+        some = words[first : first + _AT_ONCE]
+        places = _PLACES[: len(some)] + np.uint64(first * STEP & _MASK)
+        total += int(_mixed(places ^ some).sum(dtype=np.uint64))
+    if len(data) % _WORD:
+        last = int.from_bytes(data[whole * _WORD :], "little")
+        total += _mix(last ^ ((whole + 1) * STEP & _MASK))
+    return finish(total, len(data))
+
+
+def finish(total: int, length: int) -> int:
+    """The checksum of `length` bytes whose mixed words add up to `total`, modulo 2**64."""
+    return _mix((total ^ length) & _MASK)
+
+
+def _mix(word: int) -> int:
+    word ^= word >> 32
+    word = word * FACTOR & _MASK
+    word ^= word >> 32
+    word = word * FACTOR & _MASK
+    return word ^ word >> 32
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`_mix` of each of `words`, in place."""
+    half, factor = np.uint64(32), np.uint64(FACTOR)
+    words ^= words >> half
+    words *= factor
+    words ^= words >> half
+    words *= factor
+    words ^= words >> half
+    return words

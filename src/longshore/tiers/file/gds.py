@@ -1,0 +1,197 @@
+"""GPUDirect Storage: images between the segment and a device's memory, without a stop in host memory.
+
+    write    device: checksum ──► cuFile: image ──► header           both verified as ever when they are read
+    read     header, cuFile: image ──► device: checksum
+
+It is tried when the tier opens, and again with every image. What cuFile does not do is done by way of the host, each
+time, and counted: the tier serves the same either way, and a record is the same on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from longshore.checksums import MIX64, checksum
+from longshore.errors import DeviceError
+from longshore.tiers.arena import PAGE, align
+from longshore.tiers.base import TierOp
+from longshore.tiers.file import cufile
+from longshore.tiers.file.cufile import CuFile
+from longshore.tiers.file.payload import Arrived, Lane, Seal, is_aligned, padded
+from longshore.tiers.file.segment import Segment
+from longshore.tiers.file.system import RawIo
+from longshore.tiers.file.tier import FileTier
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceMemory(Protocol):
+    """One piece of a device's memory, all of it for images. Any thread may call; every call returns when it is done."""
+
+    @property
+    def address(self) -> int:
+        """Of its first byte, as the device and cuFile know it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes. Raises `TierClosedError` when it is gone."""
+
+    def mix64(self, offset: int, length: int) -> int:
+        """mix64 of a range, computed on the device."""
+
+    def load(self, offset: int, host: memoryview) -> None:
+        """Copy from `offset` on into host memory."""
+
+    def store(self, offset: int, host: memoryview) -> None:
+        """Copy host memory to `offset`."""
+
+
+class GdsFileTier(FileTier):
+    """A `FileTier` whose images are in `memory`, on a device."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        capacity: int,
+        image_bytes: int,
+        memory: DeviceMemory,
+        scope: bytes,
+        threads: int = 16,
+        io: RawIo | None = None,
+        library: object | None = None,
+    ) -> None:
+        """As for `FileTier`. `library` stands for the functions of cuFile, for tests."""
+        self._gds: GdsPayload
+
+        def open_payload(segment: Segment) -> GdsPayload:
+            self._gds = GdsPayload(memory, segment, cufile.load if library is None else lambda: library)
+            return self._gds
+
+        super().__init__(
+            directory,
+            capacity=capacity,
+            image_bytes=image_bytes,
+            arena=open_payload,
+            scope=scope,
+            threads=threads,
+            io=io,
+        )
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """How often something went by way of the host, by reason.
+
+        `no_gds`: cuFile cannot be used here, so everything does. `gds_write`, `gds_read`: it refused an image.
+        `unaligned`: an image that begins or ends within a page. `host_checksum`: a record whose checksum is not for
+        devices, as one from host memory.
+        """
+        return self._gds.fallbacks
+
+
+class GdsPayload:
+    """Moves images by cuFile where that can be had, else through the lane of the worker."""
+
+    def __init__(self, memory: DeviceMemory, segment: Segment, load: Callable[[], object]) -> None:
+        self._memory = memory
+        self._segment = segment
+        self._counting = threading.Lock()
+        self._fallbacks: Counter[str] = Counter()
+        self._file = self._open(load)
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """How often something went by way of the host, by reason."""
+        with self._counting:
+            return dict(self._fallbacks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's memory."""
+        return self._memory.nbytes
+
+    def write(self, op: TierOp, lane: Lane, place: int, seal: Seal) -> None:
+        """The image first: a header must not stand before bytes that are not there yet for longer than it has to."""
+        file = self._file_for(op)
+        if file is not None:
+            try:
+                found = self._memory.mix64(op.offset, op.length)
+                file.write(op.offset, op.length, place + PAGE)
+            except DeviceError as error:
+                self._fell_back("gds_write", error)
+            else:
+                lane.header[:] = seal(MIX64, found)
+                self._segment.write([lane.header], place)
+                return
+        body = padded(lane, op.length)
+        self._memory.load(op.offset, body[: op.length])
+        lane.header[:] = seal(MIX64, checksum(MIX64, body[: op.length]))
+        self._segment.write([lane.header, body], place)
+
+    def read(self, op: TierOp, lane: Lane, place: int) -> Arrived:
+        """Header and image, in two calls."""
+        file = self._file_for(op)
+        if file is not None:
+            found = self._segment.read([lane.header], place)
+            try:
+                file.read(op.offset, op.length, place + PAGE)
+            except DeviceError as error:
+                self._fell_back("gds_read", error)
+            else:
+                return Arrived(found + op.length, in_lane=False)
+        return Arrived(self._segment.read([lane.header, lane.bounce[: align(op.length)]], place), in_lane=True)
+
+    def checksum(self, op: TierOp, lane: Lane, arrived: Arrived, algorithm: int) -> int:
+        """On the device, if the image and its algorithm are for devices."""
+        if arrived.in_lane:
+            return checksum(algorithm, lane.bounce[: op.length])
+        if algorithm == MIX64:
+            return self._memory.mix64(op.offset, op.length)
+        self._fell_back("host_checksum")
+        image = lane.bounce[: op.length]
+        self._memory.load(op.offset, image)
+        return checksum(algorithm, image)
+
+    def deliver(self, op: TierOp, lane: Lane, arrived: Arrived) -> None:
+        """Copy it to the device, if it is in the lane."""
+        if arrived.in_lane:
+            self._memory.store(op.offset, lane.bounce[: op.length])
+
+    def close(self) -> None:
+        """Let go of cuFile."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, load: Callable[[], object]) -> CuFile | None:
+        """cuFile, once it has moved a page; `None` where it does not."""
+        file: CuFile | None = None
+        try:
+            if not self._segment.direct:
+                raise DeviceError("the file system has no direct I/O")
+            file = CuFile(load(), self._segment.fd, self._memory.address, self._memory.nbytes)
+            file.read(0, PAGE, 0)
+        except DeviceError as error:
+            _log.warning("no GPUDirect Storage, images go by way of the host: %s", error)
+            self._fell_back("no_gds")
+            if file is not None:
+                file.close()
+            return None
+        return file
+
+    def _file_for(self, op: TierOp) -> CuFile | None:
+        if self._file is not None and not is_aligned(op):
+            self._fell_back("unaligned")
+            return None
+        return self._file
+
+    def _fell_back(self, reason: str, error: DeviceError | None = None) -> None:
+        with self._counting:
+            self._fallbacks[reason] += 1
+        if error is not None:
+            _log.debug("by way of the host: %s", error)

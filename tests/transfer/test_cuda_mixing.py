@@ -1,0 +1,114 @@
+"""mix64 on a GPU: the kernel under Triton's interpreter against its twin, and compiled; images in a device's memory."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import triton
+from cuda_stand_in import StandIn, StandInAccelerator
+
+from longshore.checksums import FACTOR, STEP, mix64
+from longshore.errors import DeviceError
+from longshore.transfer.device.cpu import CpuDevice
+from longshore.transfer.device.cuda import mixing
+from longshore.transfer.device.torch_streams import TorchDevice
+
+SPAN_BYTES = mixing.SPAN * mixing.WORD
+
+
+INTERPRETED = """
+import random, sys, torch
+from longshore.checksums import mix64
+from longshore.transfer.device.cuda import mixing
+for nbytes in map(int, sys.argv[1:]):
+    for image in (bytearray(random.Random(nbytes).randbytes(nbytes)), bytearray(b"\\xff" * nbytes)):
+        found = mixing.mix64(torch.frombuffer(image, dtype=torch.int64))
+        assert found == mix64(image), (nbytes, found, mix64(image))
+        image[-1] ^= 0x80
+        assert mixing.mix64(torch.frombuffer(image, dtype=torch.int64)) != found
+        print("same", nbytes)
+"""
+
+
+def test_the_kernel_does_what_its_twin_does() -> None:
+    """In a process of its own: Triton's own functions are interpreted only where all is, from the beginning."""
+    sizes = [8, 4096, SPAN_BYTES, SPAN_BYTES + 8, 3 * SPAN_BYTES - 16]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, *map(str, sizes)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [word for size in sizes for word in ("same", str(size)) * 2]
+
+
+def test_it_compiles_for_sm_90_with_wide_accesses() -> None:
+    constants = {"SPAN": mixing.SPAN, "STEP": STEP, "FACTOR": FACTOR}
+    signature = {"address": "*i64", "words": "i64", "total": "*i64", **dict.fromkeys(constants, "constexpr")}
+    how = (
+        "constexprs"
+        if "constexprs" in inspect.signature(triton.compiler.ASTSource.__init__).parameters
+        else "constants"
+    )
+    attributes = {(0,): [["tt.divisibility", 16]]}
+    source = triton.compiler.ASTSource(fn=mixing.sum_kernel, signature=signature, attrs=attributes, **{how: constants})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+        built = triton.compile(source, target=target, options={"num_warps": 8})
+    assert built.asm["cubin"]
+    assert re.search(r"ld\.global\S*\.b64", built.asm["ptx"])
+    assert len(re.findall(r"atom\.", built.asm["ptx"])) == 1
+
+
+@pytest.mark.parametrize("mood", ["lazy", "eager", 3])
+def test_images_in_the_memory_of_the_device(mood: str | int) -> None:
+    stand_in = StandIn(None, mood=mood)
+    images = stand_in.device.take_images(16384)
+    assert images.address % 4096 == 0
+    assert images.nbytes == 16384
+    own = torch.zeros(images.nbytes, dtype=torch.uint8)
+    images.load(0, memoryview(own.numpy()))
+    assert not own.any()
+    data = bytearray(random.Random(0).randbytes(4096))
+    images.store(8192, memoryview(data))
+    assert images.mix64(8192, 4096) == mix64(data)
+    images.zero(8192, 2048)
+    found = bytearray(4096)
+    images.load(8192, memoryview(found))
+    assert found == bytes(2048) + data[2048:]
+    assert stand_in.device.fallbacks() == {}
+
+
+def test_memory_that_cannot_be_had_is_an_error() -> None:
+    stand_in = StandIn(None)
+    stand_in.accelerator.refuse_above = 1 << 20
+    with pytest.raises(DeviceError, match="no 2097152 bytes for images"):
+        stand_in.device.take_images(2 << 20)
+
+
+def test_devices_that_keep_no_images_say_so() -> None:
+    with pytest.raises(DeviceError, match="TorchDevice keeps no images"):
+        TorchDevice("cuda:0", accelerator=StandInAccelerator()).take_images(4096)
+
+
+def test_on_the_processor_images_are_in_host_memory() -> None:
+    images = CpuDevice().take_images(3 * 4096)
+    data = bytearray(random.Random(1).randbytes(4096))
+    images.store(4096, memoryview(data))
+    assert images.mix64(4096, 4096) == mix64(data)
+    images.zero(4096, 8)
+    found = bytearray(4096)
+    images.load(4096, memoryview(found))
+    assert found == bytes(8) + data[8:]
+    assert images.address % 4096 == 0
