@@ -2,6 +2,7 @@
 
 from longshore.cache.events import Event, EventKind
 from longshore.cache.explain import Account, Verdict, explain
+from longshore.cache.gate import Gate
 from longshore.cache.groups import CacheGroup, Need, Wanted
 from longshore.cache.manager import TieredCache
 from longshore.cache.retention import DEFAULT_PRIORITY, Retention
@@ -38,6 +39,7 @@ __all__ = [
     "DropReason",
     "Event",
     "EventKind",
+    "Gate",
     "GroupMatch",
     "Hold",
     "Match",

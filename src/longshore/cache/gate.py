@@ -1,0 +1,281 @@
+"""Load or recompute: how many leading chunks of a match are worth loading.
+
+    load n tokens     queue + fixed + n * bytes / bandwidth           the slowest of the routes that they take
+    compute them      alpha * n + beta * n * (2 * context + n) / 2    attention looks back at what is there already
+
+Both are learned from what was observed: the load line and the prefill curve by least squares over recent observations,
+in which errors count in proportion to the time taken; queueing, where the caller does not know it, by a moving average,
+which fades where nothing is seen. What is loaded saves its own prefill, and the rest costs the same either way, so the
+gate picks the prefix for which saved time exceeds loading time by the most.
+
+A gate that refuses learns nothing about loading, so it puts a small share of the time that it spends on recomputing
+aside, and buys a try when that suffices for what the try is expected to lose. Nothing known yet: load.
+
+Sans I/O: whoever loads and computes tells the gate what was seen; `now` is passed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.cache.types import Run
+from longshore.errors import CacheError
+
+EXPLORE = 0.015
+"""Share of the time spent on recomputing that goes into finding out whether loading has become faster."""
+
+_MEMORY = 0.97
+"""How much an observation still counts when the next one comes."""
+
+_QUEUE_STEP = 0.03
+"""How far the average queue moves towards what was seen last, once enough was seen."""
+
+_QUEUE_HALF_LIFE = 600.0
+"""Seconds after which half of the average queue is taken to be gone, where nothing was seen."""
+
+_TRY_SHARE = 10
+"""A try loads one chunk out of so many."""
+
+
+class Gate:
+    """Decides for one KV cache layout; `tiers` are named warmest first.
+
+    Chunks of a tier take its own route to the next warmer one, and those of all warmer tiers: what is in files goes
+    through host memory. Routes work side by side.
+
+    Args:
+        tiers: Names, as in `Run.tier`.
+        chunk_tokens: Tokens of one chunk.
+        chunk_bytes: Bytes of one chunk's image.
+        explore: Share of recomputing time to spend on tries.
+    """
+
+    def __init__(self, tiers: Sequence[str], chunk_tokens: int, chunk_bytes: int, *, explore: float = EXPLORE) -> None:
+        if not tiers or len(set(tiers)) != len(tiers) or min(chunk_tokens, chunk_bytes) < 1 or not 0 <= explore < 1:
+            raise CacheError(
+                f"a gate has tiers of different names, chunks of at least a token and a byte, and an exploring share "
+                f"in [0, 1); got {list(tiers)}, {chunk_tokens}, {chunk_bytes} and {explore}"
+            )
+        self._routes = {tier: _Line() for tier in tiers}
+        self._chunk_tokens, self._chunk_bytes, self._explore = chunk_tokens, chunk_bytes, explore
+        self._prefill = _Fit(3)
+        self._spare = 0.0
+
+    # ------------------------------------------------------------------ what was seen
+
+    def observe_load(self, tier: str, nbytes: int, seconds: float, queued_seconds: float, now: float) -> None:
+        """`nbytes` took `seconds` from `tier` to the next warmer one (or the device), after some time in a queue."""
+        route = self._route(tier)
+        _check(nbytes=nbytes, seconds=seconds)
+        _check(now=now, queued_seconds=queued_seconds)
+        if nbytes and seconds:
+            route.observe(nbytes, seconds, queued_seconds, now)
+
+    def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
+        """A step computed `tokens` prompt tokens behind `context` others in `seconds`."""
+        _check(context=context, tokens=tokens, seconds=seconds)
+        if tokens and seconds:
+            self._prefill.observe(_prefill_terms(context, tokens), seconds)
+
+    # ------------------------------------------------------------------ what is expected
+
+    def prefill_seconds(self, context: int, tokens: int) -> float | None:
+        """Time that computing `tokens` behind `context` adds to a step; `None` if no step was observed."""
+        _check(context=context, tokens=tokens)
+        _, each, pairs = self._prefill.coefficients
+        _, per_token, per_pair = _prefill_terms(context, tokens)
+        return each * per_token + pairs * per_pair if self._prefill.count else None
+
+    def load_seconds(self, runs: Sequence[Run], now: float, queued: Mapping[str, float] | None = None) -> float | None:
+        """Time until all `runs` are on the device; `None` if a route that they take was never observed."""
+        return self._cost(self._tally(runs), now, queued or {})
+
+    def chunks_to_load(
+        self, context: int, runs: Sequence[Run], now: float, queued: Mapping[str, float] | None = None
+    ) -> int:
+        """How many leading chunks of a match to load; the rest is to be computed.
+
+        Args:
+            context: Tokens before the match, which the device has already.
+            runs: Where the matched chunks are, from `TieredCache.runs`.
+            now: Clock reading, in seconds.
+            queued: Seconds that a load would wait, by tier, where the caller knows better than the moving average.
+        """
+        _check(context=context)
+        queued = queued or {}
+        total = sum(run.chunks for run in runs)
+        saved = self.prefill_seconds(context, total * self._chunk_tokens)
+        if not total or saved is None or self._cost(self._tally(runs), now, queued) is None:
+            return total
+        gains = {count: self._gain(context, runs, count, now, queued) for count in self._candidates(runs, now, queued)}
+        best = max(gains, key=lambda count: (gains[count], count))
+        if best == total:
+            return total
+        attempt = max(best, -(-total // _TRY_SHARE))
+        loss = gains[best] - self._gain(context, runs, attempt, now, queued)
+        self._spare = min(self._spare + self._explore * saved, max(saved, loss))
+        if attempt == best or loss > self._spare:
+            return best
+        self._spare -= loss
+        return attempt
+
+    # ------------------------------------------------------------------ inside
+
+    def _route(self, tier: str) -> _Line:
+        if tier not in self._routes:
+            raise CacheError(f"the gate knows the tiers {', '.join(self._routes)}, got {tier!r}")
+        return self._routes[tier]
+
+    def _gain(self, context: int, runs: Sequence[Run], count: int, now: float, queued: Mapping[str, float]) -> float:
+        """Seconds won by loading the first `count` chunks instead of computing them."""
+        saved = self.prefill_seconds(context, count * self._chunk_tokens)
+        cost = self._cost(self._tally(_first(runs, count)), now, queued)
+        return (saved or 0.0) - (cost or 0.0)
+
+    def _candidates(self, runs: Sequence[Run], now: float, queued: Mapping[str, float]) -> set[int]:
+        """Where the best prefix can end: at the end of a run, or where another route becomes the slowest."""
+        ends, count = {0}, 0
+        tally = self._tally(())
+        for run in runs:
+            before = dict(tally)
+            for tier in self._way(run.tier):
+                tally[tier] += run.chunks
+            slowest = self._cost(before, now, queued) or 0.0
+            for tier in self._way(run.tier):
+                free = self._routes[tier].bytes_within(slowest, now, queued.get(tier)) // self._chunk_bytes
+                ends.add(count + int(min(max(free - before[tier], 0), run.chunks)))
+            count += run.chunks
+            ends.add(count)
+        return ends
+
+    def _tally(self, runs: Sequence[Run]) -> dict[str, int]:
+        """Chunks that take the route of each tier."""
+        tally = dict.fromkeys(self._routes, 0)
+        for run in runs:
+            self._route(run.tier)
+            for tier in self._way(run.tier):
+                tally[tier] += run.chunks
+        return tally
+
+    def _way(self, tier: str) -> list[str]:
+        """The tiers whose routes lead from `tier` to the device."""
+        names = list(self._routes)
+        return names[: names.index(tier) + 1]
+
+    def _cost(self, tally: Mapping[str, int], now: float, queued: Mapping[str, float]) -> float | None:
+        slowest = 0.0
+        for tier, chunks in tally.items():
+            if chunks:
+                route = self._routes[tier]
+                if not route.known:
+                    return None
+                slowest = max(slowest, route.seconds(chunks * self._chunk_bytes, now, queued.get(tier)))
+        return slowest
+
+
+class _Fit:
+    """Non-negative least squares over recent observations, in relative errors: terms * coefficients ~ seconds.
+
+    Only the moments of the observations are kept. There are so few terms that every subset of them is tried. Where
+    observations leave a choice, the first term, which is the same each time, takes as little as it can.
+    """
+
+    def __init__(self, terms: int) -> None:
+        self.count = 0
+        self._moments = np.zeros((terms, terms))
+        self._sides = np.zeros(terms)
+        self._found: npt.NDArray[np.float64] | None = np.zeros(terms)
+
+    def observe(self, terms: Sequence[float], seconds: float) -> None:
+        """Take in that `terms` took `seconds`, which is more than zero."""
+        row = np.array(terms, np.float64) / seconds
+        self._moments = _MEMORY * self._moments + np.outer(row, row)
+        self._sides = _MEMORY * self._sides + row
+        self.count += 1
+        self._found = None
+
+    @property
+    def coefficients(self) -> list[float]:
+        """One per term, none below zero."""
+        if self._found is None:
+            self._found = self._solve()
+        found: list[float] = self._found.tolist()
+        return found
+
+    def _solve(self) -> npt.NDArray[np.float64]:
+        size = len(self._sides)
+        scale = np.sqrt(np.maximum(np.diag(self._moments), 1e-300))
+        moments = self._moments / np.outer(scale, scale)
+        moments[np.diag_indices(size)] += [1e-4, *[1e-9] * (size - 1)]
+        sides = self._sides / scale
+        best, least = np.zeros(size), 0.0
+        for several in range(1, size + 1):
+            for subset in combinations(range(size), several):
+                at = list(subset)
+                found = np.linalg.solve(moments[np.ix_(at, at)], sides[at])
+                error = -float(sides[at] @ found)  # what is left of the squares, but for a constant
+                if error < least and (found >= 0).all():
+                    best, least = np.zeros(size), error
+                    best[at] = found
+        return best / scale
+
+
+class _Line:
+    """One route: fixed + bytes / bandwidth, behind a queue."""
+
+    def __init__(self) -> None:
+        self._fit = _Fit(2)
+        self._queue = 0.0
+        self._seen_at = -math.inf
+
+    @property
+    def known(self) -> bool:
+        return self._fit.count > 0
+
+    def observe(self, nbytes: int, seconds: float, queued_seconds: float, now: float) -> None:
+        self._fit.observe((1.0, nbytes), seconds)
+        queue = self.queue(now)
+        self._queue = queue + max(_QUEUE_STEP, 1 / self._fit.count) * (queued_seconds - queue)
+        self._seen_at = max(now, self._seen_at)
+
+    def queue(self, now: float) -> float:
+        """Seconds that a load would wait."""
+        return self._queue * 0.5 ** (max(0.0, now - self._seen_at) / _QUEUE_HALF_LIFE) if self._queue else 0.0
+
+    def seconds(self, nbytes: int, now: float, queued: float | None) -> float:
+        fixed, each = self._fit.coefficients
+        return (self.queue(now) if queued is None else queued) + fixed + each * nbytes
+
+    def bytes_within(self, seconds: float, now: float, queued: float | None) -> float:
+        """How many bytes arrive in so much time."""
+        left = seconds - self.seconds(0, now, queued)
+        each = self._fit.coefficients[1]
+        return left / each if each and math.isfinite(left / each) else 0.0
+
+
+def _prefill_terms(context: int, tokens: int) -> tuple[float, float, float]:
+    """What a step's time is made of: itself, its tokens, and the pairs of tokens that attention compares."""
+    return 1.0, float(tokens), tokens * (2 * context + tokens) / 2
+
+
+def _first(runs: Sequence[Run], count: int) -> list[Run]:
+    """The first `count` chunks of `runs`."""
+    taken = []
+    for run in runs:
+        if count <= 0:
+            break
+        taken.append(Run(run.tier, min(count, run.chunks)))
+        count -= run.chunks
+    return taken
+
+
+def _check(**values: float) -> None:
+    """Raise `CacheError` unless all are numbers of at least zero."""
+    for name, value in values.items():
+        if not math.isfinite(value) or value < 0:
+            raise CacheError(f"{name}: expected a finite number of at least 0, got {value}")

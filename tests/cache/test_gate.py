@@ -1,0 +1,227 @@
+"""Load or recompute: what the gate learns, and what it costs against always loading and never loading."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from longshore.cache.gate import EXPLORE, Gate
+from longshore.cache.types import Run
+from longshore.errors import CacheError
+
+CHUNK_TOKENS = 512
+TOKEN_BYTES = 131_072  # a model of eight billion parameters, grouped attention
+CHUNK_BYTES = CHUNK_TOKENS * TOKEN_BYTES
+ALPHA, BETA = 6e-5, 4e-10
+STEP = 0.004
+
+
+def prefill(context: int, tokens: int) -> float:
+    return ALPHA * tokens + BETA * tokens * (2 * context + tokens) / 2
+
+
+def gate(*tiers: str, explore: float = EXPLORE) -> Gate:
+    return Gate(tiers or ("host",), CHUNK_TOKENS, CHUNK_BYTES, explore=explore)
+
+
+def taught(bandwidth: float, *, fixed: float = 0.001, explore: float = 0.0) -> Gate:
+    """A gate that has seen steps, and loads from host memory, of several sizes."""
+    known = gate(explore=explore)
+    for chunks in (1, 4, 16, 64):
+        tokens = chunks * CHUNK_TOKENS
+        known.observe_prefill(0, tokens, STEP + prefill(0, tokens))
+        known.observe_prefill(4096, tokens, STEP + prefill(4096, tokens))
+        known.observe_load("host", chunks * CHUNK_BYTES, fixed + chunks * CHUNK_BYTES / bandwidth, 0.0, 0.0)
+    return known
+
+
+def test_what_is_observed_is_what_is_expected() -> None:
+    known = taught(5e9)
+    for context, chunks in ((0, 8), (2048, 32), (100_000, 3)):
+        tokens = chunks * CHUNK_TOKENS
+        assert known.prefill_seconds(context, tokens) == pytest.approx(prefill(context, tokens), rel=0.01)
+    assert known.load_seconds([Run("host", 32)], 0.0) == pytest.approx(0.001 + 32 * CHUNK_BYTES / 5e9, rel=0.01)
+
+
+def test_nothing_known_loads_and_says_so() -> None:
+    new = gate()
+    assert new.chunks_to_load(0, [Run("host", 7)], 0.0) == 7
+    assert new.chunks_to_load(0, [], 0.0) == 0
+    assert new.prefill_seconds(0, 10) is None
+    assert new.load_seconds([Run("host", 7)], 0.0) is None
+    assert new.load_seconds([], 0.0) == 0.0
+
+
+@pytest.mark.parametrize("bandwidth", [0.5e9, 1.5e9, 2.5e9, 10e9])
+def test_the_choice_is_that_of_the_formula(bandwidth: float) -> None:
+    known = taught(bandwidth)
+    for context in (0, 8192, 65_536):
+        for chunks in (1, 10, 100):
+            tokens = chunks * CHUNK_TOKENS
+            load, compute = 0.001 + tokens * TOKEN_BYTES / bandwidth, prefill(context, tokens)
+            if abs(load - compute) > 0.03 * compute:
+                count = known.chunks_to_load(context, [Run("host", chunks)], 0.0)
+                assert (count == chunks) is (load < compute), (context, chunks)
+
+
+def test_a_queue_counts_and_fades_where_nothing_is_seen() -> None:
+    known = taught(5e9)
+    runs = [Run("host", 8)]
+    assert known.chunks_to_load(0, runs, 0.0) == 8
+    for _ in range(60):
+        known.observe_load("host", 8 * CHUNK_BYTES, 0.001 + 8 * CHUNK_BYTES / 5e9, 2.0, now=10.0)
+    assert known.load_seconds(runs, 10.0) == pytest.approx(2.1, rel=0.05)
+    assert known.load_seconds(runs, 610.0) == pytest.approx(1.1, rel=0.05)
+    assert known.chunks_to_load(0, runs, 10.0) == 0
+    assert known.chunks_to_load(0, runs, 10.0, queued={"host": 0.0}) == 8
+    assert known.chunks_to_load(0, runs, 9000.0) == 8
+    assert known.chunks_to_load(0, runs, 9000.0, queued={"host": 3.0}) == 0
+
+
+def test_a_long_context_makes_loading_worth_more() -> None:
+    known = taught(2e9)
+    runs = [Run("host", 4)]
+    assert known.chunks_to_load(0, runs, 0.0) == 0
+    assert known.chunks_to_load(100_000, runs, 0.0) == 4
+
+
+def two_tiers(file_bandwidth: float) -> Gate:
+    known = gate("host", "file", explore=0.0)
+    for chunks in (1, 4, 16, 64):
+        known.observe_prefill(0, chunks * CHUNK_TOKENS, STEP + prefill(0, chunks * CHUNK_TOKENS))
+        known.observe_prefill(9000, chunks * CHUNK_TOKENS, STEP + prefill(9000, chunks * CHUNK_TOKENS))
+        known.observe_load("host", chunks * CHUNK_BYTES, 0.0005 + chunks * CHUNK_BYTES / 20e9, 0.0, 0.0)
+        known.observe_load("file", chunks * CHUNK_BYTES, 0.0005 + chunks * CHUNK_BYTES / file_bandwidth, 0.0, 0.0)
+    return known
+
+
+def test_what_host_memory_has_is_loaded_and_what_a_slow_disk_has_is_computed() -> None:
+    assert two_tiers(0.2e9).chunks_to_load(0, [Run("host", 5), Run("file", 5)], 0.0) == 5
+    assert two_tiers(6e9).chunks_to_load(0, [Run("host", 5), Run("file", 5)], 0.0) == 10
+
+
+def test_a_slow_disk_is_used_for_what_arrives_meanwhile() -> None:
+    known = two_tiers(0.5e9)
+    runs = [Run("host", 300), Run("file", 100)]
+    count = known.chunks_to_load(0, runs, 0.0)
+    assert 300 < count < 400
+    costs = {n: 0.0005 + max(n * CHUNK_BYTES / 20e9, (n - 300) * CHUNK_BYTES / 0.5e9) for n in range(300, 401)}
+    best = min(costs, key=lambda n: costs[n] + prefill(n * CHUNK_TOKENS, (400 - n) * CHUNK_TOKENS))
+    assert count == pytest.approx(best, abs=2)
+
+
+def test_steps_of_one_size_are_believed_to_cost_what_their_tokens_cost() -> None:
+    known = gate()
+    for _ in range(10):
+        known.observe_prefill(0, 4096, 0.4)
+        known.observe_load("host", 8 * CHUNK_BYTES, 0.1, 0.0, 0.0)
+    assert known.prefill_seconds(0, 4096) == pytest.approx(0.4, rel=0.05)
+    assert known.chunks_to_load(0, [Run("host", 8)], 0.0) == 8
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_what_cannot_have_been_seen_is_refused_and_changes_nothing(bad: float) -> None:
+    known = taught(5e9)
+    before = known.load_seconds([Run("host", 3)], 1.0), known.prefill_seconds(0, 999)
+    calls: list[Callable[[], object]] = [
+        lambda: known.observe_load("host", 1, bad, 0.0, 0.0),
+        lambda: known.observe_load("host", 1, 1.0, bad, 0.0),
+        lambda: known.observe_load("host", 1, 1.0, 0.0, bad),
+        lambda: known.observe_load("tape", 1, 1.0, 0.0, 0.0),
+        lambda: known.observe_prefill(0, 1, bad),
+        lambda: known.chunks_to_load(0, [Run("tape", 1)], 0.0),
+        lambda: known.chunks_to_load(-1, [Run("host", 1)], 0.0),
+    ]
+    for call in calls:
+        with pytest.raises(CacheError):
+            call()
+    assert (known.load_seconds([Run("host", 3)], 1.0), known.prefill_seconds(0, 999)) == before
+
+
+@pytest.mark.parametrize("arguments", [((), 1, 1), (("a", "a"), 1, 1), (("a",), 0, 1), (("a",), 1, 0)])
+def test_an_impossible_gate_is_refused(arguments: tuple[tuple[str, ...], int, int]) -> None:
+    with pytest.raises(CacheError, match="a gate has"):
+        Gate(*arguments)
+
+
+def test_a_gate_that_refused_finds_out_that_loading_has_become_fast() -> None:
+    known = taught(0.3e9, explore=EXPLORE)
+    runs = [Run("host", 20)]
+    counts = []
+    for i in range(400):
+        count = known.chunks_to_load(0, runs, float(i))
+        counts.append(count)
+        if count:
+            known.observe_load("host", count * CHUNK_BYTES, 0.001 + count * CHUNK_BYTES / 20e9, 0.0, float(i))
+    assert counts[0] == 0
+    assert counts[-100:] == [20] * 100
+
+
+class World:
+    """One link that others use as well, one processor; requests come at their own pace."""
+
+    def __init__(self, bandwidth: float, chunks: int, busy: float, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.bandwidth, self.chunks, self.busy = bandwidth, chunks, busy
+        self.free_at = 0.0
+        self.foreign_at = 0.0
+
+    def foreign_load(self, now: float) -> None:
+        """What others have put on the link until now: pieces of a tenth of a second."""
+        while self.busy and self.foreign_at < now:
+            self.free_at = max(self.free_at, self.foreign_at) + 0.1
+            self.foreign_at += self.dice.expovariate(self.busy / 0.1)
+
+    def serve(self, count: int, now: float) -> tuple[float, float, float]:
+        """Load `count` chunks: time until they are there, of which moving, of which waiting."""
+        if not count:
+            return 0.0, 0.0, 0.0
+        waiting = max(0.0, self.free_at - now)
+        noise = self.dice.uniform(0.9, 1.1)
+        moving = 0.001 + count * CHUNK_BYTES / self.bandwidth * noise
+        self.free_at = now + waiting + moving
+        return waiting + moving, moving, waiting
+
+
+def mean_ttft(choose: str, bandwidth: float, chunks: int, busy: float, seed: int = 7) -> float:
+    """Over 400 requests, from the 30th on: what was loaded, then the rest and one new chunk computed."""
+    world, known = World(bandwidth, chunks, busy, seed), gate()
+    dice, total, now = random.Random(seed + 1), 0.0, 0.0
+    mean_gap = 4 * prefill(0, chunks * CHUNK_TOKENS) + 0.2
+    for i in range(400):
+        now += dice.expovariate(1 / mean_gap)
+        context, length = dice.choice([0, 2048]), dice.randint(max(1, chunks // 2), chunks)
+        world.foreign_load(now)
+        queued = {"host": max(0.0, world.free_at - now)} if choose == "told" else None
+        count = {"load": length, "compute": 0}.get(choose, -1)
+        if count < 0:
+            count = known.chunks_to_load(context, [Run("host", length)], now, queued)
+        loading, moving, waiting = world.serve(count, now)
+        rest = (length - count + 1) * CHUNK_TOKENS
+        computing = STEP + prefill(context + count * CHUNK_TOKENS, rest) * dice.uniform(0.95, 1.05)
+        if count:
+            known.observe_load("host", count * CHUNK_BYTES, moving, waiting, now + loading)
+        known.observe_prefill(context + count * CHUNK_TOKENS, rest, computing)
+        total += loading + computing if i >= 30 else 0.0
+    return total / 370
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("chunks", [2, 16, 120])
+@pytest.mark.parametrize("bandwidth", [0.1e9, 0.5e9, 1.5e9, 2.2e9, 3e9, 6e9, 25e9])
+def test_never_five_percent_worse_than_the_better_of_loading_and_computing(
+    bandwidth: float, chunks: int, busy: float
+) -> None:
+    fixed = [mean_ttft(choose, bandwidth, chunks, busy) for choose in ("load", "compute")]
+    assert mean_ttft("told", bandwidth, chunks, busy) <= 1.05 * min(fixed)
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.7])
+@pytest.mark.parametrize("chunks", [2, 120])
+@pytest.mark.parametrize("bandwidth", [0.1e9, 2.2e9, 25e9])
+def test_not_much_worse_where_nobody_knows_how_long_the_queue_is(bandwidth: float, chunks: int, busy: float) -> None:
+    fixed = [mean_ttft(choose, bandwidth, chunks, busy) for choose in ("load", "compute")]
+    assert mean_ttft("gate", bandwidth, chunks, busy) <= 1.10 * min(fixed)
