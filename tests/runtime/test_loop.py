@@ -673,7 +673,7 @@ def test_a_file_that_was_harmed_is_a_counted_miss(tmp_path: Path) -> None:
     assert machine.runtime.flush(10.0)
     machine.close()
     machine = Machine(tmp_path)
-    (segment,) = (file for file in tmp_path.iterdir() if file.stat().st_size >= 8 * IMAGE)
+    segment = tmp_path / "segment"
     raw = bytearray(segment.read_bytes())
     where = raw.rfind(bytes([7]) * IMAGE)
     raw[where + 100] ^= 1

@@ -147,10 +147,10 @@ class TestRestart:
     def test_another_version_is_refused_and_nothing_touched(self, opener: Opener, directory: Path) -> None:
         opener().close()
         page = bytearray((directory / "superblock").read_bytes())
-        page[8] = 2
+        page[8] = 1
         (directory / "superblock").write_bytes(page)
         before = {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
-        with pytest.raises(FormatError, match=r"version 1, got 2.*Nothing was touched; remove the directory"):
+        with pytest.raises(FormatError, match=r"version 2, got 1.*Nothing was touched; remove the directory"):
             opener(slots=2)
         assert {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"} == before
 
@@ -285,6 +285,6 @@ class TestTornRecords:
         harness.store(SLOTS - 1, 0)
         os.truncate(directory / "segment", (SLOTS - 1) * STRIDE + left)
         assert harness.load(SLOTS - 1, 0)[0] is Status.SHORT
-        assert len(harness.tier.recover()) == (left >= PAGE)
         harness.reopen()
+        assert harness.tier.recover() == []
         assert harness.load(SLOTS - 1, 0)[0] in {Status.CORRUPT, Status.MISMATCH}

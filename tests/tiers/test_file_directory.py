@@ -18,6 +18,8 @@ from longshore.tiers.file.format import Superblock, pack_superblock
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 
+FILES = ("lock", "superblock", "segment", "index.0", "index.1", "journal.0", "journal.1")
+
 Opener = Callable[..., FileTier]
 
 
@@ -25,11 +27,7 @@ class TestOwnership:
     def test_only_we_can_read(self, opener: Opener, directory: Path) -> None:
         opener()
         assert directory.stat().st_mode & 0o777 == 0o700
-        assert {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()} == {
-            "lock": 0o600,
-            "segment": 0o600,
-            "superblock": 0o600,
-        }
+        assert {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()} == dict.fromkeys(FILES, 0o600)
 
     def test_a_directory_that_others_can_write_is_refused(self, opener: Opener, directory: Path) -> None:
         directory.mkdir()
@@ -53,7 +51,7 @@ class TestOwnership:
             opener()
         assert list((tmp_path / "elsewhere").iterdir()) == []
 
-    @pytest.mark.parametrize("name", ["lock", "segment", "superblock", "superblock.new"])
+    @pytest.mark.parametrize("name", [*FILES, "superblock.new"])
     @pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to"])
     def test_a_link_in_place_of_a_file_is_refused(
         self, opener: Opener, directory: Path, tmp_path: Path, name: str, kind: str

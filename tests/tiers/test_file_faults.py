@@ -141,13 +141,6 @@ def test_less_than_a_page_is_no_progress_with_direct_io(harness: TierHarness, io
     assert harness.run(harness.op(Op.WRITE, 0, 0)) == (expected,)
 
 
-def test_recovery_leaves_out_what_cannot_be_read(harness: TierHarness, io: ScriptedIo) -> None:
-    harness.store(0, 0)
-    io.script = [fails_with(errno.EIO)] * harness.tier.slabs.slabs
-    assert harness.tier.recover() == []
-    assert [chunk.slot for chunk in harness.tier.recover()] == [0]
-
-
 def test_an_unexpected_error_is_logged_and_ends_one_operation(
     harness: TierHarness, io: ScriptedIo, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from longshore.boundary import Key, Status
@@ -62,8 +61,7 @@ class TierResult(NamedTuple):
     queued_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """What a tier that outlives the process found at start: `key` (child of `parent`) lies in `slot` of `pool`."""
 
     slot: int
@@ -108,7 +106,7 @@ class Tier(ABC):
         """Wait for what has begun, end the rest as `Status.TIER_OFF`, give back every resource. Idempotent."""
 
     def recover(self) -> list[StoredChunk]:
-        """What survived from an earlier process, least recently written first; nothing, for most tiers."""
+        """What survived from an earlier process, least recently used first; nothing, for most tiers."""
         return []
 
     def forget(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing

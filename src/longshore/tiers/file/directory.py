@@ -3,6 +3,7 @@
     directory/            0700 when made here
       lock                locked for as long as the process lives
       superblock          one page: geometry and generation
+      index.*, journal.*  which record lies in which slot (index.py)
       segment             the slots
 
 Every file is opened relative to the directory's descriptor and never through a symbolic link, so nobody can slip
@@ -90,6 +91,34 @@ class Directory:
             self.io.close(fd)
             raise
         return fd
+
+    def read(self, name: str) -> bytes:
+        """What file `name` holds, as far as blocks are allocated to it; nothing if there is none."""
+        try:
+            fd = self.open(name)
+        except TierError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return b""
+            raise
+        try:
+            with self.as_tier_errors(name):
+                status = self.io.fstat(fd)
+                return read_all(self.io, fd, min(status.st_size, status.st_blocks * 512), 0)
+        finally:
+            self.io.close(fd)
+
+    def length(self, name: str) -> int:
+        """Bytes of file `name`; 0 if there is none."""
+        try:
+            fd = self.open(name)
+        except TierError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return 0
+            raise
+        try:
+            return self.io.fstat(fd).st_size
+        finally:
+            self.io.close(fd)
 
     def read_superblock(self) -> Superblock | None:
         """The superblock, `None` when there is none yet; raises `FormatError` when it is not ours."""
@@ -193,7 +222,10 @@ class Directory:
             self.io.fchmod(fd, 0o600)
 
     def _allocate(self, fd: int, name: str, nbytes: int, *, erase: bool) -> None:
-        path, before, free = self.path / name, self.io.fstat(fd), self.io.free_bytes(fd)
+        path, before = self.path / name, self.io.fstat(fd)
+        if before.st_size == nbytes <= before.st_blocks * 512 and not erase:
+            return
+        free = self.io.free_bytes(fd)
         missing = nbytes - before.st_blocks * 512
         if missing > free:
             raise TierError(

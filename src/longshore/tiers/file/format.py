@@ -20,8 +20,8 @@ from longshore.errors import FormatError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.ops import KEY_BYTES
 
-VERSION = 1
-"""Of both kinds of page. A superblock of another version is refused; nothing in its directory is touched."""
+VERSION = 2
+"""Of all pages. A superblock of another version is refused; nothing in its directory is touched."""
 
 RECORD_MAGIC = b"LNGSHREC"
 SUPERBLOCK_MAGIC = b"LNGSHSUP"
@@ -107,7 +107,7 @@ def pack_header(header: RecordHeader) -> bytes:
         header.sequence,
         header.payload_checksum,
     )
-    return _seal(fields)
+    return seal(fields)
 
 
 def is_empty(page: bytes) -> bool:
@@ -117,7 +117,7 @@ def is_empty(page: bytes) -> bool:
 
 def parse_header(page: bytes) -> RecordHeader:
     """The header in `page`; raises `FormatError` unless every bit of it is as `pack_header` would write it."""
-    _check_page("record header", page, RECORD_MAGIC)
+    check_page("record header", page, RECORD_MAGIC)
     _, _, algorithm, flags, key, parent, scope, slot, generation, length, written, payload = _RECORD.unpack_from(page)
     if algorithm not in ALGORITHMS:
         raise FormatError(f"record header: expected a checksum algorithm out of {ALGORITHMS}, got {algorithm}")
@@ -127,7 +127,7 @@ def parse_header(page: bytes) -> RecordHeader:
         raise FormatError("record header: a parent without the flag that says so")
     if not length:
         raise FormatError("record header: an image of length 0")
-    _check_padding("record header", page, _RECORD.size)
+    check_padding("record header", page, _RECORD.size)
     return RecordHeader(key, parent if flags else None, scope, slot, generation, length, written, payload, algorithm)
 
 
@@ -145,12 +145,12 @@ def judge(page: bytes, wanted: Wanted) -> Verdict:
 
 def pack_superblock(superblock: Superblock) -> bytes:
     """The superblock page of `superblock`."""
-    return _seal(_SUPERBLOCK.pack(SUPERBLOCK_MAGIC, VERSION, PAGE, *superblock))
+    return seal(_SUPERBLOCK.pack(SUPERBLOCK_MAGIC, VERSION, PAGE, *superblock))
 
 
 def parse_superblock(page: bytes) -> Superblock:
     """The superblock in `page`; raises `FormatError` unless it is whole, and of this version."""
-    _check_page("superblock", page, SUPERBLOCK_MAGIC)
+    check_page("superblock", page, SUPERBLOCK_MAGIC)
     _, _, header_bytes, slots, image_bytes, generation, opens = _SUPERBLOCK.unpack_from(page)
     if header_bytes != PAGE:
         raise FormatError(f"superblock: expected header pages of {PAGE} bytes, got {header_bytes}")
@@ -160,16 +160,18 @@ def parse_superblock(page: bytes) -> Superblock:
         raise FormatError(f"superblock: image_bytes must be a positive multiple of {PAGE}, got {image_bytes}")
     if opens >= OPENS_LIMIT:
         raise FormatError(f"superblock: expected fewer than {OPENS_LIMIT} opens, got {opens}")
-    _check_padding("superblock", page, _SUPERBLOCK.size)
+    check_padding("superblock", page, _SUPERBLOCK.size)
     return Superblock(slots, image_bytes, generation, opens)
 
 
-def _seal(fields: bytes) -> bytes:
+def seal(fields: bytes) -> bytes:
+    """A page of `fields`, zeros, and the checksum of all that."""
     checked = fields.ljust(_CHECKED, b"\0")
     return checked + _CHECKSUM.pack(digest(checked))
 
 
-def _check_page(what: str, page: bytes, expected: bytes) -> None:
+def check_page(what: str, page: bytes, expected: bytes) -> None:
+    """Raise `FormatError` unless `page` is whole, of this version, and begins as expected; `what` is its name."""
     if len(page) != PAGE:
         raise FormatError(f"{what}: expected {PAGE} bytes, got {len(page)}")
     magic, version = _PROLOGUE.unpack_from(page)
@@ -183,6 +185,7 @@ def _check_page(what: str, page: bytes, expected: bytes) -> None:
         raise FormatError(f"{what}: expected checksum {stored:#018x}, got {computed:#018x}")
 
 
-def _check_padding(what: str, page: bytes, used: int) -> None:
+def check_padding(what: str, page: bytes, used: int) -> None:
+    """Raise `FormatError` unless nothing but zeros follows the `used` bytes of fields in `page`."""
     if page[used:_CHECKED] != _EMPTY[used:_CHECKED]:
         raise FormatError(f"{what}: padding that is not zero")

@@ -169,13 +169,15 @@ class SystemIo:
 
 def read_all(io: RawIo, fd: int, nbytes: int, offset: int) -> bytes:
     """`nbytes` from `offset`, fewer only where the file ends."""
-    found = bytearray()
-    while len(found) < nbytes:
-        part = patiently(io.pread, fd, nbytes - len(found), offset + len(found))
+    parts: list[bytes] = []
+    done = 0
+    while done < nbytes:
+        part = patiently(io.pread, fd, nbytes - done, offset + done)
         if not part:
             break
-        found += part
-    return bytes(found)
+        parts.append(part)
+        done += len(part)
+    return b"".join(parts)
 
 
 def write_all(io: RawIo, fd: int, data: bytes | memoryview, offset: int) -> None:

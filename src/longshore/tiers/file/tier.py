@@ -11,16 +11,20 @@ import contextlib
 import errno
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from longshore.boundary import FILE, Status
-from longshore.errors import FormatError, TierClosedError, TierError
+from longshore.errors import TierClosedError, TierError
 from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
-from longshore.tiers.file.directory import OVERHEAD, Directory
+from longshore.tiers.file.directory import Directory
+from longshore.tiers.file.index_format import Entries
+from longshore.tiers.file.keeper import Keeper
+from longshore.tiers.file.opening import open_files, slots_within
 from longshore.tiers.file.payload import HostPayload, Lane, Payload, make_lane
 from longshore.tiers.file.segment import Segment
 from longshore.tiers.file.system import RawIo
@@ -29,13 +33,7 @@ from longshore.tiers.ops import check_batch, check_digest, check_generation
 
 _log = logging.getLogger(__name__)
 
-_SCAN_THREADS = 16
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-def capacity_for(slots: int, image_bytes: int) -> int:
-    """The least `capacity` of a `FileTier` with `slots` slots, in bytes."""
-    return OVERHEAD + slots * (PAGE + image_bytes)
 
 
 class FileTier(Tier):
@@ -66,7 +64,7 @@ class FileTier(Tier):
         32-byte fingerprint that bytes must have been written under to be served. `io` replaces the system calls, for
         tests.
         """
-        slots = _slots_within(capacity, image_bytes)
+        slots = slots_within(capacity, image_bytes)
         check_digest("a scope", scope)
         if threads <= 0:
             raise TierError(f"a file tier needs at least one thread, got {threads}")
@@ -75,15 +73,20 @@ class FileTier(Tier):
         self.image_bytes = (image_bytes,)
         self._scope = scope
         self._closed = False
-        self._superblock: fmt.Superblock
         with contextlib.ExitStack() as resources:
             self._directory = Directory(directory, io)
             resources.callback(self._directory.close)
-            self._segment = self._open_segment()
+            opened = open_files(self._directory, slots, image_bytes)
+            self._superblock, self._segment, self._index = opened.superblock, opened.segment, opened.index
             resources.callback(self._segment.close)
+            resources.callback(self._index.close)
             self.direct = self._segment.direct
+            if not self.direct:
+                _log.warning("%s: the file system has no direct I/O; buffered reads and writes instead", directory)
             self._payload = HostPayload(arena, self._segment) if isinstance(arena, Arena) else arena(self._segment)
             resources.callback(self._payload.close)
+            self._keeper = Keeper(self._index, f"longshore-{self.name}-index")
+            resources.callback(self._keeper.close)
             self._lanes = [make_lane(image_bytes) for _ in range(threads)]
             self._workers = Workers(self._execute, threads, f"longshore-{self.name}")
             resources.callback(self._workers.close)
@@ -123,6 +126,7 @@ class FileTier(Tier):
         self._closed = True
         if self._directory.forked:
             self._segment.close()
+            self._index.close()
             self._directory.close()
         else:
             self._resources.close()
@@ -138,20 +142,32 @@ class FileTier(Tier):
         if generation > self.generation:
             self._superblock = self._superblock._replace(generation=generation)
             self._directory.write_superblock(self._superblock)
+            self._index.forget(generation)
 
     def recover(self) -> list[StoredChunk]:
-        """Chunks of our scope and generation, least recently written first; of two with one key, the newer.
+        """Chunks of our scope, least recently used first; of two with one key, the one that was written later.
 
-        Reads headers only: an image that was torn in a crash is found when it is read.
+        From the index alone: an image that was torn in a crash is found when it is read.
         """
         self._check_open()
-        slots = self.slabs.slabs
-        with ThreadPoolExecutor(min(_SCAN_THREADS, slots)) as pool:
-            ranges = [range(first, slots, _SCAN_THREADS) for first in range(min(_SCAN_THREADS, slots))]
-            found = [header for headers in pool.map(self._scan, ranges) for header in headers]
-        found.sort(key=lambda header: header.sequence)
-        newest = {header.key: header for header in found}
-        return [StoredChunk(header.slot, header.key, header.parent) for header in found if newest[header.key] is header]
+        entries = self._index.entries()
+        entries = entries[entries["scope"] == np.void(self._scope)]
+        keys = entries["key"].tolist()
+        newest: dict[bytes, int] = {}
+        for key, written in zip(keys, entries["sequence"].tolist(), strict=True):
+            newest[key] = max(written, newest.get(key, 0))
+        if len(newest) < len(keys):
+            ours = [written == newest[key] for key, written in zip(keys, entries["sequence"].tolist(), strict=True)]
+            entries = entries[ours]
+        return _chunks(entries)
+
+    def checkpoint(self) -> None:
+        """Put the index on the medium now; it goes there by itself now and then, and in `close`.
+
+        Raises `TierError` if that cannot be done.
+        """
+        self._check_open()
+        self._index.checkpoint()
 
     def _check_process(self) -> None:
         if self._directory.forked:
@@ -162,35 +178,6 @@ class FileTier(Tier):
         if self._closed:
             raise TierClosedError(f"{self._directory.path}: the file tier was closed")
 
-    def _open_segment(self) -> Segment:
-        path, (image_bytes,) = self._directory.path, self.image_bytes
-        found = self._directory.read_superblock()
-        if found is None:
-            found = fmt.Superblock(self.slabs.slabs, image_bytes, generation=0, opens=0)
-            erase = True
-        else:
-            erase = found.image_bytes != image_bytes
-            if erase:
-                _log.warning(
-                    "%s held images of %d bytes; it starts empty, for images of %d bytes",
-                    path,
-                    found.image_bytes,
-                    image_bytes,
-                )
-        if found.opens + 1 >= fmt.OPENS_LIMIT:
-            raise FormatError(f"{path} was opened {found.opens} times, the most it can be; remove the directory")
-        # The file first: whatever a crash leaves of it is a segment of the old geometry, at worst an empty one.
-        segment = Segment(self._directory, self.slabs.slabs * self._stride, erase=erase)
-        self._superblock = fmt.Superblock(self.slabs.slabs, image_bytes, found.generation, found.opens + 1)
-        try:
-            self._directory.write_superblock(self._superblock)
-        except BaseException:
-            segment.close()
-            raise
-        if not segment.direct:
-            _log.warning("%s: the file system has no direct I/O; buffered reads and writes instead", path)
-        return segment
-
     @property
     def _stride(self) -> int:
         return self.slabs.slab_bytes
@@ -199,33 +186,46 @@ class FileTier(Tier):
         if op.generation < self.generation:
             return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
         lane = self._lanes[worker]
+        status = self._write(op, serial, lane) if op.op is Op.WRITE else self._serve(op, lane)
+        if self._index.due:
+            self._keeper.nudge()
+        return status
+
+    def _serve(self, op: TierOp, lane: Lane) -> Status:
+        """Read, and tell the index: what was served was used, what is no good is not to be found again."""
+        claimed = self._index.claimed(op.slot, op.key, self._scope)
         try:
-            if op.op is Op.WRITE:
-                return self._write(op, serial, lane)
             status = self._read(op, lane)
         except OSError as error:
-            _log.debug("%s of slot %d: %s", op.op.value, op.slot, error)
-            return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
+            status = _status_of(op, error)
+        if status is Status.OK:
+            self._index.touch(op.slot)
+        elif claimed and status.condemns_source:
+            self._index.condemn(op.slot, claimed)
         forgotten_meanwhile = status is Status.OK and op.generation < self.generation
         return Status.MISMATCH if forgotten_meanwhile else status
 
     def _write(self, op: TierOp, serial: int, lane: Lane) -> Status:
-        def seal(algorithm: int, checksum: int) -> bytes:
-            return fmt.pack_header(
-                fmt.RecordHeader(
-                    key=op.key,
-                    parent=op.parent,
-                    scope=self._scope,
-                    slot=op.slot,
-                    generation=op.generation,
-                    length=op.length,
-                    sequence=fmt.sequence(self._superblock.opens, serial),
-                    payload_checksum=checksum,
-                    algorithm=algorithm,
-                )
-            )
+        header = fmt.RecordHeader(
+            key=op.key,
+            parent=op.parent,
+            scope=self._scope,
+            slot=op.slot,
+            generation=op.generation,
+            length=op.length,
+            sequence=fmt.sequence(self._superblock.opens, serial),
+            payload_checksum=0,
+        )
 
-        self._payload.write(op, lane, op.slot * self._stride, seal)
+        def seal(algorithm: int, checksum: int) -> bytes:
+            return fmt.pack_header(header._replace(payload_checksum=checksum, algorithm=algorithm))
+
+        self._index.strike([op.slot])
+        try:
+            self._payload.write(op, lane, op.slot * self._stride, seal)
+        except OSError as error:
+            return _status_of(op, error)
+        self._index.enter(header)
         return Status.OK
 
     def _read(self, op: TierOp, lane: Lane) -> Status:
@@ -247,39 +247,13 @@ class FileTier(Tier):
         """Whether an image has the checksum that was written. The one place: a negative control overrides it."""
         return found == expected
 
-    def _scan(self, slots: range) -> list[fmt.RecordHeader]:
-        """The valid headers of `slots` that are of our scope and generation."""
-        page = make_lane(0).header
-        found = []
-        for slot in slots:
-            try:
-                whole = self._segment.read([page], slot * self._stride) == PAGE
-                header = fmt.parse_header(bytes(page)) if whole and not fmt.is_empty(bytes(page)) else None
-            except FormatError:
-                continue  # torn or rotten: free space
-            except OSError as error:
-                _log.warning("%s: slot %d cannot be read: %s", self._directory.path, slot, error)
-                continue
-            if header is not None and self._is_ours(header, slot):
-                found.append(header)
-        return found
 
-    def _is_ours(self, header: fmt.RecordHeader, slot: int) -> bool:
-        return (
-            header.scope == self._scope
-            and header.generation == self.generation
-            and header.slot == slot
-            and header.length <= self.image_bytes[0]
-        )
+def _chunks(entries: Entries) -> list[StoredChunk]:
+    flags, parents = entries["flags"].tolist(), entries["parent"].tolist()
+    parents = [parent if has else None for parent, has in zip(parents, flags, strict=True)]
+    return list(map(StoredChunk, entries["slot"].tolist(), entries["key"].tolist(), parents))
 
 
-def _slots_within(capacity: int, image_bytes: int) -> int:
-    if image_bytes <= 0 or image_bytes % PAGE:
-        raise TierError(f"image_bytes must be a positive multiple of {PAGE}, got {image_bytes}")
-    slots = (capacity - OVERHEAD) // (PAGE + image_bytes)
-    if slots <= 0:
-        raise TierError(
-            f"expected a capacity of at least {capacity_for(1, image_bytes)} bytes, "
-            f"for one image of {image_bytes}, got {capacity}"
-        )
-    return slots
+def _status_of(op: TierOp, error: OSError) -> Status:
+    _log.debug("%s of slot %d: %s", op.op.value, op.slot, error)
+    return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR

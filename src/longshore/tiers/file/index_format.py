@@ -1,0 +1,207 @@
+"""The bytes of the file tier's index: checkpoints and journals. Pure; no I/O. Exact in docs/file-format.md.
+
+    index.0, index.1       ┌────────┬───────┬───────┬──     one page, and an entry for each record there is,
+                           │ header │ entry │ entry │       least recently used first
+                           └────────┴───────┴───────┴──
+    journal.0, journal.1   ┌────────┬──────┬──────┬──       one page, and a note for each change since then
+                           │ header │ note │ note │
+                           └────────┴──────┴──────┴──
+
+Checkpoint `e` and journal `e` lie in the files `e % 2`. What follows a note that is torn, or older than the one before
+it, was written at another time, and counts for nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.checksums import digest
+from longshore.errors import FormatError
+from longshore.tiers.arena import PAGE, align
+from longshore.tiers.file.format import VERSION, RecordHeader, check_padding, check_page, seal
+
+CHECKPOINT_MAGIC = b"LNGSHIDX"
+JOURNAL_MAGIC = b"LNGSHJNL"
+
+ENTRY = np.dtype(
+    [
+        ("key", "V32"),
+        ("parent", "V32"),  # zeros without one
+        ("scope", "V32"),
+        ("slot", "<u4"),
+        ("flags", "<u4"),
+        ("length", "<u8"),
+        ("generation", "<u8"),
+        ("sequence", "<u8"),
+        ("written", "<u4"),  # Unix time in seconds; 0 where it is not known
+        ("hits", "<u4"),  # reads that were served, up to the last checkpoint
+    ]
+)
+"""What the index knows of one record: 136 bytes. `length` 0 is none."""
+
+NOTE = np.dtype([("checksum", "<u8"), ("epoch", "<u8"), ("serial", "<u8"), ("kind", "<u8"), ("entry", ENTRY)])
+"""One line of a journal: 168 bytes."""
+
+Entries = npt.NDArray[np.void]
+Notes = npt.NDArray[np.void]
+
+ENTERED = 1
+"""Kind of note: the slot holds this record."""
+
+STRUCK = 2
+"""Kind of note: the slot holds nothing."""
+
+HAS_PARENT = 1
+NO_PARENT = bytes(32)
+
+_ENTRY = struct.Struct("<32s32s32sIIQQQII")
+_NOTE = struct.Struct("<QQQ")  # epoch, serial, kind: what stands between the checksum and the entry
+_CHECKSUM = struct.Struct("<Q")
+_CHECKPOINT = struct.Struct("<8sIIQQQQ")
+_JOURNAL = struct.Struct("<8sIIQ")
+
+
+class CheckpointHeader(NamedTuple):
+    """The first page of a checkpoint."""
+
+    epoch: int
+    records: int
+    known: int
+    """Serial number of the last note in its own journal that is in here already."""
+    checksum: int
+    """Of the entries."""
+
+
+def checkpoint_bytes(slots: int) -> int:
+    """Length of a file for checkpoints of up to `slots` records."""
+    return PAGE + align(slots * ENTRY.itemsize)
+
+
+def journal_bytes(notes: int) -> int:
+    """Length of a file for journals of up to `notes` notes."""
+    return PAGE + align(notes * NOTE.itemsize)
+
+
+def pack_entry(header: RecordHeader, written: int) -> bytes:
+    """The entry for a record that was written with `header`, in second `written` of Unix time."""
+    parent, flags = (NO_PARENT, 0) if header.parent is None else (header.parent, HAS_PARENT)
+    return _ENTRY.pack(
+        header.key,
+        parent,
+        header.scope,
+        header.slot,
+        flags,
+        header.length,
+        header.generation,
+        header.sequence,
+        written,
+        0,
+    )
+
+
+def pack_checkpoint(epoch: int, entries: Entries, known: int) -> tuple[bytes, bytes]:
+    """Header page and body of a checkpoint of `entries` (`ENTRY`), least recently used first."""
+    body = entries.tobytes()
+    fields = _CHECKPOINT.pack(CHECKPOINT_MAGIC, VERSION, ENTRY.itemsize, epoch, len(entries), known, digest(body))
+    return seal(fields), body
+
+
+def parse_checkpoint_header(page: bytes) -> CheckpointHeader:
+    """The header in `page`; raises `FormatError` unless it is whole, and of this version."""
+    check_page("checkpoint", page, CHECKPOINT_MAGIC)
+    _, _, entry_bytes, epoch, count, known, checksum = _CHECKPOINT.unpack_from(page)
+    if entry_bytes != ENTRY.itemsize:
+        raise FormatError(f"checkpoint: expected entries of {ENTRY.itemsize} bytes, got {entry_bytes}")
+    check_padding("checkpoint", page, _CHECKPOINT.size)
+    return CheckpointHeader(epoch, count, known, checksum)
+
+
+def parse_checkpoint_body(header: CheckpointHeader, body: bytes) -> Entries:
+    """The entries in `body`; raises `FormatError` unless they are those that `header` was written with."""
+    if len(body) != header.records * ENTRY.itemsize:
+        raise FormatError(f"checkpoint: expected {header.records} entries, got {len(body)} bytes")
+    if digest(body) != header.checksum:
+        raise FormatError(f"checkpoint: expected entries with checksum {header.checksum:#018x}")
+    entries = np.frombuffer(body, ENTRY)
+    if not describes(entries).all():
+        raise FormatError(f"checkpoint: entry {int(describes(entries).argmin())} describes no record")
+    slots = np.sort(entries["slot"])
+    if (slots[1:] == slots[:-1]).any():
+        raise FormatError("checkpoint: two entries for one slot")
+    return entries
+
+
+def describes(entries: Entries) -> npt.NDArray[np.bool_]:
+    """Which of `entries` could have come from `pack_entry`."""
+    alone = entries["flags"] == 0
+    fits: npt.NDArray[np.bool_] = np.where(
+        alone, entries["parent"] == np.void(NO_PARENT), entries["flags"] == HAS_PARENT
+    )
+    return fits & (entries["length"] > 0)
+
+
+def pack_journal_header(epoch: int) -> bytes:
+    """The first page of the journal of what comes after checkpoint `epoch`."""
+    return seal(_JOURNAL.pack(JOURNAL_MAGIC, VERSION, NOTE.itemsize, epoch))
+
+
+def parse_journal_header(page: bytes) -> int:
+    """The epoch in `page`; raises `FormatError` unless it is whole, and of this version."""
+    check_page("journal", page, JOURNAL_MAGIC)
+    _, _, note_bytes, epoch = _JOURNAL.unpack_from(page)
+    if note_bytes != NOTE.itemsize:
+        raise FormatError(f"journal: expected notes of {NOTE.itemsize} bytes, got {note_bytes}")
+    check_padding("journal", page, _JOURNAL.size)
+    return int(epoch)
+
+
+def pack_note(epoch: int, serial: int, kind: int, entry: bytes) -> bytes:
+    """A note for the journal of `epoch`; `serial` must be higher than that of any note before it in there."""
+    fields = _NOTE.pack(epoch, serial, kind) + entry
+    return _CHECKSUM.pack(digest(fields)) + fields
+
+
+def pack_strike(slot: int) -> bytes:
+    """The entry of a note that `slot` holds nothing."""
+    return _ENTRY.pack(NO_PARENT, NO_PARENT, NO_PARENT, slot, 0, 0, 0, 0, 0, 0)
+
+
+def parse_notes(epoch: int, data: bytes) -> Notes:
+    """The notes (`NOTE`) of `epoch` that `data` begins with, in the order in which they were made."""
+    notes = np.frombuffer(data, NOTE, count=len(data) // NOTE.itemsize)
+    good = notes["epoch"] == epoch
+    good[1:] &= notes["serial"][1:] > notes["serial"][:-1]
+    entered, struck = notes["kind"] == ENTERED, notes["kind"] == STRUCK
+    good &= (entered & describes(notes["entry"])) | (struck & (notes["entry"]["length"] == 0))
+    few = _leading(good)
+    raw = memoryview(data)
+    size, skip = NOTE.itemsize, _CHECKSUM.size
+    for at, stored in enumerate(notes["checksum"][:few].tolist()):
+        if digest(raw[at * size + skip : (at + 1) * size]) != stored:
+            return notes[:at]
+    return notes[:few]
+
+
+def replay(entries: Entries, notes: Notes) -> Entries:
+    """`entries` as they are after `notes`; what was entered last comes last."""
+    if not len(notes):
+        return entries
+    lines = np.empty(len(entries) + len(notes), ENTRY)
+    lines[: len(entries)] = entries
+    lines[len(entries) :] = notes["entry"]
+    slots = np.ascontiguousarray(lines["slot"])
+    by_slot = np.argsort(slots, kind="stable")
+    following = slots.take(by_slot)
+    last = np.append(following[1:] != following[:-1], True)
+    here = np.sort(by_slot[last])
+    replayed: Entries = lines.take(here[lines["length"][here] > 0])
+    return replayed
+
+
+def _leading(good: npt.NDArray[np.bool_]) -> int:
+    """How many are true before the first that is not."""
+    return len(good) if good.all() else int(good.argmin())

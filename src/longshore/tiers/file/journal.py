@@ -1,0 +1,70 @@
+"""The journal: what has changed since a checkpoint, a note at a time, so that it survives the end of the process.
+
+Nothing is synchronised. What the process has written is the system's, and survives a `kill -9`; a crash of the machine
+may lose the newest notes, and reading is what then finds out. A journal that is full, or that the disk does not take,
+falls silent, and says so, until the next checkpoint makes up for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from longshore.tiers.arena import PAGE
+from longshore.tiers.file import index_format as fmt
+from longshore.tiers.file.directory import Directory
+from longshore.tiers.file.system import write_all
+
+_log = logging.getLogger(__name__)
+
+
+def journal_name(epoch: int) -> str:
+    """The file of journal `epoch`."""
+    return f"journal.{epoch % 2}"
+
+
+class Journal:
+    """An open journal of `notes` notes, empty, for what comes after checkpoint `epoch`.
+
+    Attributes:
+        serial: Of the last note, in this journal or one before it.
+        written: Notes that are in it.
+        silent: Whether notes are missing from it.
+    """
+
+    def __init__(self, directory: Directory, epoch: int, notes: int) -> None:
+        self.epoch = epoch
+        self.serial = 0
+        self.written = 0
+        self.silent = False
+        self._io = directory.io
+        self._notes = notes
+        self._fd = directory.reserve(journal_name(epoch), fmt.journal_bytes(notes))
+        try:
+            with directory.as_tier_errors(journal_name(epoch)):
+                write_all(self._io, self._fd, fmt.pack_journal_header(epoch), 0)
+        except BaseException:
+            self._io.close(self._fd)
+            raise
+
+    def append(self, kind: int, entries: Sequence[bytes]) -> None:
+        """Note the same of all of `entries`, at once."""
+        first = self.serial + 1
+        self.serial += len(entries)
+        self.silent |= self.written + len(entries) > self._notes
+        if self.silent:
+            return
+        notes = b"".join(fmt.pack_note(self.epoch, first + n, kind, entry) for n, entry in enumerate(entries))
+        try:
+            write_all(self._io, self._fd, notes, PAGE + self.written * fmt.NOTE.itemsize)
+        except OSError as error:
+            self.silent = True
+            _log.warning("%s: %s; silent until the next checkpoint", journal_name(self.epoch), error)
+            return
+        self.written += len(entries)
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        if self._fd >= 0:
+            self._io.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,353 @@
+"""The index of the file tier: what a later process is told of, after a close, a kill, a lost or damaged file."""
+
+import errno
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longshore.boundary import Status
+from longshore.errors import TierError
+from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
+from longshore.testing.tier_harness import key
+from longshore.tiers.arena import PAGE
+from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.file import FileTier, SystemIo, capacity_for
+from longshore.tiers.file.directory import Directory
+from longshore.tiers.file.format import RecordHeader, sequence
+from longshore.tiers.file.index import Index, notes_for
+from longshore.tiers.file.index_format import ENTRY, NOTE, Entries, pack_entry
+from longshore.tiers.file.loading import load
+
+IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
+
+Opener = Callable[..., FileTier]
+
+
+def found(tier: FileTier) -> dict[int, bytes]:
+    return {chunk.slot: chunk.key for chunk in tier.recover()}
+
+
+@pytest.fixture
+def killed(harness: TierHarness, opener: Opener, directory: Path, tmp_path: Path) -> Callable[..., FileTier]:
+    """Opens what a `kill -9` would leave of the directory now: all that has reached the system, and nothing else."""
+
+    def reopen(**settings: object) -> FileTier:
+        shutil.copytree(directory, tmp_path / "copy", dirs_exist_ok=True)
+        harness.tier.close()
+        shutil.rmtree(directory)
+        (tmp_path / "copy").rename(directory)
+        harness.tier = opener(**settings)
+        return harness.tier
+
+    return reopen
+
+
+class TestWhatALaterProcessIsToldOf:
+    def test_all_that_was_reported_as_written_also_after_a_kill(
+        self, harness: TierHarness, killed: Callable[..., FileTier]
+    ) -> None:
+        for slot in range(SLOTS):
+            harness.store(slot, slot, parent=key(slot - 1) if slot else None)
+        expected = [StoredChunk(slot, key(slot), key(slot - 1) if slot else None) for slot in range(SLOTS)]
+        assert killed().recover() == expected
+
+    def test_a_slot_that_was_overwritten_after_the_checkpoint_is_never_listed_under_its_old_key(
+        self, harness: TierHarness, killed: Callable[..., FileTier]
+    ) -> None:
+        harness.store(0, 0)
+        harness.store(1, 1)
+        harness.tier.checkpoint()  # type: ignore[attr-defined]
+        harness.store(0, 2)
+        assert found(killed()) == {0: key(2), 1: key(1)}
+        harness.assert_misses(0, 0)
+
+    def test_nor_while_it_is_being_overwritten(
+        self, harness_of: Callable[..., TierHarness], directory: Path, tmp_path: Path, opener: Opener
+    ) -> None:
+        copies = []
+
+        class Photographer(SystemIo):
+            """Copies the directory just before the first byte of an image is written."""
+
+            def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+                copies.append(shutil.copytree(directory, tmp_path / f"copy{len(copies)}"))
+                return super().pwritev(fd, buffers, offset)
+
+        harness = harness_of(io=Photographer())
+        harness.store(0, 0)
+        harness.store(1, 1)
+        harness.store(0, 2)
+        harness.tier.close()
+        told = []
+        for copy in copies:
+            shutil.rmtree(directory)
+            copy.rename(directory)
+            tier = opener()
+            told.append(found(tier))
+            tier.close()
+        assert told == [{}, {0: key(0)}, {1: key(1)}]
+
+    def test_a_write_that_failed_leaves_nothing_listed(self, harness_of: Callable[..., TierHarness]) -> None:
+        class Full(SystemIo):
+            full = False
+
+            def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+                if self.full:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return super().pwritev(fd, buffers, offset)
+
+        io = Full()
+        harness = harness_of(io=io)
+        harness.store(0, 0)
+        io.full = True
+        assert harness.run(harness.op(Op.WRITE, 0, 1)) == (Status.NO_SPACE,)
+        assert harness.tier.recover() == []
+
+    @pytest.mark.parametrize("flip", [flip_header_bit, flip_image_bit])
+    def test_what_was_found_corrupt_is_not_adopted_again(
+        self,
+        harness: TierHarness,
+        directory: Path,
+        killed: Callable[..., FileTier],
+        flip: Callable[[Path, int, int], None],
+    ) -> None:
+        harness.store(0, 0)
+        harness.store(1, 1)
+        flip(directory, 0, 100)
+        assert harness.load(0, 0)[0] is Status.CORRUPT
+        assert found(killed()) == {1: key(1)}
+
+    def test_asking_for_another_key_condemns_nothing(
+        self, harness: TierHarness, killed: Callable[..., FileTier]
+    ) -> None:
+        harness.store(0, 0)
+        harness.assert_misses(0, 1)
+        assert found(killed()) == {0: key(0)}
+
+    def test_what_was_forgotten_is_not_listed(self, harness: TierHarness, killed: Callable[..., FileTier]) -> None:
+        harness.store(0, 0)
+        harness.tier.checkpoint()  # type: ignore[attr-defined]
+        harness.tier.forget(1)
+        assert harness.tier.recover() == []
+        harness.store(1, 1)
+        assert found(killed()) == {1: key(1)}
+
+    def test_the_order_of_use_survives_a_close(self, harness: TierHarness) -> None:
+        for slot in range(4):
+            harness.store(slot, slot)
+        harness.assert_serves(1, 1)
+        harness.assert_serves(0, 0)
+        for _ in range(2):
+            assert [chunk.slot for chunk in harness.tier.recover()] == [2, 3, 1, 0]
+            harness.reopen()
+
+    def test_after_a_kill_the_order_of_use_is_that_of_the_checkpoint_and_of_writes_since(
+        self, harness: TierHarness, killed: Callable[..., FileTier]
+    ) -> None:
+        for slot in range(4):
+            harness.store(slot, slot)
+        harness.assert_serves(0, 0)
+        harness.tier.checkpoint()  # type: ignore[attr-defined]
+        harness.assert_serves(1, 1)
+        harness.store(2, 5)
+        assert [chunk.slot for chunk in killed().recover()] == [1, 3, 0, 2]
+
+
+class TestDamage:
+    @pytest.mark.parametrize("damaged", [("index.0", "index.1"), ("journal.0", "journal.1")])
+    @pytest.mark.parametrize("how", ["removed", "zeroed", "noise", "cut"])
+    def test_without_an_index_that_can_be_used_every_header_is_read(
+        self, harness: TierHarness, directory: Path, damaged: tuple[str, ...], how: str
+    ) -> None:
+        for slot in range(SLOTS):
+            harness.store(slot, slot)
+        harness.tier.close()
+        for name in damaged:
+            path = directory / name
+            noise = {"zeroed": bytes(PAGE), "noise": os.urandom(PAGE), "cut": b"LNGSH"}
+            path.unlink() if how == "removed" else path.write_bytes(noise[how])
+        harness.reopen()
+        assert found(harness.tier) == {slot: key(slot) for slot in range(SLOTS)}  # type: ignore[arg-type]
+        harness.assert_serves(3, 3)
+
+    def test_one_damaged_checkpoint_is_replaced_by_the_other_or_by_reading_headers(
+        self, harness: TierHarness, directory: Path
+    ) -> None:
+        for name in ("index.0", "index.1"):
+            harness.store(0, 0)
+            harness.tier.checkpoint()  # type: ignore[attr-defined]
+            harness.store(1, 1)
+            harness.store(0, 2)
+            harness.tier.close()
+            with (directory / name).open("r+b") as file:
+                file.seek(PAGE + 5)
+                file.write(b"\xff\xff")
+            harness.reopen()
+            assert found(harness.tier) == {0: key(2), 1: key(1)}  # type: ignore[arg-type]
+
+    def test_a_header_that_cannot_be_read_is_left_out(
+        self, harness: TierHarness, opener: Opener, directory: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        harness.store(0, 0)
+        harness.store(1, 1)
+        harness.tier.close()
+        for name in ("index.0", "index.1"):
+            (directory / name).unlink()
+
+        class Bad(SystemIo):
+            def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+                if len(buffers[0]) == PAGE and offset == PAGE + IMAGE:
+                    raise OSError(errno.EIO, "Input/output error")
+                return super().preadv(fd, buffers, offset)
+
+        with caplog.at_level(logging.WARNING):
+            assert found(opener(io=Bad())) == {0: key(0)}
+        assert "slot 1 cannot be read" in caplog.text
+        assert "no index that can be used" in caplog.text
+
+
+class NotesRefused(SystemIo):
+    """A disk that refuses what is written to a file whose name begins like this."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.refusing = False
+        self.only_once = False
+        self.refused = 0
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int, /) -> int:
+        if self.refusing and Path(f"/proc/self/fd/{fd}").readlink().name.startswith(self.name):
+            self.refused += 1
+            self.refusing = not self.only_once
+            raise OSError(errno.EIO, "Input/output error")
+        return super().pwrite(fd, data, offset)
+
+
+class TestWhenTheIndexCannotBeWritten:
+    def test_the_tier_goes_on_without_a_journal_and_the_next_checkpoint_makes_up_for_it(
+        self, harness_of: Callable[..., TierHarness], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        io = NotesRefused("journal")
+        harness = harness_of(io=io)
+        io.refusing = io.only_once = True
+        harness.store(0, 0)
+        assert "silent until the next checkpoint" in caplog.text
+        _until(lambda: not harness.tier._index.due)  # type: ignore[attr-defined]
+        assert io.refused == 1
+        harness.assert_serves(0, 0)
+
+    def test_a_checkpoint_that_fails_leaves_the_one_before_it_and_may_be_tried_again(
+        self, harness_of: Callable[..., TierHarness], directory: Path, tmp_path: Path, opener: Opener
+    ) -> None:
+        io = NotesRefused("index")
+        harness = harness_of(io=io)
+        harness.store(0, 0)
+        io.refusing = True
+        for number in (1, 2):
+            with pytest.raises(TierError, match=r"index\.[01]: cannot be used: Input/output error"):
+                harness.tier.checkpoint()  # type: ignore[attr-defined]
+            harness.store(number, number)
+        shutil.copytree(directory, tmp_path / "copy")
+        io.refusing = False
+        harness.tier.checkpoint()  # type: ignore[attr-defined]
+        harness.store(0, 3)
+        harness.tier.close()
+        for expected in ({0: key(3), 1: key(1), 2: key(2)}, {0: key(0), 1: key(1), 2: key(2)}):
+            tier = opener()
+            assert found(tier) == expected
+            tier.close()
+            shutil.rmtree(directory)
+            if (tmp_path / "copy").exists():
+                (tmp_path / "copy").rename(directory)
+
+    def test_close_without_a_last_checkpoint_is_a_warning(
+        self, harness_of: Callable[..., TierHarness], opener: Opener, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        io = NotesRefused("index")
+        harness = harness_of(io=io)
+        harness.store(0, 0)
+        io.refusing = True
+        harness.tier.close()
+        assert io.refused == 1
+        assert "what came after the last one may be missing" in caplog.text
+        assert found(opener()) == {0: key(0)}
+
+
+def _until(done: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+class TestJournalsThatFillUp:
+    def test_checkpoints_are_made_by_themselves(
+        self, harness: TierHarness, directory: Path, killed: Callable[..., FileTier]
+    ) -> None:
+        before = {name: (directory / name).read_bytes()[:PAGE] for name in ("index.0", "index.1")}
+        written = {}
+        for number in range(3 * notes_for(SLOTS) // 2):
+            harness.store(number % SLOTS, number, length=PAGE)
+            written[number % SLOTS] = key(number)
+        _until(lambda: not harness.tier._index.due)  # type: ignore[attr-defined]
+        assert {name: (directory / name).read_bytes()[:PAGE] for name in before} != before
+        assert found(killed()) == written
+
+    def test_a_full_journal_stays_within_its_file(self, directory: Path) -> None:
+        opened = Directory(directory)
+        index = Index(opened, 4, np.zeros(0, ENTRY), 1, sequence(1, 0))
+        for number in range(2 * notes_for(4)):
+            index.enter(_record(number % 4, number + 1))
+        assert index.due
+        size = (directory / "journal.1").stat().st_size
+        assert size <= 2 * PAGE + notes_for(4) * NOTE.itemsize
+        index.checkpoint()
+        index.enter(_record(0, 9999))
+        index.close()
+        again = load(opened).entries
+        assert again is not None
+        assert sorted(zip(again["slot"].tolist(), again["sequence"].tolist(), strict=True)) == [
+            (0, 9999), (1, 510), (2, 511), (3, 512)
+        ]  # fmt: skip
+        opened.close()
+
+
+def _record(slot: int, written: int) -> RecordHeader:
+    return RecordHeader(written.to_bytes(32, "little"), None, bytes(32), slot, 0, PAGE, written, 0)
+
+
+def test_capacity_counts_the_index(directory: Path, opener: Opener) -> None:
+    opener(capacity=capacity_for(5, IMAGE)).close()
+    used = sum(max(path.stat().st_size, path.stat().st_blocks * 512) for path in [directory, *directory.iterdir()])
+    assert used <= capacity_for(5, IMAGE)
+
+
+def test_half_a_million_records_are_listed_from_the_index_alone(directory: Path) -> None:
+    """Nothing of the segment is read: there is none."""
+    many = 500_000
+    opened = Directory(directory)
+    Index(opened, many, _many(many), 1, sequence(1, 0)).close()
+    again = load(opened).entries
+    assert again is not None
+    np.testing.assert_array_equal(again, _many(many))
+    opened.close()
+
+
+def _many(count: int) -> Entries:
+    entries = np.repeat(np.frombuffer(pack_entry(_record(0, 1), 0), ENTRY), count)
+    entries["slot"] = np.arange(count)
+    return entries
+
+
+def test_results_come_after_their_notes(harness: TierHarness, killed: Callable[..., FileTier]) -> None:
+    tickets = [harness.tier.submit([harness.op(Op.WRITE, slot, slot)], math.inf) for slot in range(SLOTS)]
+    for ticket in tickets:
+        assert harness.wait(ticket).statuses == (Status.OK,)
+    assert set(found(killed())) == set(range(SLOTS))
