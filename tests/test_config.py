@@ -51,7 +51,18 @@ def test_sizes_are_numbers_or_text(text: str | int, size: int) -> None:
         ("blocks_per_chunk", 5000, "less than or equal to 4096"),
         ("max_writes", 2.5, "a valid integer"),
         ("load_timeout", 0, "greater than 0"),
-        ("load_timeout", float("nan"), "greater than 0"),
+        ("load_timeout", float("nan"), "less than or equal to 86400"),
+        ("threshold", 1, "greater than or equal to 2"),
+        ("threshold", 256, "less than or equal to 255"),
+        ("priority_floor", 101, "less than or equal to 100"),
+        ("priority_floor", -1, "greater than or equal to 0"),
+        ("prompt_only", "perhaps", "a valid boolean"),
+        ("prefetch", "now", "'best_effort', 'wait_complete' or 'timeout'"),
+        ("prefetch_timeout", 0, "greater than 0"),
+        ("events_size", "1KiB", "greater than or equal to 65536"),
+        ("events_size", True, "a whole number of bytes, or text such as '64GiB'"),
+        ("events_path", 7, "not a valid path"),
+        ("calibration", 7, "not a valid path"),
         ("write_timeout", "soon", "a valid number"),
         ("file_threads", 257, "less than or equal to 256"),
         ("background", "perhaps", "a valid boolean"),
@@ -230,3 +241,24 @@ def test_memory_is_what_the_machine_and_the_cgroup_have_left(
 )
 def test_bytes_are_written_in_the_largest_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_a_file_of_events_needs_a_directory_that_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"events_path is .*, but .*nowhere is not a directory"):
+        Config.make(host_size="1MiB", events_path=tmp_path / "nowhere" / "events").check_machine()
+    Config.make(host_size="1MiB", events_path=tmp_path / "events").check_machine()
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=f"but {tmp_path} is not writable"):
+        Config.make(host_size="1MiB", events_path=tmp_path / "events").check_machine()
+
+
+def test_every_setting_stands_in_the_documentation() -> None:
+    """As its name, its default and its description, in a table."""
+    text = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
+    for name, field in Config.model_fields.items():
+        default = getattr(field.default, "value", field.default)
+        shown = format_bytes(default).replace(".0 ", " ") if name.endswith("_size") and default else default
+        line = f"| `{name}` | {'' if shown in (None, '') else shown} | {field.description} |"
+        assert line in text, f"expected in docs/settings.md: {line}"

@@ -9,7 +9,7 @@ from longshore.boundary import Route, Status
 from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, TierSpec
 from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
-from longshore.runtime import Runtime
+from longshore.runtime import BlockGuard, Runtime
 from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.host import HostTier
@@ -52,6 +52,8 @@ def test_every_label_is_there_at_zero() -> None:
     assert found.get_sample_value("longshore_capacity_bytes", {"tier": "file"}) == 8 * IMAGE_BYTES
     assert found.get_sample_value("longshore_holds") == 0
     assert found.get_sample_value("longshore_jobs_in_flight") == 0
+    for name in ("guard_waits", "guard_wait_seconds", "late_blocks"):
+        assert found.get_sample_value(f"longshore_{name}_total") == 0
 
 
 def test_figures_are_those_of_the_books() -> None:
@@ -77,6 +79,21 @@ def test_figures_are_those_of_the_books() -> None:
     assert found.get_sample_value("longshore_holds") == 1
     labels = {"tier": "host", "reason": "write_failed"}
     assert found.get_sample_value("longshore_dropped_chunks_total", labels) == 1
+
+
+def test_waits_for_device_blocks_are_counted_and_so_is_what_was_late() -> None:
+    ticks = iter(range(1000))
+    cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES)])
+    runtime = Runtime(cache, [Scripted(Route("device", "host"))], clock=lambda: float(next(ticks)))
+    found, guard = registry(runtime), BlockGuard(runtime, 1.0)
+    with runtime.control() as cache:
+        job = cache.commit(PATH, (0, 1)).job
+    assert job is not None
+    guard.add(job, (0, 1))
+    assert guard.settle([0, 1, 2]) == [2]
+    assert found.get_sample_value("longshore_guard_waits_total") == 1
+    assert (found.get_sample_value("longshore_guard_wait_seconds_total") or 0) >= 1
+    assert found.get_sample_value("longshore_late_blocks_total") == 2
 
 
 def test_a_scrape_moves_nothing_and_works_after_the_end() -> None:

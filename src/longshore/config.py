@@ -15,6 +15,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from longshore.cache.retention import HIGHEST_PRIORITY
+from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy
 from longshore.errors import ConfigError
 
@@ -36,15 +38,29 @@ class Config(BaseModel):
     file_size: ByteSize = Field(ByteSize(0), ge=0, description="bytes on disk for the file tier")
     offload: WritePolicy = Field(WritePolicy.THROUGH, description="when blocks go from the device to the host tier")
     backup: WritePolicy = Field(WritePolicy.BACK, description="when blocks go from the host tier to the file tier")
+    threshold: int = Field(2, ge=2, le=255, description="uses from which on a selective write policy copies a block")
+    prompt_only: bool = Field(False, description="leave blocks behind the prompt out of offloads")
+    priority_floor: int = Field(0, ge=0, le=HIGHEST_PRIORITY, description="least priority of blocks that are offloaded")
+    prefetch: PrefetchPolicy = Field(
+        PrefetchPolicy.BEST_EFFORT, description="how long a request waits for its prefetch, in engines that prefetch"
+    )
+    prefetch_timeout: float = Field(1.0, gt=0, le=86_400, description="seconds of that, where the policy is timeout")
     blocks_per_chunk: int = Field(1, ge=1, le=4096, description="device blocks in one block image")
-    load_timeout: float = Field(10.0, gt=0, description="seconds after which a load is given up, and recomputed")
-    write_timeout: float = Field(60.0, gt=0, description="seconds after which a write that has not begun is dropped")
+    load_timeout: float = Field(
+        10.0, gt=0, le=86_400, description="seconds after which a load is given up, and recomputed"
+    )
+    write_timeout: float = Field(
+        60.0, gt=0, le=86_400, description="seconds after which a write that has not begun is dropped"
+    )
     max_writes: int = Field(1024, ge=1, description="chunks in flight per write route")
     file_threads: int = Field(16, ge=1, le=256, description="threads of the file tier")
     background: bool = Field(True, description="move blocks between the engine's steps, in a thread")
     salt: str = Field("", description="part of every key: tenants with different salts never share blocks")
+    events_path: Path | None = Field(None, description="file of events for `longshore explain`; without one, none")
+    events_size: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, in two files")
+    calibration: Path | None = Field(None, description="calibration of a CUDA device; without one, the user's own")
 
-    @field_validator("host_size", "file_size", mode="before")
+    @field_validator("host_size", "file_size", "events_size", mode="before")
     @classmethod
     def _no_booleans(cls, value: object) -> object:
         if isinstance(value, bool):
@@ -61,7 +77,7 @@ class Config(BaseModel):
             return int(text)
         raise ValueError("'auto', 'off', or the number of a NUMA node")
 
-    @field_validator("file_path")
+    @field_validator("file_path", "events_path", "calibration")
     @classmethod
     def _at_home(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser()
@@ -99,19 +115,25 @@ class Config(BaseModel):
             raise ConfigError(f"host_numa is {self.host_numa}, but the NUMA nodes of this machine are {nodes}")
         if self.file_path is not None:
             self._check_directory(self.file_path)
+        if self.events_path is not None:
+            _check_writable("events_path", self.events_path, self.events_path.absolute().parent)
 
     def _check_directory(self, path: Path) -> None:
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not existing.is_dir():
-            raise ConfigError(f"file_path is {path}, but {existing} is not a directory")
-        if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
-            raise ConfigError(f"file_path is {path}, but {existing} is not writable, or not readable")
+        _check_writable("file_path", path, existing)
         ours = sum(f.stat().st_blocks * 512 for f in path.iterdir() if f.is_file()) if path.is_dir() else 0
         free = shutil.disk_usage(existing).free + ours
         if self.file_size > free:
             raise ConfigError(
                 f"file_size is {format_bytes(self.file_size)}, but only {format_bytes(free)} is free at {path}"
             )
+
+
+def _check_writable(setting: str, path: Path, directory: Path) -> None:
+    if not directory.is_dir():
+        raise ConfigError(f"{setting} is {path}, but {directory} is not a directory")
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting} is {path}, but {directory} is not writable, or not readable")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

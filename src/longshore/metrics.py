@@ -3,7 +3,7 @@
 Every label is present from the start, at zero, so that a tier that never serves is visible as such.
 
     from prometheus_client import REGISTRY
-    REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine))
+    REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events))
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from longshore.cache import Counters, TierStats
-from longshore.runtime import Runtime
+from longshore.runtime import EventRecorder, Runtime
+from longshore.runtime.loop import Guarded
 from longshore.tiers.arena import ArenaReport
 from longshore.tiers.host import HostTier
 from longshore.transfer import TransferEngine, TransferStats
 
 
 class LongshoreCollector(Collector):
-    """The metrics of one runtime, and of the `host` memory and the transfer `engine` that are in this process."""
+    """The metrics of one runtime, and of those of its host memory, engine and recorder that are in this process."""
 
-    def __init__(self, runtime: Runtime, host: HostTier | None = None, engine: TransferEngine | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        host: HostTier | None = None,
+        engine: TransferEngine | None = None,
+        events: EventRecorder | None = None,
+    ) -> None:
         self._runtime = runtime
         self._host = host
         self._engine = engine
+        self._events = events
 
     def collect(self) -> Iterable[Metric]:
         """All metric families, read in one go under the runtime's lock; also after its end."""
@@ -36,7 +44,8 @@ class LongshoreCollector(Collector):
             books = [*_counters(cache.counters), *_gauges(cache.stats(), cache.held, cache.jobs_in_flight)]
         arena = [] if self._host is None else _arena(self._host.report)
         transfers = [] if self._engine is None else _transfers(self._engine.stats())
-        return [*books, *arena, *transfers]
+        events = [] if self._events is None else _recorded(self._events)
+        return [*books, *_guarded(self._runtime.guarded), *arena, *transfers, *events]
 
 
 def _counters(counters: Counters) -> Iterable[Metric]:
@@ -68,6 +77,20 @@ def _gauges(tiers: Iterable[TierStats], held: int, jobs: int) -> Iterable[Metric
     yield capacity
     yield GaugeMetricFamily("longshore_holds", "Matches not released", value=held)
     yield GaugeMetricFamily("longshore_jobs_in_flight", "Jobs whose results have not come", value=jobs)
+
+
+def _guarded(guarded: Guarded) -> Iterable[Metric]:
+    about = "Waits of the engine for copies of device blocks that it wants to use again"
+    yield CounterMetricFamily("longshore_guard_waits", about, guarded.waits)
+    yield CounterMetricFamily("longshore_guard_wait_seconds", "Seconds of these", guarded.seconds)
+    yield CounterMetricFamily("longshore_late_blocks", "Device blocks that were not free in time", guarded.late)
+
+
+def _recorded(events: EventRecorder) -> Iterable[Metric]:
+    yield CounterMetricFamily("longshore_events_written", "Events written to the file of events", events.written)
+    yield CounterMetricFamily("longshore_events_missed", "Events that are missing in it", events.missed)
+    off = events.failure is not None
+    yield GaugeMetricFamily("longshore_events_off", "Whether the file could not be written, and is given up", off)
 
 
 def _arena(report: ArenaReport) -> Iterable[Metric]:

@@ -11,8 +11,8 @@ from cache_setup import IMAGE_BYTES, chunks, key, path_of
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, Event, EventKind, TieredCache, TierSpec, Verdict, WritePolicy, explain
 from longshore.cache.eviction import LRU
-from longshore.cache.explain import read_events, write_events
-from longshore.errors import TraceError
+from longshore.cache.explain import read_events, requests, write_events
+from longshore.errors import CacheError, TraceError
 
 
 def build(host: int, file: int = 0, events: int = 100) -> TieredCache:
@@ -178,6 +178,62 @@ def test_events_survive_a_file(tmp_path: Path) -> None:
     write_events(tmp_path / "events", log[3:])
     assert read_events(tmp_path / "events") == log
     assert all(json.loads(line) for line in (tmp_path / "events").read_text().splitlines())
+
+
+def test_what_was_found_and_did_not_arrive_has_its_reason() -> None:
+    cache = build(4)
+    put(cache, "abc")
+    hold = cache.match(chunks("abcd"), 0.0, start=1, request="r").hold
+    assert hold is not None
+    cache.onboard(hold, (0, 1))
+    cache.tick(20.0)
+    loaded = cache.events()
+    assert [(a.verdict, a.cause) for a in explain(loaded, "r")] == [
+        (Verdict.DEVICE, ""),
+        (Verdict.MISSED, "deadline"),
+        (Verdict.MISSED, "behind"),
+        (Verdict.NEVER_SEEN, ""),
+    ]
+    assert (loaded[-1].kind, loaded[-1].keys, loaded[-1].length) == (EventKind.LOADED, tuple(chunks("abc")[1:]), 0)
+    assert loaded[-1].at == 20.0
+    assert requests(loaded) == [("r", 0.0, 4, 1, 2)]
+
+
+def test_a_load_that_a_reset_makes_worthless_has_not_arrived() -> None:
+    cache = build(4)
+    put(cache, "a")
+    hold = cache.match(chunks("a"), 0.0, request="r").hold
+    assert hold is not None
+    cache.onboard(hold, (0,))
+    cache.reset()
+    assert accounts(cache, "r") == [(Verdict.MISSED, HOST, "cancelled")]
+
+
+def test_events_are_pulled_in_batches() -> None:
+    cache = build(4, events=5)
+    put(cache, "abc")
+    first = cache.events(2)
+    assert [(e.kind, e.number, e.length) for e in first] == [
+        (EventKind.GAP, 0, 1),
+        (EventKind.ORDERED, 2, 0),
+        (EventKind.ORDERED, 3, 0),
+    ]
+    assert [e.number for e in cache.events(2) + cache.events(2) + cache.events(2)] == [4, 5, 6]
+    with pytest.raises(CacheError, match="at least 1, got 0"):
+        cache.events(0)
+
+
+def test_keys_may_be_shortened() -> None:
+    event = Event(1, EventKind.REQUEST, key=key("a"), by=key("b"), keys=tuple(chunks("ab")), request="r")
+    short = Event.from_json(event.as_json(key_bytes=4))
+    assert (short.key, short.by, short.keys) == (b"a...", b"b...", (b"a...", b"ab.."))
+    assert Event.from_json(event.as_json()) == event
+
+
+def test_a_last_line_without_an_end_is_left_out_and_the_file_before_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "events.1").write_text('{"kind": "reset", "number": 1}\n')
+    (tmp_path / "events").write_text('{"kind": "reset", "number": 2}\n{"kind": "res')
+    assert [event.number for event in read_events(tmp_path / "events")] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, resident, settle, store, wanted
 
 from longshore.boundary import FILE, HOST, Section, Status
-from longshore.cache import MissReason, Outcome, TieredCache, Wanted, WritePolicy
+from longshore.cache import MissReason, Outcome, TieredCache, Verdict, Wanted, WritePolicy, explain
 from longshore.errors import CacheError, HoldError
 
 PATHS = [keys_of(0, 8), keys_of(1, 16), keys_of(2, 4)]
@@ -154,3 +154,17 @@ def test_giving_up_a_load_that_has_not_come() -> None:
     end(cache, [transfer], Status.CANCELLED)
     settle(cache)
     assert (cache.held, cache.jobs_in_flight) == (0, 0)
+
+
+def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:
+    cache = stored(events=1000)
+    hold = cache.match_groups(wanted(*PATHS), 0.0, request="r").hold
+    assert hold is not None
+    cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+    cache.tick(20.0)
+    events = cache.events()
+    assert [(a.verdict, a.cause) for a in explain(events, "r/0")] == [
+        (Verdict.MISSED, "deadline"),
+        *[(Verdict.MISSED, "behind")] * 7,
+    ]
+    assert {(a.verdict, a.cause) for a in explain(events, "r/2")} == {(Verdict.MISSED, "behind")}

@@ -37,6 +37,18 @@ def test_a_request_is_explained_as_a_table_and_as_json(tmp_path: Path) -> None:
     assert second["verdict"] == "never seen"
 
 
+def test_times_are_those_of_a_calendar_and_all_requests_are_listed(tmp_path: Path) -> None:
+    record(tmp_path / "events")
+    wide = {"COLUMNS": "160"}
+    told = CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--request", "r"], env=wide)
+    assert "1970-01-01 00:00:02.000" in told.stdout
+    listed = CliRunner().invoke(app, ["explain", str(tmp_path / "events")], env=wide)
+    assert listed.stdout.splitlines()[1].split() == ["r", "1970-01-01", "00:00:03.000", "2", "0", "0"]
+    plain = CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--json"])
+    (asked,) = json.loads(plain.stdout)["requests"]
+    assert asked == {"request": "r", "at": 3.0, "chunks": 2, "device": 0, "found": 0}
+
+
 def test_a_request_that_nobody_made_is_an_error(tmp_path: Path) -> None:
     record(tmp_path / "events")
     assert CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--request", "x"]).exit_code != 0

@@ -45,13 +45,13 @@ def rig() -> Rig:
 
 def test_blocks_that_no_job_touches_are_free_at_once(rig: Rig) -> None:
     assert rig.guard.settle([3, 1]) == [3, 1]
-    assert rig.guard.late == 0
+    assert rig.runtime.guarded.late == 0
 
 
 def test_a_block_that_a_job_touches_is_parked_until_the_job_has_ended(rig: Rig) -> None:
     job = rig.offload(3, 4)
     assert rig.guard.settle([1, 3, 4]) == [1]
-    assert rig.guard.late == 2
+    assert rig.runtime.guarded.late == 2
     assert rig.guard.reclaim() == []
     rig.end(job)
     assert rig.guard.reclaim() == [3, 4]
@@ -79,7 +79,7 @@ def test_settle_waits_for_a_while() -> None:
     job = rig.offload(3)
     threading.Timer(0.05, lambda: rig.mover.end(job=job)).start()
     assert rig.guard.settle([3]) == [3]
-    assert rig.guard.late == 0
+    assert rig.runtime.guarded.late == 0
 
 
 def test_drain_waits_and_forgets_what_was_parked() -> None:

@@ -174,10 +174,15 @@ def test_without_triton_torch_alone_serves(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_with_both_the_cuda_device_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[str] = []
-    monkeypatch.setattr("longshore.transfer.device.cuda.device.CudaDevice", served.append)
+    served: list[tuple[str, Path | None]] = []
+
+    def device(name: str, calibration: Path | None) -> None:
+        served.append((name, calibration))
+
+    monkeypatch.setattr("longshore.transfer.device.cuda.device.CudaDevice", device)
     device_for(FakeCudaLayout())  # type: ignore[arg-type]
-    assert served == ["cuda:0"]
+    device_for(FakeCudaLayout(), Path("mine.json"))  # type: ignore[arg-type]
+    assert served == [("cuda:0", None), ("cuda:0", Path("mine.json"))]
 
 
 def _absent(name: str) -> None:

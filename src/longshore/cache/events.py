@@ -2,7 +2,7 @@
 
     ordered ──► stored ──► moved (another tier has it too) ──► removed (from one tier; why, and for whom)
          └───► failed                                          reset (from all)
-    request: what a match asked for, and what it found
+    request: what a match asked for, and what it found ──► loaded: what of that came onto the device
 
 Nothing is recorded unless a limit was set. A reader that is too slow gets a `GAP` in place of the oldest events, which
 says how many are missing: it must then ask for `TieredCache.residents` again.
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from longshore.boundary import Key
+from longshore.cache.types import MissReason
 from longshore.errors import TraceError
 
 
@@ -29,6 +30,7 @@ class EventKind(enum.Enum):
     FAILED = "failed"  # it did not reach `tier`, because of `cause`
     RESET = "reset"  # nothing is anywhere any more
     REQUEST = "request"  # `request` asked for `keys` from position `start` on, and found `length` of them
+    LOADED = "loaded"  # the first `length` of `keys` came onto the device; the next did not, because of `cause`
     GAP = "gap"  # `length` events are missing here
 
 
@@ -49,14 +51,14 @@ class Event(NamedTuple):
     start: int = 0
     length: int = 0
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain data, without what is empty; keys are hexadecimal."""
+    def as_json(self, key_bytes: int | None = None) -> dict[str, Any]:
+        """Plain data, without what is empty; keys are hexadecimal, their first `key_bytes` or all."""
         plain = {name: value for name, value in self._asdict().items() if value not in ("", None, (), 0)}
         for name in ("key", "parent", "by"):
             if name in plain:
-                plain[name] = plain[name].hex()
+                plain[name] = plain[name][:key_bytes].hex()
         if self.keys:
-            plain["keys"] = [key.hex() for key in self.keys]
+            plain["keys"] = [key[:key_bytes].hex() for key in self.keys]
         return {**plain, "kind": self.kind.value}
 
     @classmethod
@@ -100,10 +102,23 @@ class EventLog:
                 self._events.popleft()
                 self._missed += 1
 
-    def pull(self) -> list[Event]:
-        """All events since the last call, in order; the first is a `GAP` if some had to be dropped."""
-        gap = [Event(0, EventKind.GAP, self.now, length=self._missed)] if self._missed else []
-        events = gap + list(self._events)
-        self._events.clear()
+    def loaded(
+        self, asked: Iterable[tuple[str | None, Sequence[Key]]], arrived: int, misses: Sequence[MissReason]
+    ) -> None:
+        """How far what requests `asked` for came onto the device: the first `arrived` of all their keys."""
+        causes = iter(misses)
+        for request, keys in asked:
+            length = min(arrived, len(keys))
+            arrived -= length
+            cause = next(causes, MissReason.BEHIND).value if length < len(keys) else ""
+            self.record(EventKind.LOADED, request=request, keys=tuple(keys), length=length, cause=cause)
+            if length < len(keys):
+                causes = iter(())
+
+    def pull(self, limit: int | None = None) -> list[Event]:
+        """The oldest events that nobody has pulled, at most `limit`; before them a `GAP` if some had to be dropped."""
+        events = [Event(0, EventKind.GAP, self.now, length=self._missed)] if self._missed else []
         self._missed = 0
+        count = len(self._events) if limit is None else min(limit, len(self._events))
+        events += [self._events.popleft() for _ in range(count)]
         return events

@@ -1,7 +1,7 @@
 """Why a request got what it got: for each of its chunks, where it came from, or why it was missed.
 
-A pure function over recorded events (`longshore.cache.events`), from the cache itself or from a file of JSON lines:
-it follows every key up to the request, and says what was last heard of it.
+A pure function over recorded events (`longshore.cache.events`), from the cache itself or from a file of JSON lines
+(`longshore.runtime.recorder`): it follows every key up to the request, and says what was last heard of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Verdict(enum.Enum):
 
     DEVICE = "device"  # the engine had it
     FOUND = "found"  # in a tier, and part of what the match found
+    MISSED = "missed"  # found, but it did not come onto the device
     BEHIND = "behind"  # in a tier, but behind a chunk that was missed
     IN_FLIGHT = "in flight"  # on its way into its first tier
     FAILED = "failed"  # its last write or read went wrong
@@ -86,6 +87,9 @@ def explain(
         if event.kind is EventKind.REQUEST:
             if event.request == request:
                 answer = [_account(event, i, histories, scopes or {}) for i in range(len(event.keys))]
+        elif event.kind is EventKind.LOADED:
+            if event.request == request and answer is not None:
+                _miss(answer, event)
         elif event.kind is EventKind.RESET:
             for history in histories.values():
                 history.hear(event)
@@ -96,11 +100,43 @@ def explain(
     return answer
 
 
+class Asked(NamedTuple):
+    """A request as the events know it: when it was matched, its chunks, and how many of them were found, or there."""
+
+    request: str
+    at: float
+    chunks: int
+    device: int
+    found: int
+
+
+def requests(events: Iterable[Event]) -> list[Asked]:
+    """The requests that have a name, in order."""
+    return [
+        Asked(event.request, event.at, len(event.keys), event.start, event.length)
+        for event in events
+        if event.kind is EventKind.REQUEST and event.request is not None
+    ]
+
+
+def former(path: Path) -> Path:
+    """Where a file of events goes when it is full, and the next one begins."""
+    return path.with_name(path.name + ".1")
+
+
 def read_events(path: Path) -> list[Event]:
-    """Events from a file of JSON lines. Raises `TraceError`, which names the line."""
+    """Events from a file of JSON lines, and from the one before it, if there is one.
+
+    A last line that has no end is left out: its writer has died, or is at work. Raises `TraceError`.
+    """
+    older = _read(former(path)) if former(path).exists() else []
+    return older + _read(path)
+
+
+def _read(path: Path) -> list[Event]:
     events: list[Event] = []
     try:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
             try:
                 events.append(Event.from_json(json.loads(line)))
             except (ValueError, TraceError) as error:
@@ -114,6 +150,16 @@ def write_events(path: Path, events: Iterable[Event]) -> None:
     """Append events to a file of JSON lines."""
     with path.open("a") as file:
         file.writelines(json.dumps(event.as_json()) + "\n" for event in events)
+
+
+def _miss(answer: list[Account], loaded: Event) -> None:
+    """What was found, and did not come onto the device: the first for a cause, those after it were behind."""
+    causes = dict.fromkeys(loaded.keys[loaded.length :], "behind") | dict.fromkeys(
+        loaded.keys[loaded.length : loaded.length + 1], loaded.cause
+    )
+    for i, account in enumerate(answer):
+        if account.key in causes:
+            answer[i] = account._replace(verdict=Verdict.MISSED, at=loaded.at, cause=causes[account.key])
 
 
 def _account(

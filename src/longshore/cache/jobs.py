@@ -20,12 +20,13 @@ from longshore.errors import JobError
 class Load:
     """What a hold has ordered onto the device, in parts, and how far they have come.
 
-    `sources` names the tier that each chunk comes from; `cut` says why chunks behind them could not be ordered; `wait`
-    is the number of the wait for it.
+    `asked` are the keys that requests, by name, want of it; `sources` names the tier that each comes from; `cut` says
+    why the last of them could not be ordered; `wait` is the number of the wait for it.
     """
 
     def __init__(self, wait: int = 0) -> None:
         self.wait = wait
+        self.asked: Sequence[tuple[str | None, Sequence[Key]]] = ()
         self.sources: list[str] = []
         self.cut: list[MissReason] = []
         self.parts: list[Job] = []
@@ -69,7 +70,6 @@ class Load:
 
 class Held:
     """What a hold keeps of one KV cache group: the chunks `keys`, at `positions` of their path, by pins on nodes.
-
 
     One pin on the last keeps a path; chunks that stand `alone` have one each.
     """

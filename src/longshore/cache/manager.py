@@ -182,6 +182,7 @@ class TieredCache:
             group=group,
             by_layer=by_layer,
         )
+        record.load.asked = [(record.request, part.keys[:chunks])]
         return self._ordered(record.load)
 
     def onboard_groups(
@@ -199,6 +200,8 @@ class TieredCache:
             self._device.check(each)
         nodes, longest = record.nodes(self._store.index), seconds(timeout, self.settings.load_timeout)
         record.load = self._loading.load_together(nodes, record.keys, sections, timeout=longest, by_layer=by_layer)
+        name = record.request
+        record.load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
         return self._ordered(record.load)
 
     def prefetch(
@@ -372,7 +375,7 @@ class TieredCache:
         """
         for record in self._holds:
             if record.load is not None:
-                self.counters.misses.update(record.load.revoke())
+                self._count_misses(record.load, record.load.revoke())
         self._flow.forget()
         return self.generation
 
@@ -416,9 +419,14 @@ class TieredCache:
         """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
         return self._store.residents()
 
-    def events(self) -> list[Event]:
-        """What happened since the last call, in order, as far as it was kept (`CacheSettings.events`)."""
-        return self._store.log.pull()
+    def events(self, limit: int | None = None) -> list[Event]:
+        """What happened since the last call, in order, as far as it was kept (`CacheSettings.events`).
+
+        At most `limit` events, and one more that says how many are missing, if some are; what is left comes next time.
+        """
+        if limit is not None and limit < 1:
+            raise CacheError(f"a limit of events is at least 1, got {limit}")
+        return self._store.log.pull(limit)
 
     @property
     def held(self) -> int:
@@ -456,10 +464,15 @@ class TieredCache:
         return Onboarding(sum(part.chunks for part in parts), parts)
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
-        self.counters.misses.update(load.conclude(unfinished))
+        self._count_misses(load, load.conclude(unfinished))
         if load.outcome is not None:
             self.counters.hits.update(load.outcome.sources)
         self._flow.waits.close(load.wait)
+
+    def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
+        self.counters.misses.update(misses)
+        if self._store.log.on and load.outcome is not None:
+            self._store.log.loaded(load.asked, load.outcome.chunks, misses)
 
     def _tier(self, name: str) -> int:
         for tier, level in enumerate(self._store.levels):

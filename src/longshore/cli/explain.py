@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -10,35 +12,64 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longshore.cache.explain import Account, read_events
+from longshore.cache.explain import Account, Asked, read_events, requests
 from longshore.cache.explain import explain as account_for
+
+_ACCOUNT = ("chunk", "key", "what became of it", "tier", "since", "cause", "for")
+_ASKED = ("request", "at", "chunks", "on the device", "found below")
 
 
 def explain(
-    events: Annotated[Path, typer.Argument(help="Recorded events, one JSON object a line.")],
-    request: Annotated[str, typer.Option(help="The request to explain.")],
+    events: Annotated[Path, typer.Argument(help="File of events, as the setting events_path names it.")],
+    request: Annotated[str | None, typer.Option(help="The request to explain; without one, all are listed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Say where each block of a request came from, or why it was missed."""
-    accounts = account_for(read_events(events), request)
+    recorded = read_events(events)
+    if request is None:
+        _print("requests", {}, _ASKED, [_asked(each) for each in requests(recorded)], as_json=as_json)
+        return
+    accounts = [_account(each) for each in account_for(recorded, request)]
+    _print("chunks", {"request": request}, _ACCOUNT, accounts, as_json=as_json)
+
+
+def _print(
+    name: str,
+    about: Mapping[str, object],
+    columns: Iterable[str],
+    rows: list[dict[str, object]],
+    *,
+    as_json: bool,
+) -> None:
     if as_json:
-        typer.echo(json.dumps({"request": request, "chunks": [_plain(account) for account in accounts]}))
+        typer.echo(json.dumps({**about, name: rows}))
         return
     table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("chunk", "key", "what became of it", "tier", "since", "cause", "for"):
+    for column in columns:
         table.add_column(column, no_wrap=True)
-    for account in accounts:
-        table.add_row(*(str(value) for value in _plain(account).values()))
+    for row in rows:
+        table.add_row(*(_time(value) if name == "at" else str(value) for name, value in row.items()))
     Console().print(table)
 
 
-def _plain(account: Account) -> dict[str, object]:
+def _time(at: object) -> str:
+    """Seconds since 1970 as people read them."""
+    if not isinstance(at, float):
+        return ""
+    return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")
+
+
+def _asked(asked: Asked) -> dict[str, object]:
+    return asked._asdict() | {"at": round(asked.at, 3)}
+
+
+def _account(account: Account) -> dict[str, object]:
     return {
         "position": account.position,
         "key": account.key.hex()[:12],
         "verdict": account.verdict.value,
         "tier": account.tier,
-        "at": "" if account.at is None else round(account.at, 3),
+        "at": None if account.at is None else round(account.at, 3),
         "cause": account.cause,
         "by": "" if account.by is None else account.by.hex()[:12],
     }

@@ -2,6 +2,7 @@
 
 from longshore.runtime.guard import BlockGuard
 from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.recorder import EventRecorder
 from longshore.runtime.tier_mover import TierMover
 
-__all__ = ["BackgroundLoop", "BlockGuard", "Runtime", "TierMover"]
+__all__ = ["BackgroundLoop", "BlockGuard", "EventRecorder", "Runtime", "TierMover"]

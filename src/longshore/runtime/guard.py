@@ -13,15 +13,16 @@ from longshore.runtime.loop import Runtime
 
 
 class BlockGuard:
-    """Jobs in flight by the device blocks that they touch. Used from one thread, the engine's."""
+    """Jobs in flight by the device blocks that they touch. Used from one thread, the engine's.
+
+    What it waits for, and what is late all the same, is counted in `Runtime.guarded`.
+    """
 
     def __init__(self, runtime: Runtime, timeout: float) -> None:
         self._runtime = runtime
         self._timeout = timeout
         self._jobs: dict[int, list[int]] = {}
         self._parked: list[int] = []
-        self.late = 0
-        """Blocks that had to be parked, since the start."""
 
     def add(self, job: int, blocks: Iterable[int]) -> None:
         """`job` touches `blocks` until it has ended."""
@@ -32,13 +33,13 @@ class BlockGuard:
         """Wait, at most the guard's timeout, for the jobs on `blocks`; returns the free ones, parks the others."""
         jobs = [job for block in blocks for job in self._jobs.get(block, ())]
         if jobs:
-            self._runtime.wait_ended(jobs, self._timeout)
+            self._wait(jobs)
         free = [block for block in blocks if self._is_free(block)]
         if len(free) < len(blocks):
             kept = set(free)
             late = [block for block in blocks if block not in kept]
             self._parked += late
-            self.late += len(late)
+            self._runtime.guarded.late += len(late)
         return free
 
     def reclaim(self) -> list[int]:
@@ -50,9 +51,15 @@ class BlockGuard:
 
     def drain(self) -> None:
         """Wait, at most the guard's timeout, for all jobs; what is parked is the pool's own business from here on."""
-        self._runtime.wait_ended([job for jobs in self._jobs.values() for job in jobs], self._timeout)
+        self._wait([job for jobs in self._jobs.values() for job in jobs])
         self._jobs.clear()
         self._parked.clear()
+
+    def _wait(self, jobs: Sequence[int]) -> None:
+        guarded, begun = self._runtime.guarded, self._runtime.clock()
+        self._runtime.wait_ended(jobs, self._timeout)
+        guarded.waits += 1
+        guarded.seconds += self._runtime.clock() - begun
 
     def _is_free(self, block: int) -> bool:
         live = [job for job in self._jobs.get(block, ()) if self._runtime.in_flight(job)]

@@ -59,6 +59,15 @@ class _Running:
     expired: bool = False
 
 
+@dataclass(slots=True)
+class Guarded:
+    """What guards of device blocks had to do: waits, seconds waited, and blocks that were late after all and parked."""
+
+    waits: int = 0
+    seconds: float = 0.0
+    late: int = 0
+
+
 class Runtime:
     """The loop around one `TieredCache`. Safe to use from several threads."""
 
@@ -72,6 +81,7 @@ class Runtime:
     ) -> None:
         self.clock = clock
         self.wakeup = threading.Event()
+        self.guarded = Guarded()
         self._cache = cache
         self._movers = list(movers)
         self._by_route: dict[Route, Mover] = {route: mover for mover in movers for route in mover.routes}

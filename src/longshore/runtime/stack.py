@@ -23,6 +23,7 @@ from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.host_memory import open_arena, registrar_for
 from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.recorder import KEPT, EventRecorder
 from longshore.runtime.tier_mover import TierMover
 from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
@@ -48,6 +49,7 @@ class Stack:
     file: Tier | None
     arena: Arena
     loop: BackgroundLoop | None
+    events: EventRecorder | None
 
     def close(self, flush_timeout: float = 30.0) -> bool:
         """Write back what a restart would lose, stop, give everything back; says whether all was written."""
@@ -56,6 +58,8 @@ class Stack:
         flushed = self.runtime.close(flush_timeout)
         if not flushed:
             _log.warning("closed before all blocks were written to the file tier")
+        if self.events is not None:
+            self.events.close()
         self.host.close()
         self.arena.close()
         return flushed
@@ -98,7 +102,10 @@ def open_stack(
         runtime = Runtime(cache, movers, [file] if file is not None else [])
         loop = BackgroundLoop(runtime) if config.background else None
         undo.pop_all()
-    return Stack(config, layout, scope, runtime, engine, host, file, arena, loop)
+    events = None
+    if config.events_path is not None:
+        events = EventRecorder(runtime, config.events_path, config.events_size)
+    return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events)
 
 
 def _open_file(
@@ -125,6 +132,12 @@ def _make_cache(config: Config, layout: KVLayout, host: HostTier, file: Tier | N
         ranks=layout.ranks,
         offload=config.offload,
         backup=config.backup,
+        threshold=config.threshold,
+        prompt_only=config.prompt_only,
+        priority_floor=config.priority_floor,
+        prefetch=config.prefetch,
+        prefetch_timeout=config.prefetch_timeout,
+        events=KEPT if config.events_path is not None else 0,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
         max_writes=config.max_writes,

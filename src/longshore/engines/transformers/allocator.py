@@ -37,19 +37,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """Where a prompt's leading blocks came from: `sources[i]` names the tier of block `i` (`"device"` included)."""
+    """Where a prompt's leading blocks came from: `sources[i]` names the tier of block `i` (`"device"` included).
+
+    `request` is what `longshore explain` knows the prompt by: transformers does not say for whom it looks blocks up.
+    """
 
     prompt_tokens: int
     block_size: int
     sources: tuple[str, ...]
+    request: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk on the device: the path of keys that ends with it, and its blocks."""
+    """A chunk on the device: the path of keys that ends with it, `prompt` of them a prompt's; and its blocks."""
 
     path: Sequence[Key]
     position: int
+    prompt: int
     blocks: tuple[int, ...]
 
 
@@ -123,11 +128,14 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self._admitted = self.owner.admit(config)
         self._compute: torch.Stream | None = None
         self._stack: Stack | None = None
-        self._chains: dict[str, KeyChain] = {}
+        self._chains: dict[str, tuple[KeyChain, int]] = {}
+        """Keys of each request, and how many of its chunks are of the prompt alone."""
         self._chunks: dict[Key, _Chunk] = {}
         self._key_of: dict[int, Key] = {}
         self.records: deque[PromptRecord] = deque(maxlen=4096)
         self.lookups = 0
+        self._prompts: deque[list[int]] = deque(maxlen=1024)
+        """Prompts that were looked up, and of which no block was completed since."""
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -157,14 +165,16 @@ class TieredAllocator(FullAttentionCacheAllocator):
         """Blocks of the longest prefix that is on the device, or comes up from the tiers in time."""
         blocks: list[int] = super().match_prefix_blocks(prompt_ids)
         sources = [DEVICE] * len(blocks)
+        request = f"prompt-{self.lookups}"
         if self._stack is not None:
+            self._prompts.append(prompt_ids)
             try:
-                onboarded, tiers = self._onboard(self._stack, prompt_ids, blocks)
+                onboarded, tiers = self._onboard(self._stack, request, prompt_ids, blocks)
                 blocks, sources = blocks + onboarded, sources + tiers
             except LongshoreError:
                 _log.exception("a prompt is recomputed: its blocks could not be looked up")
         self.lookups += 1
-        self.records.append(PromptRecord(len(prompt_ids), self.tokens_per_page, tuple(sources)))
+        self.records.append(PromptRecord(len(prompt_ids), self.tokens_per_page, tuple(sources), request))
         return blocks
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
@@ -201,7 +211,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     # ------------------------------------------------------------------ onboard
 
-    def _onboard(self, stack: Stack, prompt: list[int], present: list[int]) -> tuple[list[int], list[str]]:
+    def _onboard(
+        self, stack: Stack, request: str, prompt: list[int], present: list[int]
+    ) -> tuple[list[int], list[str]]:
         """Device blocks for what follows `present`, filled and registered, and the tier that each came from."""
         per_chunk = stack.config.blocks_per_chunk
         limit = (len(prompt) - 1) // self.tokens_per_page  # the last token is always computed
@@ -210,7 +222,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
         start, skip = divmod(len(present), per_chunk)
         with stack.runtime.control() as cache:
-            match = cache.match(keys, stack.runtime.clock(), start=min(start, len(keys)))
+            match = cache.match(keys, stack.runtime.clock(), start=min(start, len(keys)), request=request)
         if match.hold is None:
             return [], []
         blocks: list[int] = []
@@ -273,15 +285,27 @@ class TieredAllocator(FullAttentionCacheAllocator):
         complete = next((i for i, b in enumerate(table) if b not in self.ledger.block_to_hash), len(table))
         per_chunk = stack.config.blocks_per_chunk
         chunk_tokens = per_chunk * self.tokens_per_page
-        keys = self._chains.setdefault(request_id, KeyChain(stack.scope.root, chunk_tokens))
+        if request_id not in self._chains:
+            prompt = self._prompt_of(token_ids) // chunk_tokens
+            self._chains[request_id] = KeyChain(stack.scope.root, chunk_tokens), prompt
+        keys, prompt = self._chains[request_id]
         known = len(keys.keys)
         whole = complete // per_chunk
         if whole <= known:
             return
         keys.extend(token_ids[known * chunk_tokens : whole * chunk_tokens])
         for position in range(known, whole):
-            self._remember(_Chunk(keys.keys, position, tuple(table[position * per_chunk : (position + 1) * per_chunk])))
-        self._commit(stack, keys.keys[:whole], table[: whole * per_chunk], 0, evicting=False)
+            blocks = tuple(table[position * per_chunk : (position + 1) * per_chunk])
+            self._remember(_Chunk(keys.keys, position, prompt, blocks))
+        self._commit(stack, keys.keys[:whole], table[: whole * per_chunk], 0, prompt, evicting=False)
+
+    def _prompt_of(self, token_ids: list[int]) -> int:
+        """How many of a request's tokens are its prompt: it begins with one that was looked up."""
+        for prompt in self._prompts:
+            if token_ids[: len(prompt)] == prompt:
+                self._prompts.remove(prompt)
+                return len(prompt)
+        return len(token_ids)
 
     def _remember(self, chunk: _Chunk) -> None:
         key = chunk.path[chunk.position]
@@ -314,13 +338,15 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 first -= 1
             done.update(tail.path[first : tail.position + 1])
             blocks = [block for chunk in run for block in chunk.blocks]
-            self._commit(stack, tail.path[: tail.position + 1], blocks, first, evicting=True)
+            self._commit(stack, tail.path[: tail.position + 1], blocks, first, tail.prompt, evicting=True)
 
-    def _commit(self, stack: Stack, keys: Sequence[Key], blocks: Sequence[int], first: int, *, evicting: bool) -> None:
+    def _commit(
+        self, stack: Stack, keys: Sequence[Key], blocks: Sequence[int], first: int, prompt: int, *, evicting: bool
+    ) -> None:
         per_chunk = stack.config.blocks_per_chunk
         stack.engine.begin_step(self._compute)
         with stack.runtime.control() as cache:
-            offload = cache.commit(keys, blocks, first=first, evicting=evicting)
+            offload = cache.commit(keys, blocks, first=first, evicting=evicting, prompt=prompt)
             if offload.job is not None:
                 taken = [placement.position - first for placement in offload.accepted]
                 read = [b for i in taken for b in blocks[i * per_chunk : (i + 1) * per_chunk]]

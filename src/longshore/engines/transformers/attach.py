@@ -126,7 +126,8 @@ class Tiers:
         )
         scope = model_scope(self.model, layout, salt=self.config.salt)
         try:
-            self.stack = open_stack(self.config, layout, scope, device_for(layout), open_file=self._open_file)
+            device = device_for(layout, self.config.calibration)
+            self.stack = open_stack(self.config, layout, scope, device, open_file=self._open_file)
         except LongshoreError as error:
             self.failure = error
             raise

@@ -61,7 +61,8 @@ class PrefixStore:
             name="dynamic_cache",
         )
         self._busy: list[int] = []
-        self._stack = open_stack(config, layout, model_scope(model, layout, salt=config.salt), device_for(layout))
+        device = device_for(layout, config.calibration)
+        self._stack = open_stack(config, layout, model_scope(model, layout, salt=config.salt), device)
         try:
             self_test(self._stack, RowBlocks(rows), range(self._chunk))
         except BaseException:

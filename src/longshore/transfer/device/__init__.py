@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from pathlib import Path
 
 from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
@@ -22,15 +23,18 @@ __all__ = ["CpuDevice", "Device", "Event", "Stream", "device_for"]
 _log = logging.getLogger(__name__)
 
 
-def device_for(layout: KVLayout) -> Device:
-    """The device that the tensors of `layout` are on. Imports torch when it is not the CPU."""
+def device_for(layout: KVLayout, calibration: Path | None = None) -> Device:
+    """The device that the tensors of `layout` are on. Imports torch when it is not the CPU.
+
+    `calibration` is the file that says which way of copying is the fastest on a CUDA device.
+    """
     if layout.device == "cpu":
         return CpuDevice()
     if layout.device.startswith("cuda") and _has_triton():
         from longshore.transfer.device.cuda.device import CudaDevice  # noqa: PLC0415 - torch is optional
 
         try:
-            return CudaDevice(layout.device)
+            return CudaDevice(layout.device, calibration=calibration)
         except DeviceError as error:  # a build of torch for another maker's GPUs calls them cuda, too
             _log.warning("copies to %s go through torch alone: %s", layout.device, error)
     from longshore.transfer.device.torch_streams import TorchDevice  # noqa: PLC0415

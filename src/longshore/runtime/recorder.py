@@ -1,0 +1,124 @@
+"""`EventRecorder`: what happened in the cache, in a file that `longshore explain` reads; bounded, and out of the way.
+
+    cache ──(pulled in batches, by a thread of its own)──► path ──(half of the size is full)──► path.1, the one before
+
+The engine's step never waits for the file. What was not pulled in time is a gap in it; when it cannot be written, there
+are no more events from then on: said once, and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from longshore.cache.events import Event, EventKind
+from longshore.cache.explain import former
+from longshore.runtime.loop import Runtime
+
+BATCH = 4096
+"""Events that are pulled at once, and written at once."""
+
+INTERVAL = 0.25
+"""Seconds between two looks at the cache."""
+
+KEPT = 1 << 16
+"""Events that a cache keeps for its recorder."""
+
+_KEY_BYTES = 8
+_log = logging.getLogger(__name__)
+
+
+class EventRecorder:
+    """Writes the events of one runtime's cache to `path`, at most `limit` bytes in it and in the file before it.
+
+    Times in the file are those of `clock`, seconds since 1970. It begins with a reset: what an earlier process wrote is
+    kept as the file before. Keys are shortened to 8 bytes. Nobody else may pull the cache's events.
+    """
+
+    def __init__(
+        self, runtime: Runtime, path: Path, limit: int, *, clock: Callable[[], float] = time.time, start: bool = True
+    ) -> None:
+        self.path = path
+        self.written = 0
+        """Events in the file, or in those before it."""
+        self.missed = 0
+        """Events that were not pulled in time, or could not be written."""
+        self.failure: OSError | None = None
+        """Why nothing is written any more."""
+        self._runtime = runtime
+        self._limit = max(1, limit // 2)
+        self._offset = clock() - runtime.clock()
+        self._file: BinaryIO | None = None
+        self._size = 0
+        self._closed = False
+        self._stop = threading.Event()
+        self._write([Event(0, EventKind.RESET, runtime.clock(), cause="start")])
+        self._thread = threading.Thread(target=self._run, name="longshore-events", daemon=True)
+        if start:
+            self._thread.start()
+
+    def pump(self) -> bool:
+        """Write the next batch; says whether there may be more."""
+        with self._runtime.observe() as cache:
+            events = cache.events(BATCH)
+        self.missed += sum(event.length for event in events if event.kind is EventKind.GAP)
+        self._write(events)
+        return len(events) >= BATCH
+
+    def close(self) -> None:
+        """Write what is left, and stop. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        while self.pump():
+            pass
+        if self._file is not None:
+            self._file.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            while self.pump() and not self._stop.is_set():
+                pass
+
+    def _write(self, events: Sequence[Event]) -> None:
+        if not events:
+            return
+        if self.failure is not None:
+            self.missed += len(events)
+            return
+        shifted = (event._replace(at=event.at + self._offset) for event in events)
+        lines = b"".join(json.dumps(event.as_json(key_bytes=_KEY_BYTES)).encode() + b"\n" for event in shifted)
+        try:
+            if self._file is None or self._size + len(lines) > self._limit:
+                self._rotate()
+            if self._file is not None:
+                self._file.write(lines)
+        except OSError as error:
+            self._give_up(error, len(events))
+        else:
+            self._size += len(lines)
+            self.written += len(events)
+
+    def _rotate(self) -> None:
+        """Begin a new file; the one that is there takes the place of the one before it."""
+        if self._file is not None:
+            self._file.close()
+        if self.path.exists():
+            self.path.replace(former(self.path))
+        self._file, self._size = self.path.open("wb", buffering=0), 0
+
+    def _give_up(self, error: OSError, events: int) -> None:
+        _log.warning("no more events are written to %s: %s", self.path, error)
+        self.failure = error
+        self.missed += events
+        if self._file is not None:
+            self._file.close()
+            self._file = None
