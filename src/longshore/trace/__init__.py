@@ -2,10 +2,12 @@
 
 from longshore.trace.mooncake import TRACE_BLOCK_TOKENS, parse_mooncake, read_excerpt, read_mooncake
 from longshore.trace.request import TraceRequest
+from longshore.trace.synthetic import FAMILIES, synthesize
 from longshore.trace.tokens import tokens_of
 from longshore.trace.workload import Workload, WorkloadRequest
 
 __all__ = [
+    "FAMILIES",
     "TRACE_BLOCK_TOKENS",
     "TraceRequest",
     "Workload",
@@ -13,5 +15,6 @@ __all__ = [
     "parse_mooncake",
     "read_excerpt",
     "read_mooncake",
+    "synthesize",
     "tokens_of",
 ]
