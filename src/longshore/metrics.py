@@ -71,8 +71,8 @@ def _gauges(tiers: Iterable[TierStats], held: int, jobs: int) -> Iterable[Metric
     used = GaugeMetricFamily("longshore_used_bytes", "Bytes taken, in flight included", labels=["tier"])
     capacity = GaugeMetricFamily("longshore_capacity_bytes", "Bytes of the tier", labels=["tier"])
     for tier in tiers:
-        used.add_metric([tier.name], tier.used * tier.image_bytes)
-        capacity.add_metric([tier.name], tier.slots * tier.image_bytes)
+        used.add_metric([tier.name], tier.used_bytes)
+        capacity.add_metric([tier.name], tier.nbytes)
     yield used
     yield capacity
     yield GaugeMetricFamily("longshore_holds", "Matches not released", value=held)

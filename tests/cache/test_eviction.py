@@ -195,7 +195,7 @@ def test_a_node_comes_in_once_and_lists_are_no_nodes(policy: EvictionPolicy) -> 
 def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) -> None:
     policy: EvictionPolicy = MAKERS[kind]()
     if isinstance(policy, Banded):
-        policy.wanted = {node: node % 3 for node in NODES if node % 2}
+        policy.priorities = {node: node % 3 for node in NODES if node % 2}
     resident: set[int] = set()
     held: set[int] = set()
     for verb, node in steps:
@@ -295,7 +295,7 @@ def test_ghosts_are_the_last_that_left_each_list_and_were_not_taken_back(steps: 
 
 def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
     policy = banded()
-    policy.wanted = {A: 90, B: 10}
+    policy.priorities = {A: 90, B: 10}
     policy.insert([C, B, A])
     policy.touch([B])
     assert evict(policy, 3) == [B, C, A]
@@ -304,9 +304,9 @@ def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
 def test_a_change_of_priority_moves_a_node_and_it_goes_first_there() -> None:
     policy = banded()
     policy.insert([A, B, C])
-    policy.wanted[C] = 90
+    policy.priorities[C] = 90
     policy.move(C)
-    policy.wanted[A] = 90
+    policy.priorities[A] = 90
     policy.move(A)
     policy.move(D)  # which is not in
     policy.check_integrity()

@@ -13,7 +13,7 @@ def test_the_lowest_slots_go_first() -> None:
     pool = SlotPool(4)
     assert pool.allocate(2) == [0, 1]
     assert pool.allocate(2) == [2, 3]
-    assert (pool.free_count, pool.used) == (0, 4)
+    assert (pool.room(), pool.used) == (0, 4)
 
 
 def test_what_came_back_last_goes_out_first() -> None:
@@ -28,7 +28,7 @@ def test_what_came_back_last_goes_out_first() -> None:
 def test_allocating_nothing_gives_nothing() -> None:
     pool = SlotPool(3)
     assert pool.allocate(0) == []
-    assert pool.free_count == 3
+    assert pool.room() == 3
 
 
 @pytest.mark.parametrize("count", [-1, -3])
@@ -36,7 +36,7 @@ def test_a_negative_count_is_refused(count: int) -> None:
     pool = SlotPool(3)
     with pytest.raises(CacheError, match=f"cannot allocate {count} slots"):
         pool.allocate(count)
-    assert pool.free_count == 3
+    assert pool.room() == 3
 
 
 def test_more_than_there_is_changes_nothing() -> None:
@@ -53,7 +53,7 @@ def test_a_slot_that_is_not_taken_cannot_be_freed(index: int) -> None:
     pool.allocate(2)
     with pytest.raises(CacheError, match=f"slot {index} of 3 is not taken"):
         pool.free(index)
-    assert pool.free_count == 1
+    assert pool.room() == 1
     pool.check_integrity()
 
 

@@ -43,7 +43,7 @@ def test_trap_8_a_slot_is_not_free_because_its_copy_was_submitted() -> None:
 def test_trap_18_allocating_nothing_does_not_take_everything() -> None:
     pool = SlotPool(4)
     assert pool.allocate(0) == []
-    assert pool.free_count == 4
+    assert pool.room() == 4
 
 
 def test_trap_19_what_came_back_from_a_colder_tier_can_be_evicted_again() -> None:

@@ -24,6 +24,7 @@ from longshore.cache.types import (
     Resident,
     RouteTotals,
     Run,
+    SizeStats,
     TierStats,
 )
 from longshore.cache.waiting import PrefetchPolicy
@@ -56,6 +57,7 @@ __all__ = [
     "Retention",
     "RouteTotals",
     "Run",
+    "SizeStats",
     "State",
     "TierSpec",
     "TierStats",

@@ -9,14 +9,21 @@ taken    a, b                                                            FREE ->
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from longshore.boundary import Key
 from longshore.cache.index import ROOT
 from longshore.cache.store import Store
 from longshore.errors import CacheError
 
-Found = tuple[int, Key, Key | None]
-"""A chunk found at start: its slot, its key, and its parent's."""
+
+class Found(NamedTuple):
+    """A chunk found at start: its slot, its key, its parent's, and the pool of the slot."""
+
+    slot: int
+    key: Key
+    parent: Key | None
+    pool: int = 0
 
 
 def adopt(store: Store, tier: int, found: Sequence[Found]) -> int:
@@ -24,29 +31,36 @@ def adopt(store: Store, tier: int, found: Sequence[Found]) -> int:
 
     Raises `CacheError` for two chunks in one slot, two of one key, or one that is known otherwise.
     """
-    reachable = _parents_first(store, tier, found)
+    reachable = _parents_first(store, tier, _of_one_size(store.pools[tier].slabs.stride, found))
     _check(store, tier, reachable)
-    store.pools[tier].claim([slot for slot, _, _ in reachable])
+    store.pools[tier].claim([each.slot for each in reachable], [each.pool for each in reachable])
     index = store.index
-    for slot, key, parent in reachable:
+    for slot, key, parent, _ in reachable:
         node = index.get(key)
         if node:
             index.add_copy(node, tier, slot)
         else:
             (node,) = index.extend(ROOT if parent is None else index.get(parent), [key], tier, [slot])
         store.settle_in([node], tier)
-    adopted = {key for _, key, _ in reachable}
-    _age(store, tier, [key for _, key, _ in found if key in adopted])
+    adopted = {each.key for each in reachable}
+    _age(store, tier, [each.key for each in found if each.key in adopted])
     return len(adopted)
+
+
+def _of_one_size(stride: int, found: Sequence[Found]) -> list[Found]:
+    """`found` without what is left of the former size of a slab: that of its newest chunk is the last."""
+    pools = {each.slot // stride: each.pool for each in found}
+    return [each for each in found if pools[each.slot // stride] == each.pool]
 
 
 def _check(store: Store, tier: int, found: Sequence[Found]) -> None:
     index = store.index
-    for _, key, parent in found:
+    for _, key, parent, pool in found:
         node = index.get(key)
+        store.check_pool([node], pool)
         if node and (index.slot[tier][node] >= 0 or index.key[index.parent[node]] != parent):
             raise CacheError(f"chunk {key.hex()[:12]} is known already, in tier {tier} or as another's child")
-    if len({key for _, key, _ in found}) != len(found):
+    if len({each.key for each in found}) != len(found):
         raise CacheError(f"the {len(found)} chunks to adopt have different keys, two of these have the same")
 
 
@@ -65,15 +79,20 @@ def _age(store: Store, tier: int, keys: Sequence[Key]) -> None:
 
 
 def _parents_first(store: Store, tier: int, found: Sequence[Found]) -> list[Found]:
-    """`found` in an order in which `tier` can adopt it; orphans are left out."""
-    children: dict[Key | None, list[tuple[int, Key]]] = {}
-    for slot, key, parent in found:
-        children.setdefault(parent, []).append((slot, key))
+    """`found` in an order in which `tier` can adopt it; orphans are left out, and a parent of another size is none."""
+    children: dict[tuple[Key | None, int], list[Found]] = {}
+    for each in found:
+        children.setdefault((each.parent, each.pool), []).append(each)
     reachable: list[Found] = []
-    known = ((key, store.index.get(key)) for key in children if key is not None)
-    queue: list[Key | None] = [None, *(key for key, node in known if node and store.index.accepts(node, tier))]
+    queue = [(key, pool) for key, pool in children if key is None or _is_parent(store, tier, key, pool)]
     for parent in queue:
         ours = children.pop(parent, [])
-        reachable += [(slot, key, parent) for slot, key in ours]
-        queue += [key for _, key in ours]
+        reachable += ours
+        queue += [(each.key, each.pool) for each in ours]
     return reachable
+
+
+def _is_parent(store: Store, tier: int, key: Key, pool: int) -> bool:
+    """Whether `key` is known, and can have children of `pool` in `tier`."""
+    node = store.index.get(key)
+    return bool(node) and store.index.accepts(node, tier) and store.index.pool_of(node) == pool

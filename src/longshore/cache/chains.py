@@ -93,6 +93,10 @@ class Chains:
         """The first element of list `which`; the list's own number when it is empty."""
         return self.after[which]
 
+    def hottest(self, which: int) -> int:
+        """The last element of list `which`; the list's own number when it is empty."""
+        return self.before[which]
+
     def walk(self, which: int) -> Iterator[int]:
         """The elements of list `which`, coldest first. The lists must not be changed meanwhile."""
         number = self.after[which]

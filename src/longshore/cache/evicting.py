@@ -10,7 +10,7 @@ Nothing is ever looked at twice without a cause, so an eviction costs the same h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,16 +32,20 @@ class Eviction:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._passed_over: list[deque[int]] = [deque() for _ in store.levels]
-        """Dirty chunks that an eviction has passed over, by tier, coldest first; some were cleaned, or used, since."""
+        self._passed_over: list[list[deque[int]]] = [[deque() for _ in pool.slabs.images] for pool in store.pools]
+        """Dirty chunks that an eviction passed over, by tier and pool, coldest first; some were cleaned, or used."""
 
-    def evict(self, tier: int, count: int, *, spare_dirty: bool) -> int:
-        """Evict at most `count` copies from `tier`, coldest first, and says how many; sparing what is not backed up."""
+    def evict(self, tier: int, count: int, pool: int = 0, *, spare_dirty: bool) -> int:
+        """Evict at most `count` copies of `pool` from `tier`, coldest first, and says how many.
+
+        What is not backed up is spared if `spare_dirty`.
+        """
         store = self._store
-        gone = 0 if spare_dirty else self._evict_passed_over(tier, count)
-        if gone < count:
-            alone = len(store.levels) == 1
-            gone += self._evict_alone(count) if alone else self._evict(tier, count - gone, spare_dirty=spare_dirty)
+        gone = 0 if spare_dirty else self._evict_passed_over(tier, count, pool)
+        if gone < count and len(store.levels) == 1:
+            gone += self._evict_alone(count, pool)
+        elif gone < count:
+            gone += self._evict(tier, count - gone, pool, spare_dirty=spare_dirty)
         store.counters.evictions[store.levels[tier].name] += gone
         return gone
 
@@ -56,18 +60,31 @@ class Eviction:
             return False
         return above >= tier or not index.reach[above + 1][node]
 
-    def _evict(self, tier: int, count: int, *, spare_dirty: bool) -> int:
+    def may_go_with(self, node: int, tier: int, going: Collection[int]) -> bool:
+        """Whether a copy may go once those of `going` in the same tier have."""
+        store, index = self._store, self._store.index
+        above = index.coldest_without(node, tier)
+        if not index.is_ready(node, tier) or store.pools[tier].readers[index.slot[tier][node]]:
+            return False
+        if (above < 0 and node in store.pins) or (above >= 0 and not index.is_ready(node, above)):
+            return False
+        return above >= tier or all(
+            index.coldest_without(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
+            for child in index.children(node)
+        )
+
+    def _evict(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         def let_go(node: int) -> bool:
-            if not self.may_go(node, tier) or self._is_spared(node, tier, spare_dirty):
+            if not self.may_go(node, tier) or self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
                 return False
             self._store.detach(node, tier, cause=EVICTED)
             return True
 
-        return self._store.policies[tier].evict(count, let_go)
+        return self._store.order(tier, pool).evict(count, let_go)
 
-    def _evict_alone(self, count: int) -> int:
+    def _evict_alone(self, count: int, pool: int) -> int:
         """The same where there is one tier, and so no other copies and no backlog: as many at once as will go."""
-        policy, gone, several = self._store.policies[0], 0, _AT_FIRST
+        policy, gone, several = self._store.order(0, pool), 0, _AT_FIRST
         while gone < count and (nodes := policy.ahead(min(count - gone, several))):
             free, kept = self._leading(nodes)
             if free:
@@ -127,31 +144,35 @@ class Eviction:
             chain.append(node)
         return chain
 
-    def _evict_passed_over(self, tier: int, count: int) -> int:
+    def _evict_passed_over(self, tier: int, count: int, pool: int) -> int:
         """Evict dirty chunks that were passed over: they are colder than any that the policy would name."""
         gone = 0
-        queue = self._passed_over[tier]
+        queue = self._passed_over[tier][pool]
         while gone < count and queue:
             node = queue.popleft()
-            if self._is_passed_over(node, tier) and self.may_go(node, tier):
+            if self._is_passed_over(node, tier, pool) and self.may_go(node, tier):
                 self._store.detach(node, tier, cause=EVICTED)
                 gone += 1
         return gone
 
-    def _is_spared(self, node: int, tier: int, spare_dirty: bool) -> bool:
+    def is_spared(self, node: int, tier: int, *, spare_dirty: bool) -> bool:
         """What is not below is spared on request; and always if a warmer tier has it: it would be written again."""
-        store = self._store
-        above = store.index.coldest_without(node, tier)
-        if 0 <= above < tier:
-            return True
-        if not spare_dirty or not store.backlog.is_dirty(node, tier):
+        return self._is_warmer(node, tier) or (spare_dirty and self._store.backlog.is_dirty(node, tier))
+
+    def _is_warmer(self, node: int, tier: int) -> bool:
+        return 0 <= self._store.index.coldest_without(node, tier) < tier
+
+    def _pass_over(self, node: int, tier: int, pool: int, *, spare_dirty: bool) -> bool:
+        """Whether `node` is spared; if that is because it is dirty, remember it."""
+        if not self.is_spared(node, tier, spare_dirty=spare_dirty):
             return False
-        queue = self._passed_over[tier]
-        if len(queue) > 2 * len(store.policies[tier]) + 64:
-            kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier))
-            queue = self._passed_over[tier] = deque(kept)
-        queue.append(node)
+        if not self._is_warmer(node, tier):
+            queue = self._passed_over[tier][pool]
+            if len(queue) > 2 * len(self._store.policies[tier]) + 64:
+                kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier, pool))
+                queue = self._passed_over[tier][pool] = deque(kept)
+            queue.append(node)
         return True
 
-    def _is_passed_over(self, node: int, tier: int) -> bool:
-        return self._store.backlog.is_dirty(node, tier) and self._store.policies[tier].is_held(node)
+    def _is_passed_over(self, node: int, tier: int, pool: int) -> bool:
+        return self._store.backlog.is_dirty(node, tier) and self._store.order(tier, pool).is_held(node)

@@ -188,7 +188,7 @@ class Flow:
         transfer = Transfer(
             job=job,
             route=Route(self._name(source and source.tier), self._name(destination and destination.tier)),
-            items=Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid),
+            items=self._items(keys, parents, source, destination),
             sections=sections,
             by_layer=by_layer,
             urgency=Urgency.WRITE if writing else Urgency.PREFETCH if prefetch else Urgency.DEMAND,
@@ -206,11 +206,27 @@ class Flow:
             self.outbox.append(transfer)
         return record
 
+    def _items(
+        self, keys: Sequence[Key], parents: Sequence[Key | None], source: Side | None, destination: Side | None
+    ) -> Sequence[Item]:
+        """In columns, unless slots of several sizes are among them."""
+        sides = [side for side in (source, destination) if side is not None]
+        if all(self.store.is_of_one_pool(*side) for side in sides):
+            return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid)
+        begins, ends = (
+            [None] * len(keys) if side is None else self.store.addresses(*side) for side in (source, destination)
+        )
+        rows = zip(keys, parents, begins, ends, strict=True)
+        return tuple(Item(key, above, begin, end, self._valid) for key, above, begin, end in rows)
+
     def _name(self, tier: int | None) -> str:
         return DEVICE if tier is None else self.store.levels[tier].name
 
     def _slots(self, side: Side | None) -> Slots | None:
-        return None if side is None else Slots(self._name(side.tier), 0, tuple(side.slots))
+        if side is None:
+            return None
+        tier, slots = side
+        return Slots(self._name(tier), self.store.pools[tier].pool_of(slots[0]) if slots else 0, tuple(slots))
 
     def _finish(self, job: Job) -> None:
         """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""

@@ -120,6 +120,14 @@ class Index:
         slot = self.slot[tier][node]
         return slot >= 0 and self.pools[tier].state[slot] == READY
 
+    def pool_of(self, node: int) -> int:
+        """The pool that the slots of `node` are in, in whatever tier."""
+        for tier in self.tiers:
+            slot = self.slot[tier][node]
+            if slot >= 0:
+                return self.pools[tier].pool_of(slot)
+        raise CacheError(f"node {node} has no slot")
+
     def warmest_ready(self, node: int) -> int:
         """The warmest tier with a ready copy; -1 without one."""
         for tier in self.tiers:

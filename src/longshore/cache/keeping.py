@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.banded import Banded
+from longshore.cache.eviction.sized import Sized
 from longshore.cache.retention import DEFAULT_PRIORITY, Retention, at
 
 if TYPE_CHECKING:
@@ -63,10 +66,16 @@ class Keeping:
     def _begin(self) -> None:
         """Split the eviction policies by priority."""
         store, self.used = self._store, True
-        size = store.index.size
         for tier, level in enumerate(store.levels):
-            first = store.policies[tier]
-            band = Banded(first.slots, first.names, level.make_policy, first, DEFAULT_PRIORITY, size)
-            band.wanted = self._priority
-            self._bands.append(band)
-            store.policies[tier] = band
+            split = partial(self._split, level.make_policy)
+            policy = store.policies[tier]
+            if isinstance(policy, Sized):
+                policy.replace(split)
+            else:
+                store.policies[tier] = split(policy)
+
+    def _split(self, make: type[EvictionPolicy], first: EvictionPolicy) -> EvictionPolicy:
+        band = Banded(first.slots, first.names, make, first, DEFAULT_PRIORITY, self._store.index.size)
+        band.priorities = self._priority
+        self._bands.append(band)
+        return band

@@ -78,7 +78,7 @@ class Loading:
         tiers, slots, warm = self._pin(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
         store.log.by = keys[cold[0]] if cold else None
-        room = self._make_room(len(cold))
+        room = self._make_room([path[i] for i in cold])
         if room < len(cold):
             cut = cold[room]
             self._cut(load, tiers[cut:], slots[cut:])
@@ -119,7 +119,7 @@ class Loading:
         tiers, slots, warm = self._pin(nodes)
         cold = [i for i, tier in enumerate(tiers) if tier]
         store.log.by = keys[cold[0]] if cold else None
-        if self._make_room(len(cold)) < len(cold):
+        if self._make_room([nodes[i] for i in cold]) < len(cold):
             self._cut(load, tiers, slots)
             return load
         parents = [store.index.key[store.index.parent[node]] for node in nodes]
@@ -151,10 +151,10 @@ class Loading:
             pools[tier].readers[slots[i]] += 1
         return tiers, slots, warm
 
-    def _make_room(self, count: int) -> int:
-        """How many slots of the host tier are free for loads, at most `count`; at last what is not backed up goes."""
-        room = self._store.make_room(0, count, spare_dirty=True)
-        return room if room == count else self._store.make_room(0, count, spare_dirty=False)
+    def _make_room(self, nodes: Sequence[int]) -> int:
+        """For how many of `nodes`, from the first on, the host tier has room; at last what is not backed up goes."""
+        room = self._store.room_for(0, nodes, spare_dirty=True)
+        return room if room == len(nodes) else self._store.room_for(0, nodes, spare_dirty=False)
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these pinned copies, so none of them is loaded."""

@@ -24,7 +24,6 @@ from longshore.cache.holds import Holds
 from longshore.cache.jobs import Held, Load
 from longshore.cache.joint import Joint
 from longshore.cache.loading import Loading
-from longshore.cache.pool import SlotPool
 from longshore.cache.prefetching import Prefetching
 from longshore.cache.resizing import resize
 from longshore.cache.retention import Retention
@@ -65,7 +64,10 @@ class TieredCache:
         # Down from neighbour to neighbour, up straight into the host tier: all tiers reach its memory.
         down, up = pairwise((DEVICE, *names)), ((name, names[0] if tier else DEVICE) for tier, name in enumerate(names))
         self.counters = Counters.zero(names, tuple(str(Route(*route)) for route in (*down, *up)))
-        levels = [Level(t.name, SlotPool(t.slots), t.policy, t.image_bytes) for t in tiers]
+        levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
+        sizes = {len(level.pool.slabs.image_bytes) for level in levels}
+        if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
+            raise CacheError(f"all tiers have the pools of {self.settings.pools}, got {sorted(sizes)} image sizes")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1:]]
         self._store = Store(levels, self.counters, thresholds=thresholds, events=self.settings.events)
         self._flow = Flow(self._store, self.settings, generation)
@@ -170,6 +172,7 @@ class TieredCache:
         if not 0 <= skip < per_chunk or not blocks or chunks > held:
             raise CacheError(f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {held} held chunks")
         self._device.check(blocks)
+        self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
         longest = seconds(timeout, self.settings.load_timeout)
         first_block, tail = part.positions[0] * per_chunk + skip, part.pins[0].node
         record.load = self._loading.load(
@@ -299,7 +302,7 @@ class TieredCache:
             raise CacheError(f"{len(keys) - first} chunks have {expected} blocks, got {len(blocks)}")
         self._device.check(blocks)
         alone = self.settings.stands_alone(group)
-        path = self._store.index.follow(keys, first) if not alone else []
+        path = self._follow(keys, first, group) if not alone else []
         if not self._storing.wants(evicting=evicting):
             return Offload(None)
         end = len(keys) if prompt is None or not self.settings.prompt_only else max(first, min(prompt, len(keys)))
@@ -321,7 +324,7 @@ class TieredCache:
         self._check_first(keys, first)
         if self.settings.stands_alone(group):
             return self._storing.offload_alone(keys, first, None, retention, group=group, prompt=len(keys))
-        return self._storing.offload(keys, first, self._store.index.follow(keys, first), None, retention)
+        return self._storing.offload(keys, first, self._follow(keys, first, group), None, retention, group)
 
     def withdraw(self, job: int) -> None:
         """The host that was offered slots by `offer` will not write them, on any rank that has not reported."""
@@ -338,13 +341,13 @@ class TieredCache:
 
     # ------------------------------------------------------------------ life
 
-    def adopt(self, tier: str, found: Iterable[Found]) -> int:
-        """Take in what a persistent tier holds at start: (slot, key, parent), oldest first; says how many.
+    def adopt(self, tier: str, found: Iterable[Found | tuple[int, Key, Key | None]]) -> int:
+        """Take in what a persistent tier holds at start: (slot, key, parent, pool), oldest first; says how many.
 
         Chunks whose parents are gone cannot be reached: their slots stay free. Two chunks in one slot, or two of one
         key, are a `CacheError`, and nothing is taken in.
         """
-        return adopt(self._store, self._tier(tier), list(found))
+        return adopt(self._store, self._tier(tier), [Found(*each) for each in found])
 
     def sleep(self) -> bool:
         """The device's memory is about to be freed: cancel what touches it, and take no orders that would.
@@ -360,7 +363,7 @@ class TieredCache:
         self._device.asleep = False
 
     def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
-        """Have `slots` slots in `tier` from now on; the caller gives or takes the memory.
+        """Have `slots` slots (slabs, where images have several sizes) in `tier`; the caller gives or takes the memory.
 
         What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
         and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
@@ -479,6 +482,13 @@ class TieredCache:
             if level.name == name:
                 return tier
         raise CacheError(f"no tier is called {name!r}; there are {[level.name for level in self._store.levels]}")
+
+    def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
+        """The nodes of what is known of `keys[first:]`, chunks of `group`."""
+        pool, index = self.settings.pool_of(group), self._store.index
+        path = index.follow(keys, first)
+        self._store.check_pool([*path[:1], index.get(keys[first - 1]) if first else 0], pool)
+        return path
 
     def _check_first(self, keys: Sequence[Key], first: int) -> None:
         if not 0 <= first <= len(keys):

@@ -9,22 +9,32 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 from longshore.boundary import Status
 from longshore.cache.columns import zeros
 from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES, step
 from longshore.errors import CacheError, CapacityError
+from longshore.slabs import Slabs
 
 
 class SlotPool:
-    """`capacity` slots of one image size, indexed from zero; lowest free index first at start."""
+    """Slots of one image size, indexed from zero; lowest free index first at start. Others: `slab_pool.SlabPool`.
 
-    __slots__ = ("_free", "capacity", "fault", "node", "readers", "state", "writer")
+    What takes a `pool` here takes it for those of several sizes; it is 0.
+    """
 
-    def __init__(self, capacity: int) -> None:
-        if capacity < 0:
-            raise CacheError(f"a pool has zero or more slots, got {capacity}")
-        self.capacity = capacity
+    __slots__ = ("_free", "capacity", "fault", "node", "readers", "slabs", "state", "writer")
+
+    def __init__(self, slots: int | Slabs) -> None:
+        """`slots`: how many, where their size does not matter."""
+        if not isinstance(slots, Slabs):
+            if slots < 0:
+                raise CacheError(f"a pool has zero or more slots, got {slots}")
+            slots = Slabs.of_one_size(1, slots)
+        self.slabs = slots
+        self.capacity = capacity = slots.indices
+        """Indices of slots lie below this one."""
         self.state = bytearray(capacity)
         """Index into `STATES`, by slot."""
         self.node = zeros(capacity)
@@ -35,29 +45,39 @@ class SlotPool:
         """The job that fills a slot."""
         self.fault: dict[int, Status] = {}
         """Slots whose bytes are known to be no good: what jobs still read from them is no good either."""
-        self._free = array("i", range(capacity - 1, -1, -1))
-
-    @property
-    def free_count(self) -> int:
-        """Slots that nobody owns."""
-        return len(self._free)
+        self._all_free(())
 
     @property
     def used(self) -> int:
         """Slots that somebody owns, what is in flight included."""
         return self.capacity - len(self._free)
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` slots, to be filled; or `CapacityError` and no change."""
-        free = self._free
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of these."""
+        return self.used * self.slabs.slab_bytes
+
+    def used_by(self, pool: int) -> tuple[int, int]:
+        """Slabs that are given to `pool`, and slots taken in them."""
+        return self.used, self.used
+
+    def room(self, pool: int = 0) -> int:
+        """How many slots of `pool` can be had."""
+        return len(self._free)
+
+    def pool_of(self, index: int) -> int:
+        """The pool that a slot belongs to, which somebody owns."""
+        return 0
+
+    def allocate(self, count: int, pool: int = 0) -> list[int]:
+        """`count` slots of `pool`, to be filled; or `CapacityError` and no change."""
         if count < 0:
             raise CacheError(f"cannot allocate {count} slots")
-        if count > len(free):
-            raise CapacityError(f"{count} slots were asked for, {len(free)} of {self.capacity} are free")
+        if count > self.room(pool):
+            raise CapacityError(f"{count} slots were asked for, {self.room(pool)} of {self.capacity} are free")
         if count == 0:
             return []
-        taken = free[-count:].tolist()[::-1]
-        del free[-count:]
+        taken = self._take(count, pool)
         self.move_all(taken, FREE, FILLING)
         return taken
 
@@ -72,19 +92,20 @@ class SlotPool:
         for index in indices:
             state[index] = after
 
-    def claim(self, indices: Sequence[int]) -> None:
-        """Take these very slots (found occupied, and whole, at start), all or none."""
-        wanted = set(indices)
+    def claim(self, indices: Sequence[int], pools: Sequence[int] | None = None) -> None:
+        """Take these very slots (found occupied, and whole, at start), each of its pool, 0 unless said; all or none."""
         bad = [i for i in indices if not 0 <= i < self.capacity or self.state[i] != FREE]
-        if bad or len(wanted) != len(indices):
+        if bad or len(set(indices)) != len(indices):
             raise CacheError(f"slots to claim must be free, distinct and below {self.capacity}: {bad or indices}")
+        self._claim(indices, [0] * len(indices) if pools is None else pools)
         self.move_all(indices, FREE, READY)
-        self._free = array("i", [i for i in self._free if i not in wanted])
 
-    def resize(self, capacity: int) -> None:
-        """Have `capacity` slots from now on. Raises `CapacityError`, and changes nothing, while one above is taken."""
-        if capacity < 0:
-            raise CacheError(f"a pool has zero or more slots, got {capacity}")
+    def resize(self, slabs: int) -> None:
+        """Have `slabs` slabs from now on. Raises `CapacityError`, and changes nothing, while one above is taken."""
+        if slabs < 0:
+            raise CacheError(f"a pool has zero or more slots, got {slabs}")
+        resized = replace(self.slabs, slabs=slabs)
+        capacity = resized.indices
         taken = sum(state != FREE for state in self.state[capacity:])
         if taken:
             raise CapacityError(f"{taken} slots from {capacity} on are taken, of {self.capacity}")
@@ -92,16 +113,15 @@ class SlotPool:
         self.state = self.state[:capacity] + bytearray(more)
         self.node = self.node[:capacity] + zeros(more)
         self.readers = self.readers[:capacity] + zeros(more)
-        new = range(capacity - 1, self.capacity - 1, -1)
-        self._free = array("i", [*new, *(i for i in self._free if i < capacity)])
-        self.capacity = capacity
+        self._resize(slabs)
+        self.slabs, self.capacity = resized, capacity
 
     def move(self, index: int, to: int) -> None:
         """Change the state of a slot; raises `StateError` for an edge that the table does not have."""
         self.state[index] = step(self.state[index], to)
         if to == FREE:
             self.node[index] = 0
-            self._free.append(index)
+            self._give_back((index,))
             if self.fault:
                 self.fault.pop(index, None)
 
@@ -112,7 +132,10 @@ class SlotPool:
             self.node[index] = 0
             if self.fault:
                 self.fault.pop(index, None)
-        self._free.extend(indices)
+        self._give_back(indices)
+
+    def note_use(self, indices: Sequence[int]) -> None:
+        """These slots, the last of them the warmest, were used: of interest where slabs may change their size."""
 
     def free(self, index: int) -> None:
         """Give one slot back. An id out of range or already free is a `CacheError`."""
@@ -134,7 +157,7 @@ class SlotPool:
         self.state = bytearray(self.capacity)
         for index in busy:
             self.state[index] = DRAINING
-        self._free = array("i", [i for i in range(self.capacity - 1, -1, -1) if i not in busy])
+        self._all_free(sorted(busy))
 
     def draining(self) -> list[int]:
         """Slots that wait for the last job that touches them."""
@@ -142,12 +165,45 @@ class SlotPool:
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless the free list, the states and the marks agree."""
-        marked = [i for i, state in enumerate(self.state) if state == FREE]
-        if sorted(self._free) != marked:
-            raise CacheError(f"the free list has {len(self._free)} slots, the marks say {len(marked)}")
+        self._check_free([i for i, state in enumerate(self.state) if state == FREE])
         for i, state in enumerate(self.state):
             busy = self.is_busy(i)
             if (state == FREE and (busy or i in self.fault or self.node[i])) or (state == DRAINING and not busy):
                 raise CacheError(f"slot {i} is {STATES[state].value}, with {self.readers[i]} readers")
             if (i in self.writer) > (state in (FILLING, DRAINING)):
                 raise CacheError(f"slot {i} is {STATES[state].value}, and job {self.writer[i]} writes it")
+
+    # ------------------------------------------------------------------ which are free; all of it differs with slabs
+
+    def _all_free(self, taken: Sequence[int]) -> None:
+        """All slots are free but `taken`, which ascend."""
+        busy = set(taken)
+        self._free = array("i", [i for i in range(self.capacity - 1, -1, -1) if i not in busy])
+
+    def _take(self, count: int, pool: int) -> list[int]:
+        """`count` free slots, which there are, free no longer."""
+        free = self._free
+        taken = free[-count:].tolist()[::-1]
+        del free[-count:]
+        return taken
+
+    def _give_back(self, indices: Sequence[int]) -> None:
+        """These slots are free again."""
+        self._free.extend(indices)
+
+    def _claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
+        """These slots, which are free, are so no longer; or `CacheError`."""
+        if any(pools):
+            raise CacheError(f"there is one image size, pool 0; got pools {sorted(set(pools))}")
+        wanted = set(indices)
+        self._free = array("i", [i for i in self._free if i not in wanted])
+
+    def _resize(self, slabs: int) -> None:
+        """From now on there are `slabs` slots; those that are not any more are free."""
+        new = range(slabs - 1, self.capacity - 1, -1)
+        self._free = array("i", [*new, *(i for i in self._free if i < slabs)])
+
+    def _check_free(self, marked: Sequence[int]) -> None:
+        """Raise `CacheError` unless `marked`, which ascend, are the free slots."""
+        if sorted(self._free) != marked:
+            raise CacheError(f"the free list has {len(self._free)} slots, the marks say {len(marked)}")

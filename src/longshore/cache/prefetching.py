@@ -65,7 +65,7 @@ class Prefetching:
         store.log.by = keys[cold[0]] if cold else None
         # A hold of which a part was lost keeps the rest no longer.
         pins = [store.pin(a) for a, b in pairwise([*path, ROOT]) if store.index.parent[b] != a]
-        cold = cold[: store.make_room(0, len(cold), spare_dirty=True)]
+        cold = cold[: store.room_for(0, [path[i] for i in cold], spare_dirty=True)]
         for pin in pins:
             store.unpin(pin)
         for start in range(0, len(cold), LOAD_BATCH):

@@ -17,11 +17,12 @@ def resize(store: Store, tier: int, slots: int, *, discard: bool) -> None:
     Raises `CapacityError`, and changes nothing, if something that must stay is in the way.
     """
     pool, index = store.pools[tier], store.index
-    above = [node for node in pool.node[max(0, slots) :] if node] if discard else []
+    first = max(0, slots) * pool.slabs.stride
+    above = [node for node in pool.node[first:] if node] if discard else []
     going = set(above)
-    if not all(_may_go(store, node, tier, going) for node in above):
+    if not all(store.eviction.may_go_with(node, tier, going) for node in above):
         raise CapacityError(f"some of the {len(above)} chunks from slot {slots} on are in use, or needed by others")
-    if slots < 0 or DRAINING in pool.state[slots:]:
+    if slots < 0 or DRAINING in pool.state[first:]:
         pool.resize(slots)  # which says what is wrong
     for node in sorted(above, key=lambda node: -index.depth[node]):
         store.detach(node, tier, cause="discarded")
@@ -30,17 +31,3 @@ def resize(store: Store, tier: int, slots: int, *, discard: bool) -> None:
     store.fit()
     for each, policy in zip(store.pools, store.policies, strict=True):
         policy.resize(each.capacity, index.key)
-
-
-def _may_go(store: Store, node: int, tier: int, going: set[int]) -> bool:
-    """Whether a copy may go once those of `going` in the same tier have."""
-    index = store.index
-    above = index.coldest_without(node, tier)
-    if not index.is_ready(node, tier) or store.pools[tier].readers[index.slot[tier][node]]:
-        return False
-    if (above < 0 and node in store.pins) or (above >= 0 and not index.is_ready(node, above)):
-        return False
-    return above >= tier or all(
-        index.coldest_without(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
-        for child in index.children(node)
-    )

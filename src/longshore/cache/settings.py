@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 
 from longshore.cache.eviction import DEFAULT_POLICY, EvictionPolicy
 from longshore.cache.groups import CacheGroup
+from longshore.cache.pool import SlotPool
 from longshore.cache.retention import HIGHEST_PRIORITY
+from longshore.cache.slab_pool import SlabPool
 from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy, WriteRule
 from longshore.errors import CacheError
+from longshore.slabs import Slabs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class CacheSettings:
         max_writes: Chunks in flight per write route; more are dropped (offloads) or left for later (backups).
         events: Events to keep for a reader (`TieredCache.events`); none are recorded at zero.
         device_blocks: Blocks of the device pool, to check ids against; `None` leaves that to the data plane.
+        pools: For each KV cache group the pool, that is the image size, of its chunks in the tiers; all are in pool 0
+            if nothing is said.
     """
 
     blocks_per_chunk: int = 1
@@ -54,6 +59,7 @@ class CacheSettings:
     max_writes: int = 1024
     events: int = 0
     device_blocks: int | None = None
+    pools: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.blocks_per_chunk, self.ranks, self.max_writes) < 1:
@@ -83,12 +89,29 @@ class CacheSettings:
         """Whether chunks of this group stand alone. Without `groups` none does, whatever the group."""
         return bool(self.groups) and self.group(index)[0].alone
 
+    def pool_of(self, group: int) -> int:
+        """The pool of a group's chunks. Raises `CacheError` for a group that there is not."""
+        if group < 0 or (self.pools and group >= len(self.pools)):
+            raise CacheError(f"groups lie in [0, {len(self.pools) or 'any number'}), got {group}")
+        return self.pools[group] if self.pools else 0
+
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """One owned tier: its name, its slots, the bytes of one image, and the eviction policy to make for it."""
+    """One owned tier: its name, its slots, the bytes of one image, and the eviction policy to make for it.
+
+    Where images have several sizes, `slots` are the tier's `Slabs`, and `image_bytes` is left out.
+    """
 
     name: str
-    slots: int
-    image_bytes: int
+    slots: int | Slabs
+    image_bytes: int = 1
     policy: type[EvictionPolicy] = DEFAULT_POLICY
+
+    def make_pool(self) -> SlotPool:
+        """The tier's slots, all of them free. Raises `CacheError` for a number or a size that cannot be."""
+        if isinstance(self.slots, Slabs):
+            return (SlotPool if len(self.slots.image_bytes) == 1 else SlabPool)(self.slots)
+        if self.slots < 0 or self.image_bytes < 1:
+            raise CacheError(f"tier {self.name!r} has {self.slots} slots of {self.image_bytes} bytes")
+        return SlotPool(Slabs.of_one_size(self.image_bytes, self.slots))

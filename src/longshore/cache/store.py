@@ -13,6 +13,7 @@ A chunk is a node of the index here, a copy is (node, tier), and jobs know slots
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
@@ -22,15 +23,18 @@ import numpy as np
 from longshore.boundary import Key, Slot, Status, addresses
 from longshore.cache.backlog import Backlog
 from longshore.cache.columns import column, marks
+from longshore.cache.emptying import Emptying
 from longshore.cache.events import EventKind, EventLog
 from longshore.cache.evicting import EVICTED, Eviction
 from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction.sized import Sized
 from longshore.cache.index import ROOT, Index
 from longshore.cache.keeping import Keeping
 from longshore.cache.pool import SlotPool
+from longshore.cache.slab_pool import SlabPool
 from longshore.cache.sliding import Sliding
 from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES
-from longshore.cache.types import Counters, MissReason, Resident, Run, TierStats
+from longshore.cache.types import Counters, MissReason, Resident, Run, SizeStats, TierStats
 from longshore.errors import CacheError
 
 
@@ -41,7 +45,6 @@ class Level:
     name: str
     pool: SlotPool
     make_policy: type[EvictionPolicy]
-    image_bytes: int
 
 
 class Pin:
@@ -62,6 +65,7 @@ class Store:
         self.levels = list(levels)
         self.counters = counters
         self.pools = [level.pool for level in levels]
+        self.several_sizes = len(self.pools[0].slabs.image_bytes) > 1
         self.pins: dict[int, set[Pin]] = {}
         self.thresholds = thresholds
         self.last = len(levels) - 1
@@ -72,12 +76,25 @@ class Store:
     def _begin(self) -> None:
         """Empty books over the pools as they are."""
         self.index = Index(self.pools)
-        self.policies = [level.make_policy(level.pool.capacity, self.index.key) for level in self.levels]
+        self.policies = [self._make_policy(level) for level in self.levels]
         self.backlog = Backlog(self.index, self.thresholds)
         self.retention = Keeping(self)
         self.sliding = Sliding(self)
         self.eviction = Eviction(self)
+        self.emptying = Emptying(self)
         self.fit()
+
+    def _make_policy(self, level: Level) -> EvictionPolicy:
+        names, slabs = self.index.key, level.pool.slabs
+        if not self.several_sizes:
+            return level.make_policy(level.pool.capacity, names)
+        parts = [level.make_policy(slabs.slabs * images, names) for images in slabs.images]
+        return Sized(level.pool.capacity, names, parts, self.index.pool_of)
+
+    def order(self, tier: int, pool: int) -> EvictionPolicy:
+        """The eviction policy of one image size of a tier."""
+        policy = self.policies[tier]
+        return policy.part(pool) if isinstance(policy, Sized) else policy
 
     def fit(self) -> None:
         """Give all books room for the nodes that the index has now."""
@@ -88,19 +105,19 @@ class Store:
 
     # ------------------------------------------------------------------ arrivals
 
-    def place(self, keys: Sequence[Key], parent: int, job: int) -> list[int]:
+    def place(self, keys: Sequence[Key], parent: int, job: int, pool: int) -> list[int]:
         """Slots of the warmest tier for `keys`, which follow `parent` and are in no tier, for `job` to fill.
 
-        The caller has made room, and asked `Index.follow` about the keys.
+        The caller has made room in `pool`, and asked `Index.follow` about the keys.
         """
-        slots = self.pools[0].allocate(len(keys))
+        slots = self.pools[0].allocate(len(keys), pool)
         self.sliding.enter(self.index.link(parent, keys, 0, slots))
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
-    def place_alone(self, keys: Sequence[Key], job: int) -> list[int]:
+    def place_alone(self, keys: Sequence[Key], job: int, pool: int) -> list[int]:
         """The same for `keys` that stand alone, of which the caller has asked `Index.find_alone`."""
-        slots = self.pools[0].allocate(len(keys))
+        slots = self.pools[0].allocate(len(keys), pool)
         self.sliding.enter(self.index.link_alone(keys, 0, slots))
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
@@ -108,7 +125,7 @@ class Store:
     def place_copy(self, node: int, tier: int, job: int) -> int:
         """A slot in `tier` for another copy of `node`, for `job` to fill. The caller has made room."""
         pool = self.pools[tier]
-        (slot,) = pool.allocate(1)
+        (slot,) = pool.allocate(1, self.index.pool_of(node))
         try:
             self.index.add_copy(node, tier, slot)
         except CacheError:
@@ -137,6 +154,9 @@ class Store:
         if self.log.on:
             self._log_arrivals(nodes, tier)
         self.policies[tier].insert(nodes[::-1])
+        if self.several_sizes:
+            slots = self.index.slot[tier]
+            self.pools[tier].note_use([slots[node] for node in reversed(nodes)])
         self.index.reveal(nodes)
         self.sliding.settle(nodes, tier)
         if self.last:
@@ -266,10 +286,34 @@ class Store:
             del self.pins[node]
             self._reconsider(node)
 
-    def make_room(self, tier: int, count: int, *, spare_dirty: bool) -> int:
-        """Evict until `count` slots of `tier` are free, or nothing more may go; says how many of them are."""
-        missing = count - self.pools[tier].free_count
-        return count if missing <= 0 else count - missing + self.eviction.evict(tier, missing, spare_dirty=spare_dirty)
+    def check_pool(self, nodes: Sequence[int], pool: int) -> None:
+        """Raise `CacheError` if one of `nodes` (0 is nobody) is of another pool."""
+        if self.several_sizes:
+            for node in nodes:
+                if node and self.index.pool_of(node) != pool:
+                    key = self.index.key[node].hex()[:12]
+                    raise CacheError(f"chunk {key} has images of pool {self.index.pool_of(node)}, not {pool}")
+
+    def make_room(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
+        """Evict until `count` slots of `pool` can be had in `tier`, or nothing more may go; says how many can be."""
+        slots = self.pools[tier]
+        missing = count - slots.room(pool)
+        if missing <= 0:
+            return count
+        if isinstance(slots, SlabPool):
+            self.emptying.make_room(tier, slots, {pool: count}, spare_dirty=spare_dirty)
+        else:
+            self.eviction.evict(tier, missing, spare_dirty=spare_dirty)
+        return min(count, slots.room(pool))
+
+    def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:
+        """Make room for copies of `nodes`, of whatever pools, in `tier`; for how many of them, from the first on."""
+        slots = self.pools[tier]
+        if not isinstance(slots, SlabPool):
+            return self.make_room(tier, len(nodes), 0, spare_dirty=spare_dirty)
+        pools = [self.index.pool_of(node) for node in nodes]
+        self.emptying.make_room(tier, slots, Counter(pools), spare_dirty=spare_dirty)
+        return slots.leading(pools)
 
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used: heads stay longest."""
@@ -279,6 +323,8 @@ class Store:
             live = at >= 0
             ready = marks(pool.state)[at[live]] == READY
             policy.touch(used[live][ready].tolist())
+            if self.several_sizes:
+                pool.note_use(at[live][ready].tolist())
         if self.last:
             self.backlog.use(nodes)
 
@@ -334,16 +380,31 @@ class Store:
 
     def slot(self, tier: int, index: int) -> Slot:
         """The address of a slot."""
-        return Slot(self.levels[tier].name, 0, index)
+        return Slot(self.levels[tier].name, self.pools[tier].pool_of(index), index)
 
     def addresses(self, tier: int, slots: Sequence[int]) -> list[Slot]:
         """The addresses of many slots of one tier."""
-        return list(addresses(self.levels[tier].name, 0, slots))
+        name, pool_of = self.levels[tier].name, self.pools[tier].pool_of
+        if self.several_sizes:
+            return [Slot(name, pool_of(slot), slot) for slot in slots]
+        return list(addresses(name, 0, slots))
+
+    def is_of_one_pool(self, tier: int, slots: Sequence[int]) -> bool:
+        """Whether no two of these slots are of different pools."""
+        return not self.several_sizes or len(set(map(self.pools[tier].pool_of, slots))) < 2
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
         return tuple(
-            TierStats(level.name, pool.capacity, pool.used, len(policy), level.image_bytes)
+            TierStats(
+                level.name,
+                pool.capacity,
+                pool.used,
+                len(policy),
+                pool.slabs.nbytes,
+                pool.used_bytes,
+                tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
+            )
             for level, pool, policy in zip(self.levels, self.pools, self.policies, strict=True)
         )
 

@@ -62,12 +62,13 @@ class Storing:
         parent = path[-1] if path else store.index.get(keys[first - 1]) if first else ROOT
         wanted = self._worth(keys[known:], known, retention)
         store.log.by = keys[known] if known < len(keys) else None
-        fresh = self._admit(wanted, parent, orphan=known > 0 and parent == ROOT)
+        pool = self._flow.settings.pool_of(group)
+        fresh = self._admit(wanted, parent, pool, orphan=known > 0 and parent == ROOT)
         if not fresh:
             return Offload(None, kept=known)
         job = self._flow.new_id()
         mine = keys[known : known + fresh]
-        slots = store.place(mine, parent, job)
+        slots = store.place(mine, parent, job, pool)
         if retention:
             nodes = [store.pools[0].node[slot] for slot in slots]
             store.retention.apply(nodes, known, retention, self._flow.now)
@@ -93,7 +94,8 @@ class Storing:
         """
         store, kind, size = self._store, *self._flow.settings.group(group)
         begin, in_window = (kind.first_needed(end * size, size) for end in (first, len(keys)))
-        nodes = store.index.find_alone(keys[begin:])
+        nodes, pool = store.index.find_alone(keys[begin:]), self._flow.settings.pool_of(group)
+        store.check_pool(nodes, pool)
         known = {begin + i: node for i, node in enumerate(nodes) if node}
         fresh = [position for position in range(first, len(keys)) if position not in known]
         window = [node for position, node in known.items() if position >= in_window]
@@ -103,7 +105,7 @@ class Storing:
         pins = [store.pin(node) for node in window]
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         store.log.by = keys[wanted[-1]] if wanted else None
-        wanted = wanted[len(wanted) - self._admit(len(wanted), ROOT, orphan=False) :]
+        wanted = wanted[len(wanted) - self._admit(len(wanted), ROOT, pool, orphan=False) :]
         for pin in pins:
             store.unpin(pin)
         job, slots = self._order_alone(keys, wanted, first, blocks, group)
@@ -121,7 +123,7 @@ class Storing:
         if not wanted:
             return None, []
         job, mine = self._flow.new_id(), [keys[position] for position in wanted]
-        slots = self._store.place_alone(mine, job)
+        slots = self._store.place_alone(mine, job, self._flow.settings.pool_of(group))
         sections = () if blocks is None else self._sections(group, wanted, first, blocks)
         self._flow.order(
             job, mine, [None] * len(mine), None, Side(0, slots), sections=sections, command=blocks is not None
@@ -175,14 +177,18 @@ class Storing:
             return
         by = store.log.by
         store.log.by = store.index.key[chosen[0]]
-        # What is chosen has its ancestors in this tier too, for which they are spared below; or they are needed.
-        chosen = chosen[: self._room(below, len(chosen))]
+        pools: dict[int, list[int]] = {}
+        for node in chosen:
+            pools.setdefault(store.index.pool_of(node), []).append(node)
+        for pool, nodes in pools.items():
+            # What is chosen has its ancestors in this tier too, for which they are spared below; or they are needed.
+            self._copy_down(nodes[: self._room(below, len(nodes), pool)], tier)
         store.log.by = by
-        if chosen:
-            self._copy_down(chosen, tier)
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room for them."""
+        if not chosen:
+            return
         store, index, job = self._store, self._store.index, self._flow.new_id()
         sources = [index.slot[tier][node] for node in chosen]
         for slot in sources:
@@ -192,7 +198,7 @@ class Storing:
         parents = [index.key[index.parent[node]] for node in chosen]
         self._flow.order(job, keys, parents, Side(tier, sources), Side(tier + 1, copies))
 
-    def _admit(self, wanted: int, parent: int, *, orphan: bool) -> int:
+    def _admit(self, wanted: int, parent: int, pool: int, *, orphan: bool) -> int:
         """How many of `wanted` chunks behind `parent` the host tier takes, room made; the others count as dropped."""
         store = self._store
         if not wanted:
@@ -202,7 +208,7 @@ class Storing:
             return 0
         allowed = min(wanted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
         pin = store.pin(parent) if parent else None
-        room = self._room(0, allowed)
+        room = self._room(0, allowed, pool)
         if pin is not None:
             store.unpin(pin)
         if room < wanted:
@@ -224,16 +230,16 @@ class Storing:
             worth = often
         return worth
 
-    def _room(self, tier: int, count: int) -> int:
-        """Make room for up to `count` chunks in `tier`, and says for how many.
+    def _room(self, tier: int, count: int, pool: int) -> int:
+        """Make room for up to `count` chunks of `pool` in `tier`, and says for how many.
 
         What is dirty there is copied down first, if the tier below can make room; and is spared while any is.
         """
         store = self._store
-        room = store.make_room(tier, count, spare_dirty=True)
+        room = store.make_room(tier, count, pool, spare_dirty=True)
         if room < count and tier < store.last:
             self._clean(tier, count)
-            room = store.make_room(tier, count, spare_dirty=self._is_copying_down(tier))
+            room = store.make_room(tier, count, pool, spare_dirty=self._is_copying_down(tier))
         return room
 
     def _is_copying_down(self, tier: int) -> bool:

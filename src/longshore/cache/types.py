@@ -179,14 +179,28 @@ class Counters:
         )
 
 
+class SizeStats(NamedTuple):
+    """What one image size has of a tier: the slabs that are given to it, and the slots in them that are taken."""
+
+    image_bytes: int
+    slabs: int
+    used: int
+
+
 class TierStats(NamedTuple):
-    """Slots of one tier: all, taken (in flight included), and ready (it can go, unless held or being read)."""
+    """Slots of one tier: all, taken (in flight included), and ready (it can go, unless held or being read).
+
+    `slots` is how many there are if all images are of the smallest size. `nbytes` is the tier's capacity, `used_bytes`
+    what of it is taken. `sizes` has one entry for each image size, by pool.
+    """
 
     name: str
     slots: int
     used: int
     ready: int
-    image_bytes: int
+    nbytes: int
+    used_bytes: int
+    sizes: tuple[SizeStats, ...]
 
 
 class Resident(NamedTuple):

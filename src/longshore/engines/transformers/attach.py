@@ -88,7 +88,7 @@ class Tiers:
             return {}
         with self.stack.runtime.control() as cache:
             tiers = cache.stats()
-        return {DEVICE: self._allocator.used_bytes, **{tier.name: tier.used * tier.image_bytes for tier in tiers}}
+        return {DEVICE: self._allocator.used_bytes, **{tier.name: tier.used_bytes for tier in tiers}}
 
     def reset(self) -> None:
         """Forget all blocks, on the device, in memory and on disk, because weights or adapters have changed.

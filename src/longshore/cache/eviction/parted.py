@@ -1,0 +1,139 @@
+"""Several policies for the chunks of one tier: each chunk is in one of them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from longshore.boundary import Key
+from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
+from longshore.errors import CacheError
+
+_OUT = 255
+
+
+class Parted(EvictionPolicy):
+    """Policies by number, from 0 to 254, in the order of eviction; a node goes to that of `wanted(node)`."""
+
+    def __init__(self, slots: int, names: Names, parts: Mapping[int, EvictionPolicy], nodes: int = 0) -> None:
+        """`nodes`: there are nodes below this number in the parts already."""
+        super().__init__(slots, names)
+        self._parts = dict(parts)
+        self._part = bytearray(self._find(node) for node in range(nodes))
+
+    @abstractmethod
+    def wanted(self, node: int) -> int:
+        """The number of the policy that `node`, which is new, goes to."""
+
+    def part(self, number: int) -> EvictionPolicy:
+        """The policy of this number."""
+        return self._parts[number]
+
+    def resize(self, slots: int, names: Names) -> None:
+        """The tier has `slots` slots now."""
+        super().resize(slots, names)
+        for policy in self._parts.values():
+            policy.resize(slots, names)
+
+    def grow(self, nodes: int) -> None:
+        """Nodes may now have any number below `nodes`."""
+        self._part.extend(bytes([_OUT]) * (nodes - len(self._part)))
+        for policy in self._parts.values():
+            policy.grow(nodes)
+
+    def insert(self, nodes: Sequence[int]) -> None:
+        """`nodes` became resident, each where it is wanted."""
+        for node in nodes:
+            if self._part[node] != _OUT:
+                raise known(node)
+        for number, ours in self._split(nodes, self.wanted):
+            self.part(number).insert(ours)
+            for node in ours:
+                self._part[node] = number
+
+    def touch(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used."""
+        for policy, ours in self._by_policy(nodes):
+            policy.touch(ours)
+
+    def hold(self, node: int) -> None:
+        """`node` cannot go at present."""
+        self._of(node).hold(node)
+
+    def release(self, nodes: Sequence[int]) -> None:
+        """Those of `nodes` that are held may go again, and first in their policies."""
+        for policy, ours in self._by_policy(nodes):
+            policy.release(ours)
+
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
+        """`node` left."""
+        self._of(node).remove(node, evicted=evicted)
+        self._part[node] = _OUT
+
+    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+        """These left, all of one policy."""
+        self._of(nodes[0]).leave(nodes, keys)
+        for node in nodes:
+            self._part[node] = _OUT
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """These, all of one policy, cannot go at present."""
+        self._of(nodes[0]).keep(nodes)
+
+    def ahead(self, count: int) -> list[int]:
+        """The nodes that should go first in the first policy that has any."""
+        return next((nodes for policy in self._parts.values() if (nodes := policy.ahead(count))), [])
+
+    def coldest(self) -> int:
+        """The node that should go first in the first policy that has any; 0 without one."""
+        for policy in self._parts.values():
+            node = policy.coldest()
+            if node:
+                return node
+        return 0
+
+    def order(self) -> Iterator[int]:
+        """Nodes, one policy after the other."""
+        for policy in self._parts.values():
+            yield from policy.order()
+
+    def is_held(self, node: int) -> bool:
+        """Whether `node` is in, and held."""
+        return self._part[node] != _OUT and self._of(node).is_held(node)
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, int) and node < len(self._part) and self._part[node] != _OUT
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts.values()))
+
+    def check_integrity(self) -> None:
+        """Raise `CacheError` unless each node is in the policy that it is marked with, and in no other."""
+        for number, policy in self._parts.items():
+            policy.check_integrity()
+            ours = [node for node, part in enumerate(self._part) if part == number]
+            if len(policy) != len(ours) or not all(node in policy for node in ours):
+                raise CacheError(f"policy {number} has {len(policy)} nodes, {len(ours)} are marked")
+
+    def _find(self, node: int) -> int:
+        return next((number for number, policy in self._parts.items() if node in policy), _OUT)
+
+    def _of(self, node: int) -> EvictionPolicy:
+        number = self._part[node]
+        if number == _OUT:
+            raise unknown(node)
+        return self._parts[number]
+
+    def _by_policy(self, nodes: Sequence[int]) -> Iterator[tuple[EvictionPolicy, Sequence[int]]]:
+        for node in nodes:
+            if self._part[node] == _OUT:
+                raise unknown(node)
+        return ((self._parts[number], ours) for number, ours in self._split(nodes, self._part.__getitem__))
+
+    @staticmethod
+    def _split(nodes: Sequence[int], number_of: Callable[[int], int]) -> list[tuple[int, list[int]]]:
+        """`nodes` by policy, in their order."""
+        split: dict[int, list[int]] = {}
+        for node in nodes:
+            split.setdefault(number_of(node), []).append(node)
+        return list(split.items())

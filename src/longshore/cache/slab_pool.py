@@ -1,0 +1,276 @@
+"""Slots of several image sizes: slabs, each given to one size, a *pool*, from its first slot taken to its last freed.
+
+    slab     0          1          2          3
+    pool     A          B          A          nobody's: goes to whoever needs one
+    slots    x x x ·    x -        · x x x    -
+
+A pool takes from its own slabs first, the one that was opened last, then a slab that is nobody's. Of every slab it is
+known when anything in it was last used: so whose turn it is to be emptied, for another size, is a matter of age.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+
+from longshore.cache.chains import LISTS, Chains
+from longshore.cache.columns import zeros
+from longshore.cache.pool import SlotPool
+from longshore.cache.states import FREE
+from longshore.errors import CacheError
+from longshore.slabs import Slabs
+
+NOBODY = 255
+"""The pool of a slab that is nobody's."""
+
+_NONE = -1
+
+
+class SlabPool(SlotPool):
+    """Slots of all the sizes of `slabs`. Every operation on a slot is O(1); 20 bytes a slab, and 4 a slot."""
+
+    __slots__ = (
+        "_ages",
+        "_clock",
+        "_fresh",
+        "_next",
+        "_open",
+        "_partial",
+        "_returned",
+        "_spare",
+        "_taken",
+        "_used_at",
+        "owner",
+    )
+
+    def __init__(self, slabs: Slabs) -> None:
+        if len(slabs.image_bytes) >= min(NOBODY, LISTS):
+            raise CacheError(f"a tier has fewer than {NOBODY} image sizes, got {len(slabs.image_bytes)}")
+        super().__init__(slabs)
+
+    @property
+    def used(self) -> int:
+        """Slots that somebody owns, what is in flight included."""
+        return sum(self._taken)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of these."""
+        sizes = self.slabs.image_bytes
+        return sum(taken * sizes[pool] for taken, pool in zip(self._taken, self.owner, strict=True) if taken)
+
+    def used_by(self, pool: int) -> tuple[int, int]:
+        """Slabs that are given to `pool`, and slots taken in them."""
+        taken = [count for count, owner in zip(self._taken, self.owner, strict=True) if owner == pool]
+        return len(taken), sum(taken)
+
+    def room(self, pool: int = 0) -> int:
+        """How many slots of `pool` can be had: those of its own slabs, and of all that are nobody's."""
+        return self._open[pool] + len(self._spare) * self.slabs.images[pool]
+
+    def shortage(self, wanted: Mapping[int, int]) -> tuple[int, int]:
+        """A pool, and how many slots of it are lacking if as many as `wanted`, by pool, shall be had together; or 0."""
+        spare = len(self._spare)
+        for pool, count in sorted(wanted.items()):
+            images = self.slabs.images[pool]
+            begun = max(0, -(-(count - self._open[pool]) // images))
+            if begun > spare:
+                return pool, count - self._open[pool] - spare * images
+            spare -= begun
+        return 0, 0
+
+    def leading(self, pools: Sequence[int]) -> int:
+        """How many slots, from the first on, can be had together, each of its one of `pools`."""
+        left, spare = list(self._open), len(self._spare)
+        for position, pool in enumerate(pools):
+            if not left[pool]:
+                if not spare:
+                    return position
+                spare -= 1
+                left[pool] = self.slabs.images[pool]
+            left[pool] -= 1
+        return len(pools)
+
+    def pool_of(self, index: int) -> int:
+        """The pool that a slot belongs to, which somebody owns."""
+        return self.owner[index // self.slabs.stride]
+
+    def note_use(self, indices: Sequence[int]) -> None:
+        """These slots, the last of them the warmest, were used, and so were their slabs."""
+        self._clock += 1
+        stride = self.slabs.stride
+        for slab in dict.fromkeys(index // stride for index in indices):
+            self._ages.drop(slab + LISTS)
+            self._ages.warm(self.owner[slab], slab + LISTS)
+            self._used_at[slab] = self._clock
+
+    def last_use(self, pool: int) -> float:
+        """When the slab of `pool` that was not used for longest was last used; infinity without one."""
+        slab = self._ages.coldest(pool) - LISTS
+        return self._used_at[slab] if slab >= 0 else float("inf")
+
+    def slabs_of_others(self, pool: int) -> Iterator[tuple[int, int]]:
+        """Slabs of all other pools, and when each was last used; the longest ago first. Not to be changed meanwhile."""
+        lists = (
+            ((self._used_at[each - LISTS], each - LISTS) for each in self._ages.walk(other))
+            for other in range(len(self.slabs.images))
+            if other != pool
+        )
+        return ((slab, used) for used, slab in heapq.merge(*lists))
+
+    def contents(self, slab: int) -> list[int]:
+        """The slots of a slab that somebody owns."""
+        return [i for i in self.slabs.slots_of(slab, self.owner[slab]) if self.state[i] != FREE]
+
+    # ------------------------------------------------------------------ which are free
+
+    def _all_free(self, taken: Sequence[int]) -> None:
+        count, pools = self.slabs.slabs, len(self.slabs.images)
+        before = [self.pool_of(index) for index in taken]
+        self.owner = bytearray([NOBODY]) * count
+        """The pool of each slab."""
+        self._taken = zeros(count)
+        self._fresh = zeros(count)
+        self._returned = array("i", [_NONE]) * count
+        self._next = array("i", [_NONE]) * self.capacity
+        self._used_at = array("q", bytes(8 * count))
+        self._clock = 0
+        self._spare = array("i", range(count - 1, -1, -1))
+        self._open = [0] * pools
+        self._partial, self._ages = Chains(LISTS + count), Chains(LISTS + count)
+        self._claim(taken, before)
+
+    def _take(self, count: int, pool: int) -> list[int]:
+        taken: list[int] = []
+        while len(taken) < count:
+            slab = self._partial.hottest(pool) - LISTS
+            if slab < 0:
+                slab = self._begin(self._spare.pop(), pool)
+            taken += self._take_from(slab, count - len(taken))
+        return taken
+
+    def _begin(self, slab: int, pool: int) -> int:
+        """Give `slab`, which is nobody's, and not among the spare ones any more, to `pool`."""
+        self.owner[slab] = pool
+        self._fresh[slab], self._returned[slab] = 0, _NONE
+        self._open[pool] += self.slabs.images[pool]
+        self._partial.warm(pool, slab + LISTS)
+        self._clock += 1
+        self._used_at[slab] = self._clock
+        self._ages.warm(pool, slab + LISTS)
+        return slab
+
+    def _take_from(self, slab: int, count: int) -> list[int]:
+        """At most `count` free slots of `slab`: what came back last, then what was never used."""
+        pool = self.owner[slab]
+        images, first = self.slabs.images[pool], slab * self.slabs.stride
+        taken: list[int] = []
+        index = self._returned[slab]
+        while index != _NONE and len(taken) < count:
+            taken.append(index)
+            index = self._next[index]
+        self._returned[slab] = index
+        fresh = self._fresh[slab]
+        more = min(count - len(taken), images - fresh)
+        taken += range(first + fresh, first + fresh + more)
+        self._fresh[slab] = fresh + more
+        self._taken[slab] += len(taken)
+        self._open[pool] -= len(taken)
+        if self._taken[slab] == images:
+            self._partial.drop(slab + LISTS)
+        return taken
+
+    def _give_back(self, indices: Sequence[int]) -> None:
+        stride = self.slabs.stride
+        for index in indices:
+            slab = index // stride
+            pool = self.owner[slab]
+            images = self.slabs.images[pool]
+            if self._taken[slab] == images:
+                self._partial.chill_all(pool, (slab + LISTS,))
+            self._taken[slab] -= 1
+            self._open[pool] += 1
+            self._next[index] = self._returned[slab]
+            self._returned[slab] = index
+            if not self._taken[slab]:
+                self._end(slab)
+
+    def _end(self, slab: int) -> None:
+        """Nothing is left in `slab`: it is nobody's."""
+        pool = self.owner[slab]
+        self._partial.drop(slab + LISTS)
+        self._ages.drop(slab + LISTS)
+        self._open[pool] -= self.slabs.images[pool]
+        self.owner[slab] = NOBODY
+        self._spare.append(slab)
+
+    def _claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
+        owners: dict[int, int] = {}
+        wanted: dict[int, set[int]] = {}
+        for index, pool in zip(indices, pools, strict=True):
+            slab, position = divmod(index, self.slabs.stride)
+            if not 0 <= pool < len(self.slabs.images) or position >= self.slabs.images[pool]:
+                raise CacheError(f"pool {pool} has no slot {index}")
+            if owners.setdefault(slab, pool) != pool or self.owner[slab] not in (NOBODY, pool):
+                raise CacheError(f"slab {slab} has images of one size, slot {index} is of pool {pool}")
+            wanted.setdefault(slab, set()).add(index)
+        fresh = [slab for slab in owners if self.owner[slab] == NOBODY]
+        gone = set(fresh)
+        self._spare = array("i", [slab for slab in self._spare if slab not in gone])
+        for slab in fresh:
+            self._begin(slab, owners[slab])
+        for slab, slots in wanted.items():
+            self._take_exactly(slab, slots)
+
+    def _take_exactly(self, slab: int, wanted: set[int]) -> None:
+        pool = self.owner[slab]
+        free = self._take_from(slab, self.slabs.images[pool])
+        self._give_back([index for index in reversed(free) if index not in wanted])
+
+    def _resize(self, slabs: int) -> None:
+        before = len(self.owner)
+        more = max(0, slabs - before)
+        self.owner = self.owner[:slabs] + bytearray([NOBODY]) * more
+        for name in ("_taken", "_fresh", "_returned"):
+            setattr(self, name, getattr(self, name)[:slabs] + zeros(more))
+        self._used_at = self._used_at[:slabs] + array("q", bytes(8 * more))
+        capacity = slabs * self.slabs.stride
+        self._next = self._next[:capacity] + zeros(capacity - len(self._next[:capacity]))
+        self._partial.grow(LISTS + slabs)
+        self._ages.grow(LISTS + slabs)
+        self._spare = array("i", [*range(slabs - 1, before - 1, -1), *(i for i in self._spare if i < slabs)])
+
+    def _check_free(self, marked: Sequence[int]) -> None:
+        stride, images = self.slabs.stride, self.slabs.images
+        free: list[set[int]] = [set() for _ in self.owner]
+        for index in marked:
+            free[index // stride].add(index)
+        open_slots = [0] * len(images)
+        partial = [set(self._partial.walk(pool)) for pool in range(len(images))]
+        ages = [set(self._ages.walk(pool)) for pool in range(len(images))]
+        for pool in range(len(images)):
+            self._partial.check_integrity(pool)
+            self._ages.check_integrity(pool)
+        for slab, pool in enumerate(self.owner):
+            if (pool == NOBODY) != (len(free[slab]) == stride) or (pool == NOBODY) != (slab in self._spare):
+                raise CacheError(f"slab {slab} is pool {pool}'s, with {len(free[slab])} of {stride} slots free")
+            if pool == NOBODY:
+                continue
+            slots = self.slabs.slots_of(slab, pool)
+            listed = {*range(slots.start + self._fresh[slab], slots.stop), *self._walk(slab)}
+            if listed != free[slab].intersection(slots) or len(slots) - len(listed) != self._taken[slab]:
+                raise CacheError(f"slab {slab} lists {len(listed)} free slots, counts {self._taken[slab]} taken")
+            if len(free[slab]) - len(listed) != stride - len(slots):
+                raise CacheError(f"slab {slab} has something behind the {len(slots)} slots of pool {pool}")
+            open_slots[pool] += len(listed)
+            if (slab + LISTS in partial[pool]) != bool(listed) or slab + LISTS not in ages[pool]:
+                raise CacheError(f"slab {slab} of pool {pool} is in the wrong lists")
+        if open_slots != self._open or sum(map(len, ages)) + len(self._spare) != len(self.owner):
+            raise CacheError(f"pools count {self._open} free slots in their slabs, have {open_slots}")
+
+    def _walk(self, slab: int) -> Iterator[int]:
+        index = self._returned[slab]
+        while index != _NONE:
+            yield index
+            index = self._next[index]

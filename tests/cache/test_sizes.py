@@ -1,0 +1,384 @@
+"""Groups with images of different sizes in one tier: bytes go to whoever needs them, and each image keeps its own."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from cache_setup import key
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, DropReason, Hold, Offload, Retention, TieredCache, TierSpec, WritePolicy
+from longshore.cache.eviction import ARC, LRU
+from longshore.errors import CacheError, CapacityError
+from longshore.slabs import Slabs
+
+SMALL, LARGE = 0, 1
+SIZES = (3, 12)
+"""Bytes of an image: of groups 0 and 1, that is of pools 0 and 1."""
+
+
+def path(group: int, of: str) -> list[bytes]:
+    """The keys of a prompt in one group: no two groups have a key in common."""
+    return [key(f"{'SL'[group]}{of[: i + 1]}") for i in range(len(of))]
+
+
+class Bytes:
+    """Tiers as plain bytes: each mover copies tags, and a read must find every byte of its image as it was written."""
+
+    def __init__(
+        self, host: int, file: int = 0, slab: int = 12, sizes: tuple[int, ...] = SIZES, **more: object
+    ) -> None:
+        geometry = {HOST: Slabs(slab, sizes, host)} | ({FILE: Slabs(slab, sizes, file)} if file else {})
+        policy = more.pop("policy", LRU)
+        tiers = [TierSpec(name, slabs, policy=policy) for name, slabs in geometry.items()]  # type: ignore[arg-type]
+        self.cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE), **more))  # type: ignore[arg-type]
+        self.slabs = geometry
+        self.memory = {name: np.zeros(slabs.nbytes, np.int64) for name, slabs in geometry.items()}
+        self.tags: dict[bytes, int] = {}
+        self.running: dict[int, Transfer] = {}
+        self.checked = 0
+
+    def commit(self, group: int, of: str, **more: object) -> Offload:
+        keys = path(group, of)
+        offload = self.cache.commit(keys, range(len(keys)), group=group, **more)  # type: ignore[arg-type]
+        self.take()
+        return offload
+
+    def match(self, group: int, of: str) -> tuple[int, Hold | None]:
+        _, length, hold = self.cache.match(path(group, of), 0.0)
+        return length, hold
+
+    def take(self) -> None:
+        for command in self.cache.take():
+            if isinstance(command, Transfer):
+                self.running[command.job] = command
+            assert isinstance(command, Transfer | Cancel | Forget)
+        self.check()
+
+    def end(self, job: int, status: Status = Status.OK) -> None:
+        """One job's bytes move now, those of failed ones become garbage."""
+        transfer = self.running.pop(job)
+        for item in transfer.items:
+            tag = self.tags.setdefault(item.key, len(self.tags) + 1)
+            if item.source is not None:
+                found = self.bytes_of(item.source)
+                if status is Status.OK:
+                    assert (found == tag).all(), f"job {job} reads {found} for {tag}"
+                    self.checked += 1
+            if item.destination is not None:
+                self.bytes_of(item.destination)[:] = tag if status is Status.OK else -1
+        statuses = (status,) * len(transfer.items)
+        self.cache.apply([TransferResult(job, statuses)], 0.0)
+        self.take()
+
+    def settle(self) -> None:
+        while ready := [job for job, each in self.running.items() if not set(each.after) & set(self.running)]:
+            self.end(min(ready))
+
+    def bytes_of(self, slot: object) -> np.ndarray:
+        slabs = self.slabs[slot.tier]  # type: ignore[attr-defined]
+        at = slabs.offset(slot.pool, slot.index)  # type: ignore[attr-defined]
+        return self.memory[slot.tier][at : at + slabs.image_bytes[slot.pool]]  # type: ignore[attr-defined]
+
+    def check(self) -> None:
+        """Capacity is a bound, what is in flight included; and no byte is in two images."""
+        self.cache.check_integrity()
+        for stats in self.cache.stats():
+            assert stats.used_bytes <= stats.nbytes
+            assert sum(each.used for each in stats.sizes) == stats.used
+            assert sum(each.slabs for each in stats.sizes) <= self.slabs[stats.name].slabs
+        owned = {name: np.zeros(len(memory), np.int64) for name, memory in self.memory.items()}
+        for resident in self.cache.residents():
+            slabs = self.slabs[resident.slot.tier]
+            at = slabs.offset(resident.slot.pool, resident.slot.index)
+            owned[resident.slot.tier][at : at + slabs.image_bytes[resident.slot.pool]] += 1
+        assert all(memory.max(initial=0) <= 1 for memory in owned.values())
+
+    def where(self, group: int, of: str) -> set[str]:
+        return {each.slot.tier for each in self.cache.residents() if each.key == path(group, of)[-1]}
+
+    def kept(self, group: int, *paths: str) -> list[str]:
+        return [of for of in paths if HOST in self.where(group, of)]
+
+
+def test_each_group_has_slots_of_its_size() -> None:
+    world = Bytes(host=4)
+    small, large = world.commit(SMALL, "abc"), world.commit(LARGE, "ab")
+    assert [(slot.pool, slot.index) for slot in small.slots] == [(0, 0), (0, 1), (0, 2)]
+    assert [(slot.pool, slot.index) for slot in large.slots] == [(1, 4), (1, 8)]
+    world.settle()
+    (stats,) = world.cache.stats()
+    assert (stats.used_bytes, stats.nbytes) == (3 * 3 + 2 * 12, 48)
+    assert [tuple(each) for each in stats.sizes] == [(3, 1, 3), (12, 2, 2)]
+    length, hold = world.match(LARGE, "abc")
+    assert length == 2
+    assert hold is not None
+    assert [(slot.pool, slot.index) for slot in world.cache.slots(hold)] == [(1, 4), (1, 8)]
+
+
+def test_a_size_may_have_all_of_a_tier_and_lose_it_to_another() -> None:
+    world = Bytes(host=3)
+    for prompt in "abcdefghijkl":
+        world.commit(SMALL, prompt)
+        world.settle()
+    assert [each.slabs for each in world.cache.stats()[0].sizes] == [3, 0]
+    for prompt in "abc":
+        assert world.commit(LARGE, prompt).kept == 1
+        world.settle()
+    assert [each.slabs for each in world.cache.stats()[0].sizes] == [0, 3]
+    assert world.cache.counters.evictions[HOST] == 12
+    world.commit(SMALL, "z")
+    assert [each.slabs for each in world.cache.stats()[0].sizes] == [1, 2]
+    assert world.kept(LARGE, *"abc") == ["b", "c"], "the oldest slab went"
+
+
+def test_a_size_takes_from_its_own_unless_another_was_not_used_for_longer() -> None:
+    world = Bytes(host=3)
+    for prompt in "abcd":
+        world.commit(SMALL, prompt)
+    for prompt in "xy":
+        world.commit(LARGE, prompt)
+    world.settle()
+    world.commit(SMALL, "a")  # a use: all of its slab is younger than the large ones now
+    world.commit(LARGE, "z")
+    world.settle()
+    assert (world.kept(SMALL, *"abcd"), world.kept(LARGE, *"xyz")) == (list("abcd"), ["y", "z"])
+    world.commit(LARGE, "y")
+    world.commit(LARGE, "z")
+    world.commit(LARGE, "w")
+    world.settle()
+    assert (world.kept(SMALL, *"abcd"), world.kept(LARGE, *"yzw")) == ([], ["y", "z", "w"])
+
+
+def test_a_slab_in_which_something_is_held_stays_and_the_next_one_goes() -> None:
+    world = Bytes(host=2)
+    for prompt in "abcdefgh":
+        world.commit(SMALL, prompt)
+        world.settle()
+    _, hold = world.match(SMALL, "a")
+    assert hold is not None
+    assert world.commit(LARGE, "x").kept == 1
+    assert world.kept(SMALL, *"abcdefgh") == list("abcd")
+    world.commit(LARGE, "y")
+    assert world.cache.counters.drops[HOST][DropReason.NO_ROOM] == 1, "what is left is held, or being filled"
+    world.cache.release(hold)
+    assert world.commit(LARGE, "y").kept == 1
+    assert world.kept(SMALL, *"abcd") == []
+
+
+def test_a_slab_that_jobs_read_or_write_stays() -> None:
+    world = Bytes(host=1)
+    world.commit(SMALL, "a")
+    assert world.commit(LARGE, "x").job is None, "it is being written"
+    world.settle()
+    _, hold = world.match(SMALL, "a")
+    assert hold is not None
+    world.cache.onboard(hold, [0])
+    world.cache.release(hold)
+    world.take()
+    assert world.commit(LARGE, "x").job is None, "it is being read"
+    world.settle()
+    assert world.commit(LARGE, "x").job is not None
+
+
+def test_what_is_behind_a_chunk_goes_with_its_slab_tails_first() -> None:
+    world = Bytes(host=3, events=100)
+    world.commit(SMALL, "abcdefg")  # heads in slab 0, the tail in slab 1
+    world.commit(LARGE, "x")
+    world.settle()
+    world.commit(SMALL, "z")  # and slab 1 is younger than slab 0
+    world.settle()
+    world.cache.events()
+    world.commit(LARGE, "y")
+    assert world.kept(SMALL, *("abcdefg"[: n + 1] for n in range(7)), "z") == ["z"]
+    gone = [event.key for event in world.cache.events() if event.kind.value == "removed"]
+    assert gone == path(SMALL, "abcdefg")[::-1]
+
+
+def test_a_size_that_has_nothing_to_give_takes_a_younger_slab() -> None:
+    world = Bytes(host=2)
+    world.commit(LARGE, "x")
+    world.settle()
+    _, hold = world.match(LARGE, "x")
+    assert hold is not None
+    world.commit(SMALL, "a")
+    world.settle()
+    world.commit(LARGE, "y")
+    assert (world.kept(LARGE, "x", "y"), world.kept(SMALL, "a")) == (["x", "y"], [])
+
+
+def test_backups_and_loads_stay_in_their_pools() -> None:
+    world = Bytes(host=3, file=3, backup=WritePolicy.THROUGH)
+    world.commit(SMALL, "abcd")
+    world.commit(LARGE, "xy")
+    world.settle()
+    for group, of in ((SMALL, "abcd"), (LARGE, "xy")):
+        assert world.where(group, of) == {HOST, FILE}
+        assert world.cache.discard(path(group, of), HOST) == len(of)
+        length, hold = world.match(group, of)
+        assert hold is not None
+        world.cache.onboard(hold, range(length), group=group)
+        world.take()
+        world.settle()
+        outcome = world.cache.outcome(hold)
+        assert outcome is not None
+        assert (outcome.chunks, set(outcome.sources)) == (len(of), {FILE})
+        world.cache.release(hold)
+    assert world.checked >= 18
+
+
+def test_groups_and_paths_of_the_wrong_size_are_refused_before_anything_changes() -> None:
+    world = Bytes(host=3)
+    world.commit(SMALL, "ab")
+    world.settle()
+    _, hold = world.match(SMALL, "ab")
+    assert hold is not None
+    before = pickle.dumps(world.cache)
+    keys = path(SMALL, "abc")
+    for call in (
+        lambda: world.cache.commit(keys, [0, 1, 2], group=LARGE),
+        lambda: world.cache.commit(keys, [0], first=2, group=LARGE),
+        lambda: world.cache.commit(keys, [0, 1, 2], group=2),
+        lambda: world.cache.commit(keys, [0, 1, 2], group=-1),
+        lambda: world.cache.offer(keys, group=LARGE),
+        lambda: world.cache.onboard(hold, [0], group=LARGE),
+    ):
+        with pytest.raises(CacheError):
+            call()
+        assert pickle.dumps(world.cache) == before
+
+
+def test_tiers_have_the_same_pools() -> None:
+    two, one = Slabs(12, SIZES, 2), Slabs.of_one_size(12, 2)
+    for tiers, pools in (([two, one], ()), ([one, two], (0,)), ([two], (0, 2)), ([two], (-1,)), ([one], (0, 1))):
+        with pytest.raises(CacheError, match="all tiers have the pools"):
+            specs = [TierSpec(name, slabs) for name, slabs in zip((HOST, FILE), tiers, strict=False)]
+            TieredCache(specs, CacheSettings(pools=pools))
+
+
+def test_what_a_slab_had_before_it_changed_its_size_is_not_adopted() -> None:
+    world = Bytes(host=2, file=2)
+    (a, b), (x,) = path(SMALL, "ab"), path(LARGE, "x")
+    found = [(0, a, None, SMALL), (5, b, a, SMALL), (0, x, None, LARGE)]
+    assert world.cache.adopt(FILE, found) == 1
+    assert (world.where(LARGE, "x"), world.where(SMALL, "a")) == ({FILE}, set())
+    world.check()
+
+
+def test_adopted_chunks_are_of_the_size_of_their_parent() -> None:
+    world = Bytes(host=2, file=3)
+    (a, b) = path(SMALL, "ab")
+    assert world.cache.adopt(FILE, [(0, a, None, SMALL), (4, b, a, LARGE)]) == 1
+    world.check()
+
+
+def test_a_tier_of_slabs_shrinks_by_slabs() -> None:
+    world = Bytes(host=4)
+    world.commit(SMALL, "abcde")
+    world.commit(LARGE, "x")
+    world.settle()
+    before = pickle.dumps(world.cache)
+    with pytest.raises(CapacityError):
+        world.cache.resize(HOST, 2)
+    assert pickle.dumps(world.cache) == before
+    world.cache.resize(HOST, 2, discard=True)
+    world.slabs[HOST] = Slabs(12, SIZES, 2)
+    assert (world.kept(LARGE, "x"), world.kept(SMALL, "a", "abcde")) == ([], ["a", "abcde"])
+    world.check()
+    world.cache.resize(HOST, 6)
+    world.slabs[HOST] = Slabs(12, SIZES, 6)
+    world.memory[HOST] = np.zeros(72, np.int64)
+    assert len(world.commit(LARGE, "vwxy").slots) == 4
+    world.check()
+
+
+def test_a_reset_leaves_slabs_that_jobs_touch_to_their_size() -> None:
+    world = Bytes(host=2)
+    world.commit(SMALL, "a")
+    world.commit(LARGE, "x")
+    world.cache.reset()
+    world.take()
+    assert [each.slabs for each in world.cache.stats()[0].sizes] == [1, 1]
+    assert world.commit(LARGE, "y").job is None
+    world.settle()
+    assert [each.slabs for each in world.cache.stats()[0].sizes] == [0, 0]
+    assert world.commit(LARGE, "yz").kept == 2
+
+
+PROMPTS = ("a", "ab", "abc", "abd", "abcde", "f", "fg", "fgh", "ij", "ijklm", "n", "no")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_done_bytes_stay_with_their_chunks(data: st.DataObject) -> None:
+    draw = data.draw
+    sizes = draw(st.sampled_from([(3, 12), (4, 6), (5, 12)]))
+    world = Bytes(
+        host=draw(st.integers(1, 5)),
+        file=draw(st.integers(0, 5)),
+        sizes=sizes,
+        policy=draw(st.sampled_from([LRU, ARC])),
+        backup=draw(st.sampled_from(list(WritePolicy))),
+    )
+    holds: list[tuple[int, Hold, int]] = []
+    onboarded: set[Hold] = set()
+    steps = draw(
+        st.lists(st.sampled_from(["commit", "match", "onboard", "release", "end", "fail", "step"]), max_size=60)
+    )
+    for step in steps:
+        group = draw(st.sampled_from([SMALL, LARGE]))
+        if step == "commit":
+            keep = draw(st.sampled_from([(), (Retention(0, 1, 90),), (Retention(0, None, 10),)]))
+            world.commit(group, draw(st.sampled_from(PROMPTS)), retention=keep)
+        elif step == "match":
+            length, hold = world.match(group, draw(st.sampled_from(PROMPTS)))
+            if hold is not None:
+                holds.append((group, hold, length))
+        elif step == "onboard" and holds:
+            group, hold, length = draw(st.sampled_from(holds))
+            if hold not in onboarded:
+                onboarded.add(hold)
+                world.cache.onboard(hold, range(length), group=group)
+        elif step == "release" and holds:
+            world.cache.release(holds.pop(draw(st.integers(0, len(holds) - 1)))[1])
+        elif step in ("end", "fail"):
+            ready = [job for job, each in world.running.items() if not set(each.after) & set(world.running)]
+            if ready:
+                job = draw(st.sampled_from(sorted(ready)))
+                moves_up = (
+                    world.running[job].route.destination in (DEVICE, HOST) and world.running[job].route.source != DEVICE
+                )
+                bad = Status.CANCELLED if moves_up else Status.IO_ERROR
+                fails_through_upstream = any(
+                    item.source is not None and (world.bytes_of(item.source) == -1).any()
+                    for item in world.running[job].items
+                )
+                world.end(job, bad if step == "fail" or fails_through_upstream else Status.OK)
+        elif step == "step":
+            world.cache.end_step()
+        world.take()
+    for _, hold, _ in holds:
+        world.cache.release(hold)
+    world.take()
+    for job in sorted(world.running):
+        world.end(job, Status.CANCELLED)
+    world.cache.reset()
+    assert [stats.used for stats in world.cache.stats()] == [0] * len(world.slabs)
+
+
+def test_the_same_calls_give_the_same_log_with_several_sizes() -> None:
+    def script() -> list[object]:
+        world = Bytes(host=3, file=3, events=1000)
+        log: list[object] = []
+        for prompt in PROMPTS * 2:
+            for group in (SMALL, LARGE):
+                log.append(world.commit(group, prompt))
+            world.settle()
+            log.append(world.cache.events())
+        return log
+
+    assert script() == script()
