@@ -1,0 +1,103 @@
+"""One JSON object of a trace, and where it stood, so that every complaint can say so."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import NoReturn
+
+from longshore.errors import TraceError
+
+MAX_HASH_ID = 2**64 - 1
+
+
+class Fields:
+    """The fields of an object, each asked for as what it has to be; anything else is a `TraceError`."""
+
+    def __init__(self, where: str, fields: object) -> None:
+        self.where = where
+        if not isinstance(fields, dict):
+            self.refuse("expected a JSON object", fields)
+        self._fields: dict[str, object] = fields
+
+    @classmethod
+    def parse(cls, where: str, text: bytes) -> Fields:
+        """The object that `text` is, in JSON and UTF-8."""
+
+        def constant(name: str) -> NoReturn:
+            raise TraceError(f"{where}: expected JSON numbers, got {name}")
+
+        try:
+            return cls(where, json.loads(text.decode("utf-8"), parse_constant=constant))
+        except TraceError:
+            raise
+        except (ValueError, RecursionError) as error:  # also bad UTF-8, and integers of absurd length
+            raise TraceError(f"{where}: expected a JSON object in UTF-8: {error}") from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def get(self, name: str) -> object:
+        """Whatever stands there."""
+        if name not in self._fields:
+            raise TraceError(f"{self.where}: expected a field {name!r}, got {sorted(self._fields)}")
+        return self._fields[name]
+
+    def integer(self, name: str, *, least: int, default: int | None = None) -> int:
+        """An integer of at least `least`."""
+        if default is not None and name not in self._fields:
+            return default
+        value = self.get(name)
+        if type(value) is not int or value < least:  # bool is an int, and no length
+            self.refuse(f"expected {name!r} to be an integer of at least {least}", value)
+        return value
+
+    def milliseconds(self, name: str, *, default: float | None = None) -> float:
+        """A time."""
+        if default is not None and name not in self._fields:
+            return default
+        value = self.get(name)
+        expected = f"expected {name!r} to be milliseconds, a finite number of at least 0"
+        if type(value) is not int and type(value) is not float:
+            self.refuse(expected, value)
+        try:
+            found = float(value)
+        except OverflowError:
+            self.refuse(expected, value)
+        if not math.isfinite(found) or found < 0:
+            self.refuse(expected, value)
+        return found
+
+    def items(self, name: str) -> list[object]:
+        """A list."""
+        value = self.get(name)
+        if not isinstance(value, list):
+            self.refuse(f"expected {name!r} to be a list", value)
+        return value
+
+    def integers(self, name: str, *, most: int, one: str) -> tuple[int, ...]:
+        """A list of integers from 0 to `most`; `one` is what each of them is called."""
+        value = self.items(name)
+        for item in value:
+            if type(item) is not int or not 0 <= item <= most:
+                self.refuse(f"expected every {one} to be an integer from 0 to {most}", item)
+        return tuple(value)  # type: ignore[arg-type]  # all are integers
+
+    def covers(self, hashes: int, tokens: int, block_tokens: int) -> None:
+        """Refuse a number of `hashes` that does not cover `tokens`."""
+        blocks = -(-tokens // block_tokens)
+        if hashes != blocks:
+            raise TraceError(
+                f"{self.where}: expected {blocks} hash ids to cover {tokens} tokens of input "
+                f"in blocks of {block_tokens}, got {hashes}"
+            )
+
+    def refuse(self, expected: str, value: object) -> NoReturn:
+        """Raise, and show what came."""
+        shown = repr(value) if not isinstance(value, int) else _short_integer(value)
+        raise TraceError(f"{self.where}: {expected}, got {shown[:80]}")
+
+
+def _short_integer(value: int) -> str:
+    """`repr`, without the limit on digits that Python sets."""
+    return repr(value) if value.bit_length() < 256 else f"an integer of {value.bit_length()} bits"

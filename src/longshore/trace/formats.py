@@ -1,0 +1,205 @@
+"""Readers of other traces than Mooncake's, each into the same requests.
+
+sessions   a session a line: {"turns": [{"timestamp", "input_length", "output_length", "hashes"}]}; hashes are chained
+lengths    CSV: when, tokens in, tokens out; every block is new, so such a trace cannot show reuse
+events     Longshore's own event log, of which the requests count; the keys that were asked for
+prompts    {"prompt": text} or {"tokens": [ids]}, "timestamp", "output_length"; our keys of its tokens
+
+Times are milliseconds, except in CSV (seconds, or dates). An id is 64 bits of a digest over the whole prefix: equal ids
+stand for equal content after an equal prefix, whatever the trace's own hashes say.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from longshore.cache.events import Event, EventKind
+from longshore.errors import TraceError
+from longshore.keys import chain
+from longshore.trace.fields import Fields
+from longshore.trace.lines import Skip, read_lines
+from longshore.trace.request import TraceRequest
+
+_ROOT = hashlib.sha256(b"longshore trace 1").digest()
+
+
+def read_sessions(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
+    """Requests of all sessions, by time of arrival. Sessions overlap, so the whole file is read before the first.
+
+    Hashes are text or integers, one per block of `block_tokens` tokens, or of the session's own `block_size`.
+    """
+    turns = [turn for session in read_lines(path, _session(block_tokens), skip) for turn in session]
+    yield from sorted(turns, key=lambda turn: turn.timestamp_ms)
+
+
+def _session(default_tokens: int) -> Callable[[str, bytes], list[TraceRequest]]:
+    def session(where: str, line: bytes) -> list[TraceRequest]:
+        fields = Fields.parse(where, line)
+        block_tokens = fields.integer("block_size", least=1, default=default_tokens)
+        turns = fields.items("turns")
+        return [_turn(Fields(f"{where}, turn {i}", turn), block_tokens) for i, turn in enumerate(turns, 1)]
+
+    return session
+
+
+def _turn(turn: Fields, block_tokens: int) -> TraceRequest:
+    length = turn.integer("input_length", least=1)
+    hashes = turn.items("hashes")
+    turn.covers(len(hashes), length, block_tokens)
+    ids, parent = [], _ROOT
+    for each in hashes:
+        if type(each) not in (int, str) or each == "":
+            turn.refuse("expected every hash to be text or an integer", each)
+        parent = hashlib.blake2b(parent + str(each).encode("utf-8", "surrogatepass"), digest_size=32).digest()
+        ids.append(_id(parent))
+    output_length = turn.integer("output_length", least=0, default=0)
+    return TraceRequest(turn.milliseconds("timestamp"), length, output_length, tuple(ids))
+
+
+_COLUMNS = {
+    "when": ("timestamp", "timestamp_s", "time", "arrival_time", "arrived_at"),
+    "in": ("input_length", "input_tokens", "contexttokens", "request tokens", "num_prefill_tokens", "prompt_tokens"),
+    "out": ("output_length", "output_tokens", "generatedtokens", "response tokens", "num_decode_tokens"),
+}
+
+
+def read_lengths(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
+    """Requests of a CSV file that has lengths only. Every block is new: such a trace cannot show any reuse.
+
+    The first line names the columns: `timestamp` (seconds, or a date), `input_length`, `output_length`, or the names
+    that published traces have for them.
+    """
+    reader = _Lengths(block_tokens)
+    yield from (request for request in read_lines(path, reader.line, skip) if request is not None)
+
+
+class _Lengths:
+    """What the header said, where time begins, and how many blocks there were."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._columns: dict[str, int] | None = None
+        self._begin: float | None = None
+        self._blocks = 0
+
+    def line(self, where: str, text: bytes) -> TraceRequest | None:
+        try:
+            cells = next(csv.reader([text.decode("utf-8-sig").rstrip("\r\n")], strict=True))
+        except (csv.Error, UnicodeDecodeError, StopIteration) as error:
+            raise TraceError(f"{where}: expected a line of CSV in UTF-8: {error}") from error
+        if self._columns is None:
+            self._columns = self._header(where, cells)
+            return None
+        try:
+            when, tokens, answer = (cells[self._columns[name]].strip() for name in ("when", "in", "out"))
+        except IndexError as error:
+            raise TraceError(f"{where}: expected {max(self._columns.values()) + 1} cells, got {len(cells)}") from error
+        length, output = _length(where, tokens, 1), _length(where, answer, 0)
+        seconds = _seconds(where, when)
+        if self._begin is None:
+            self._begin = seconds
+        ids = range(self._blocks, self._blocks - (-length // self._block_tokens))
+        self._blocks = ids.stop
+        return TraceRequest(max(0.0, 1000 * (seconds - self._begin)), length, output, tuple(ids))
+
+    @staticmethod
+    def _header(where: str, cells: list[str]) -> dict[str, int]:
+        names = [cell.strip().lower() for cell in cells]
+        found = {
+            what: next((names.index(name) for name in known if name in names), -1) for what, known in _COLUMNS.items()
+        }
+        if min(found.values()) < 0:
+            missing = ", ".join(_COLUMNS[what][0] for what, at in found.items() if at < 0)
+            raise TraceError(f"{where}: expected a header with a column {missing}, got {names}")
+        return found
+
+
+def _length(where: str, text: str, least: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 16) or int(text) < least:
+        raise TraceError(f"{where}: expected a number of tokens of at least {least}, got {text[:80]!r}")
+    return int(text)
+
+
+def _seconds(where: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise TraceError(f"{where}: expected seconds or a date, got {text[:80]!r}") from None
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if not math.isfinite(value):
+        raise TraceError(f"{where}: expected seconds or a date, got {text[:80]!r}")
+    return value
+
+
+def read_requests(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
+    """The requests of Longshore's own event log; other events are passed over.
+
+    A log says which chunks were asked for, not how long the answer was: that is 0, and the last chunk is whole.
+    """
+    begin: list[float] = []
+
+    def request(where: str, line: bytes) -> TraceRequest | None:
+        fields = Fields.parse(where, line)
+        try:
+            event = Event.from_json({name: fields.get(name) for name in Event._fields if name in fields})
+        except TraceError as error:
+            raise TraceError(f"{where}: {error}") from error
+        if event.kind is not EventKind.REQUEST or not event.keys:
+            return None
+        if type(event.at) not in (int, float) or not math.isfinite(event.at):
+            fields.refuse("expected 'at' to be seconds", event.at)
+        if not begin:
+            begin.append(event.at)
+        ids = tuple(map(_id, event.keys))
+        return TraceRequest(max(0.0, 1000 * (event.at - begin[0])), len(ids) * block_tokens, 0, ids)
+
+    yield from (found for found in read_lines(path, request, skip) if found is not None)
+
+
+def read_prompts(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
+    """Plain prompts, as text or tokens, hashed by our keys; without times they come one second apart.
+
+    Text is not tokenised: four bytes of UTF-8 stand for a token, which keeps shared prefixes shared.
+    """
+    count = 0
+
+    def request(where: str, line: bytes) -> TraceRequest:
+        nonlocal count
+        fields = Fields.parse(where, line)
+        tokens = _tokens(fields)
+        if not len(tokens):
+            fields.refuse("expected a prompt of at least one token", "")
+        timestamp = fields.milliseconds("timestamp", default=1000.0 * count)
+        output_length = fields.integer("output_length", least=0, default=0)
+        count += 1
+        whole = len(tokens) // block_tokens * block_tokens
+        keys = chain(_ROOT, tokens[:whole], block_tokens)
+        if whole < len(tokens):
+            keys += chain(keys[-1] if keys else _ROOT, tokens[whole:], len(tokens) - whole)
+        return TraceRequest(timestamp, len(tokens), output_length, tuple(map(_id, keys)))
+
+    yield from read_lines(path, request, skip)
+
+
+def _tokens(fields: Fields) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    if "tokens" in fields:
+        return np.array(fields.integers("tokens", most=2**32 - 1, one="token"), np.uint32)
+    text = fields.get("prompt")
+    if not isinstance(text, str):
+        fields.refuse("expected 'prompt' to be text", text)
+    data = text.encode("utf-8", "surrogatepass")
+    return np.frombuffer(data + bytes(-len(data) % 4), "<u4").astype(np.uint32)
+
+
+def _id(key: bytes) -> int:
+    return int.from_bytes(key[:8], "big")

@@ -1,0 +1,57 @@
+"""Reading a trace line by line: as it is asked for, with numbers, and with a word on every line that is no good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from longshore.errors import TraceError
+
+T = TypeVar("T")
+
+Skip = Callable[[TraceError], None]
+"""Told of each line that is left out."""
+
+MAX_LINE = 64 << 20
+"""Bytes; a longer line is no line of a trace."""
+
+
+def parse_lines(
+    lines: Iterable[bytes], source: str, parse: Callable[[str, bytes], T], skip: Skip | None = None
+) -> Iterator[T]:
+    """What `parse` makes of each line that is not blank, given where it stood.
+
+    A `TraceError` of `parse` ends it all, or, where somebody is there to be told of what is left out, that line only.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            if len(line) >= MAX_LINE:
+                raise TraceError(f"{source}, line {number}: expected a line of less than {MAX_LINE} bytes")
+            found = parse(f"{source}, line {number}", line)
+        except TraceError as error:
+            if skip is None:
+                raise
+            skip(error)
+        else:
+            yield found
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of `file`; of one that is too long only the beginning, which is too long still."""
+    while line := file.readline(MAX_LINE):
+        rest = line
+        while len(rest) >= MAX_LINE and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE)
+        yield line
+
+
+def read_lines(path: str | Path, parse: Callable[[str, bytes], T], skip: Skip | None = None) -> Iterator[T]:
+    """`parse_lines` of the file at `path`; raises `TraceError` if it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            yield from parse_lines(lines_of(file), str(path), parse, skip)
+    except OSError as error:
+        raise TraceError(f"cannot read trace {path}: {error.strerror or error}") from error

@@ -1,0 +1,88 @@
+"""Any trace that Longshore reads, by its form, or by a look at its first line."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from longshore.errors import TraceError
+from longshore.trace.fields import Fields
+from longshore.trace.formats import read_lengths, read_prompts, read_requests, read_sessions
+from longshore.trace.lines import Skip, lines_of
+from longshore.trace.mooncake import TRACE_BLOCK_TOKENS, read_mooncake
+from longshore.trace.request import TraceRequest
+
+
+class Form(enum.StrEnum):
+    """What a trace's lines are."""
+
+    MOONCAKE = "mooncake"
+    SESSIONS = "sessions"
+    LENGTHS = "lengths"
+    EVENTS = "events"
+    PROMPTS = "prompts"
+
+    @property
+    def shows_reuse(self) -> bool:
+        """Whether such a trace says which requests share content."""
+        return self is not Form.LENGTHS
+
+
+_READERS: dict[Form, Callable[..., Iterator[TraceRequest]]] = {
+    Form.MOONCAKE: read_mooncake,
+    Form.SESSIONS: read_sessions,
+    Form.LENGTHS: read_lengths,
+    Form.EVENTS: read_requests,
+    Form.PROMPTS: read_prompts,
+}
+
+_MARKS = {"hash_ids": Form.MOONCAKE, "turns": Form.SESSIONS, "kind": Form.EVENTS}
+_MARKS |= {"prompt": Form.PROMPTS, "tokens": Form.PROMPTS}
+
+
+def form_of(path: str | Path) -> Form:
+    """The form of the trace at `path`, by its name and its first line. Raises `TraceError` where neither says it."""
+    if Path(path).suffix.lower() == ".csv":
+        return Form.LENGTHS
+    try:
+        with Path(path).open("rb") as file:
+            first = next((line for line in lines_of(file) if line.strip()), b"{}")
+    except OSError as error:
+        raise TraceError(f"cannot read trace {path}: {error.strerror or error}") from error
+    try:
+        fields = Fields.parse(str(path), first)
+    except TraceError:
+        if b"," in first and b"{" not in first:
+            return Form.LENGTHS
+        raise
+    found = next((form for mark, form in _MARKS.items() if mark in fields), None)
+    if found is None:
+        raise TraceError(
+            f"{path}: expected the first line to have a field {', '.join(map(repr, _MARKS))}, or the form to be named: "
+            f"{', '.join(Form)}"
+        )
+    return found
+
+
+def read_trace(
+    path: str | Path,
+    form: Form | None = None,
+    *,
+    block_tokens: int = TRACE_BLOCK_TOKENS,
+    skip: Skip | None = None,
+) -> Iterator[TraceRequest]:
+    """The requests of the trace at `path`, as they are asked for.
+
+    Args:
+        path: The file.
+        form: What its lines are; found out where it is not said.
+        block_tokens: Tokens of one block.
+        skip: Told of lines that are no good, which are then left out; without it the first of them is an error.
+
+    Raises:
+        TraceError: The file cannot be read, its form is unknown, or a line is no good; names the line.
+    """
+    if block_tokens < 1:
+        raise TraceError(f"block_tokens: expected at least 1, got {block_tokens}")
+    return _READERS[form or form_of(path)](path, block_tokens=block_tokens, skip=skip)
