@@ -2,8 +2,8 @@
 
     control plane (longshore.cache)              data plane (longshore.transfer, longshore.tiers)
 
-        take()   ── Transfer, Cancel, Forget ──►   movers move bytes and report
-        apply()  ◄── TransferResult ────────────   they decide nothing
+        take()   ── Transfer, Probe, Cancel, Forget ──►   movers move bytes and report
+        apply()  ◄── TransferResult, ProbeResult ───────  they decide nothing
 
 Both planes import this module; it imports neither, and no torch.
 """
@@ -50,8 +50,9 @@ class Route(NamedTuple):
 class Item(NamedTuple):
     """One chunk of a transfer.
 
-    A side that is `None` is the device: its blocks stand in `Transfer.sections`, in item order. A copy inside the
-    device has one item for each block; `source` is the slot to copy from, and `destination` `None`.
+    A side that is `None` is the device: its blocks stand in `Transfer.sections`, in item order. Or it is a foreign
+    tier, where `key` is the address. A copy inside the device has one item for each block; `source` is the slot to copy
+    from, and `destination` `None`.
     `parent` is the key of the chunk before this one (`None` for the first of its path), which tiers that
     outlive the process store beside the image. `valid` is a bit mask of the chunk's sub-blocks whose bytes
     mean something; bit 0 is the first block.
@@ -186,7 +187,22 @@ class Forget:
     generation: int
 
 
-Command = Transfer | Cancel | Forget
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask the foreign tier `tier` which of `keys` it has, written in `generation`, and give the answer by `deadline`.
+
+    It ends with exactly one `ProbeResult` from each rank, which answers for its own part of the images.
+    """
+
+    probe: int
+    tier: str
+    keys: tuple[Key, ...]
+    deadline: float
+    generation: int = 0
+    ranks: int = 1
+
+
+Command = Transfer | Probe | Cancel | Forget
 
 
 class Status(enum.Enum):
@@ -201,6 +217,7 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun, or not done, in time
     CANCELLED = "cancelled"  # the requester went away first
     TIER_OFF = "tier_off"  # the tier was closed or turned off
+    LAPSED = "lapsed"  # a foreign tier has it no longer, or never had
     QUEUE_FULL = "queue_full"  # a bounded queue had no room: nothing was begun
 
     @property
@@ -229,6 +246,19 @@ class TransferResult:
     seconds: float = 0.0
     queued_seconds: float = 0.0
     rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Which keys of a probe are there on one rank, in order; unless `status` is `OK` nothing is known, nor is any."""
+
+    probe: int
+    present: tuple[bool, ...]
+    status: Status = Status.OK
+    rank: int = 0
+
+
+Result = TransferResult | ProbeResult
 
 
 def leading_ok(statuses: Sequence[Status]) -> int:
@@ -264,3 +294,17 @@ class Mover(Protocol):
 
     def close(self) -> None:
         """Wait for what has begun, end the rest as `Status.TIER_OFF`, give back every resource."""
+
+
+class Prober(Protocol):
+    """What asks one foreign tier, on one rank. Nothing blocks; an answer that never comes is the runtime's business."""
+
+    @property
+    def asks(self) -> str:
+        """The name of the tier."""
+
+    def ask(self, probe: Probe) -> None:
+        """Begin `probe`."""
+
+    def answers(self) -> list[ProbeResult]:
+        """Answers that arrived since the last call, at most one for each probe, without waiting."""

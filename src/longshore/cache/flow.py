@@ -50,8 +50,10 @@ class Flow:
         self.now = 0.0
         self._last_id = 0
         self._valid = (1 << settings.blocks_per_chunk) - 1
-        self.writing = dict.fromkeys(range(len(store.levels)), 0)
-        """Chunks on their way to each tier from a warmer one."""
+        self.writing: dict[int | str, int] = dict.fromkeys(range(len(store.levels)), 0)
+        """Chunks on their way to each tier from a warmer one; foreign tiers stand here by name."""
+        self.offloaded: list[Key] | None = None
+        """Chunks that have come from the device, for whoever takes them from here; `None` if nobody does."""
 
     def new_id(self) -> int:
         """Identities of jobs and holds, never used twice."""
@@ -177,17 +179,25 @@ class Flow:
         by_layer: bool = False,
         prefetch: bool = False,
         command: bool = True,
+        foreign: str = "",
     ) -> Job:
         """Register a job for chunks whose source slots are pinned and whose destinations are placed.
 
-        Without `command` the host knows of it already, and moves the bytes itself. Writes have a deadline of their own.
+        A side that is `None` is the device, or the `foreign` tier. Without `command` the host knows of it already, and
+        moves the bytes itself. Writes have a deadline of their own.
         """
-        writing = destination is not None and (source is None or source.tier < destination.tier)
+        ours = [None if side is None else side.tier for side in (source, destination)]
+        route = Route(*(self._name(tier, foreign) for tier in ours))
+        writing = (
+            destination is None
+            if foreign
+            else destination is not None and (source is None or source.tier < destination.tier)
+        )
         if writing:
             deadline = self.now + self.settings.write_timeout
         transfer = Transfer(
             job=job,
-            route=Route(self._name(source and source.tier), self._name(destination and destination.tier)),
+            route=route,
             items=self._items(keys, parents, source, destination),
             sections=sections,
             by_layer=by_layer,
@@ -197,8 +207,8 @@ class Flow:
             generation=self.generation,
             ranks=self.settings.ranks,
         )
-        if writing and destination is not None:
-            self.writing[destination.tier] += len(keys)
+        if writing:
+            self.writing[foreign if destination is None else destination.tier] += len(keys)
         record = self.jobs[job] = Job(transfer, source, destination, load, commanded=command)
         if destination is not None and self.store.log.on:
             self.store.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
@@ -219,8 +229,8 @@ class Flow:
         rows = zip(keys, parents, begins, ends, strict=True)
         return tuple(Item(key, above, begin, end, self._valid) for key, above, begin, end in rows)
 
-    def _name(self, tier: int | None) -> str:
-        return DEVICE if tier is None else self.store.levels[tier].name
+    def _name(self, tier: int | None, elsewhere: str = "") -> str:
+        return elsewhere or DEVICE if tier is None else self.store.levels[tier].name
 
     def _slots(self, side: Side | None) -> Slots | None:
         if side is None:
@@ -235,8 +245,9 @@ class Flow:
         if job.source is not None:
             job.blame_sources(store.pools[job.source.tier].fault)
         good = statuses.count(Status.OK) == len(statuses)
-        if writing and job.destination is not None:
-            self.writing[job.destination.tier] -= len(statuses)
+        if writing:
+            at = job.transfer.route.destination if job.destination is None else job.destination.tier
+            self.writing[at] -= len(statuses)
         if job.destination is not None and not good:
             tier, slots = job.destination
             for slot, status in zip(slots, statuses, strict=True):
@@ -248,6 +259,9 @@ class Flow:
             tier, slots = job.destination
             if not good:
                 slots = [slot for slot, status in zip(slots, statuses, strict=True) if status is Status.OK]
+            if self.offloaded is not None and job.transfer.route.source == DEVICE:
+                items = zip(job.transfer.items, statuses, strict=True)
+                self.offloaded += [item.key for item, status in items if status is Status.OK]
             store.arrive(tier, slots)
 
     def _let_go(self, source: Side, statuses: Sequence[Status], *, blame: bool) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from longshore.boundary import DEVICE, Command, Key, Route, Slot, TransferResult
+from longshore.boundary import DEVICE, Command, Key, ProbeResult, Result, Route, Slot, TransferResult
 from longshore.cache.adopting import Found, adopt
 from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event, EventKind
+from longshore.cache.exchange import Exchange
 from longshore.cache.flow import Flow
 from longshore.cache.groups import Wanted
 from longshore.cache.holds import Holds
@@ -54,26 +55,34 @@ class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache."""
 
     def __init__(
-        self, tiers: Sequence[TierSpec], settings: CacheSettings | None = None, *, generation: int = 0
+        self,
+        tiers: Sequence[TierSpec],
+        settings: CacheSettings | None = None,
+        *,
+        foreign: Sequence[str] = (),
+        generation: int = 0,
     ) -> None:
-        names = tuple(tier.name for tier in tiers)
-        if not names or len(set(names)) != len(names) or DEVICE in names:
-            raise CacheError(f"a cache has one tier or more below the device, of different names; got {names}")
+        names, theirs = tuple(tier.name for tier in tiers), tuple(foreign)
+        if not names or len({DEVICE, *names, *theirs}) != 1 + len(names) + len(theirs):
+            raise CacheError(f"there is one tier or more below the device, of different names; got {names}, {theirs}")
         self.settings = settings or CacheSettings()
-        rules = self.settings.rules(names)
+        rules = self.settings.rules(names, theirs)
         # Down from neighbour to neighbour, up straight into the host tier: all tiers reach its memory.
         down, up = pairwise((DEVICE, *names)), ((name, names[0] if tier else DEVICE) for tier, name in enumerate(names))
-        self.counters = Counters.zero(names, tuple(str(Route(*route)) for route in (*down, *up)))
+        to_and_fro = [route for name in theirs for route in ((names[0], name), (name, names[0]))]
+        routes = tuple(str(Route(*route)) for route in (*down, *up, *to_and_fro))
+        self.counters = Counters.zero(names, routes, theirs)
         levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
         sizes = {len(level.pool.slabs.image_bytes) for level in levels}
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
             raise CacheError(f"all tiers have the pools of {self.settings.pools}, got {sorted(sizes)} image sizes")
-        thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1:]]
+        thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
         self._store = Store(levels, self.counters, thresholds=thresholds, events=self.settings.events)
         self._flow = Flow(self._store, self.settings, generation)
         self._loading = Loading(self._flow)
         self._prefetching = Prefetching(self._flow)
-        self._storing = Storing(self._flow, rules)
+        self._storing = Storing(self._flow, rules[: len(names)])
+        self._exchange = Exchange(self._flow, theirs, rules[len(names) :])
         self._holds = Holds(self._store)
         self._joint = Joint(self._flow, self._holds)
         self._device = DeviceBlocks(self.settings.device_blocks)
@@ -91,6 +100,7 @@ class TieredCache:
         `keys` is the path from the first chunk of the prompt; chunks before `start` are the engine's own. Every chunk
         behind the run is counted as a miss. The run is found by bisection, in microseconds whatever its length: a key
         names its whole prefix, so only some are looked at. `CacheError` is raised where one of these is out of place.
+        What is not known of foreign tiers is asked for, and never waited for.
         """
         self._check_first(keys, start)
         index = self._store.index
@@ -98,15 +108,18 @@ class TieredCache:
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
         self._advance(now)
-        self._store.count_misses(keys, end)
+        foreign, probes = self._exchange.look(keys, end) if self._exchange else (0, ())
+        self._store.count_misses(keys, end, foreign)
         if self._store.log.on:
             asked, found = tuple(keys), end - start
             self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
         if end == start:
-            return Match(start, 0, None)
+            return Match(start, 0, None, foreign, probes)
+        self._exchange.found(keys[start:end])
         pin = self._store.pin(index.get(keys[end - 1]))
         held = Held(keys[start:end], range(start, end), (pin,))
-        return Match(start, end - start, self._holds.take(self._flow.new_id(), (held,), request))
+        hold = self._holds.take(self._flow.new_id(), (held,), request)
+        return Match(start, end - start, hold, foreign, probes)
 
     def match_groups(self, wanted: Sequence[Wanted], now: float, *, request: str | None = None) -> GroupMatch:
         """The longest prefix at which every KV cache group is served, and a hold on what the tiers are to bring.
@@ -119,6 +132,21 @@ class TieredCache:
         paths = self._joint.paths(wanted)
         self._advance(now)
         return self._joint.match(paths, request)
+
+    def fetch(self, keys: Sequence[Key], now: float, *, start: int = 0, group: int = 0) -> tuple[int, ...]:
+        """Bring what foreign tiers are known to have behind the ready prefix of `keys` into the warmest tier; the jobs.
+
+        What has arrived is found by the next match. What is on its way already is joined, what is not known is asked
+        for, and nothing that is not backed up makes way. Fetches outlive the request that wanted them. The keys are of
+        one KV cache group; chunks of a group that stand alone are a `CacheError`, as nobody knows which are wanted.
+        """
+        self._check_first(keys, start)
+        if self.settings.stands_alone(group):
+            raise CacheError(f"chunks of group {group} stand alone: they are no path to be fetched")
+        end = self._store.index.reachable_prefix(keys, start)
+        path = self._store.index.follow(keys, end)
+        self._advance(now)
+        return self._exchange.fetch(keys, end, path, self.settings.pool_of(group))
 
     def runs(self, hold: Hold) -> tuple[Run, ...]:
         """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""
@@ -259,8 +287,8 @@ class TieredCache:
         return len(held)
 
     def in_flight(self, job: int) -> bool:
-        """Whether `job` has not ended, so that its device blocks may still be read or written."""
-        return job in self._flow.jobs
+        """Whether `job` has not ended, so that its device blocks may still be read or written; or a probe has not."""
+        return job in self._flow.jobs or self._exchange.is_asking(job)
 
     # ------------------------------------------------------------------ writing
 
@@ -380,12 +408,13 @@ class TieredCache:
             if record.load is not None:
                 self._count_misses(record.load, record.load.revoke())
         self._flow.forget()
+        self._exchange.clear()
         return self.generation
 
     def end_step(self) -> None:
         """The engine's step is over: what `peek` protected no longer is, and pending backups are ordered."""
         self._holds.end_step()
-        self._storing.clean()
+        self._order_writes()
 
     def tick(self, now: float) -> None:
         """Time has passed: order what is due, and end the waits whose deadline has come.
@@ -393,24 +422,27 @@ class TieredCache:
         Their movers are told, and own their slots until they end.
         """
         self._advance(now)
-        self._storing.clean()
+        self._order_writes()
 
     def take(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
         commands, self._flow.outbox = self._flow.outbox, []
         return commands
 
-    def apply(self, results: Sequence[TransferResult], now: float) -> None:
+    def apply(self, results: Sequence[Result], now: float) -> None:
         """What became of earlier commands.
 
-        A job that is not in flight, or reported twice by a rank, is a `JobError`, and nothing is applied.
+        A job or probe that is not in flight, or reported twice by a rank, is a `JobError`, and nothing is applied.
         """
-        loads = self._flow.apply(results)
+        answers = [result for result in results if isinstance(result, ProbeResult)]
+        self._exchange.check(answers)
+        loads = self._flow.apply([result for result in results if isinstance(result, TransferResult)])
         self._advance(now)
+        self._exchange.hear(answers)
         for load in loads:
             if load.outcome is None and not load.pending:
                 self._conclude(load, MissReason.CANCELLED)
-        self._storing.clean()
+        self._order_writes()
 
     # ------------------------------------------------------------------ watching
 
@@ -446,6 +478,7 @@ class TieredCache:
         self._store.check_integrity()
         self._flow.check_integrity()
         self._holds.check_integrity()
+        self._exchange.check_integrity()
 
     # ------------------------------------------------------------------ inside
 
@@ -465,6 +498,11 @@ class TieredCache:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
         return Onboarding(sum(part.chunks for part in parts), parts)
+
+    def _order_writes(self) -> None:
+        self._storing.clean()
+        if self._exchange:
+            self._exchange.proceed()
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self._count_misses(load, load.conclude(unfinished))

@@ -36,6 +36,9 @@ class CacheSettings:
         prefetch_timeout: Seconds after which it waits no longer, if that is a policy of `TIMEOUT`.
         load_timeout: Seconds after which a load is given up.
         write_timeout: Seconds after which a write that has not begun is not worth beginning.
+        probe_timeout: Seconds within which a foreign tier says what it has.
+        probe_life: Seconds for which its answer counts.
+        max_probes: Keys that a foreign tier is asked for at a time; more are not asked for, and counted.
         max_writes: Chunks in flight per write route; more are dropped (offloads) or left for later (backups).
         events: Events to keep for a reader (`TieredCache.events`); none are recorded at zero.
         device_blocks: Blocks of the device pool, to check ids against; `None` leaves that to the data plane.
@@ -56,28 +59,40 @@ class CacheSettings:
     prefetch_timeout: float = 1.0
     load_timeout: float = 10.0
     write_timeout: float = 60.0
+    probe_timeout: float = 0.1
+    probe_life: float = 30.0
+    max_probes: int = 8192
     max_writes: int = 1024
     events: int = 0
     device_blocks: int | None = None
     pools: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if min(self.blocks_per_chunk, self.ranks, self.max_writes) < 1:
-            raise CacheError(f"blocks_per_chunk, ranks and max_writes are at least 1, got {self}")
+        if min(self.blocks_per_chunk, self.ranks, self.max_writes, self.max_probes) < 1:
+            raise CacheError(f"blocks_per_chunk, ranks, max_writes and max_probes are at least 1, got {self}")
         for policy in (self.offload, self.backup):
             WriteRule(policy, self.threshold)
-        if not all(0 < each < math.inf for each in (self.prefetch_timeout, self.load_timeout, self.write_timeout)):
+        loads, probes = (self.prefetch_timeout, self.load_timeout), (self.probe_timeout, self.probe_life)
+        if not all(0 < each < math.inf for each in (*loads, self.write_timeout, *probes)):
             raise CacheError(f"timeouts are positive numbers of seconds, got {self}")
         if not 0 <= self.priority_floor <= HIGHEST_PRIORITY:
             raise CacheError(f"priority_floor lies in [0, {HIGHEST_PRIORITY}], got {self.priority_floor}")
 
-    def rules(self, tiers: Sequence[str]) -> tuple[WriteRule, ...]:
-        """The write rule of the route into each of `tiers`, warmest first."""
-        unknown = sorted(set(self.into) - set(tiers))
+    def rules(self, tiers: Sequence[str], foreign: Sequence[str] = ()) -> tuple[WriteRule, ...]:
+        """The write rule of the route into each of `tiers`, warmest first, and into each of the `foreign` ones."""
+        names = [*tiers, *foreign]
+        unknown = sorted(set(self.into) - set(names))
         if unknown:
-            raise CacheError(f"write rules are for routes into {list(tiers)}, got some into {unknown}")
-        usual = [WriteRule(self.backup if tier else self.offload, self.threshold) for tier in range(len(tiers))]
-        return tuple(self.into.get(name, rule) for name, rule in zip(tiers, usual, strict=True))
+            raise CacheError(f"write rules are for routes into {names}, got some into {unknown}")
+        usual = [self.offload, *[self.backup] * (len(tiers) - 1), *[WritePolicy.THROUGH] * len(foreign)]
+        rules = [
+            self.into.get(name, WriteRule(policy, self.threshold)) for name, policy in zip(names, usual, strict=True)
+        ]
+        if any(rule.policy is WritePolicy.BACK for rule in rules[len(tiers) :]):
+            raise CacheError(
+                f"what a foreign tier has cannot be counted on: there is no write-back into {list(foreign)}"
+            )
+        return tuple(rules)
 
     def group(self, index: int) -> tuple[CacheGroup, int]:
         """A group, and how many tokens its chunks have. Raises `CacheError` for one that is not in `groups`."""

@@ -261,12 +261,13 @@ class Store:
             return MissReason.ABSENT
         return MissReason.IN_FLIGHT if self.index.warmest_ready(node) < 0 else MissReason.BEHIND
 
-    def count_misses(self, keys: Sequence[Key], end: int) -> None:
-        """A request got no further than to before `keys[end]`."""
+    def count_misses(self, keys: Sequence[Key], end: int, foreign: int = 0) -> None:
+        """A request got no further than to before `keys[end]`; so many of the rest a foreign tier is known to have."""
         known, misses = self.index.known_prefix(keys, end), self.counters.misses
         for key in keys[end:known]:
             misses[self.miss(key)] += 1
-        misses[MissReason.ABSENT] += len(keys) - known
+        misses[MissReason.ABSENT] += len(keys) - known - foreign
+        misses[MissReason.FOREIGN] += foreign
 
     def pin(self, node: int) -> Pin:
         """Keep `node` from eviction until `unpin`."""

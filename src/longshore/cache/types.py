@@ -18,6 +18,7 @@ class MissReason(enum.Enum):
     """Why a chunk that a request wanted did not come from a tier. Closed: there is no "other"."""
 
     ABSENT = "absent"  # no tier has it
+    FOREIGN = "foreign"  # only a foreign tier has it, as far as is known; it was not fetched
     IN_FLIGHT = "in_flight"  # still on its way into its first tier
     NO_ROOM = "no_room"  # the host tier could not make room to read it into
     BEHIND = "behind"  # resident, but behind a chunk that missed
@@ -29,6 +30,7 @@ class MissReason(enum.Enum):
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     TIER_OFF = "tier_off"
+    LAPSED = "lapsed"
     QUEUE_FULL = "queue_full"
 
     @classmethod
@@ -47,6 +49,15 @@ class DropReason(enum.Enum):
     SELDOM = "seldom"  # offered less often than the write policy asks for
     ANSWER = "answer"  # behind the prompt, of which alone the write policy takes chunks
     PRIORITY = "priority"  # of less priority than the write policy asks for
+
+
+class Answer(enum.Enum):
+    """What became of the question whether a foreign tier has a chunk. Closed: there is no "other"."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+    NONE = "none"  # it did not come in time, or not from all ranks
+    UNASKED = "unasked"  # too many are under way
 
 
 class Presence(enum.Enum):
@@ -72,11 +83,17 @@ class Hold(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The longest ready prefix: `length` chunks from `start`. `hold` is `None` when it is empty."""
+    """The longest ready prefix: `length` chunks from `start`. `hold` is `None` when it is empty.
+
+    Behind these, and what is on its way, come `foreign` chunks that a foreign tier is known to have, for `fetch`. Its
+    answers to `probes`, which are `in_flight`, may make these more at a later match.
+    """
 
     start: int
     length: int
     hold: Hold | None
+    foreign: int = 0
+    probes: tuple[int, ...] = ()
 
 
 class GroupMatch(NamedTuple):
@@ -152,7 +169,7 @@ class Counters:
 
     `hits` are chunks onboarded by the tier they came from, `misses` chunks wanted and not onboarded, `drops` chunks
     not stored by the tier that did not take them, `evictions` copies evicted by tier, `lost` copies removed because
-    their bytes, or their parent's, turned out to be unusable.
+    their bytes, or their parent's, turned out to be unusable, `probes` keys that foreign tiers were asked for.
     """
 
     hits: Counter[str]
@@ -161,21 +178,23 @@ class Counters:
     evictions: Counter[str]
     lost: Counter[str]
     routes: dict[str, RouteTotals] = field(default_factory=dict)
+    probes: dict[str, Counter[Answer]] = field(default_factory=dict)
 
     def copy(self) -> Counters:
         """A snapshot, for taking differences."""
         return deepcopy(self)
 
     @classmethod
-    def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...]) -> Counters:
-        """All counters at zero for these tiers and routes."""
+    def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...], foreign: tuple[str, ...] = ()) -> Counters:
+        """All counters at zero for these tiers, `routes` between them, and `foreign` tiers."""
         return cls(
             hits=Counter(dict.fromkeys(tiers, 0)),
             misses=Counter(dict.fromkeys(MissReason, 0)),
-            drops={tier: Counter(dict.fromkeys(DropReason, 0)) for tier in tiers},
+            drops={tier: Counter(dict.fromkeys(DropReason, 0)) for tier in (*tiers, *foreign)},
             evictions=Counter(dict.fromkeys(tiers, 0)),
             lost=Counter(dict.fromkeys(tiers, 0)),
             routes={route: RouteTotals() for route in routes},
+            probes={tier: Counter(dict.fromkeys(Answer, 0)) for tier in foreign},
         )
 
 

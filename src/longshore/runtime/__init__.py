@@ -3,6 +3,6 @@
 from longshore.runtime.guard import BlockGuard
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import EventRecorder
-from longshore.runtime.tier_mover import TierMover
+from longshore.runtime.tier_mover import ForeignMover, TierMover
 
-__all__ = ["BackgroundLoop", "BlockGuard", "EventRecorder", "Runtime", "TierMover"]
+__all__ = ["BackgroundLoop", "BlockGuard", "EventRecorder", "ForeignMover", "Runtime", "TierMover"]

@@ -22,6 +22,10 @@ from longshore.boundary import (
     Command,
     Forget,
     Mover,
+    Probe,
+    Prober,
+    ProbeResult,
+    Result,
     Route,
     Slot,
     Status,
@@ -77,6 +81,7 @@ class Runtime:
         movers: Sequence[Mover],
         tiers: Sequence[Tier] = (),
         *,
+        probers: Sequence[Prober] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -89,7 +94,9 @@ class Runtime:
         self._lock = threading.RLock()
         self._waiting: dict[int, _Waiting] = {}
         self._running: dict[int, _Running] = {}
-        self._results: list[TransferResult] = []
+        self._probers = {prober.asks: prober for prober in probers}
+        self._probing: dict[int, Probe] = {}
+        self._results: list[Result] = []
         self._failures: dict[int, dict[Slot, Status]] = {}
         """Slots that were not filled, by job; kept until the cache knows that the job has ended."""
         self._closed = False
@@ -117,7 +124,7 @@ class Runtime:
         """Make what progress there is to make, without waiting; says whether anything is in flight."""
         with self._lock:
             self._pump()
-            return bool(self._waiting or self._running)
+            return bool(self._waiting or self._running or self._probing)
 
     def wait_onboarded(self, hold: Hold, timeout: float) -> Outcome:
         """Wait until the onboarding of `hold` has ended, at most `timeout` seconds; then what has arrived is it."""
@@ -158,6 +165,8 @@ class Runtime:
             self._closed = True
             for job in list(self._waiting):
                 self._end_waiting(job, Status.TIER_OFF)
+            for probe in list(self._probing):
+                self._end_probe(probe, Status.TIER_OFF)
         for mover in self._movers:
             mover.close()
         self.pump()
@@ -192,6 +201,10 @@ class Runtime:
             for mover in self._movers:
                 for result in mover.poll():
                     self._collect(result)
+            for prober in self._probers.values():
+                for answer in prober.answers():
+                    if self._probing.pop(answer.probe, None) is not None:  # it is not too late
+                        self._results.append(answer)
             results, self._results = self._results, []
             self._cache.apply(results, now)  # of none, too: deadlines pass all the same
             commands = self._cache.take()
@@ -209,6 +222,8 @@ class Runtime:
                     self._waiting[command.job] = waiting
                 else:
                     self._start(waiting)
+            case Probe():
+                self._probe(command)
             case Cancel():
                 if command.job in self._waiting:
                     self._end_waiting(command.job, Status.CANCELLED)
@@ -256,7 +271,28 @@ class Runtime:
         else:
             self._running[transfer.job] = _Running(transfer, mover, tail, transfer.ranks)
 
+    def _probe(self, probe: Probe) -> None:
+        """Ask a foreign tier; whatever goes wrong with that, the probe must end, and the others go on."""
+        self._probing[probe.probe] = probe
+        prober = self._probers.get(probe.tier)
+        try:
+            if prober is None or probe.ranks != 1:
+                raise PlanError(f"nobody asks {probe.tier} for {probe.ranks} ranks")
+            prober.ask(probe)
+        except Exception as error:  # noqa: BLE001
+            if not isinstance(error, TierClosedError):
+                _log.exception("probe %d of %s was refused", probe.probe, probe.tier)
+            self._end_probe(probe.probe, Status.TIER_OFF)
+
+    def _end_probe(self, number: int, status: Status) -> None:
+        """End a probe without an answer, on all ranks."""
+        probe = self._probing.pop(number)
+        nothing = (False,) * len(probe.keys)
+        self._results += [ProbeResult(number, nothing, status, rank) for rank in range(probe.ranks)]
+
     def _expire(self, now: float) -> None:
+        for number in [number for number, probe in self._probing.items() if probe.deadline <= now]:
+            self._end_probe(number, Status.DEADLINE)
         for job in [job for job, waiting in self._waiting.items() if waiting.transfer.deadline <= now]:
             self._end_waiting(job, Status.DEADLINE)
         for running in self._running.values():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from longshore.boundary import Item, Route, Transfer, TransferResult
+from longshore.boundary import Item, Probe, ProbeResult, Route, Slot, Transfer, TransferResult
 from longshore.errors import PlanError
-from longshore.tiers.base import Op, Tier, TierOp
+from longshore.tiers.base import BY_KEY, ForeignTier, Op, Tier, TierOp
 from longshore.tiers.host import HostTier
+
+_PROBES = 1024
+"""Probes whose answers are waited for; those asked before them are given up."""
 
 
 class TierMover:
@@ -57,12 +60,48 @@ class TierMover:
 
     def _operation(self, op: Op, item: Item, generation: int) -> TierOp:
         ours, hosts = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
-        if ours is None or hosts is None:
-            raise PlanError(f"a transfer between tiers has a slot on both sides, got {item.source} {item.destination}")
-        if ours.pool != hosts.pool:
-            raise PlanError(f"a transfer between tiers stays within its pool, got {item.source} {item.destination}")
+        if hosts is None:
+            raise PlanError(f"a transfer between tiers has a host slot on one side, got {item}")
+        index = self._address(ours, hosts)
         offset, length = self._host.offset(hosts.pool, hosts.index), self._host.image_bytes[hosts.pool]
-        return TierOp(op, ours.index, item.key, item.parent, offset, length, generation, ours.pool)
+        return TierOp(op, index, item.key, item.parent, offset, length, generation, hosts.pool)
+
+    def _address(self, ours: Slot | None, hosts: Slot) -> int:
+        """The index of the slot in the tier. Raises `PlanError` where there is none, or one of another pool."""
+        if ours is None or ours.pool != hosts.pool:
+            raise PlanError(f"a transfer between tiers has a slot of one pool on both sides, got {ours} and {hosts}")
+        return ours.index
+
+
+class ForeignMover(TierMover):
+    """The same for a foreign tier, where the key of an item is its address; and it asks what is there. One rank."""
+
+    tier: ForeignTier
+
+    def __init__(self, tier: ForeignTier, host: HostTier) -> None:
+        super().__init__(tier, host)
+        self._probes: dict[int, int] = {}  # ticket -> probe, of the last ones
+
+    @property
+    def asks(self) -> str:
+        """The name of the tier."""
+        return self.tier.name
+
+    def ask(self, probe: Probe) -> None:
+        """Begin `probe`."""
+        self._probes[self.tier.ask(probe.keys, probe.generation, probe.deadline)] = probe.probe
+        if len(self._probes) > _PROBES:  # some answers never come
+            del self._probes[next(iter(self._probes))]
+
+    def answers(self) -> list[ProbeResult]:
+        """Answers that arrived since the last call."""
+        known = [(self._probes.pop(ticket, None), present) for ticket, present in self.tier.answers()]
+        return [ProbeResult(probe, present) for probe, present in known if probe is not None]
+
+    def _address(self, ours: Slot | None, hosts: Slot) -> int:
+        if ours is not None:
+            raise PlanError(f"a foreign tier has no slots, got {ours}")
+        return BY_KEY
 
 
 def truncated(transfer: Transfer, items: int, blocks_per_chunk: int) -> Transfer:

@@ -1,4 +1,4 @@
-"""What others may test with: a tier's conformance suite, a faulty tier, disks that rot, a simulated device.
+"""What others may test with: a tier's conformance suite, a faulty tier, a foreign one, disks that rot, a device.
 
 `TierTests` needs pytest, and is loaded when it is first asked for; the rest needs nothing beyond Longshore.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.testing.disk import flip_header_bit, flip_image_bit
 from longshore.testing.faulty import Fault, FaultPlan, FaultyTier, Rule
+from longshore.testing.key_store import KeyStore, StoreFault
 from longshore.testing.tier_harness import TierHarness
 from longshore.transfer.device.simulated import SimulatedDevice, Story, World, explore, sample
 
@@ -20,8 +21,10 @@ __all__ = [
     "Fault",
     "FaultPlan",
     "FaultyTier",
+    "KeyStore",
     "Rule",
     "SimulatedDevice",
+    "StoreFault",
     "Story",
     "TierHarness",
     "TierTests",

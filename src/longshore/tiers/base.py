@@ -8,6 +8,8 @@
     tier        │  slot, slot, slot, ...        address
                 └──────────────────────────
 
+A tier that is not ours (`ForeignTier`) has no slots: the key is the address there.
+
 A tier decides nothing: which key lives in which slot is the control plane's business. It moves bytes, verifies
 what it reads, and reports one `Status` per operation. Nothing here blocks, returns bytes objects or calls back.
 
@@ -32,13 +34,18 @@ class Op(enum.Enum):
     WRITE = "write"  # arena -> tier
 
 
+BY_KEY = -1
+"""The slot of an operation on a foreign tier."""
+
+
 class TierOp(NamedTuple):
     """One image to move.
 
-    `slot` is the index in an owned tier, `pool` its image size (`longshore.slabs`). `offset` and `length` are bytes in
-    the arena, and must lie within it; `length` must not exceed the pool's `image_bytes`. A `READ` serves only bytes
-    that were written under the same `key` and `generation`; anything else ends as a status and leaves no promise about
-    the destination's bytes. A `WRITE` gives the slab of its slot to its pool: what other pools had there is gone.
+    `slot` is the index in an owned tier, or `BY_KEY`, and `pool` its image size (`longshore.slabs`). `offset` and
+    `length` are bytes in the arena, and must lie within it; `length` must not exceed the pool's `image_bytes`. A `READ`
+    serves only bytes that were written under the same `key` and `generation`; anything else ends as a status and leaves
+    no promise about the destination's bytes. A `WRITE` gives the slab of its slot to its pool: what other pools had
+    there is gone.
     """
 
     op: Op
@@ -116,3 +123,22 @@ class Tier(ABC):
     def generation(self) -> int:
         """The generation that the next process should start in."""
         return 0
+
+
+class ForeignTier(Tier):
+    """A place for block images that is not ours: addressed by key, shared, and free to drop what it has.
+
+    Every operation has `BY_KEY` for a slot; there are no slabs. A `READ` of what is not there, or no longer, ends as
+    `Status.LAPSED`; a `WRITE` of what is there already may end as `OK` without moving anything.
+    """
+
+    @abstractmethod
+    def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
+        """Ask which of `keys`, written in `generation`, are there; nobody wants the answer after `deadline`.
+
+        Returns a ticket, which is not one of `submit`. Nothing is promised: an answer may never come.
+        """
+
+    @abstractmethod
+    def answers(self) -> list[tuple[int, tuple[bool, ...]]]:
+        """Answers that arrived since the last call, without waiting: a ticket, and which of its keys are there."""

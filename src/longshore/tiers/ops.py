@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from longshore.boundary import Status
 from longshore.errors import PlanError, TierError
 from longshore.slabs import Slabs
-from longshore.tiers.base import Op, TierOp, TierResult
+from longshore.tiers.base import BY_KEY, Op, TierOp, TierResult
 
 KEY_BYTES = 32
 """Length of a key, of a parent and of a scope fingerprint."""
@@ -24,9 +24,9 @@ MAX_GENERATION = 2**64 - 1
 
 
 def check_batch(
-    batch: Sequence[TierOp], deadline: float, *, slabs: Slabs, image_bytes: Sequence[int], arena_bytes: int
+    batch: Sequence[TierOp], deadline: float, *, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int
 ) -> None:
-    """Raise `TierError` unless every operation of `batch` can be begun."""
+    """Raise `TierError` unless every operation of `batch` can be begun; foreign tiers have no `slabs`."""
     if math.isnan(deadline):
         raise TierError("the deadline must be a clock reading, got NaN")
     for index, op in enumerate(batch):
@@ -48,10 +48,13 @@ def check_digest(what: str, digest: bytes) -> None:
         raise TierError(f"{what} has {KEY_BYTES} bytes, got {digest!r}")
 
 
-def _check_op(op: TierOp, slabs: Slabs, image_bytes: Sequence[int], arena_bytes: int) -> None:
+def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int) -> None:
     if not isinstance(op.op, Op):
         raise TierError(f"expected Op.READ or Op.WRITE, got {op.op!r}")
-    slabs.check(op.pool, op.slot)
+    if slabs is not None:
+        slabs.check(op.pool, op.slot)
+    elif op.slot != BY_KEY or not 0 <= op.pool < len(image_bytes):
+        raise TierError(f"a foreign tier is addressed by key, got slot {op.slot} of pool {op.pool}")
     if not 0 < op.length <= image_bytes[op.pool]:
         raise TierError(f"length {op.length} does not lie in [1, {image_bytes[op.pool]}]")
     if op.offset < 0 or op.offset + op.length > arena_bytes:

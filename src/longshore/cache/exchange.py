@@ -1,0 +1,209 @@
+"""Chunks to and from foreign tiers: fetched into the warmest tier when they are there, stored as far as is easy.
+
+    fetch    foreign ──key──► host slot       behind what our tiers have; a chunk that lapsed is a miss, and counted
+    store    host slot ──key──► foreign       what has come from the device, or has come back often enough
+
+A chunk that is being fetched is on its way like any other, so it is matched when it is there, and not before: no
+request holds what another's machine may drop. Stores are bounded, dropped under pressure, and counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from longshore.boundary import Key, ProbeResult, Status
+from longshore.cache.flow import Flow
+from longshore.cache.foreign import Foreign
+from longshore.cache.index import ROOT
+from longshore.cache.jobs import Job, Side
+from longshore.cache.sightings import Sightings
+from longshore.cache.types import DropReason, MissReason
+from longshore.cache.writing import WriteRule
+from longshore.errors import JobError
+
+FETCH_BATCH = 16
+"""Chunks that are fetched by one job."""
+
+SIGHTINGS = 1 << 16
+"""Chunks of which a selective write policy remembers how often they came."""
+
+_SHARE = 16
+"""At most one in so many slots of the host tier is kept for stores under way."""
+
+
+class Exchange:
+    """Fetches and stores over one `Flow`, from and to `tiers`, the first that has a chunk being asked first."""
+
+    def __init__(self, flow: Flow, tiers: Sequence[str], rules: Sequence[WriteRule]) -> None:
+        self._flow = flow
+        self._store = flow.store
+        self._tiers = [Foreign(name, flow) for name in tiers]
+        self._seen = [Sightings(rule.threshold, SIGHTINGS) if rule.selective else None for rule in rules]
+        self._queues: list[deque[Key]] = [deque() for _ in tiers]
+        """What is to be stored in each tier, heads first."""
+        self._under_way: dict[int, tuple[Foreign, Job]] = {}
+        flow.writing.update(dict.fromkeys(tiers, 0))
+        flow.offloaded = [] if tiers else None
+
+    def __bool__(self) -> bool:
+        return bool(self._tiers)
+
+    # ------------------------------------------------------------------ what is known
+
+    def look(self, keys: Sequence[Key], end: int) -> tuple[int, tuple[int, ...]]:
+        """How many chunks foreign tiers are known to have, right behind what is on its way behind `keys[:end]`.
+
+        What is not known behind these is asked for; also returned are the probes that are under way about it.
+        """
+        end = self._store.index.known_prefix(keys, end)
+        if end and not self._store.index.get(keys[end - 1]):
+            return 0, ()  # what is before these is not ours: they could not be reached
+        known = 0
+        while end + known < len(keys) and self._source(keys[end + known]) is not None:
+            known += 1
+        rest = keys[end + known :]
+        return known, tuple(probe for tier in self._tiers for probe in (tier.ask(rest) if rest else ()))
+
+    def _source(self, key: Key) -> Foreign | None:
+        return next((tier for tier in self._tiers if tier.has(key)), None)
+
+    def is_asking(self, probe: int) -> bool:
+        """Whether this is a probe that has not ended."""
+        return any(tier.is_asking(probe) for tier in self._tiers)
+
+    def check(self, results: Iterable[ProbeResult]) -> None:
+        """Raise `JobError` unless each of `results` is waited for, once."""
+        seen: set[tuple[int, int]] = set()
+        for result in results:
+            tier = next((tier for tier in self._tiers if tier.is_asking(result.probe)), None)
+            if tier is None or (result.probe, result.rank) in seen:
+                raise JobError(f"probe {result.probe} is not under way, or was answered twice by rank {result.rank}")
+            tier.check(result)
+            seen.add((result.probe, result.rank))
+
+    def hear(self, results: Iterable[ProbeResult]) -> None:
+        """Answers have come, of which `check` says that they are waited for."""
+        for result in results:
+            next(tier for tier in self._tiers if tier.is_asking(result.probe)).hear(result)
+
+    # ------------------------------------------------------------------ fetching
+
+    def fetch(self, keys: Sequence[Key], end: int, path: Sequence[int], pool: int) -> tuple[int, ...]:
+        """Order what foreign tiers are known to have behind `keys[:end]` into `pool` of the warmest tier; all jobs.
+
+        `path` are the nodes of what is on its way behind these already, which is joined. Nothing that is not backed up
+        makes way.
+        """
+        store, writer = self._store, self._store.pools[0].writer
+        known, _ = self.look(keys, end)
+        jobs = dict.fromkeys(writer[slot] for node in path if (slot := store.index.slot[0][node]) in writer)
+        begin = end + len(path)
+        parent, wanted = store.index.get(keys[begin - 1]) if begin else ROOT, keys[begin : begin + known]
+        pin = store.pin(parent) if parent and wanted else None
+        store.log.by = wanted[0] if wanted else None
+        wanted = wanted[: store.make_room(0, len(wanted), pool, spare_dirty=True)]
+        if pin is not None:
+            store.unpin(pin)
+        for tier, run in groupby(wanted, self._source):
+            batch = list(run)
+            for start in range(0, len(batch), FETCH_BATCH):
+                if tier is not None:
+                    jobs[self._fetch(tier, batch[start : start + FETCH_BATCH], parent, pool)] = None
+                    parent = store.index.get(batch[: start + FETCH_BATCH][-1])
+        return tuple(jobs)
+
+    def _fetch(self, tier: Foreign, keys: Sequence[Key], parent: int, pool: int) -> int:
+        job, index = self._flow.new_id(), self._store.index
+        slots = self._store.place(keys, parent, job, pool)
+        above = [index.key[parent], *keys[:-1]]
+        deadline = self._flow.now + self._flow.settings.load_timeout
+        record = self._flow.order(
+            job, keys, above, None, Side(0, slots), foreign=tier.name, deadline=deadline, prefetch=True
+        )
+        self._under_way[job] = tier, record
+        return job
+
+    # ------------------------------------------------------------------ storing
+
+    def came(self, keys: Sequence[Key]) -> None:
+        """Chunks have come from the device, or were found by a request."""
+        for tier, seen, queue in zip(self._tiers, self._seen, self._queues, strict=True):
+            often = keys if seen is None else keys[: seen.leading(keys)]
+            fresh = [key for key in often if not tier.was_sent(key)]
+            taken = fresh[: max(0, self._flow.settings.max_writes - len(queue))]
+            queue.extend(taken)
+            tier.sending(taken)
+            self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
+
+    def found(self, keys: Sequence[Key]) -> None:
+        """Chunks of a path were found by a request: selective write policies may want them now."""
+        if any(seen is not None for seen in self._seen):
+            self.came(keys)
+
+    def proceed(self) -> None:
+        """Take note of what has ended and arrived, and order stores, as far as not too many are under way."""
+        self._conclude()
+        if self._flow.offloaded:
+            self.came(self._flow.offloaded)
+            self._flow.offloaded.clear()
+        limit = min(self._flow.settings.max_writes, max(1, self._store.pools[0].capacity // _SHARE))
+        for tier, queue in zip(self._tiers, self._queues, strict=True):
+            count = min(len(queue), limit - self._flow.writing[tier.name])
+            if count > 0:
+                self._store_some(tier, [queue.popleft() for _ in range(count)])
+
+    def _store_some(self, tier: Foreign, keys: Sequence[Key]) -> None:
+        """Order a store of those of `keys` that are still in the warmest tier, and not known to be there by now."""
+        index, pool = self._store.index, self._store.pools[0]
+        nodes = [index.get(key) for key in keys if not tier.has(key)]
+        nodes = [node for node in nodes if node and index.is_ready(node, 0)]
+        if not nodes:
+            return
+        slots = [index.slot[0][node] for node in nodes]
+        for slot in slots:
+            pool.readers[slot] += 1
+        job, above = self._flow.new_id(), [index.key[index.parent[node]] for node in nodes]
+        record = self._flow.order(
+            job, [index.key[node] for node in nodes], above, Side(0, slots), None, foreign=tier.name
+        )
+        self._under_way[job] = tier, record
+
+    def _drop(self, tier: Foreign, count: int, reason: DropReason) -> None:
+        self._store.counters.drops[tier.name][reason] += count
+
+    # ------------------------------------------------------------------ what became of it
+
+    def _conclude(self) -> None:
+        """Some jobs may have ended: what was found there is known now, and what was not is a miss."""
+        for job in [job for job in self._under_way if job not in self._flow.jobs]:
+            tier, record = self._under_way.pop(job)
+            if record.transfer.generation != self._flow.generation:
+                continue
+            storing, missed = record.source is not None, False
+            for item, status in zip(record.transfer.items, record.statuses, strict=True):
+                if status is Status.OK:
+                    tier.learn(item.key, present=True)
+                    self._store.counters.misses[MissReason.BEHIND] += missed
+                elif storing:
+                    tier.forget(item.key)
+                    self._drop(tier, 1, DropReason.WRITE_FAILED)
+                else:
+                    tier.forget(item.key)
+                    self._store.counters.misses[MissReason.of(status)] += 1
+                    missed = True
+
+    def clear(self) -> None:
+        """A reset: nothing is known, and nothing is to be stored."""
+        for tier, queue in zip(self._tiers, self._queues, strict=True):
+            tier.clear()
+            queue.clear()
+
+    def check_integrity(self) -> None:
+        """Raise `JobError` where what is under way is not in flight."""
+        for tier in self._tiers:
+            tier.check_integrity()
+        for job in self._under_way:
+            if job not in self._flow.jobs:
+                raise JobError(f"job {job} of a foreign tier has ended, and was not heard of")

@@ -1,0 +1,164 @@
+"""A foreign tier in this process: images by key in a dictionary, which forgets, dawdles or falls silent when told to.
+
+lapse     probes say that a chunk is there, and a read finds that it is not
+late      answers and results come some seconds later
+silent    nothing comes at all, until it is cancelled or closed
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from longshore.boundary import Key, Status
+from longshore.errors import TierClosedError
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import ForeignTier, Op, TierOp, TierResult
+from longshore.tiers.ops import Batch, check_batch, check_generation
+
+Images = dict[tuple[Key, int], bytes]
+"""What a store has, by key and generation; several stores may share it, as several machines do."""
+
+
+class StoreFault(enum.Enum):
+    """What can go wrong with a key store."""
+
+    LAPSE = "lapse"
+    LATE = "late"
+    SILENT = "silent"
+
+
+class KeyStore(ForeignTier):
+    """Copies the bytes of images of `image_bytes` (by pool) between `arena` and a dictionary, inside `poll`.
+
+    Attributes:
+        images: What it has.
+        seconds: How late answers and results are.
+        silent: Whether there are none.
+        fired: How often each fault has struck: by chunk, answer or batch.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        image_bytes: Sequence[int],
+        *,
+        name: str = "store",
+        images: Images | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.image_bytes = tuple(image_bytes)
+        self.images: Images = {} if images is None else images
+        self.seconds = 0.0
+        self.silent = False
+        self.fired: Counter[StoreFault] = Counter()
+        self._arena = arena
+        self._clock = clock
+        self._lapsed: set[tuple[Key, int]] = set()
+        self._forgotten = 0
+        self._tickets = 0
+        self._open: dict[int, tuple[Batch, float]] = {}
+        self._asked: dict[int, tuple[tuple[bool, ...], float]] = {}
+        self._results: list[TierResult] = []
+        self._closed = False
+
+    def lapse(self, key: Key, generation: int = 0) -> None:
+        """Lose the image of `key`, and go on saying that it is there."""
+        del self.images[key, generation]
+        self._lapsed.add((key, generation))
+
+    def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
+        """Look which of `keys` are there; the answer comes by `answers`."""
+        self._check_open()
+        self._tickets += 1
+        known = (self.images.keys() | self._lapsed) if generation >= self._forgotten else set()
+        present = tuple((key, generation) in known for key in keys)
+        self._asked[self._tickets] = present, self._clock() + self.seconds
+        return self._tickets
+
+    def answers(self) -> list[tuple[int, tuple[bool, ...]]]:
+        """Answers whose time has come."""
+        tickets = [ticket for ticket, (_, due) in self._asked.items() if self._may_end(due)]
+        return [(ticket, self._asked.pop(ticket)[0]) for ticket in tickets]
+
+    def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
+        """Take in `batch`; its bytes move when it is polled."""
+        self._check_open()
+        arena_bytes = self._arena.array.nbytes
+        check_batch(batch, deadline, slabs=None, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
+        self._tickets += 1
+        now = self._clock()
+        self._open[self._tickets] = Batch(self._tickets, batch, deadline, now), now + self.seconds
+        return self._tickets
+
+    def poll(self) -> list[TierResult]:
+        """Do what is due; results since the last call."""
+        for books, due in list(self._open.values()):
+            if self._may_end(due):
+                self._move(books)
+        self._settle()
+        results, self._results = self._results, []
+        return results
+
+    def cancel(self, ticket: int) -> None:
+        """End what has not begun of `ticket`."""
+        if ticket in self._open:
+            self._open[ticket][0].end_pending(Status.CANCELLED, self._clock())
+            self._settle()
+
+    def close(self) -> None:
+        """End everything."""
+        self._closed = True
+        for books, _ in self._open.values():
+            books.end_pending(Status.TIER_OFF, self._clock())
+        self._settle()
+        self._asked.clear()
+
+    def forget(self, generation: int) -> None:
+        """Serve nothing that was written before `generation`."""
+        check_generation(generation)
+        self._forgotten = max(self._forgotten, generation)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierClosedError(f"the {self.name} tier was closed")
+
+    def _may_end(self, due: float) -> bool:
+        late = not self.silent and due > self._clock()
+        self.fired[StoreFault.SILENT] += self.silent
+        self.fired[StoreFault.LATE] += late
+        return not self.silent and not late
+
+    def _move(self, books: Batch) -> None:
+        now = self._clock()
+        if books.late(now):
+            books.end_pending(Status.DEADLINE, now)
+        for index, op in enumerate(books.ops):
+            if books.pending(index):
+                books.begin(index, now)
+                books.end(index, self._write(op) if op.op is Op.WRITE else self._read(op), self._clock())
+
+    def _write(self, op: TierOp) -> Status:
+        if op.generation < self._forgotten:
+            return Status.CANCELLED  # nobody could ever read it
+        self.images[op.key, op.generation] = bytes(self._arena.view(op.offset, op.length))
+        self._lapsed.discard((op.key, op.generation))
+        return Status.OK
+
+    def _read(self, op: TierOp) -> Status:
+        image = self.images.get((op.key, op.generation)) if op.generation >= self._forgotten else None
+        if image is None:
+            self.fired[StoreFault.LAPSE] += (op.key, op.generation) in self._lapsed
+            self._lapsed.discard((op.key, op.generation))
+            return Status.LAPSED
+        if len(image) != op.length:
+            return Status.SHORT
+        self._arena.view(op.offset, op.length)[:] = image
+        return Status.OK
+
+    def _settle(self) -> None:
+        for ticket in [ticket for ticket, (books, _) in self._open.items() if books.ended]:
+            self._results.append(self._open.pop(ticket)[0].result())

@@ -1,0 +1,355 @@
+"""Tiers that are not ours: asked, never waited for, fetched from by key, and stored to as far as is easy."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from cache_setup import chunks, key, path_of
+
+from longshore.boundary import HOST, Probe, ProbeResult, Route, Status, Transfer, TransferResult, Urgency
+from longshore.cache import CacheSettings, DropReason, Match, MissReason, TieredCache, TierSpec, WritePolicy, WriteRule
+from longshore.cache.types import Answer
+from longshore.errors import CacheError, JobError
+
+STORE = "store"
+
+
+class Desk:
+    """A cache with one foreign tier (or `names`), its commands as they come, and a clock that stands still."""
+
+    def __init__(self, slots: int = 8, names: Sequence[str] = (STORE,), **settings: Any) -> None:
+        self.now = 0.0
+        tiers = [TierSpec(HOST, slots, 4096)]
+        self.cache = TieredCache(tiers, CacheSettings(**settings), foreign=names)
+        self.transfers: list[Transfer] = []
+        self.probes: list[Probe] = []
+
+    def look(self) -> None:
+        for command in self.cache.take():
+            assert pickle.loads(pickle.dumps(command)) == command  # noqa: S301 - our own bytes
+            if isinstance(command, Probe):
+                self.probes.append(command)
+            elif isinstance(command, Transfer):
+                self.transfers.append(command)
+        self.cache.check_integrity()
+
+    def match(self, path: str) -> Match:
+        found = self.cache.match(chunks(path), self.now)
+        self.look()
+        return found
+
+    def fetch(self, path: str) -> tuple[int, ...]:
+        jobs = self.cache.fetch(chunks(path), self.now)
+        self.look()
+        return jobs
+
+    def answer(self, there: str, **changes: Any) -> None:
+        """The oldest probe is answered: of the path `there` all is present."""
+        probe = self.probes.pop(0)
+        present = tuple(each in chunks(there) for each in probe.keys)
+        self.cache.apply([ProbeResult(probe.probe, **{"present": present, **changes})], self.now)
+        self.look()
+
+    def end(self, *statuses: Status) -> Transfer:
+        """The oldest transfer ends, item by item as `statuses`, the last of which repeats."""
+        transfer = self.transfers.pop(0)
+        said = [*(statuses or (Status.OK,))]
+        said += said[-1:] * (len(transfer.items) - len(said))
+        self.cache.apply([TransferResult(transfer.job, tuple(said))], self.now)
+        self.look()
+        return transfer
+
+    def store(self, path: str) -> None:
+        """`path` comes from the device; what follows waits."""
+        self.cache.commit(chunks(path), range(len(path)))
+        self.look()
+        self.transfers.insert(0, self.transfers.pop())
+        self.end()
+
+    def misses(self) -> dict[MissReason, int]:
+        return {reason: count for reason, count in self.cache.counters.misses.items() if count}
+
+    def answers(self, tier: str = STORE) -> dict[Answer, int]:
+        return {answer: count for answer, count in self.cache.counters.probes[tier].items() if count}
+
+    def resident(self) -> set[str]:
+        return {path_of(each.key) for each in self.cache.residents() if each.state.value == "ready"}
+
+
+def keys_of(transfer: Transfer) -> list[str]:
+    return [path_of(item.key) for item in transfer.items]
+
+
+def known(path: str, there: str, **settings: Any) -> Desk:
+    """A desk that knows of `path` that `there` is in the store."""
+    desk = Desk(**settings)
+    desk.match(path)
+    desk.answer(there)
+    return desk
+
+
+def test_what_is_not_known_is_asked_for_and_not_waited_for() -> None:
+    desk = Desk(probe_timeout=0.5)
+    desk.now = 3.0
+    found = desk.match("abc")
+    (probe,) = desk.probes
+    assert found == Match(0, 0, None, 0, (probe.probe,))
+    assert (probe.tier, probe.keys, probe.deadline, probe.ranks) == (STORE, tuple(chunks("abc")), 3.5, 1)
+    assert desk.cache.in_flight(probe.probe)
+    assert desk.match("abcd").probes == (probe.probe, desk.probes[1].probe)  # only "abcd" is asked for anew
+    assert desk.probes[1].keys == (key("abcd"),)
+    desk.answer("ab")
+    assert not desk.cache.in_flight(probe.probe)
+    assert desk.match("abc") == Match(0, 0, None, 2, ())
+    assert desk.misses() == {MissReason.ABSENT: 3 + 4 + 1, MissReason.FOREIGN: 2}
+    assert desk.answers() == {Answer.PRESENT: 2, Answer.ABSENT: 1}
+
+
+def test_only_what_our_tiers_have_not_is_asked_for() -> None:
+    desk = Desk()
+    desk.store("ab")
+    found = desk.match("abc")
+    assert (found.length, desk.probes[0].keys) == (2, (key("abc"),))
+
+
+def test_what_is_there_is_fetched_into_the_host_tier_and_then_matched() -> None:
+    desk = known("abcd", "abc")
+    (job,) = desk.fetch("abcd")
+    (transfer,) = desk.transfers
+    assert (transfer.job, transfer.route, transfer.urgency) == (job, Route(STORE, HOST), Urgency.PREFETCH)
+    assert [(item.key, item.parent) for item in transfer.items] == [
+        (key("a"), None),
+        (key("ab"), key("a")),
+        (key("abc"), key("ab")),
+    ]
+    assert all(item.source is None and item.destination is not None for item in transfer.items)
+    assert desk.match("abcd").length == 0
+    assert desk.fetch("abcd") == (job,)  # it is joined
+    desk.end()
+    found = desk.match("abcd")
+    assert (found.length, found.foreign) == (3, 0)
+    assert found.hold is not None
+    desk.cache.onboard(found.hold, [0, 1, 2])
+    desk.look()
+    desk.end()
+    assert desk.cache.outcome(found.hold) == (3, (HOST,) * 3)
+    assert desk.cache.counters.routes["store->host"].chunks == 3
+
+
+def test_a_fetch_follows_what_our_tiers_have_and_what_is_on_its_way() -> None:
+    desk = Desk()
+    desk.store("a")
+    desk.match("abc")
+    desk.answer("abc")
+    desk.transfers.clear()
+    assert desk.match("abc").foreign == 2
+    desk.cache.commit(chunks("ab"), [7], first=1)  # comes from the device meanwhile
+    desk.look()
+    assert desk.match("abc").foreign == 1
+    assert len(desk.fetch("abc")) == 2
+    offload, fetch = desk.transfers
+    assert (keys_of(offload), keys_of(fetch)) == (["ab"], ["abc"])
+    desk.end(Status.IO_ERROR)  # then nothing behind it can be reached
+    desk.end()
+    assert desk.resident() == {"a"}
+
+
+def test_a_chunk_that_lapsed_is_a_miss_that_is_counted_and_asked_for_again() -> None:
+    desk = known("abc", "abc")
+    desk.fetch("abc")
+    desk.end(Status.OK, Status.LAPSED, Status.OK)
+    assert desk.resident() == {"a"}
+    assert desk.misses() == {MissReason.ABSENT: 3, MissReason.LAPSED: 1, MissReason.BEHIND: 1}
+    found = desk.match("abc")
+    assert (found.length, found.foreign) == (1, 0)
+    assert desk.probes[-1].keys == (key("ab"),)
+
+
+@pytest.mark.parametrize("status", [Status.DEADLINE, Status.TIER_OFF])
+def test_a_store_that_never_answers_costs_nothing_but_counted_misses(status: Status) -> None:
+    desk = Desk(slots=32)
+    for path in ("abcd", "wxyz"):
+        for _ in range(3):
+            found = desk.match(path)
+            assert (found.length, found.foreign) == (0, 0)
+            desk.answer("", present=(False,) * 4, status=status)
+    assert desk.answers() == {Answer.NONE: 24}
+    assert desk.misses() == {MissReason.ABSENT: 24}
+    desk.store("abcd")
+    for _ in range(2):  # two slots of 32 at a time are kept for stores
+        desk.end(Status.DEADLINE)
+    assert desk.cache.counters.drops[STORE][DropReason.WRITE_FAILED] == 4
+    assert (desk.cache.jobs_in_flight, desk.match("abcd").length) == (0, 4)
+
+
+def test_an_answer_counts_for_so_long() -> None:
+    desk = known("a", "a", probe_life=5.0)
+    desk.now = 4.9
+    assert desk.match("a").foreign == 1
+    desk.now = 5.0
+    assert desk.match("a").foreign == 0
+    assert len(desk.probes) == 1
+
+
+def test_no_more_is_asked_than_may_be_under_way() -> None:
+    desk = Desk(max_probes=3)
+    desk.match("abcde")
+    assert desk.probes[0].keys == tuple(chunks("abc"))
+    assert desk.match("x").probes == ()
+    assert desk.answers() == {Answer.UNASKED: 3}
+    desk.answer("")
+    assert len(desk.match("x").probes) == 1
+
+
+def test_a_chunk_is_there_when_all_ranks_have_their_part() -> None:
+    desk = Desk(ranks=2)
+    desk.match("ab")
+    (probe,) = desk.probes
+    desk.cache.apply([ProbeResult(probe.probe, (True, True), rank=1)], 0.0)
+    assert desk.cache.in_flight(probe.probe)
+    desk.cache.apply([ProbeResult(probe.probe, (True, False), rank=0)], 0.0)
+    assert desk.match("ab").foreign == 1
+
+
+def test_an_answer_that_lacks_a_rank_says_nothing() -> None:
+    desk = Desk(ranks=2)
+    desk.match("a")
+    number = desk.probes[0].probe
+    desk.cache.apply([ProbeResult(number, (True,)), ProbeResult(number, (False,), Status.DEADLINE, rank=1)], 0.0)
+    assert (desk.match("a").foreign, desk.answers()) == (0, {Answer.NONE: 1})
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "twice", "rank", "length"])
+def test_answers_that_nobody_waits_for_are_refused_and_nothing_is_applied(wrong: str) -> None:
+    desk = Desk()
+    desk.match("ab")
+    number = desk.probes[0].probe
+    right = ProbeResult(number, (True, True))
+    results = {
+        "unknown": [right, ProbeResult(99, (True,))],
+        "twice": [right, right],
+        "rank": [ProbeResult(number, (True, True), rank=1)],
+        "length": [ProbeResult(number, (True,))],
+    }[wrong]
+    before = pickle.dumps(desk.cache)
+    with pytest.raises(JobError):
+        desk.cache.apply(results, 0.0)
+    assert pickle.dumps(desk.cache) == before
+    desk.answer("ab")
+    assert desk.match("ab").foreign == 2
+
+
+def test_a_reset_forgets_what_was_known_and_what_was_asked() -> None:
+    desk = known("ab", "ab")
+    desk.fetch("ab")
+    desk.match("xy")
+    desk.cache.reset()
+    desk.look()
+    desk.end()
+    desk.answer("xy")
+    assert (desk.match("ab").foreign, desk.match("xy").foreign) == (0, 0)
+    assert [(probe.generation, len(probe.keys)) for probe in desk.probes] == [(1, 2), (1, 2)]
+    assert desk.misses()[MissReason.ABSENT] == 2 + 2 + 2 + 2
+    assert desk.cache.stats()[0].used == 0
+
+
+def test_what_comes_from_the_device_is_stored_once_heads_first() -> None:
+    desk = Desk(slots=64)
+    desk.store("abc")
+    (transfer,) = desk.transfers
+    assert (transfer.route, transfer.urgency, keys_of(transfer)) == (
+        Route(HOST, STORE),
+        Urgency.WRITE,
+        ["a", "ab", "abc"],
+    )
+    assert all(item.source is not None and item.destination is None for item in transfer.items)
+    desk.end()
+    desk.store("abcd")
+    assert keys_of(desk.transfers[0]) == ["abcd"]
+    assert desk.cache.discard(chunks("abcd"), HOST) == 0  # it is being read, and what is before it is needed
+    desk.end()
+    assert desk.transfers == []
+
+
+def test_what_was_stored_is_known_to_be_there() -> None:
+    desk = Desk(slots=64)
+    desk.store("ab")
+    desk.end()
+    assert desk.cache.discard(chunks("ab"), HOST) == 2
+    assert desk.match("ab") == Match(0, 0, None, 2, ())
+
+
+def test_what_was_fetched_is_not_stored_again() -> None:
+    desk = known("ab", "ab", slots=64)
+    desk.fetch("ab")
+    desk.end()
+    desk.cache.tick(1.0)
+    desk.look()
+    assert desk.transfers == []
+
+
+def test_a_selective_store_takes_what_comes_back() -> None:
+    desk = Desk(slots=64, into={STORE: WriteRule(WritePolicy.SELECTIVE, 2)})
+    desk.store("ab")
+    assert desk.transfers == []
+    found = desk.match("a")
+    assert found.hold is not None
+    desk.cache.release(found.hold)
+    desk.cache.end_step()
+    desk.look()
+    assert keys_of(desk.transfers[0]) == ["a"]
+
+
+def test_stores_under_way_keep_few_slots_and_those_that_do_not_fit_are_counted() -> None:
+    desk = Desk(slots=32, max_writes=3)
+    for path in ("abc", "xyz"):
+        desk.store(path)
+    (transfer,) = desk.transfers
+    assert len(transfer.items) == 2
+    assert desk.cache.counters.drops[STORE][DropReason.BACKPRESSURE] == 1
+    assert sum(desk.cache.discard(chunks(path), HOST) for path in ("abc", "xyz")) == 4
+    desk.end()  # what was to follow is gone from the host tier
+    assert desk.transfers == []
+
+
+def test_the_first_store_that_has_a_chunk_is_read() -> None:
+    desk = Desk(names=("near", "far"))
+    assert len(desk.match("abc").probes) == 2
+    desk.answer("a")
+    desk.answer("abc")
+    assert desk.match("abc").foreign == 3
+    desk.fetch("abc")
+    assert [(str(t.route), keys_of(t)) for t in desk.transfers] == [("near->host", ["a"]), ("far->host", ["ab", "abc"])]
+    desk.end()
+    desk.end()
+    assert desk.match("abc").length == 3
+
+
+def test_a_fetch_takes_no_room_from_what_others_hold() -> None:
+    desk = Desk(slots=2)
+    desk.store("x")
+    desk.transfers.clear()
+    assert desk.match("x").hold is not None
+    desk.match("abc")
+    desk.answer("abc")
+    desk.fetch("abc")
+    assert [keys_of(transfer) for transfer in desk.transfers] == [["a"]]
+
+
+def test_names_and_rules_that_cannot_be_are_refused() -> None:
+    with pytest.raises(CacheError, match="different names"):
+        TieredCache([TierSpec(HOST, 1, 1)], foreign=(HOST,))
+    with pytest.raises(CacheError, match="no write-back into"):
+        TieredCache([TierSpec(HOST, 1, 1)], CacheSettings(into={STORE: WriteRule(WritePolicy.BACK)}), foreign=(STORE,))
+    with pytest.raises(CacheError, match="positive numbers of seconds"):
+        CacheSettings(probe_timeout=0.0)
+
+
+def test_keys_that_are_no_path_are_not_fetched() -> None:
+    desk = known("ab", "ab")
+    with pytest.raises(CacheError, match="keys of a path differ"):
+        desk.cache.fetch([key("a"), key("a")], 0.0)
+    desk.cache.check_integrity()

@@ -1,0 +1,229 @@
+"""A foreign tier below the whole runtime: the bytes that come back are those that went there, or it is a miss."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from longshore.boundary import HOST
+from longshore.cache import CacheSettings, DropReason, Match, MissReason, TieredCache, TierSpec
+from longshore.cache.types import Answer
+from longshore.layout import KVLayout, from_rows
+from longshore.runtime import BackgroundLoop, ForeignMover, Runtime
+from longshore.slabs import Slabs
+from longshore.testing import KeyStore, StoreFault
+from longshore.testing.key_store import Images
+from longshore.tiers.arena import Arena
+from longshore.tiers.host import HostTier
+from longshore.transfer.device import device_for
+from longshore.transfer.engine import TransferEngine
+
+BLOCKS, ROW, SLOTS = 24, 6 * 1000, 8
+KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
+PATIENCE = 10.0
+
+
+class Machine:
+    """An engine's rows, a host tier, and a store that others may share: all real but the network."""
+
+    def __init__(self, images: Images, *, background: bool = False, **settings: float) -> None:
+        self.rows = torch.full((BLOCKS, ROW), 0xAA, dtype=torch.uint8)
+        layout: KVLayout = from_rows(self.rows, pages_per_block=6, block_size=10)
+        size = layout.image_bytes
+        self.arena = Arena(SLOTS * size)
+        host = HostTier(self.arena, Slabs.of_one_size(size, SLOTS))
+        device = device_for(layout)
+        device.reach(self.arena.in_one_piece)
+        self.store = KeyStore(self.arena, host.image_bytes, images=images)
+        self.cache = TieredCache([TierSpec(HOST, SLOTS, size)], CacheSettings(**settings), foreign=[self.store.name])
+        foreign = ForeignMover(self.store, host)
+        movers = [TransferEngine(layout, device, host), foreign]
+        self.runtime = Runtime(self.cache, movers, [self.store], probers=[foreign])
+        self.loop = BackgroundLoop(self.runtime) if background else None
+
+    def close(self) -> None:
+        if self.loop is not None:
+            self.loop.close()
+        self.runtime.close(PATIENCE)
+        self.cache.check_integrity()
+        assert self.cache.jobs_in_flight == 0
+        self.arena.close()
+
+    def offload(self, count: int, seed: int = 0) -> torch.Tensor:
+        """The first `count` chunks come from the device, with bytes of `seed`."""
+        noise = torch.randint(0, 256, (count, ROW), dtype=torch.uint8, generator=torch.manual_seed(seed))
+        self.rows[:count] = noise
+        with self.runtime.control() as cache:
+            job = cache.commit(KEYS[:count], range(count)).job
+        assert job is not None
+        assert self.runtime.wait_ended([job], PATIENCE)
+        return noise
+
+    def settle(self) -> None:
+        """Until nothing is in flight."""
+        give_up = time.monotonic() + PATIENCE
+        while self.runtime.pump():
+            assert time.monotonic() < give_up
+            time.sleep(0.0005)
+
+    def match(self, count: int = len(KEYS)) -> Match:
+        with self.runtime.control() as cache:
+            found = cache.match(KEYS[:count], self.runtime.clock())
+            if found.hold is not None:
+                cache.release(found.hold)
+        return found
+
+    def fetch(self) -> int:
+        """Ask, wait for the answer, fetch, wait: how many chunks can be matched then."""
+        self.runtime.wait_ended(self.match().probes, PATIENCE)
+        with self.runtime.control() as cache:
+            jobs = cache.fetch(KEYS, self.runtime.clock())
+        assert self.runtime.wait_ended(jobs, PATIENCE)
+        return self.match().length
+
+    def onboard(self) -> torch.Tensor:
+        """All that is matched, in rows that were poisoned before."""
+        self.rows[:] = 0xEE
+        with self.runtime.control() as cache:
+            found = cache.match(KEYS, self.runtime.clock())
+            assert found.hold is not None
+            cache.onboard(found.hold, range(12, 12 + found.length))
+        outcome = self.runtime.wait_onboarded(found.hold, PATIENCE)
+        with self.runtime.control() as cache:
+            cache.release(found.hold)
+        assert outcome.chunks == found.length
+        return self.rows[12 : 12 + found.length].clone()
+
+    def misses(self) -> dict[MissReason, int]:
+        return {reason: count for reason, count in self.cache.counters.misses.items() if count}
+
+
+@pytest.fixture(params=["inside", "background"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Machine, Machine]]:
+    """Two machines that share one store."""
+    images: Images = {}
+    machines = [Machine(images, background=request.param == "background", probe_timeout=5.0) for _ in range(2)]
+    yield machines[0], machines[1]
+    for machine in machines:
+        machine.close()
+
+
+def test_what_one_machine_stored_another_one_finds(pair: tuple[Machine, Machine]) -> None:
+    here, there = pair
+    written = here.offload(3)
+    here.settle()
+    assert len(here.store.images) == 3
+    assert there.fetch() == 3
+    assert torch.equal(there.onboard(), written)
+    assert there.cache.counters.routes["store->host"].bytes == 3 * there.store.image_bytes[0]
+
+
+def test_a_broken_image_would_be_noticed_here(pair: tuple[Machine, Machine]) -> None:
+    here, there = pair
+    written = here.offload(3)
+    here.settle()
+    first, *_ = here.store.images
+    here.store.images[first] = bytes(len(here.store.images[first]))
+    assert there.fetch() == 3
+    assert not torch.equal(there.onboard(), written)
+
+
+def test_what_lapsed_between_the_answer_and_the_read_is_a_miss(pair: tuple[Machine, Machine]) -> None:
+    here, there = pair
+    written = here.offload(4)
+    here.settle()
+    there.store.lapse(KEYS[2])
+    assert there.fetch() == 2
+    assert there.store.fired[StoreFault.LAPSE] == 1
+    assert there.misses()[MissReason.LAPSED] == 1
+    assert torch.equal(there.onboard(), written[:2])
+
+
+def test_a_reset_reaches_the_store(pair: tuple[Machine, Machine]) -> None:
+    here, there = pair
+    here.offload(2)
+    here.settle()
+    with there.runtime.control() as cache:
+        cache.reset()
+    assert there.fetch() == 0
+    assert there.cache.counters.probes["store"][Answer.ABSENT] > 0
+    assert here.fetch() == 2
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_answer_that_comes_too_late_changes_nothing(background: bool) -> None:
+    machine = Machine({(key, 0): b"" for key in KEYS}, background=background, probe_timeout=0.02)
+    machine.store.seconds = 0.2
+    (probe,) = machine.match().probes
+    assert machine.runtime.wait_ended([probe], PATIENCE)
+    time.sleep(0.25)
+    machine.settle()
+    assert machine.store.fired[StoreFault.LATE] > 0
+    assert machine.cache.counters.probes["store"] == {
+        Answer.NONE: len(KEYS),
+        Answer.PRESENT: 0,
+        Answer.ABSENT: 0,
+        Answer.UNASKED: 0,
+    }
+    assert machine.match().foreign == 0
+    machine.close()
+
+
+def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
+    machine = Machine({}, probe_timeout=0.02, write_timeout=0.05, load_timeout=0.05)
+    machine.store.silent = True
+    written = machine.offload(3)
+    for _ in range(3):
+        found = machine.match()
+        assert (found.length, found.foreign) == (3, 0)  # what is ours is there all the while
+        assert machine.runtime.wait_ended(found.probes, PATIENCE)
+    machine.settle()
+    assert machine.store.fired[StoreFault.SILENT] > 0
+    assert machine.cache.counters.probes["store"][Answer.NONE] == 3
+    assert machine.cache.counters.drops["store"][DropReason.WRITE_FAILED] == 3
+    assert torch.equal(machine.onboard(), written)
+    assert machine.misses() == {MissReason.ABSENT: 4}
+    assert machine.cache.stats()[0].used == machine.cache.stats()[0].ready == 3
+    machine.close()
+
+
+def test_a_store_that_falls_silent_during_a_fetch_is_a_miss() -> None:
+    images: Images = {}
+    writer = Machine(images)
+    writer.offload(2)
+    writer.settle()
+    writer.close()
+    reader = Machine(images, probe_timeout=5.0, load_timeout=0.05)
+    reader.runtime.wait_ended(reader.match().probes, PATIENCE)
+    reader.store.silent = True
+    assert reader.fetch() == 0
+    assert reader.misses()[MissReason.DEADLINE] == 2
+    assert reader.cache.stats()[0].used == 0
+    reader.store.silent = False
+    assert reader.fetch() == 2
+    reader.close()
+
+
+def test_a_store_that_is_closed_answers_at_once() -> None:
+    machine = Machine({})
+    machine.store.close()
+    (probe,) = machine.match().probes
+    assert not machine.cache.in_flight(probe)
+    assert machine.cache.counters.probes["store"][Answer.NONE] == len(KEYS)
+    machine.offload(1)
+    machine.settle()
+    assert machine.cache.counters.drops["store"][DropReason.WRITE_FAILED] == 1
+    machine.close()
+
+
+def test_a_store_that_nobody_asks_answers_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine({})
+    machine.runtime._probers.clear()
+    machine.match()
+    assert machine.cache.counters.probes["store"][Answer.NONE] == len(KEYS)
+    assert "was refused" in caplog.text
+    machine.close()
