@@ -84,6 +84,34 @@ class Slots(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Addresses(Sequence[Slot]):
+    """The same slots as a sequence, of which each is made when it is read."""
+
+    of: Slots
+
+    def __len__(self) -> int:
+        return len(self.of.indices)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return addresses(*self.of)
+
+    @overload
+    def __getitem__(self, at: int) -> Slot: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Slot, ...]: ...
+    def __getitem__(self, at: int | slice) -> Slot | tuple[Slot, ...]:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        return Slot(self.of.tier, self.of.pool, self.of.indices[at])
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Items(Sequence[Item]):
     """Items of one transfer, kept as columns; each `Item` is made when it is read.
 

@@ -59,13 +59,9 @@ class Chains:
 
     def coldest_few(self, which: int, count: int) -> list[int]:
         """The first elements of list `which`, at most `count`."""
-        after = self.after
-        found: list[int] = []
-        number = after[which]
-        while number != which and len(found) < count:
-            found.append(number)
-            number = after[number]
-        return found
+        after, number = self.after, which
+        found = [number := after[number] for _ in range(count)]  # which goes round, if there are fewer
+        return found[: found.index(which)] if which in found else found
 
     def drop_coldest(self, which: int, last: int) -> None:
         """Take the first elements of list `which` out of it, up to `last`, which is one of them."""

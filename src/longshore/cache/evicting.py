@@ -121,12 +121,12 @@ class Eviction:
         """Evict what may go."""
         store, index, pool = self._store, self._store.index, self._store.pools[0]
         at = np.array(nodes, np.int32)
-        keys, slots = index.key[at].tolist(), column(index.slot[0])[at].tolist()
+        keys, slots = index.key[at].tolist(), column(index.slot[0])[at]
         if store.log.on:
             for node in nodes:
                 store.log_loss(node, 0, EVICTED)
         store.policies[0].leave(nodes, keys)
-        parents = index.drop_leaves(nodes, keys)
+        parents = index.drop_leaves(at, keys)
         pool.free_all(slots)
         if store.retention.used:
             for node in nodes:

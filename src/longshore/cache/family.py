@@ -45,6 +45,13 @@ class Family:
             node = parent[node]
         return found
 
+    def is_line(self, nodes: Sequence[int]) -> bool:
+        """Whether each of `nodes` is the only child of the one before it, and the last has none."""
+        at = np.array(nodes, np.int32)
+        child = column(self.child)
+        following = child[at[:-1]]
+        return bool((following == at[1:]).all() and not child[at[-1]] and not column(self.older)[following].any())
+
     def append(self, parent: int, nodes: Sequence[int]) -> None:
         """`nodes`, which are new, follow `parent`, one after the other."""
         at, elder, head = np.array(nodes, np.int32), self.child[parent], nodes[0]

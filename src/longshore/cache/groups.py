@@ -133,6 +133,9 @@ def runs_of(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Runs of consecutive numbers in `positions`, which ascend: where each begins and ends there."""
     if not positions:
         return
+    if positions[-1] - positions[0] == len(positions) - 1:
+        yield 0, len(positions)
+        return
     ends = np.flatnonzero(np.diff(positions) != 1) + 1
     starts = [0, *ends.tolist(), len(positions)]
     yield from pairwise(starts)

@@ -282,17 +282,18 @@ class Index:
         for each in range(before + 1, tier + 1):
             self.reach[each][parent] += 1
 
-    def drop_leaves(self, nodes: Sequence[int], keys: Sequence[Key]) -> list[int]:
-        """The same as `drop_copy` for nodes with these keys, in the only tier that there is; keeps their slots' nodes.
+    def drop_leaves(self, at: npt.NDArray[np.int32], keys: Sequence[Key]) -> list[int]:
+        """The same as `drop_copy` for nodes `at`, with these keys, in the only tier there is; keeps their slots' nodes.
 
         None has a child when those before it have gone, and then only the one right before it. Returns the parents
         that have lost a child, and are left.
         """
-        shards, at = self._shards, np.array(nodes, np.int32)
+        shards = self._shards
         for key in keys:
             del shards[key[0]][key]
         above = column(self.parent)[at]
-        tops = np.append(above[:-1] != at[1:], True)
+        tops = np.ones(len(at), bool)
+        np.not_equal(above[:-1], at[1:], out=tops[:-1])
         parents: list[int] = above[tops].tolist()
         for node, parent in zip(at[tops].tolist(), parents, strict=True):
             self.reach[0][parent] -= 1
@@ -301,8 +302,8 @@ class Index:
         column(self.reach[0])[at] = 0
         self.key[at] = None
         marks(self.reachable)[at] = 0
-        self._free.extend(nodes)
-        self._count -= len(nodes)
+        self._free.frombytes(at.tobytes())
+        self._count -= len(at)
         return parents
 
     def drop_copy(self, node: int, tier: int) -> bool:
@@ -322,6 +323,9 @@ class Index:
     def reveal(self, nodes: Sequence[int]) -> None:
         """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind."""
         reachable, parent, child, older = self.reachable, self.parent, self._family.child, self._family.older
+        if nodes and reachable[parent[nodes[0]]] and self._family.is_line(nodes):
+            marks(reachable)[np.array(nodes, np.int32)] = 1
+            return
         for i, node in enumerate(nodes, 1):
             if reachable[node] or not reachable[parent[node]]:
                 continue

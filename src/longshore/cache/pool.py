@@ -11,8 +11,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from longshore.boundary import Status
-from longshore.cache.columns import zeros
+from longshore.cache.columns import column, marks, zeros
 from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES, step
 from longshore.errors import CacheError, CapacityError
 from longshore.slabs import Slabs
@@ -81,16 +84,14 @@ class SlotPool:
         self.move_all(taken, FREE, FILLING)
         return taken
 
-    def move_all(self, indices: Sequence[int], before: int, to: int) -> None:
+    def move_all(self, indices: Sequence[int] | npt.NDArray[np.int32], before: int, to: int) -> None:
         """Change the state of slots that are all in state `before`."""
-        if not indices:
-            return
-        state, after = self.state, step(before, to)
-        for index in indices:
-            if state[index] != before:
-                raise CacheError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
-        for index in indices:
-            state[index] = after
+        state, after, at = marks(self.state), step(before, to), np.array(indices, np.int32)
+        wrong = np.flatnonzero(state[at] != before)
+        if len(wrong):
+            index = indices[wrong[0]]
+            raise CacheError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
+        state[at] = after
 
     def claim(self, indices: Sequence[int], pools: Sequence[int] | None = None) -> None:
         """Take these very slots (found occupied, and whole, at start), each of its pool, 0 unless said; all or none."""
@@ -125,14 +126,15 @@ class SlotPool:
             if self.fault:
                 self.fault.pop(index, None)
 
-    def free_all(self, indices: Sequence[int]) -> None:
+    def free_all(self, indices: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Slots that were ready, and that no job touches, are free."""
-        self.move_all(indices, READY, FREE)
-        for index in indices:
-            self.node[index] = 0
-            if self.fault:
+        at = np.array(indices, np.int32)
+        self.move_all(at, READY, FREE)
+        column(self.node)[at] = 0
+        if self.fault:
+            for index in at.tolist():
                 self.fault.pop(index, None)
-        self._give_back(indices)
+        self._give_back(at.tolist())
 
     def note_use(self, indices: Sequence[int]) -> None:
         """These slots, the last of them the warmest, were used: of interest where slabs may change their size."""

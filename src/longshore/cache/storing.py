@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from longshore.boundary import Key, Section
+from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.flow import Flow
 from longshore.cache.groups import runs_of
 from longshore.cache.index import ROOT
@@ -76,7 +76,7 @@ class Storing:
         sections = () if blocks is None else self._sections(group, accepted, first, blocks)
         parents = [store.index.key[parent], *mine[:-1]]
         self._flow.order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
-        return Offload(job, accepted, tuple(store.addresses(0, slots)), known + fresh)
+        return Offload(job, accepted, Addresses(Slots(store.levels[0].name, pool, tuple(slots))), known + fresh)
 
     def offload_alone(
         self,
@@ -114,7 +114,7 @@ class Storing:
         known = {at: node for at, node in known.items() if store.index.key[node] == keys[at]} | placed
         store.sliding.slide([node for position, node in known.items() if position < in_window])
         kept = next((position for position in range(first, len(keys)) if position not in known), len(keys))
-        return Offload(job, tuple(wanted), tuple(store.addresses(0, slots)), kept)
+        return Offload(job, tuple(wanted), Addresses(Slots(store.levels[0].name, pool, tuple(slots))), kept)
 
     def _order_alone(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int

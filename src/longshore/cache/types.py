@@ -144,7 +144,7 @@ class Offload(NamedTuple):
 
     job: int | None
     positions: Sequence[int] = ()
-    slots: tuple[Slot, ...] = ()
+    slots: Sequence[Slot] = ()
     kept: int = 0
 
     @property

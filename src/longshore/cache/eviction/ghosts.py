@@ -18,6 +18,7 @@ from longshore.boundary import Key
 from longshore.errors import CacheError
 
 _SHARDS = 64
+_SHARD = _SHARDS - 1
 
 
 class Ghosts:
@@ -39,9 +40,9 @@ class Ghosts:
         if oldest is None:
             self.counts[which] += 1
         else:
-            del self._place[oldest[-1] % _SHARDS][oldest]
+            del self._place[oldest[-1] & _SHARD][oldest]
         ring[at] = key
-        self._place[key[-1] % _SHARDS][key] = 4 * at + which
+        self._place[key[-1] & _SHARD][key] = 4 * at + which
         at += 1
         self._next[which] = at if at < len(ring) else 0
 
@@ -54,9 +55,11 @@ class Ghosts:
             end = at + len(some)
             oldest = [key for key in ring[at:end].tolist() if key is not None]
             for key in oldest:
-                del places[key[-1] % _SHARDS][key]
-            for place, key in zip(range(4 * at + which, 4 * end, 4), some, strict=True):
-                places[key[-1] % _SHARDS][key] = place
+                del places[key[-1] & _SHARD][key]
+            place = 4 * at + which
+            for key in some:
+                places[key[-1] & _SHARD][key] = place
+                place += 4
             ring[at:end] = some
             self.counts[which] += len(some) - len(oldest)
             self._next[which] = end if end < len(ring) else 0
@@ -67,11 +70,11 @@ class Ghosts:
         if not any(self.counts):
             return np.zeros(len(keys), bool)
         places = self._place
-        return np.array([key in places[key[-1] % _SHARDS] for key in keys], bool)
+        return np.array([key in places[key[-1] & _SHARD] for key in keys], bool)
 
     def take(self, key: Key) -> int:
         """Forget `key`; says which list it left, 0 if it was not remembered."""
-        place = self._place[key[-1] % _SHARDS].pop(key, 0)
+        place = self._place[key[-1] & _SHARD].pop(key, 0)
         if not place:
             return 0
         which = place & 3
