@@ -36,6 +36,9 @@ class Config(BaseModel):
     host_shared: bool = Field(False, description="let other processes attach to the host memory")
     file_path: Path | None = Field(None, description="directory of the file tier; without one there is none")
     file_size: ByteSize = Field(ByteSize(0), ge=0, description="bytes on disk for the file tier")
+    file_mode: Literal["posix", "gds"] = Field(
+        "posix", description="how bytes reach the file tier: posix, by host memory; gds, straight from the device"
+    )
     offload: WritePolicy = Field(WritePolicy.THROUGH, description="when blocks go from the device to the host tier")
     backup: WritePolicy = Field(WritePolicy.BACK, description="when blocks go from the host tier to the file tier")
     threshold: int = Field(2, ge=2, le=255, description="uses from which on a selective write policy copies a block")
@@ -88,6 +91,8 @@ class Config(BaseModel):
             raise ValueError(
                 f"file_path and file_size go together: give both, or neither; got {self.file_path} and {self.file_size}"
             )
+        if self.file_mode == "gds" and self.file_path is None:
+            raise ValueError("file_mode gds needs a file_path and a file_size")
         return self
 
     @classmethod

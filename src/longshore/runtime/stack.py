@@ -1,9 +1,9 @@
 """`Stack`: everything below one engine's device cache, built from a `Config`, a layout and a scope.
 
-Runtime ── TieredCache
-   ├── TransferEngine   device <-> host
-   ├── HostTier         slots in one Arena
-   └── FileTier         (with a file_path)
+Runtime ── TieredCache                                file_mode = "gds":
+   ├── TransferEngine   device <-> host                  device pages <-> a ring of images on the device
+   ├── HostTier         slots in one Arena               (none)
+   └── FileTier         (with a file_path)               GdsFileTier, between the ring and the file
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Self
 from longshore.boundary import FILE, HOST, Mover
 from longshore.cache import CacheSettings, TieredCache, TierSpec
 from longshore.config import Config, format_bytes
-from longshore.errors import ConfigError
+from longshore.errors import ConfigError, DeviceError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
+from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.host_memory import open_arena, registrar_for
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
@@ -28,26 +29,36 @@ from longshore.runtime.tier_mover import TierMover
 from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
-from longshore.tiers.file import FileTier, capacity_for
+from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.host import HostTier
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
+
+RING_BYTES = 64 << 20
+"""Device memory for images on their way to the file tier and back, where they do not stop in host memory."""
+
+_LEAST_RING = 4  # images: two on each side
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What `open_stack` built. A context manager; `close` flushes first, and is idempotent."""
+    """What `open_stack` built. A context manager; `close` flushes first, and is idempotent.
+
+    Attributes:
+        host: The host tier; `None` where blocks go straight to files.
+        arena: Its memory.
+    """
 
     config: Config
     layout: KVLayout
     scope: Scope
     runtime: Runtime
     engine: TransferEngine
-    host: HostTier
+    host: HostTier | None
     file: Tier | None
-    arena: Arena
+    arena: Arena | None
     loop: BackgroundLoop | None
     events: EventRecorder | None
 
@@ -60,8 +71,9 @@ class Stack:
             _log.warning("closed before all blocks were written to the file tier")
         if self.events is not None:
             self.events.close()
-        self.host.close()
-        self.arena.close()
+        if self.host is not None and self.arena is not None:
+            self.host.close()
+            self.arena.close()
         return flushed
 
     def __enter__(self) -> Self:
@@ -72,59 +84,115 @@ class Stack:
 
 
 def open_stack(
-    config: Config, layout: KVLayout, scope: Scope, device: Device, *, open_file: Callable[..., Tier] = FileTier
+    config: Config,
+    layout: KVLayout,
+    scope: Scope,
+    device: Device,
+    *,
+    open_file: Callable[..., Tier] = FileTier,
+    open_gds: Callable[..., Tier] = GdsFileTier,
 ) -> Stack:
     """Build the tiers of `config` for block images of `layout`.
 
-    `open_file` makes the file tier, with the arguments of `FileTier`: the place for
-    wrappers around it. Raises `ConfigError` when the machine cannot give what is asked for, or a tier cannot
-    hold a single image, and `TierError` when the file tier cannot be opened; nothing stays behind then.
+    `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
+    `GdsFileTier`: the place for wrappers around them. Where the device keeps no images, `gds` becomes `posix`, and the
+    log says so. Raises `ConfigError` when the machine cannot give what is asked for, or a tier cannot hold a single
+    image, and `TierError` when the file tier cannot be opened; nothing stays behind then.
     """
     config.check_machine()
-    _check_size("host_size", config.host_size, layout.image_bytes)
     if config.file_path is not None:
         _check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
+    ring = _take_ring(config, layout, device)
+    if ring is not None:
+        return _open_without_host(config, layout, scope, device, ring, open_gds)
+    _check_size("host_size", config.host_size, layout.image_bytes)
     slots = config.host_size // layout.image_bytes
     with contextlib.ExitStack() as undo:
         arena = open_arena(config, slots, layout.image_bytes, registrar_for(layout.device))
         undo.callback(arena.close)
         host = HostTier(arena, Slabs.of_one_size(layout.image_bytes, slots))
-        file = _open_file(config, layout, scope, arena, open_file)
+        file = None if config.file_path is None else _open_file(config, layout, scope, open_file, arena=arena)
         if file is not None:
             undo.callback(file.close)
         device.reach(arena.in_one_piece)
         engine = TransferEngine(layout, device, host)
         undo.callback(engine.close)
-        cache = _make_cache(config, layout, host, file)
-        movers: list[Mover] = [engine]
-        if file is not None:
-            movers.append(TierMover(file, host))
-        runtime = Runtime(cache, movers, [file] if file is not None else [])
-        loop = BackgroundLoop(runtime) if config.background else None
+        movers: list[Mover] = [engine] if file is None else [engine, TierMover(file, host)]
+        runtime = _make_runtime(config, layout, host, file, movers)
         undo.pop_all()
+    return _start(config, layout, scope, runtime, engine, host, file, arena)
+
+
+def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | None:
+    """Slots for images on the device, if the file tier is to be reached from there, and can be; else `None`."""
+    if config.file_path is None or config.file_mode != "gds":
+        return None
+    try:
+        memory = device.take_images(max(RING_BYTES // layout.image_bytes, _LEAST_RING) * layout.image_bytes)
+    except DeviceError as error:
+        _log.warning("file_mode is gds, but blocks go through host memory: %s", error)
+        return None
+    return ImageRing(memory, layout.image_bytes)
+
+
+def _open_without_host(
+    config: Config,
+    layout: KVLayout,
+    scope: Scope,
+    device: Device,
+    ring: ImageRing,
+    open_gds: Callable[..., Tier],
+) -> Stack:
+    with contextlib.ExitStack() as undo:
+        file = _open_file(config, layout, scope, open_gds, memory=ring.arena)
+        undo.callback(file.close)
+        engine = TransferEngine(layout, device, ring)
+        undo.callback(engine.close)
+        runtime = _make_runtime(config, layout, None, file, [GdsMover(engine, layout, ring, file)])
+        undo.pop_all()
+    return _start(config, layout, scope, runtime, engine, None, file, None)
+
+
+def _start(
+    config: Config,
+    layout: KVLayout,
+    scope: Scope,
+    runtime: Runtime,
+    engine: TransferEngine,
+    host: HostTier | None,
+    file: Tier | None,
+    arena: Arena | None,
+) -> Stack:
+    loop = BackgroundLoop(runtime) if config.background else None
     events = None
     if config.events_path is not None:
         events = EventRecorder(runtime, config.events_path, config.events_size)
     return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events)
 
 
+def _make_runtime(
+    config: Config, layout: KVLayout, host: HostTier | None, file: Tier | None, movers: list[Mover]
+) -> Runtime:
+    return Runtime(_make_cache(config, layout, host, file), movers, [] if file is None else [file])
+
+
 def _open_file(
-    config: Config, layout: KVLayout, scope: Scope, arena: Arena, open_file: Callable[..., Tier]
-) -> Tier | None:
-    if config.file_path is None:
-        return None
+    config: Config, layout: KVLayout, scope: Scope, open_file: Callable[..., Tier], **memory: object
+) -> Tier:
     return open_file(
         config.file_path,
         capacity=config.file_size,
         image_bytes=layout.image_bytes,
-        arena=arena,
+        **memory,
         scope=scope.root,
         threads=config.file_threads,
     )
 
 
-def _make_cache(config: Config, layout: KVLayout, host: HostTier, file: Tier | None) -> TieredCache:
-    tiers = [TierSpec(HOST, host.slabs.slabs, host.slabs.slab_bytes)]
+def _make_cache(config: Config, layout: KVLayout, host: HostTier | None, file: Tier | None) -> TieredCache:
+    tiers = []
+    if host is not None:
+        tiers.append(TierSpec(HOST, host.slabs.slabs, host.slabs.slab_bytes))
     if file is not None:
         tiers.append(TierSpec(FILE, file.slabs.slabs, file.slabs.slab_bytes))
     settings = CacheSettings(

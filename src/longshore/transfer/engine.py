@@ -176,6 +176,10 @@ class TransferEngine:
             self._layered.add(job)
             lane.put(job)
 
+    def check(self, transfer: Transfer) -> None:
+        """Raise what `submit` would of what stands in `transfer`. Changes nothing."""
+        self._select(transfer)
+
     def poll(self) -> list[TransferResult]:
         """Results since the last call, without waiting. Works after `close` too."""
         with self._lock:

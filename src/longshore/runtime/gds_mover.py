@@ -1,0 +1,354 @@
+"""Device <-> file without a stop in host memory: copies inside the device, a ring of images there, and the file tier.
+
+    to the file     pages ──engine──► ring slot ──tier──► file          each arrow begins when the one before it has
+    from the file   pages ◄──engine── ring slot ◄──tier── file          ended, by its result, never by its submission
+
+Files know nothing of streams. So the engine's side of an arrow keeps stream order, as all of its copies do; the file's
+side begins when those bytes are in place, and nobody else has a ring slot until both sides are done with it. Jobs that
+are longer than the ring go in pieces, the more urgent jobs first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from longshore.boundary import (
+    DEVICE,
+    HOST,
+    Item,
+    Route,
+    Section,
+    Slot,
+    Status,
+    Transfer,
+    TransferResult,
+    leading_ok,
+)
+from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
+from longshore.layout.model import KVLayout
+from longshore.slabs import I64, Slabs
+from longshore.tiers.base import Op, Tier, TierOp
+from longshore.tiers.ops import check_batch
+from longshore.transfer.device.base import ImageMemory
+from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine
+
+_log = logging.getLogger(__name__)
+
+
+class ImageRing:
+    """Slots for images in a device's own memory: to the transfer engine, what the host tier's slots are to it."""
+
+    def __init__(self, memory: ImageMemory, image_bytes: int) -> None:
+        """As many slots as `memory` has room for; `PlanError` if that is none."""
+        self.arena = memory
+        self.slabs = Slabs.of_one_size(image_bytes, memory.nbytes // image_bytes)
+        if not self.slabs.slabs:
+            raise PlanError(f"expected room for an image of {image_bytes} bytes, got {memory.nbytes}")
+        self._free = list(range(self.slabs.slabs))
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def offsets(self, pool: int, indices: Sequence[int]) -> I64:
+        """Bytes from the start of the memory to each of these slots."""
+        return self.slabs.offsets(pool, indices)
+
+    def take(self, count: int) -> list[int]:
+        """`count` of the free slots."""
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Others may have them."""
+        self._free.extend(slots)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A transfer, of which items up to `begun` have been begun, and `pieces` pieces have not ended."""
+
+    transfer: Transfer
+    submitted: float
+    statuses: list[Status | None]
+    begun: int = 0
+    pieces: int = 0
+    first: float | None = None
+    cancelled: bool = False
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Items of a job from `first` on, one in each of `slots` of the ring; `statuses` of what is known of them."""
+
+    job: _Job
+    number: int
+    first: int
+    slots: list[int]
+    statuses: list[Status] = field(default_factory=list)
+
+
+class GdsMover:
+    """Serves device -> file, file -> device, and copies inside the device. One rank; the runtime's lock guards it.
+
+    Jobs that go layer by layer are served as any other: their layers come together, with the result.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        layout: KVLayout,
+        ring: ImageRing,
+        tier: Tier,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`engine` copies between pages and `ring`; `tier` reads and writes its memory."""
+        self._engine = engine
+        self._layout = layout
+        self._ring = ring
+        self._tier = tier
+        self._clock = clock
+        self._write = Route(DEVICE, tier.name)
+        self._read = Route(tier.name, DEVICE)
+        self._jobs: dict[int, _Job] = {}
+        self._numbers = 0
+        self._copying: dict[int, _Piece] = {}  # by the engine's job
+        self._filing: dict[int, _Piece] = {}  # by the tier's ticket
+        self._results: list[TransferResult] = []
+        self._closed = False
+
+    @property
+    def routes(self) -> frozenset[Route]:
+        """Both directions, and inside the device."""
+        return frozenset((self._write, self._read, INSIDE))
+
+    def submit(self, transfer: Transfer) -> None:
+        """Begin `transfer`. Raises as `TransferEngine.submit` and `Tier.submit` do, with nothing changed."""
+        if transfer.route == INSIDE:
+            self._engine.submit(transfer)
+            return
+        if self._closed:
+            raise TierClosedError("the mover between device and file was closed")
+        if transfer.route not in self.routes:
+            raise PlanError(f"expected one of {sorted(map(str, self.routes))}, got {transfer.route}")
+        if transfer.job in self._jobs or transfer.job < 0:
+            raise PlanError(f"expected a job of its own, zero or above, got {transfer.job}")
+        self._check(transfer)
+        job = _Job(transfer, self._clock(), [None] * len(transfer.items))
+        self._jobs[transfer.job] = job
+        self._begin_pieces()
+
+    def poll(self) -> list[TransferResult]:
+        """Results since the last call; what has ended on one side begins on the other."""
+        for result in self._engine.poll():
+            piece = self._copying.pop(result.job, None)
+            if piece is None:
+                self._results.append(result)  # inside the device
+            elif piece.job.transfer.route == self._write:
+                piece.job.seconds += result.seconds
+                self._to_file(piece, result.statuses)
+            else:
+                piece.job.seconds += result.seconds
+                self._end(piece, [*result.statuses, *piece.statuses])
+        for done in self._tier.poll():
+            piece = self._filing.pop(done.ticket)
+            piece.job.seconds += done.seconds
+            if piece.job.transfer.route == self._write:
+                statuses = iter(done.statuses)
+                self._end(piece, [next(statuses) if each is Status.OK else each for each in piece.statuses])
+            else:
+                self._to_pages(piece, done.statuses)
+        self._begin_pieces()
+        results, self._results = self._results, []
+        return results
+
+    def cancel(self, job: int) -> None:
+        """What has not begun of `job` need not begin."""
+        found = self._jobs.get(job)
+        if found is None:
+            self._engine.cancel(job)
+            return
+        found.cancelled = True
+        for number, piece in self._copying.items():
+            if piece.job is found:
+                self._engine.cancel(number)
+        for ticket, piece in self._filing.items():
+            if piece.job is found:
+                self._tier.cancel(ticket)
+        self._begin_pieces()
+
+    def close(self) -> None:
+        """Wait for what has begun; the last results are still to be polled. Idempotent."""
+        self._closed = True
+        self._engine.close()
+        self._results += self.poll()
+        self._tier.close()
+        self._results += self.poll()
+
+    # ------------------------------------------------------------------ pieces
+
+    def _begin_pieces(self) -> None:
+        """Begin what the ring has room for, the most urgent jobs first; end what shall not begin."""
+        for job in sorted(self._jobs.values(), key=lambda job: job.transfer.urgency):
+            while job.begun < len(job.statuses):
+                stopped = self._why_stop(job)
+                if stopped is not None:
+                    job.statuses[job.begun :] = [stopped] * (len(job.statuses) - job.begun)
+                    job.begun = len(job.statuses)
+                elif self._ring.free:
+                    self._begin(job)
+                else:
+                    break
+            self._settle(job)
+
+    def _why_stop(self, job: _Job) -> Status | None:
+        """Why what has not begun of `job` should not."""
+        if self._closed:
+            return Status.TIER_OFF
+        failed = any(status not in (None, Status.OK) for status in job.statuses[: job.begun])
+        if job.cancelled or (failed and job.transfer.route == self._read):
+            return Status.CANCELLED  # a chunk is of no use without those before it
+        return Status.DEADLINE if self._clock() > job.transfer.deadline else None
+
+    def _begin(self, job: _Job) -> None:
+        slots = self._ring.take(len(job.statuses) - job.begun)
+        self._numbers += 1
+        piece = _Piece(job, -self._numbers, job.begun, slots)
+        job.begun += len(slots)
+        job.pieces += 1
+        if job.first is None:
+            job.first = self._clock()
+        if job.transfer.route == self._write:
+            self._copy(piece, len(slots), OFFLOAD)
+        else:
+            self._file(piece, [Status.OK] * len(slots), Op.READ)
+
+    def _to_file(self, piece: _Piece, statuses: Sequence[Status]) -> None:
+        """The copies into the ring have ended: write what has arrived."""
+        piece.statuses = list(statuses)
+        if Status.OK in statuses:
+            self._file(piece, statuses, Op.WRITE)
+        else:
+            self._end(piece, piece.statuses)
+
+    def _to_pages(self, piece: _Piece, statuses: Sequence[Status]) -> None:
+        """The reads into the ring have ended: bring the leading good ones to their pages."""
+        usable = leading_ok(statuses)
+        for slot, status in zip(piece.slots, statuses, strict=True):
+            if status is not Status.OK:  # nobody knows what it brought, and padding is zero
+                self._ring.arena.zero(int(self._ring.offsets(0, [slot])[0]), self._ring.slabs.slab_bytes)
+        piece.statuses = [Status.CANCELLED if status is Status.OK else status for status in statuses[usable:]]
+        if usable:
+            self._copy(piece, usable, ONBOARD)
+        else:
+            self._end(piece, piece.statuses)
+
+    def _copy(self, piece: _Piece, count: int, route: Route) -> None:
+        """Have the engine copy the first `count` items of `piece`."""
+        inner = self._inner(piece, count, route)
+        self._copying[piece.number] = piece
+        try:
+            self._engine.submit(inner)
+        except LongshoreError as error:
+            del self._copying[piece.number]
+            self._end(piece, [self._refused(piece, error)] * count + piece.statuses)
+
+    def _file(self, piece: _Piece, statuses: Sequence[Status], op: Op) -> None:
+        """Have the tier read or write those items of `piece` that are good so far."""
+        good = [index for index, status in enumerate(statuses) if status is Status.OK]
+        transfer = piece.job.transfer
+        try:
+            batch = self._operations(transfer, op, [(piece.first + index, piece.slots[index]) for index in good])
+            self._filing[self._tier.submit(batch, transfer.deadline)] = piece
+        except LongshoreError as error:
+            refused = self._refused(piece, error)
+            self._end(piece, [refused if status is Status.OK else status for status in statuses])
+
+    def _refused(self, piece: _Piece, error: LongshoreError) -> Status:
+        if isinstance(error, QueueFullError):
+            return Status.QUEUE_FULL
+        if not isinstance(error, TierClosedError):
+            _log.error("a piece of job %d was refused", piece.job.transfer.job, exc_info=error)
+        return Status.TIER_OFF
+
+    def _end(self, piece: _Piece, statuses: Sequence[Status]) -> None:
+        """Both sides are done with the slots of `piece`."""
+        self._ring.give_back(piece.slots)
+        job = piece.job
+        job.statuses[piece.first : piece.first + len(piece.slots)] = statuses
+        job.bytes += self._ring.slabs.slab_bytes * sum(status is Status.OK for status in statuses)
+        job.pieces -= 1
+
+    def _settle(self, job: _Job) -> None:
+        """Report `job` if it has ended."""
+        if job.pieces or job.begun < len(job.statuses):
+            return
+        statuses = tuple(status for status in job.statuses if status is not None)
+        queued = (self._clock() if job.first is None else job.first) - job.submitted
+        rank = self._layout.rank
+        self._results.append(TransferResult(job.transfer.job, statuses, job.bytes, job.seconds, queued, rank))
+        del self._jobs[job.transfer.job]
+
+    # ------------------------------------------------------------------ what the two sides are told
+
+    def _check(self, transfer: Transfer) -> None:
+        """Raise unless both sides would take all of `transfer`."""
+        if len(transfer.sections) > 1 and len(transfer.items) > self._ring.slabs.slabs:
+            raise PlanError(f"{len(transfer.items)} items of several groups, in a ring of {self._ring.slabs.slabs}")
+        op, route = (Op.WRITE, OFFLOAD) if transfer.route == self._write else (Op.READ, ONBOARD)
+        job, most = _Job(transfer, 0.0, []), self._ring.slabs.slabs
+        batch = self._operations(transfer, op, [(index, 0) for index in range(len(transfer.items))])
+        tier, memory = self._tier, self._ring.arena
+        check_batch(batch, transfer.deadline, slabs=tier.slabs, image_bytes=tier.image_bytes, arena_bytes=memory.nbytes)
+        for first in range(0, len(transfer.items), most):
+            slots = list(range(min(most, len(transfer.items) - first)))
+            self._engine.check(self._inner(_Piece(job, -1, first, slots), len(slots), route))
+
+    def _operations(self, transfer: Transfer, op: Op, places: Sequence[tuple[int, int]]) -> list[TierOp]:
+        """What the tier is told of items, by position and slot of the ring."""
+        batch = []
+        for position, slot in places:
+            item = transfer.items[position]
+            ours, other = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
+            if ours is None or other is not None:
+                raise PlanError(f"item {position}: expected the device and a slot of the file tier, got {item}")
+            offset = int(self._ring.offsets(0, [slot])[0])
+            length = self._tier.image_bytes[ours.pool]
+            batch.append(TierOp(op, ours.index, item.key, item.parent, offset, length, transfer.generation, ours.pool))
+        return batch
+
+    def _inner(self, piece: _Piece, count: int, route: Route) -> Transfer:
+        """What the engine is told of the first `count` items of `piece`."""
+        transfer = piece.job.transfer
+        stop = piece.first + count
+        items = []
+        for item, slot in zip(transfer.items[piece.first : stop], piece.slots, strict=False):
+            place = Slot(HOST, 0, slot)
+            source, destination = (None, place) if route == OFFLOAD else (place, None)
+            items.append(Item(item.key, item.parent, source, destination, item.valid))
+        last = stop == len(transfer.items)
+        return replace(
+            transfer,
+            job=piece.number,
+            route=route,
+            items=tuple(items),
+            sections=transfer.sections if last and not piece.first else self._sections(transfer, piece.first, stop),
+            by_layer=False,
+            tokens=transfer.tokens if last else None,
+            after=(),
+        )
+
+    def _sections(self, transfer: Transfer, first: int, stop: int) -> tuple[Section, ...]:
+        """The device blocks of items [first, stop) of a single section."""
+        (section,) = transfer.sections
+        per_chunk = self._layout.groups[section.group].blocks_per_chunk
+        skipped = section.first_block % per_chunk
+        begin, end = max(0, first * per_chunk - skipped), stop * per_chunk - skipped
+        return (section._replace(first_block=section.first_block + begin, blocks=section.blocks[begin:end]),)
