@@ -10,6 +10,7 @@ from longshore import __version__
 from longshore.cli.bench import bench
 from longshore.cli.demo import demo
 from longshore.cli.explain import explain
+from longshore.cli.files import fsck, inspect
 from longshore.cli.replay import replay
 from longshore.errors import LongshoreError
 
@@ -23,6 +24,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(explain)
+app.command()(fsck)
+app.command()(inspect)
 app.command()(replay)
 app.add_typer(bench)
 
