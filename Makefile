@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract gpu bench-file orders soak race-mutants cache-mutants clean
+.PHONY: demo test lint types tests contract gpu bench-file orders soak crash race-mutants cache-mutants clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -75,6 +75,11 @@ MINUTES ?= 30
 FIRST_SEED ?= 10000
 soak: $(VENV)/ready
 	$(BIN)/python tests/transfer/soak.py --minutes $(MINUTES) --first-seed $(FIRST_SEED)
+
+# Kills a process that writes to a file tier at N random instants, and compares what the next one is served.
+N ?= 300
+crash: $(VENV)/ready
+	$(BIN)/python tests/tiers/kills.py --kills $(N)
 
 # Weakens the ordering code at one place after the other; a test must notice each time.
 race-mutants: $(VENV)/ready

@@ -1,9 +1,10 @@
-"""A thread that puts the index on the medium when it is due, so that no operation waits for that."""
+"""Puts the index on the medium when it is due, in a thread of its own, so that no operation waits for that."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from longshore.errors import TierError
 from longshore.tiers.file.index import Index
@@ -15,7 +16,7 @@ RETRY_SECONDS = 30.0
 
 
 class Keeper:
-    """Writes checkpoints of `index`, from `nudge` to `close`.
+    """Writes checkpoints of `index`, one at a time. Thread-safe.
 
     Attributes:
         failures: Checkpoints that could not be written. The index goes on without: a restart may know less.
@@ -24,38 +25,34 @@ class Keeper:
     def __init__(self, index: Index, name: str) -> None:
         self.failures = 0
         self._index = index
-        self._nudged = threading.Event()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._name = name
+        self._busy = threading.Lock()  # from a nudge to the end of its checkpoint; for ever, once closed
+        self._closed = False
+        self._not_before = 0.0
 
     def nudge(self) -> None:
-        """A checkpoint is due."""
-        self._nudged.set()
+        """A checkpoint may be due; begins it, unless one is under way, or has just failed."""
+        if self._index.due and time.monotonic() >= self._not_before and self._busy.acquire(blocking=False):
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Write a last checkpoint, and end. Idempotent."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._nudged.set()
-            self._thread.join()
+        """Wait for the checkpoint that is under way, and write a last one. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._busy.acquire()
             self._checkpoint()
 
     def _work(self) -> None:
-        while True:
-            self._nudged.wait()
-            self._nudged.clear()
-            if self._closed.is_set():
-                return
-            if self._index.due and not self._checkpoint():
-                self._closed.wait(RETRY_SECONDS)
+        try:
+            self._checkpoint()
+        finally:
+            self._busy.release()
 
-    def _checkpoint(self) -> bool:
+    def _checkpoint(self) -> None:
         try:
             self._index.checkpoint()
         except TierError as error:
+            self._not_before = time.monotonic() + RETRY_SECONDS
             self.failures += 1
             if self.failures == 1:
                 _log.warning("%s; after a restart, what came after the last one may be missing", error)
-            return False
-        return True

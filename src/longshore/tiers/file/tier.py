@@ -187,8 +187,7 @@ class FileTier(Tier):
             return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
         lane = self._lanes[worker]
         status = self._write(op, serial, lane) if op.op is Op.WRITE else self._serve(op, lane)
-        if self._index.due:
-            self._keeper.nudge()
+        self._keeper.nudge()
         return status
 
     def _serve(self, op: TierOp, lane: Lane) -> Status:

@@ -1,0 +1,168 @@
+"""Crashes: every state that a simulated disk can be left in, at every point of a story, is opened and read.
+
+After the end of a process: what was reported is listed, and what is listed is served. After a crash of the machine:
+what is served is right. `crash_kit.Story.judge` compares every byte that is served with what was written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from crash_kit import Distinct, Judged, Story, WrongBytesError, after
+
+from longshore.testing.simulated_disk import Image, Moment
+from longshore.tiers.file import FileTier
+from longshore.tiers.file.index import Index
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Thousands of tiers are opened on damaged disks, and each says so."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def short_story(kind: type[FileTier] = FileTier) -> Story:
+    """A record, a checkpoint, another record in its place."""
+    story = Story(kind=kind)
+    story.write(0, 1)
+    story.checkpoint()
+    story.write(0, 2)
+    return story
+
+
+def long_story() -> Story:
+    """Two slots, overwritten before and after checkpoints, a reset, a close; journals change places twice."""
+    story = Story()
+    story.write(0, 1)
+    story.write(1, 2)
+    story.checkpoint()
+    story.write(0, 3)
+    story.forget()
+    story.write(1, 4)
+    story.checkpoint()
+    story.write(0, 5)
+    story.write(1, 1)
+    return story
+
+
+def finished(story: Story) -> list[Moment]:
+    """The moments of a story, also those of its close."""
+    story.close()
+    return story.disk.moments
+
+
+def most_important(moment: Moment, random: Random) -> list[Image]:
+    """The states of each file by itself, and some of all of them by chance."""
+    return [*moment.one_file_at_a_time(40), *moment.sample(12, random)]
+
+
+@pytest.mark.parametrize("story", [short_story, long_story])
+def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_listed_is_served(story: object) -> None:
+    told = short_story() if story is short_story else long_story()
+    moments = finished(told)
+    for number, moment in enumerate(moments, 1):
+        holds, generation = next(
+            ((holds, generation) for count, holds, generation in reversed(told.reported) if count <= number), ({}, 0)
+        )
+        upcoming = next((holds for count, holds, _ in told.reported if count > number), holds)
+        judged = after(moment.killed())
+        assert judged.listed <= judged.served, moment.call
+        assert judged.generation >= generation
+        if judged.generation == generation:
+            kept = {pair for pair in holds.items() if pair in upcoming.items()}
+            assert kept <= judged.listed, f"{moment.call}: {kept} was reported, {judged.listed} listed"
+
+
+def test_every_state_that_a_crash_of_the_machine_can_leave_serves_no_wrong_byte() -> None:
+    """Every one, at every point: torn records, torn notes, torn checkpoints, in all combinations."""
+    story = short_story()
+    distinct = Distinct()
+    judged: list[Judged] = [
+        after(image) for moment in story.disk.moments for image in distinct(moment.states(fixed=("lock",)))
+    ]
+    story.close()
+    assert len(judged) > 4000
+    served = [each.served for each in judged]
+    assert sum(pairs == {(0, 1)} for pairs in served) > 10
+    assert sum(pairs == {(0, 2)} for pairs in served) > 10
+    assert set(itertools.chain(*served)) == {(0, 1), (0, 2)}
+    assert {pair for each in judged for pair in each.listed} == {(0, 1), (0, 2)}
+
+
+class BelievesEverything(FileTier):
+    """The negative control: without checksums, torn images are served."""
+
+    def _payload_is_intact(self, found: int, expected: int) -> bool:
+        return True
+
+
+def test_without_checksums_some_of_these_states_serve_wrong_bytes() -> None:
+    story = short_story()
+    wrong = 0
+    for image in Distinct()(story.disk.moments[-1].sample(400, Random(0))):
+        try:
+            after(image, BelievesEverything)
+        except WrongBytesError:
+            wrong += 1
+    story.close()
+    assert wrong > 10
+
+
+def test_without_strikes_a_killed_process_leaves_entries_of_what_it_was_overwriting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Index, "strike", lambda self, slots: None)
+    story = short_story()
+    listed_only = [judged for moment in finished(story) if (judged := after(moment.killed())).listed - judged.served]
+    assert listed_only
+
+
+def test_a_longer_story() -> None:
+    story = long_story()
+    random, distinct = Random(1), Distinct()
+    served: set[tuple[int, int]] = set()
+    for number, moment in enumerate(finished(story), 1):
+        reported = max((generation for count, _, generation in story.reported if count <= number), default=0)
+        for image in distinct(most_important(moment, random)):
+            judged = after(image)
+            assert judged.generation >= reported, "a reset that was reported is durable"
+            served |= judged.served
+    assert len(distinct.seen) > 400
+    assert served == {(0, 1), (1, 2), (0, 3), (1, 4), (0, 5), (1, 1)}
+
+
+def test_a_crash_while_opening_after_a_crash() -> None:
+    random, distinct = Random(2), Distinct()
+    first = long_story()
+    served = 0
+    for moment in finished(first)[-60::6]:
+        for image in moment.sample(3, random):
+            second = Story(image)
+            second.write(0, 3)
+            for later in finished(second)[::2]:
+                for again in distinct([later.killed(), *later.sample(2, random)]):
+                    served += len(after(again).served)
+    assert len(distinct.seen) > 100
+    assert served > 60
+
+
+def test_a_crash_while_the_image_size_changes() -> None:
+    story = Story()
+    story.write(0, 1)
+    story.write(1, 2)
+    story.close()
+    larger = Story(story.disk.moments[-1].killed(), pages=2)
+    larger.write(0, 3)
+    random, distinct = Random(3), Distinct()
+    served: set[tuple[int, tuple[int, int]]] = set()
+    for moment in finished(larger):
+        for image in distinct(most_important(moment, random)):
+            for pages in (1, 2):
+                served |= {(pages, pair) for pair in after(image, pages=pages).served}
+    assert served == {(1, (0, 1)), (1, (1, 2)), (2, (0, 3))}
