@@ -1,5 +1,6 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
+from longshore.cache.beginnings import Partial, Text
 from longshore.cache.events import Event, EventKind
 from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.gate import Gate
@@ -50,6 +51,7 @@ __all__ = [
     "Onboarding",
     "Outcome",
     "Part",
+    "Partial",
     "Placement",
     "PrefetchPolicy",
     "Presence",
@@ -59,6 +61,7 @@ __all__ = [
     "Run",
     "SizeStats",
     "State",
+    "Text",
     "TierSpec",
     "TierStats",
     "TieredCache",

@@ -128,9 +128,7 @@ class Eviction:
         store.policies[0].leave(nodes, keys)
         parents = index.drop_leaves(at, keys)
         pool.free_all(slots)
-        if store.retention.used:
-            for node in nodes:
-                store.retention.forget(node)
+        store.forget(nodes)
         for parent in parents:
             if parent and not index.reach[0][parent] and index.is_ready(parent, 0):
                 store.policies[0].release(self._held_chain(parent)[::-1])

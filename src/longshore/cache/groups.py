@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.boundary import Key
+from longshore.cache.beginnings import Beginnings, Partial, Text
 from longshore.cache.columns import leading
 from longshore.cache.index import Index
 from longshore.errors import CacheError
@@ -61,32 +62,42 @@ class Wanted(NamedTuple):
 
     `keys` is the path from the first chunk of the prompt. `device` has a truth value for each of them, from the first
     on: whether the device has that chunk (a numpy array is fastest). Those that are left out it does not have.
+    With `text` the first tokens of a chunk may be reused, too.
     """
 
     keys: Sequence[Key]
     device: Sequence[bool] = ()
+    text: Text | None = None
 
 
 class Need(NamedTuple):
-    """What a matched prefix needs of one group: the chunks `[first, end)`, and of these `load` from the tiers."""
+    """What a matched prefix needs of one group: the chunks `[first, end)`, and of these `load` from the tiers.
+
+    With a `partial` match, behind them the first tokens of another chunk.
+    """
 
     first: int
     end: int
     load: tuple[int, ...]
+    partial: Partial | None = None
 
 
 class Path:
     """One group's keys, `chunk_tokens` tokens each, and how far they are served."""
 
-    def __init__(self, index: Index, group: CacheGroup, chunk_tokens: int, wanted: Wanted) -> None:
+    def __init__(
+        self, index: Index, beginnings: Beginnings, group: CacheGroup, chunk_tokens: int, wanted: Wanted
+    ) -> None:
         if len(wanted.device) > len(wanted.keys):
             raise CacheError(f"the device cannot have {len(wanted.device)} of {len(wanted.keys)} chunks")
         self.keys = wanted.keys
+        self.text = None if wanted.text is None else wanted.text.checked()
         self.group = group
         self.chunk_tokens = chunk_tokens
         self.last_window = group.first_needed(len(wanted.keys) * chunk_tokens, chunk_tokens)
         """The first chunk that would be needed if all of them were served."""
         self._index = index
+        self._beginnings = beginnings
         self._device = np.zeros(len(wanted.keys), bool)
         self._device[: len(wanted.device)] = np.asarray(wanted.device, bool)
         self._clear = len(wanted.keys)  # from here on, as far as was looked, nothing is missing
@@ -97,11 +108,34 @@ class Path:
         missing = self._missing(self.group.first_needed(tokens, self.chunk_tokens), end)
         return tokens if missing is None else missing * self.chunk_tokens
 
+    def beyond(self, tokens: int, most: int) -> int:
+        """How many tokens are served behind a prefix of `tokens`, at most `most`: whole chunks, and a part of one."""
+        if self.text is None or self.group.recurrent:
+            return 0
+        at, size = tokens // self.chunk_tokens, self.chunk_tokens
+        while at * size < tokens + most and self._serves(at):
+            at += 1
+        near = self._beginnings.closest(self.keys, at, self.text, size) if at <= len(self.keys) else None
+        return min(most, at * size - tokens + (near.tokens if near else 0))
+
     def need(self, tokens: int) -> Need:
         """What is needed of this group for a prefix of `tokens` tokens, which is served."""
         first, end = self.group.first_needed(tokens, self.chunk_tokens), tokens // self.chunk_tokens
         load = first + np.flatnonzero(~self._device[first:end])
-        return Need(first, end, tuple(load.tolist()))
+        return Need(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
+
+    def _partial(self, at: int, tokens: int) -> Partial | None:
+        """Where the first `tokens` tokens of the chunk at `at` come from, if there are any."""
+        if not tokens or self.text is None:
+            return None
+        if self._serves(at):
+            return Partial(self.keys[at], tokens, bool(self._device[at]))
+        near = self._beginnings.closest(self.keys, at, self.text, self.chunk_tokens)
+        return near and near._replace(tokens=tokens)
+
+    def _serves(self, at: int) -> bool:
+        """Whether the chunk at `at` is on the device, or can be read from a tier."""
+        return at < len(self.keys) and bool(self._device[at] or self._index.is_readable(self.keys[at]))
 
     def _missing(self, first: int, end: int) -> int | None:
         """A chunk of `[first, end)` that is not served, behind which all are, as far as was looked."""
@@ -110,14 +144,17 @@ class Path:
             ready += leading(self._device[ready:end])
             return None if ready >= end else ready
         at = min(self._clear, end)
-        while at > first and (self._device[at - 1] or self._index.readable_alone(self.keys[at - 1])):
+        while at > first and self._serves(at - 1):
             at -= 1
         self._clear = at
         return None if at <= first else at - 1
 
 
 def longest_served(paths: Sequence[Path]) -> int:
-    """The longest prefix, in tokens, at which every one of `paths` is served: a multiple of all their chunks."""
+    """The longest prefix, in tokens, at which every one of `paths` is served: a multiple of all their chunks.
+
+    Behind that less than one such multiple more, of which all of them have the first tokens.
+    """
     unit = math.lcm(*(path.chunk_tokens for path in paths))
     tokens = min(len(path.keys) * path.chunk_tokens for path in paths) // unit * unit
     while True:
@@ -125,7 +162,7 @@ def longest_served(paths: Sequence[Path]) -> int:
         for path in paths:
             shorter = path.longest(shorter) // unit * unit
         if shorter == tokens:
-            return tokens
+            return tokens + min(path.beyond(tokens, unit - 1) for path in paths)
         tokens = shorter
 
 

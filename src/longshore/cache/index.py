@@ -195,8 +195,8 @@ class Index:
             path.append(node)
         return path
 
-    def readable_alone(self, key: Key) -> bool:
-        """Whether `key`, which stands alone, can be read."""
+    def is_readable(self, key: Key) -> bool:
+        """Whether `key`, and all that it needs to be reached, can be read."""
         return bool(self.reachable[node] if (node := self.get(key)) else 0)
 
     def find_alone(self, keys: Sequence[Key]) -> list[int]:

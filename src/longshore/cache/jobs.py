@@ -71,19 +71,28 @@ class Load:
 class Held:
     """What a hold keeps of one KV cache group: the chunks `keys`, at `positions` of their path, by pins on nodes.
 
-    One pin on the last keeps a path; chunks that stand `alone` have one each.
+    One pin on the last keeps a path; chunks that stand `alone` have one each. `blocks` says how many device blocks they
+    take, where that is settled.
     """
 
-    __slots__ = ("alone", "group", "keys", "pins", "positions")
+    __slots__ = ("alone", "blocks", "group", "keys", "pins", "positions")
 
     def __init__(
-        self, keys: Sequence[Key], positions: Sequence[int], pins: Sequence[Pin], group: int = 0, *, alone: bool = False
+        self,
+        keys: Sequence[Key],
+        positions: Sequence[int],
+        pins: Sequence[Pin],
+        group: int = 0,
+        *,
+        alone: bool = False,
+        blocks: int = 0,
     ) -> None:
         self.keys = keys
         self.positions = positions
         self.pins = pins
         self.group = group
         self.alone = alone
+        self.blocks = blocks
 
     def nodes(self, index: Index) -> list[int]:
         """The nodes of the chunks, head first, as far as none was lost."""

@@ -33,10 +33,10 @@ class Joint:
 
     def paths(self, wanted: Sequence[Wanted]) -> list[Path]:
         """What is wanted of each group. Raises `CacheError` unless it is one for each."""
-        settings = self._flow.settings
+        store, settings = self._store, self._flow.settings
         if not wanted or len(wanted) != len(settings.groups):
             raise CacheError(f"a match is for each of the {len(settings.groups)} groups, got {len(wanted)}")
-        return [Path(self._store.index, *settings.group(group), each) for group, each in enumerate(wanted)]
+        return [Path(store.index, store.beginnings, *settings.group(group), each) for group, each in enumerate(wanted)]
 
     def match(self, paths: Sequence[Path], request: str | None) -> GroupMatch:
         """The longest prefix at which all of `paths` are served, and a hold on what they need."""
@@ -48,18 +48,15 @@ class Joint:
         parts = [
             self._hold(group, path, need)
             for group, (path, need) in enumerate(zip(paths, needs, strict=True))
-            if need.load
+            if need.load or (need.partial and not need.partial.device)
         ]
         hold = self._holds.take(self._flow.new_id(), parts, request, joint=True) if parts else None
         return GroupMatch(tokens, needs, hold)
 
     def sections(self, record: Record, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """`blocks`, in order of group, as they belong to the held chunks. Raises `CacheError` if they do not fit."""
-        per_chunk, held = self._flow.settings.blocks_per_chunk, {part.group: part for part in record.parts}
-        counts = [
-            len(held[group].positions) * per_chunk if group in held else 0
-            for group in range(len(self._flow.settings.groups))
-        ]
+        per_chunk, held = self._flow.settings.blocks_per_chunk, {part.group: part.blocks for part in record.parts}
+        counts = [held.get(group, 0) for group in range(len(self._flow.settings.groups))]
         if [len(each) for each in blocks] != counts:
             raise CacheError(f"the held chunks of each group have {counts} blocks, got {[len(b) for b in blocks]}")
         return [
@@ -83,10 +80,15 @@ class Joint:
                     index.check_link(path.keys, at)
 
     def _hold(self, group: int, path: Path, need: Need) -> Held:
-        store, keys = self._store, [path.keys[at] for at in need.load]
+        store, keys, positions = self._store, [path.keys[at] for at in need.load], list(need.load)
+        blocks = len(keys) * self._flow.settings.blocks_per_chunk
+        if need.partial and not need.partial.device:
+            keys.append(need.partial.key)
+            positions.append(need.end)
+            blocks += -(-need.partial.tokens // path.group.block_size)
         pinned = keys if path.group.alone else keys[-1:]
         pins: list[Pin] = [store.pin(store.index.get(key)) for key in pinned]
-        return Held(keys, need.load, pins, group, alone=path.group.alone)
+        return Held(keys, positions, pins, group, alone=path.group.alone, blocks=blocks)
 
     def _note(self, request: str | None, path: Path, need: Need) -> None:
         """Count what is missing, and record the request."""

@@ -66,11 +66,12 @@ class Loading:
         held: int = 0,
         group: int = 0,
         by_layer: bool = False,
+        tokens: int | None = None,
     ) -> Load:
         """Order `keys` (as far as they are ready, and the host tier has room) into device `blocks` within `timeout`.
 
         `first_block` is the logical index of `blocks[0]`, a block of the first chunk. `keys` are the first of `held`
-        chunks that end at `tail`, if that is known and reachable.
+        chunks that end at `tail`, if that is known and reachable. Of the last block only `tokens` are loaded.
         """
         store = self._store
         load, wait = self._begin(timeout)
@@ -93,7 +94,8 @@ class Loading:
             per_chunk = self._flow.settings.blocks_per_chunk
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
             sections = (Section(group, first_block, tuple(blocks[:taken])),)
-            self._order_batch(load, wait, batch, sections, by_layer=by_layer)
+            last = tokens if end == len(keys) else None
+            self._order_batch(load, wait, batch, sections, by_layer=by_layer, tokens=last)
             blocks, first_block = blocks[taken:], first_block + taken
         return load
 
@@ -163,7 +165,14 @@ class Loading:
             self._store.unread(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
 
     def _order_batch(
-        self, load: Load, wait: Wait, batch: Batch, sections: tuple[Section, ...], *, by_layer: bool
+        self,
+        load: Load,
+        wait: Wait,
+        batch: Batch,
+        sections: tuple[Section, ...],
+        *,
+        by_layer: bool,
+        tokens: int | None = None,
     ) -> None:
         """Order one batch into the device blocks of `sections`."""
         names = [level.name for level in self._store.levels]
@@ -186,6 +195,7 @@ class Loading:
                 load=load,
                 deadline=wait.deadline,
                 by_layer=by_layer,
+                tokens=tokens,
             )
         )
 

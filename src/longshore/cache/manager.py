@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from longshore.boundary import DEVICE, Command, Key, ProbeResult, Result, Route, Slot, TransferResult
 from longshore.cache.adopting import Found, adopt
+from longshore.cache.beginnings import Text
 from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event, EventKind
 from longshore.cache.exchange import Exchange
@@ -77,7 +78,8 @@ class TieredCache:
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
             raise CacheError(f"all tiers have the pools of {self.settings.pools}, got {sorted(sizes)} image sizes")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
-        self._store = Store(levels, self.counters, thresholds=thresholds, events=self.settings.events)
+        events, width = self.settings.events, self.settings.token_width
+        self._store = Store(levels, self.counters, thresholds=thresholds, events=events, token_width=width)
         self._flow = Flow(self._store, self.settings, generation)
         self._loading = Loading(self._flow)
         self._prefetching = Prefetching(self._flow)
@@ -94,15 +96,29 @@ class TieredCache:
 
     # ------------------------------------------------------------------ reading
 
-    def match(self, keys: Sequence[Key], now: float, *, start: int = 0, request: str | None = None) -> Match:
+    def match(
+        self,
+        keys: Sequence[Key],
+        now: float,
+        *,
+        start: int = 0,
+        request: str | None = None,
+        text: Text | None = None,
+        group: int = 0,
+    ) -> Match:
         """The longest run of ready chunks among `keys[start:]`, and a hold on it.
 
         `keys` is the path from the first chunk of the prompt; chunks before `start` are the engine's own. Every chunk
         behind the run is counted as a miss. The run is found by bisection, in microseconds whatever its length: a key
         names its whole prefix, so only some are looked at. `CacheError` is raised where one of these is out of place.
         What is not known of foreign tiers is asked for, and never waited for.
+
+        With the `text` behind the keys, which are of `group`, the chunk behind the run is looked for that begins as it
+        should; what `onboard` is then given another block for.
         """
         self._check_first(keys, start)
+        size = 0 if text is None else self.settings.group(group)[1]
+        text = text and text.checked()
         index = self._store.index
         end = index.reachable_prefix(keys, start)
         for position in {start, max(start, end - 1), end} - {len(keys)}:
@@ -113,13 +129,14 @@ class TieredCache:
         if self._store.log.on:
             asked, found = tuple(keys), end - start
             self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
-        if end == start:
-            return Match(start, 0, None, foreign, probes)
+        partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
+        path = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
+        if not path:
+            return Match(start, 0, None, foreign, probes, partial)
         self._exchange.found(keys[start:end])
-        pin = self._store.pin(index.get(keys[end - 1]))
-        held = Held(keys[start:end], range(start, end), (pin,))
+        held = Held(path, range(start, start + len(path)), (self._store.pin(index.get(path[-1])),))
         hold = self._holds.take(self._flow.new_id(), (held,), request)
-        return Match(start, end - start, hold, foreign, probes)
+        return Match(start, end - start, hold, foreign, probes, partial)
 
     def match_groups(self, wanted: Sequence[Wanted], now: float, *, request: str | None = None) -> GroupMatch:
         """The longest prefix at which every KV cache group is served, and a hold on what the tiers are to bring.
@@ -127,7 +144,8 @@ class TieredCache:
         `wanted` says of each group of `CacheSettings.groups`, in order, which keys the request has, and which of these
         chunks the device has. The length is a multiple of the chunks of all groups, and no longer than the keys of any.
         Chunks that the last token would need, behind what was found, are counted as misses; the events have a request
-        for each group, `request/0`, `request/1` and so on. Raises `CacheError` where a key is out of place.
+        for each group, `request/0`, `request/1` and so on. With `Wanted.text` in all of them the length may be any: the
+        first tokens of a chunk serve, too. Raises `CacheError` where a key is out of place.
         """
         paths = self._joint.paths(wanted)
         self._advance(now)
@@ -177,6 +195,7 @@ class TieredCache:
         *,
         skip: int = 0,
         group: int = 0,
+        tokens: int | None = None,
         by_layer: bool = False,
         timeout: float | None = None,
     ) -> Onboarding:
@@ -188,6 +207,7 @@ class TieredCache:
                 may be any sub-block of a held chunk.
             skip: Leading sub-blocks of the first chunk that the device has already.
             group: The KV cache group that the keys and blocks are of.
+            tokens: Leading tokens to load of the last block, as a partial match says; `None` loads all.
             by_layer: Have each job go layer after layer, so that compute may begin before all have arrived.
             timeout: Seconds after which what has arrived is the outcome, at the next `tick`, whatever the movers do
                 meanwhile; `settings.load_timeout` if it is `None`.
@@ -212,6 +232,7 @@ class TieredCache:
             held=held,
             group=group,
             by_layer=by_layer,
+            tokens=tokens,
         )
         record.load.asked = [(record.request, part.keys[:chunks])]
         return self._ordered(record.load)
@@ -221,8 +242,9 @@ class TieredCache:
     ) -> Onboarding:
         """Order all that a hold of `match_groups` keeps into the device, by one job; ends with `outcome(hold)`.
 
-        `blocks` has for each group the device blocks of the chunks in `Need.load`, in order; `by_layer` has the layers
-        of all groups travel in the model's order. It is all or nothing: chunks for which the host tier cannot make room
+        `blocks` has for each group the device blocks of the chunks in `Need.load`, in order, and of as many blocks of a
+        partial match as its tokens take; the last of these comes whole. `by_layer` has the layers of all groups travel
+        in the model's order. It is all or nothing: chunks for which the host tier cannot make room
         now are counted as misses, and the others with them.
         """
         record = self._holds.to_load(hold, joint=True)
@@ -316,12 +338,14 @@ class TieredCache:
         prompt: int | None = None,
         retention: Sequence[Retention] = (),
         group: int = 0,
+        text: Text | None = None,
     ) -> Offload:
         """Chunks `keys[first:]` are complete on the device, in `blocks`, or about to be evicted from it.
 
         The write policy decides whether they are offloaded now; their blocks must stay unchanged until the job has
         ended. `keys` is the path from the first chunk of the prompt; what a tier has already is not written again.
-        Chunks from position `prompt` on are of the answer. `retention` says what is worth keeping.
+        Chunks from position `prompt` on are of the answer. `retention` says what is worth keeping, and `text` which
+        tokens the chunks have, for partial matches (`settings.partial`).
         """
         check_retention(retention)
         self._check_first(keys, first)
@@ -329,17 +353,9 @@ class TieredCache:
         if len(blocks) != expected:
             raise CacheError(f"{len(keys) - first} chunks have {expected} blocks, got {len(blocks)}")
         self._device.check(blocks)
-        alone = self.settings.stands_alone(group)
-        path = self._follow(keys, first, group) if not alone else []
-        if not self._storing.wants(evicting=evicting):
-            return Offload(None)
-        end = len(keys) if prompt is None or not self.settings.prompt_only else max(first, min(prompt, len(keys)))
-        if alone:
-            return self._storing.offload_alone(keys, first, blocks, retention, group=group, prompt=end)
-        if end < first + len(path):
-            path = path[: end - first]
-        self._storing.leave_out(len(keys) - max(end, first + len(path)))
-        return self._storing.offload(keys[:end], first, path, blocks, retention, group)
+        return self._storing.store(
+            keys, first, blocks, evicting=evicting, prompt=prompt, retention=retention, group=group, text=text
+        )
 
     def offer(
         self, keys: Sequence[Key], *, first: int = 0, retention: Sequence[Retention] = (), group: int = 0
@@ -350,9 +366,7 @@ class TieredCache:
         """
         check_retention(retention)
         self._check_first(keys, first)
-        if self.settings.stands_alone(group):
-            return self._storing.offload_alone(keys, first, None, retention, group=group, prompt=len(keys))
-        return self._storing.offload(keys, first, self._follow(keys, first, group), None, retention, group)
+        return self._storing.store(keys, first, None, evicting=True, retention=retention, group=group)
 
     def withdraw(self, job: int) -> None:
         """The host that was offered slots by `offer` will not write them, on any rank that has not reported."""
@@ -520,13 +534,6 @@ class TieredCache:
             if level.name == name:
                 return tier
         raise CacheError(f"no tier is called {name!r}; there are {[level.name for level in self._store.levels]}")
-
-    def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
-        """The nodes of what is known of `keys[first:]`, chunks of `group`."""
-        pool, index = self.settings.pool_of(group), self._store.index
-        path = index.follow(keys, first)
-        self._store.check_pool([*path[:1], index.get(keys[first - 1]) if first else 0], pool)
-        return path
 
     def _check_first(self, keys: Sequence[Key], first: int) -> None:
         if not 0 <= first <= len(keys):

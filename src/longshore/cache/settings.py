@@ -25,6 +25,8 @@ class CacheSettings:
         blocks_per_chunk: Device blocks per chunk.
         groups: The KV cache groups, in the order of the layout's; none if all have full attention, and no match is for
             several of them.
+        partial: Whether the tokens of chunks are kept, as far as `commit` is told them, for partial matches. Asks for
+            `groups`.
         ranks: How many ranks hold a part of each image, and report each job.
         offload: Write policy device -> warmest tier.
         backup: Write policy warmest tier -> the one below, and from there on down.
@@ -48,6 +50,7 @@ class CacheSettings:
 
     blocks_per_chunk: int = 1
     groups: tuple[CacheGroup, ...] = ()
+    partial: bool = False
     ranks: int = 1
     offload: WritePolicy = WritePolicy.THROUGH
     backup: WritePolicy = WritePolicy.BACK
@@ -78,6 +81,9 @@ class CacheSettings:
         if not 0 <= self.priority_floor <= HIGHEST_PRIORITY:
             raise CacheError(f"priority_floor lies in [0, {HIGHEST_PRIORITY}], got {self.priority_floor}")
 
+        if self.partial and not self.groups:
+            raise CacheError("partial matches ask for the groups, which say how many tokens a chunk has")
+
     def rules(self, tiers: Sequence[str], foreign: Sequence[str] = ()) -> tuple[WriteRule, ...]:
         """The write rule of the route into each of `tiers`, warmest first, and into each of the `foreign` ones."""
         names = [*tiers, *foreign]
@@ -99,6 +105,11 @@ class CacheSettings:
         if not 0 <= index < len(self.groups):
             raise CacheError(f"group {index} is none of the {len(self.groups)} groups of the settings")
         return self.groups[index], self.groups[index].block_size * self.blocks_per_chunk
+
+    @property
+    def token_width(self) -> int:
+        """Tokens that are kept of each chunk: as many as the longest has, or none."""
+        return max((self.group(index)[1] for index in range(len(self.groups))), default=0) if self.partial else 0
 
     def stands_alone(self, index: int) -> bool:
         """Whether chunks of this group stand alone. Without `groups` none does, whatever the group."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from longshore.boundary import Key, Slot, Status, addresses
 from longshore.cache.backlog import Backlog
+from longshore.cache.beginnings import Beginnings
 from longshore.cache.columns import column, marks
 from longshore.cache.emptying import Emptying
 from longshore.cache.events import EventKind, EventLog
@@ -60,7 +61,13 @@ class Store:
     """Slots, index, eviction orders and backlog of all tiers."""
 
     def __init__(
-        self, levels: Sequence[Level], counters: Counters, *, thresholds: Sequence[int] = (), events: int = 0
+        self,
+        levels: Sequence[Level],
+        counters: Counters,
+        *,
+        thresholds: Sequence[int] = (),
+        events: int = 0,
+        token_width: int = 0,
     ) -> None:
         self.levels = list(levels)
         self.counters = counters
@@ -71,6 +78,7 @@ class Store:
         self.last = len(levels) - 1
         """The coldest tier."""
         self.log = EventLog(events)
+        self._token_width = token_width
         self._begin()
 
     def _begin(self) -> None:
@@ -80,6 +88,7 @@ class Store:
         self.backlog = Backlog(self.index, self.thresholds)
         self.retention = Keeping(self)
         self.sliding = Sliding(self)
+        self.beginnings = Beginnings(self.index, self._token_width)
         self.eviction = Eviction(self)
         self.emptying = Emptying(self)
         self.fit()
@@ -102,6 +111,7 @@ class Store:
             policy.grow(self.index.size)
         self.backlog.grow(self.index.size)
         self.sliding.grow(self.index.size)
+        self.beginnings.grow(self.index.size)
 
     # ------------------------------------------------------------------ arrivals
 
@@ -352,8 +362,8 @@ class Store:
             self.policies[tier].remove(node, evicted=index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
-        if gone and self.retention.used:
-            self.retention.forget(node)
+        if gone:
+            self.forget((node,))
         if gone and self.pins:
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
@@ -365,6 +375,14 @@ class Store:
             self._reconsider(node)
         if parent and not index.reach[tier][parent]:
             self._reconsider(parent)
+
+    def forget(self, nodes: Sequence[int]) -> None:
+        """`nodes` are in no tier any more: what is known of them beside the index is known no longer."""
+        if self.retention.used:
+            for node in nodes:
+                self.retention.forget(node)
+        if self.beginnings.on:
+            self.beginnings.forget(nodes)
 
     def log_loss(self, node: int, tier: int, cause: str) -> None:
         """Record that a copy leaves, or will not come."""
@@ -442,6 +460,7 @@ class Store:
         """Walk all books; raise `CacheError` where two of them disagree."""
         self.index.check_integrity()
         self.backlog.check_integrity()
+        self.beginnings.check_integrity()
         for tier, (level, pool, policy) in enumerate(zip(self.levels, self.pools, self.policies, strict=True)):
             pool.check_integrity()
             policy.check_integrity()

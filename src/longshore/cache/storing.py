@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from longshore.boundary import Addresses, Key, Section, Slots
+from longshore.cache.beginnings import Text
 from longshore.cache.flow import Flow
 from longshore.cache.groups import runs_of
 from longshore.cache.index import ROOT
@@ -41,7 +42,48 @@ class Storing:
         """Whether chunks on the device are to be copied now that they are complete, or `evicting`."""
         return self._rules[0].policy.wants(evicting=evicting)
 
-    def offload(
+    def store(
+        self,
+        keys: Sequence[Key],
+        first: int,
+        blocks: Sequence[int] | None,
+        *,
+        evicting: bool,
+        prompt: int | None = None,
+        retention: Sequence[Retention] = (),
+        group: int = 0,
+        text: Text | None = None,
+    ) -> Offload:
+        """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it.
+
+        Chunks from position `prompt` on are of the answer. Raises `CacheError` before anything has changed.
+        """
+        store, settings = self._store, self._flow.settings
+        alone = settings.stands_alone(group)
+        path = [] if alone else self._follow(keys, first, group)
+        size = settings.group(group)[1] if store.beginnings.on and text is not None else 0
+        text = text.checked(len(keys) * size) if size and text is not None else None
+        if not self.wants(evicting=evicting):
+            return Offload(None)
+        end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
+        if alone:
+            offload = self._offload_alone(keys, first, blocks, retention, group=group, prompt=end)
+        else:
+            path = path[: max(0, end - first)]
+            self._flow.drop(0, len(keys) - max(end, first + len(path)), DropReason.ANSWER)
+            offload = self._offload(keys[:end], first, path, blocks, retention, group)
+        if text is not None:
+            store.beginnings.learn(keys, first, text, size)
+        return offload
+
+    def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
+        """The nodes of what is known of `keys[first:]`, chunks of `group`."""
+        pool, index = self._flow.settings.pool_of(group), self._store.index
+        path = index.follow(keys, first)
+        self._store.check_pool([*path[:1], index.get(keys[first - 1]) if first else ROOT], pool)
+        return path
+
+    def _offload(
         self,
         keys: Sequence[Key],
         first: int,
@@ -50,10 +92,7 @@ class Storing:
         retention: Sequence[Retention] = (),
         group: int = 0,
     ) -> Offload:
-        """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it.
-
-        `path` are the nodes of what they do not lack; `group` is the KV cache group of keys and blocks.
-        """
+        """`store` for chunks that need those before them: `path` are the nodes of those that the tiers have."""
         store = self._store
         known = first + len(path)
         store.touch(path[::-1])
@@ -78,7 +117,7 @@ class Storing:
         self._flow.order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
         return Offload(job, accepted, Addresses(Slots(store.levels[0].name, pool, tuple(slots))), known + fresh)
 
-    def offload_alone(
+    def _offload_alone(
         self,
         keys: Sequence[Key],
         first: int,
@@ -245,7 +284,3 @@ class Storing:
     def _is_copying_down(self, tier: int) -> bool:
         """Whether what is dirty in `tier` may soon be safe: copies of it, or of what it waits for, are under way."""
         return any(self._flow.writing[below] for below in range(tier + 1, self._store.last + 1))
-
-    def leave_out(self, count: int) -> None:
-        """So many chunks of an answer are not offloaded."""
-        self._flow.drop(0, count, DropReason.ANSWER)

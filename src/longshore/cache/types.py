@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longshore.boundary import Key, Slot, Status
+from longshore.cache.beginnings import Partial
 from longshore.cache.groups import Need
 from longshore.cache.states import State
 
@@ -86,7 +87,8 @@ class Match(NamedTuple):
     """The longest ready prefix: `length` chunks from `start`. `hold` is `None` when it is empty.
 
     Behind these, and what is on its way, come `foreign` chunks that a foreign tier is known to have, for `fetch`. Its
-    answers to `probes`, which are `in_flight`, may make these more at a later match.
+    answers to `probes`, which are `in_flight`, may make these more at a later match. With a `partial` match, the first
+    tokens of another chunk come right behind the prefix; it is held with it if a tier has it.
     """
 
     start: int
@@ -94,11 +96,13 @@ class Match(NamedTuple):
     hold: Hold | None
     foreign: int = 0
     probes: tuple[int, ...] = ()
+    partial: Partial | None = None
 
 
 class GroupMatch(NamedTuple):
     """The longest prefix at which all KV cache groups of a request are served: so many `tokens`.
 
+    A multiple of the chunks of all groups; and where parts of chunks may be reused, less than one such multiple more.
     `needs` says what each group needs of it. `hold` is `None` when nothing is to be loaded from the tiers.
     """
 

@@ -1,0 +1,175 @@
+"""Partial matches: the chunk that begins like the one which is wanted, and of which no tier has the whole.
+
+    wanted     ... b ── the quick brown cat          matched up to b; the chunk behind is nowhere
+    resident   ... b ── the quick brown fox          three tokens in common: copy these, compute one
+                     └─ the slow                     one
+
+The control plane knows keys; so the tokens of each chunk are kept beside, where the settings ask for it, in one array
+(4 bytes per token of the longest chunk, and about 130 bytes per chunk for who follows whom). What follows a key is a
+list through columns, the youngest first, of which the first `LOOK` are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.boundary import Key
+from longshore.cache.columns import leading, zeros
+from longshore.cache.index import Index
+from longshore.errors import CacheError
+
+LOOK = 256
+"""How many chunks behind one key are compared: the youngest."""
+
+Tokens = npt.NDArray[np.uint32]
+
+
+class Text(NamedTuple):
+    """The tokens of a request, for partial matches.
+
+    Attributes:
+        tokens: Token ids from the first chunk on, in `[0, 2**32)`: as many as may be reused. Equal ids must mean equal
+            content: what stands for a multimodal item is to be replaced by ids of that item's own.
+        root: What the first key is rooted in (`Scope.root`).
+        beside: What the device has, by the key (or root) before it: keys of chunks, and the tokens of each.
+    """
+
+    tokens: Sequence[int] | npt.NDArray[np.integer]
+    root: Key
+    beside: Mapping[Key, Iterable[tuple[Key, Sequence[int]]]] = {}
+
+    def checked(self, least: int = 0) -> Text:
+        """The same, of whose root one can be sure. Raises `CacheError` if it has fewer than `least` tokens."""
+        if len(self.tokens) < least or not isinstance(self.root, bytes) or not self.root:
+            raise CacheError(f"expected {least} tokens and a root in bytes, got {len(self.tokens)} and {self.root!r}")
+        return self._replace(tokens=as_ids(self.tokens[:least])) if least else self
+
+    def chunk(self, position: int, chunk_tokens: int) -> Tokens:
+        """The tokens of the chunk at `position`, as far as there are any."""
+        return as_ids(self.tokens[position * chunk_tokens : (position + 1) * chunk_tokens])
+
+    def before(self, keys: Sequence[Key], position: int) -> Key:
+        """The key before the chunk at `position`, or the root."""
+        return keys[position - 1] if position else self.root
+
+
+class Partial(NamedTuple):
+    """The first `tokens` tokens of the chunk `key` are those that were wanted; the `device` has it, or a tier."""
+
+    key: Key
+    tokens: int
+    device: bool = False
+
+
+def as_ids(tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
+    """`tokens` as uint32, shape `(tokens,)`. Raises `CacheError` for what is none."""
+    try:
+        ids = np.array(tokens, np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CacheError(f"token ids are integers in [0, 2**32): {error}") from error
+    if ids.ndim != 1 or (ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << 32)):
+        raise CacheError(f"token ids are integers in [0, 2**32), in a row; got shape {ids.shape}")
+    return ids.astype(np.uint32)
+
+
+class Beginnings:
+    """Tokens of the chunks in `index`, at most `width` each, and which of them follow which key; nothing at zero."""
+
+    def __init__(self, index: Index, width: int) -> None:
+        self.on = width > 0
+        self._index = index
+        self._width = width
+        self._tokens: Tokens = np.zeros((0, width), np.uint32)
+        self._above = np.empty(0, object)
+        self._older, self._younger = zeros(0), zeros(0)
+        self._youngest: dict[Key, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns; the dictionary of who follows whom is not counted."""
+        links = self._older.itemsize * len(self._older) + self._younger.itemsize * len(self._younger)
+        return self._tokens.nbytes + self._above.nbytes + links
+
+    def grow(self, nodes: int) -> None:
+        """Nodes may now have any number below `nodes`."""
+        more = nodes - len(self._older)
+        if self.on and more > 0:
+            self._tokens = np.concatenate([self._tokens, np.zeros((more, self._width), np.uint32)])
+            self._above = np.concatenate([self._above, np.empty(more, object)])
+            self._older.extend(zeros(more))
+            self._younger.extend(zeros(more))
+
+    def learn(self, keys: Sequence[Key], first: int, text: Text, chunk_tokens: int) -> None:
+        """`keys[first:]` have the tokens that `text` says; those that no tier has are passed over."""
+        get, above = self._index.get, self._above
+        fresh = [(at, node) for at in range(first, len(keys)) if (node := get(keys[at])) and above[node] is None]
+        for at, node in fresh:
+            self._tokens[node, :chunk_tokens] = text.chunk(at, chunk_tokens)
+            self._link(node, text.before(keys, at))
+
+    def forget(self, nodes: Iterable[int]) -> None:
+        """`nodes` are in no tier any more."""
+        for node in nodes:
+            above = self._above[node]
+            if above is None:
+                continue
+            older, younger = self._older[node], self._younger[node]
+            if older:
+                self._younger[older] = younger
+            if younger:
+                self._older[younger] = older
+            elif older:
+                self._youngest[above] = older
+            else:
+                del self._youngest[above]
+            self._above[node] = None
+
+    def closest(self, keys: Sequence[Key], position: int, text: Text, chunk_tokens: int) -> Partial | None:
+        """What begins most like the chunk at `position`, which nobody has; on the device rather than in a tier."""
+        before, best = text.before(keys, position), None
+        wanted = text.chunk(position, chunk_tokens)[: chunk_tokens - 1]
+        for key, tokens in text.beside.get(before, ()):
+            best = _better(best, Partial(key, _common(as_ids(tokens), wanted), device=True))
+        reachable = self._index.reachable
+        nodes = [node for node in islice(self._behind(before), LOOK) if reachable[node]]
+        if nodes and len(wanted):
+            equal = self._tokens[nodes, : len(wanted)] == wanted
+            common = np.where(equal.all(axis=1), len(wanted), equal.argmin(axis=1))
+            most = int(common.argmax())
+            best = _better(best, Partial(self._index.key[nodes[most]], int(common[most])))
+        return best
+
+    def check_integrity(self) -> None:
+        """Raise `CacheError` unless every chunk that is listed is resident, and each is where it should be."""
+        linked = [int(node) for node in np.flatnonzero(self._above != None)]  # noqa: E711
+        listed = [node for before in self._youngest for node in self._behind(before)]
+        if sorted(listed) != linked or any(self._index.key[node] is None for node in linked):
+            raise CacheError(f"{len(listed)} chunks are listed by what is before them, {len(linked)} have tokens")
+
+    def _behind(self, before: Key) -> Iterable[int]:
+        node = self._youngest.get(before, 0)
+        while node:
+            yield node
+            node = self._older[node]
+
+    def _link(self, node: int, before: Key) -> None:
+        elder = self._youngest.get(before, 0)
+        self._above[node], self._youngest[before] = before, node
+        self._older[node], self._younger[node] = elder, 0
+        if elder:
+            self._younger[elder] = node
+
+
+def _common(tokens: Tokens, wanted: Tokens) -> int:
+    """How many lead that are the same."""
+    count = min(len(tokens), len(wanted))
+    return leading(tokens[:count] == wanted[:count]) if count else 0
+
+
+def _better(best: Partial | None, other: Partial) -> Partial | None:
+    return other if other.tokens > (best.tokens if best else 0) else best

@@ -1,0 +1,297 @@
+"""Partial matches: the chunk that begins like the one that is wanted, in tiers or on the device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from group_kit import FULL, STATE, WINDOW, end, grouped, orders, resident, settle
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.boundary import FILE, HOST, Key, Section, Status
+from longshore.cache import CacheGroup, CacheSettings, Partial, Text, TieredCache, Wanted, WritePolicy
+from longshore.errors import CacheError
+from longshore.keys import chain
+
+ROOT = b"root".ljust(32, b".")
+ROOTS = [ROOT, *(f"root {group}".encode().ljust(32, b".") for group in (1, 2))]
+"""Each group has a scope of its own."""
+
+ABC = [*range(100, 112)]
+"""Three chunks of four tokens."""
+
+
+def path(tokens: list[int], size: int = 4, root: Key = ROOT) -> list[Key]:
+    return chain(root, tokens, size)
+
+
+def stored(*texts: list[int], group: CacheGroup = FULL, **settings: object) -> TieredCache:
+    """A cache that keeps the tokens of what it has: these texts."""
+    cache = grouped(group, partial=True, **settings)  # type: ignore[arg-type]
+    for text in texts:
+        commit(cache, 0, text)
+    return cache
+
+
+def commit(cache: TieredCache, group: int, tokens: list[int], root: Key | None = None) -> None:
+    root, size = root or ROOTS[group], cache.settings.group(group)[1]
+    keys = path(tokens, size, root)
+    blocks = range(len(keys) * cache.settings.blocks_per_chunk)
+    cache.commit(keys, blocks, group=group, text=Text(tokens, root))
+    settle(cache)
+
+
+def wanted(tokens: list[int], *sizes: int) -> list[Wanted]:
+    """A request for these tokens, of groups with chunks of these sizes."""
+    return [Wanted(path(tokens, size, root), text=Text(tokens, root)) for size, root in zip(sizes, ROOTS, strict=False)]
+
+
+def test_the_chunk_with_the_longest_beginning_in_common_is_found() -> None:
+    cache = stored(ABC, [*ABC[:8], 108, 0, 0, 0], [*ABC[:4], 104, 105, 106, 1])
+    tokens = [*ABC[:8], 108, 109, 7, 7]
+    found = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT))
+    assert (found.length, found.partial) == (2, Partial(path(ABC)[2], 2))
+
+
+def test_its_first_tokens_are_loaded_with_the_rest() -> None:
+    cache = stored(ABC)
+    tokens = [*ABC[:10], 7, 7]
+    found = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT))
+    assert found.hold is not None
+    assert found.partial is not None
+    order = cache.onboard(found.hold, [5, 6, 7], tokens=found.partial.tokens)
+    (transfer,) = orders(cache)
+    assert (transfer.tokens, transfer.sections) == (2, (Section(0, 0, (5, 6, 7)),))
+    assert [item.key for item in transfer.items] == path(ABC)
+    assert order.chunks == 3
+    end(cache, [transfer])
+    assert cache.outcome(found.hold) == (3, (HOST,) * 3)
+    cache.release(found.hold)
+    cache.check_integrity()
+
+
+def test_an_engine_that_does_not_want_it_loads_the_rest() -> None:
+    cache = stored(ABC)
+    tokens = [*ABC[:10], 7, 7]
+    hold = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).hold
+    assert hold is not None
+    cache.onboard(hold, [5, 6])
+    (transfer,) = orders(cache)
+    assert (transfer.tokens, len(transfer.items)) == (None, 2)
+
+
+def test_only_the_last_of_several_jobs_is_partial() -> None:
+    cache = stored(ABC, file=16, backup=WritePolicy.THROUGH)
+    assert cache.discard(path(ABC)[1:], HOST) == 2
+    tokens = [*ABC[:10], 7, 7]
+    hold = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).hold
+    assert hold is not None
+    cache.onboard(hold, [5, 6, 7], tokens=2)
+    assert [(t.route.source, t.tokens) for t in orders(cache)] == [(HOST, None), (FILE, None), (HOST, 2)]
+
+
+def test_the_first_chunk_of_all_may_be_partial_under_its_own_root() -> None:
+    """Chunks of another scope may have the same tokens, and other bytes."""
+    cache = stored()
+    other = b"other".ljust(32, b".")
+    commit(cache, 0, ABC, other)
+    tokens = [*ABC[:3], 0]
+    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    commit(cache, 0, ABC)
+    found = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT))
+    assert (found.length, found.partial) == (0, Partial(path(ABC)[0], 3))
+    assert found.hold is not None
+
+
+def test_what_the_device_has_is_preferred() -> None:
+    cache = stored(ABC)
+    tokens = [*ABC[:10], 7, 7]
+    above, here = path(ABC)[1], path(ABC)[2]
+    for beside, expected in (
+        ([(here, ABC[8:])], Partial(here, 2, device=True)),
+        ([(b"x", ABC[8:9])], Partial(here, 2)),
+        ([(b"x", [*ABC[8:10], 7])], Partial(b"x", 3, device=True)),
+    ):
+        found = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT, {above: beside}))
+        assert found.partial == expected
+        assert found.hold is not None
+        assert len(cache.slots(found.hold)) == (2 if expected.device else 3)
+
+
+def test_what_is_on_its_way_or_gone_is_not_found() -> None:
+    cache = stored()
+    tokens = [*ABC[:3], 0]
+    cache.commit(path(ABC), range(3), text=Text(ABC, ROOT))
+    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    settle(cache)
+    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is not None
+    cache.reset()
+    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+
+
+def test_what_is_held_partially_does_not_make_way() -> None:
+    cache = stored(ABC, host=3)
+    tokens = [*ABC[:10], 7, 7]
+    hold = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).hold
+    assert hold is not None
+    commit(cache, 0, [1, 2, 3, 4])
+    assert len(cache.slots(hold)) == 3
+    cache.release(hold)
+    commit(cache, 0, [1, 2, 3, 4])
+    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    cache.check_integrity()
+
+
+def test_tokens_are_learnt_of_what_was_adopted() -> None:
+    before = stored(ABC, file=8, backup=WritePolicy.THROUGH)
+    found = [(each.slot.index, each.key, each.parent) for each in before.residents() if each.slot.tier == FILE]
+    after = stored(file=8)
+    after.adopt(FILE, found)
+    tokens = [*ABC[:10], 7, 7]
+    assert after.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    commit(after, 0, ABC)
+    assert after.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial == Partial(path(ABC)[2], 2)
+
+
+def test_a_reset_and_a_resize_keep_the_books_whole() -> None:
+    cache = stored(ABC, host=4)
+    cache.resize(HOST, 8)
+    commit(cache, 0, [*ABC[:8], 1, 2, 3, 4])
+    tokens = [*ABC[:8], 1, 2, 0, 0]
+    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is not None
+    cache.reset()
+    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    cache.check_integrity()
+
+
+def test_nothing_is_kept_unless_the_settings_ask_for_it() -> None:
+    cache = grouped(FULL)
+    cache.commit(path(ABC), range(3), text=Text(ABC, ROOT))
+    settle(cache)
+    books = cache._store.beginnings
+    assert (books.nbytes, books.on) == (0, False)
+    with pytest.raises(CacheError, match="ask for the groups"):
+        CacheSettings(partial=True)
+
+
+def test_tokens_cost_four_bytes_each() -> None:
+    """And 16 for each chunk in columns; what follows whom is in a dictionary, counted by its entries."""
+    cache = stored(host=1000)
+    nodes = 1000 + 256
+    assert cache._store.beginnings.nbytes == nodes * (4 * 4 + 8 + 4 + 4)
+
+
+def test_texts_that_cannot_be_are_refused() -> None:
+    cache = stored()
+    for text in (Text(ABC[:11], ROOT), Text(ABC, b""), Text([-1] * 12, ROOT), Text([1 << 32] * 12, ROOT)):
+        with pytest.raises(CacheError, match=r"tokens and a root|token ids"):
+            cache.commit(path(ABC), range(3), text=text)
+    assert resident(cache) == []
+    with pytest.raises(CacheError, match="a root"):
+        cache.match(path(ABC), 0.0, text=Text(ABC, b""))
+    with pytest.raises(CacheError, match="a root"):
+        cache.match_groups([Wanted(path(ABC), text=Text(ABC, b""))], 0.0)
+
+
+# ---------------------------------------------------------------------- several groups
+
+
+def test_groups_of_different_chunks_share_a_length_in_tokens() -> None:
+    """Eight tokens match whole; then five more: one chunk of two and a half of the next, a chunk of four and one."""
+    full, window = CacheGroup(block_size=8), CacheGroup(block_size=2, window=5)
+    cache = grouped(full, window, partial=True)
+    told = [*range(200, 224)]
+    for group in (0, 1):
+        commit(cache, group, told)
+    tokens = [*told[:13], 7, 7, 7]
+    found = cache.match_groups(wanted(tokens, 8, 2), 0.0)
+    large, small = path(told, 8), path(told, 2, ROOTS[1])
+    assert found.tokens == 13
+    assert found.needs[0] == (0, 1, (0,), Partial(large[1], 5))
+    assert found.needs[1] == (4, 6, (4, 5), Partial(small[6], 1))
+    assert found.hold is not None
+    cache.onboard_groups(found.hold, [[1, 2], [3, 4, 5]])
+    (transfer,) = orders(cache)
+    assert transfer.sections == (Section(0, 0, (1, 2)), Section(1, 4, (3, 4, 5)))
+    assert [item.key for item in transfer.items] == [*large[:2], *small[4:7]]
+
+
+def test_a_state_cannot_be_had_in_part() -> None:
+    cache = grouped(FULL, STATE, partial=True)
+    told = [*range(200, 224)]
+    for group in (0, 1):
+        commit(cache, group, told)
+    tokens = [*told[:13], 7, 7, 7]
+    assert cache.match_groups(wanted(tokens, 4, 8), 0.0).tokens == 8
+
+
+def test_a_partial_chunk_takes_as_many_blocks_as_its_tokens() -> None:
+    cache = grouped(FULL, WINDOW, partial=True, blocks_per_chunk=2)
+    told = [*range(200, 216)]
+    for group in (0, 1):
+        commit(cache, group, told)
+    tokens = [*told[:13], 7, 7, 7]  # chunks of eight and four tokens
+    found = cache.match_groups(wanted(tokens, 8, 4), 0.0)
+    assert [need.partial and need.partial.tokens for need in found.needs] == [5, 1]
+    assert found.hold is not None
+    with pytest.raises(CacheError, match=r"have \[4, 3\] blocks"):
+        cache.onboard_groups(found.hold, [range(4), range(4)])
+    cache.onboard_groups(found.hold, [range(4), range(4, 7)])
+
+
+def test_a_partial_chunk_that_is_lost_keeps_all_away() -> None:
+    cache = grouped(FULL, WINDOW, partial=True)
+    told = [*range(200, 216)]
+    for group in (0, 1):
+        commit(cache, group, told)
+    tokens = [*told[:13], 7, 7, 7]
+    one, two = (cache.match_groups(wanted(tokens, 4, 2), 0.0).hold for _ in range(2))
+    assert one is not None
+    assert two is not None
+    cache.onboard_groups(one, [range(4), range(4, 7)])
+    end(cache, orders(cache), Status.CORRUPT)
+    assert cache.onboard_groups(two, [range(4), range(4, 7)]).chunks == 0
+    for hold in (one, two):
+        cache.release(hold)
+    cache.check_integrity()
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[list[CacheGroup], list[list[int]], list[int]]:
+    groups = [
+        CacheGroup(block_size=draw(st.sampled_from((1, 2, 3, 4))), window=draw(st.sampled_from((None, 1, 3, 6))))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    token = st.integers(0, 1)
+    texts = draw(st.lists(st.lists(token, max_size=16), max_size=4))
+    return groups, texts, draw(st.lists(token, max_size=16))
+
+
+@given(conversations())
+def test_the_longest_partial_reuse_is_found(said: tuple[list[CacheGroup], list[list[int]], list[int]]) -> None:
+    """Against the texts themselves: how far can every group go on from the longest whole match?"""
+    groups, texts, tokens = said
+    cache = grouped(*groups, partial=True)
+    for group, kind in enumerate(groups):
+        for text in texts:
+            commit(cache, group, text[: len(text) // kind.block_size * kind.block_size])
+    asked = wanted(tokens, *(kind.block_size for kind in groups))
+    found = cache.match_groups(asked, 0.0)
+    whole = cache.match_groups([each._replace(text=None) for each in asked], 0.0).tokens
+    unit = math.lcm(*(kind.block_size for kind in groups))
+    ends = [furthest(texts, tokens, kind.block_size, whole) for kind in groups]
+    assert found.tokens == min(*ends, whole + unit - 1)
+    for kind, need in zip(groups, found.needs, strict=True):
+        assert (need.partial.tokens if need.partial else 0) == found.tokens % kind.block_size
+    cache.check_integrity()
+
+
+def furthest(texts: list[list[int]], tokens: list[int], size: int, whole: int) -> int:
+    """How many tokens of a group are there, as whole chunks and the beginning of one, from `whole` on."""
+    common = [whole]
+    for text in texts:
+        stored = text[: len(text) // size * size]
+        same = next((i for i, (a, b) in enumerate(zip(stored, tokens, strict=False)) if a != b), None)
+        common.append(min(len(stored), len(tokens)) if same is None else same)
+    return max(common)
