@@ -60,9 +60,17 @@ def test_a_window_that_served_a_match_keeps_its_place() -> None:
     assert hold is not None
     cache.release(hold)
     store(cache, 1, path, first=3)
-    store(cache, 0, keys_of(0, 2, "new"))  # takes a slot that is not free
+    store(cache, 0, keys_of(0, 3, "new"))  # takes two slots that are not free
     assert {"a1.000", "a1.001"} <= set(resident(cache))
     assert "a1.002" not in resident(cache)
+
+
+def test_a_commit_does_not_push_out_its_own_window() -> None:
+    cache = grouped(WINDOW, host=2)
+    path = keys_of(0, 5)
+    store(cache, 0, path[:3], first=1)
+    store(cache, 0, path, first=2)
+    assert resident(cache) == ["a0.002", "a0.004"]
 
 
 def test_the_last_window_gets_the_room_there_is() -> None:
@@ -177,14 +185,18 @@ def test_a_reset_forgets_them_and_what_slid() -> None:
 
 def test_numbers_that_are_used_again_have_not_slid() -> None:
     """A chunk with full attention in the place of one that a window had passed is none."""
-    cache = grouped(FULL, WINDOW, host=6)
+    cache = grouped(FULL, WINDOW, host=9)
+    store(cache, 0, keys_of(0, 3, "old"))
     store(cache, 1, keys_of(1, 6))
-    cache.discard(keys_of(1, 6), HOST)
+    assert cache.discard(keys_of(1, 6), HOST) == 6
     store(cache, 0, keys_of(0, 3, "full"))
-    store(cache, 0, keys_of(0, 3, "more"))
-    store(cache, 0, keys_of(0, 2, "new"))
-    assert "more0.000" in resident(cache)
-    assert sum(name.startswith("full") for name in resident(cache)) == 1
+    store(cache, 0, keys_of(0, 5, "new"))
+    assert [name for name in resident(cache) if not name.startswith("new")] == [
+        "full0.000",
+        "full0.001",
+        "full0.002",
+        "old0.000",
+    ]
 
 
 def test_the_write_policy_asks_of_each_chunk() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, resident, settle, store, wanted
 
-from longshore.boundary import FILE, HOST, Section, Status
+from longshore.boundary import FILE, HOST, Section, Status, TransferResult
 from longshore.cache import MissReason, Outcome, TieredCache, Verdict, Wanted, WritePolicy, explain
 from longshore.errors import CacheError, HoldError
 
@@ -107,6 +107,22 @@ def test_a_chunk_that_was_lost_meanwhile_keeps_all_away() -> None:
         cache.release(hold)
     cache.check_integrity()
     assert len(resident(cache)) == 13 + 3  # what a match did not need
+
+
+def test_a_chunk_of_a_window_that_was_lost_keeps_all_away() -> None:
+    cache = grouped(WINDOW)
+    path = keys_of(0, 3)
+    store(cache, 0, path)
+    first, second = (cache.match_groups(wanted(path), 0.0).hold for _ in range(2))
+    assert first is not None
+    assert second is not None
+    cache.onboard_groups(first, [range(3)])
+    (transfer,) = orders(cache)
+    cache.apply([TransferResult(transfer.job, (Status.OK, Status.CORRUPT, Status.OK))], 0.0)
+    assert len(cache.slots(second)) == 1  # what leads to it
+    assert cache.onboard_groups(second, [range(3)]).chunks == 0
+    assert orders(cache) == []
+    assert cache.counters.misses[MissReason.ABSENT] == 1
 
 
 def test_nothing_that_is_held_makes_way() -> None:

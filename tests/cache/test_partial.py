@@ -217,6 +217,16 @@ def test_groups_of_different_chunks_share_a_length_in_tokens() -> None:
     assert [item.key for item in transfer.items] == [*large[:2], *small[4:7]]
 
 
+def test_the_group_that_has_least_says_how_much() -> None:
+    cache = grouped(FULL, FULL, partial=True)
+    told = [*range(200, 208)]
+    commit(cache, 0, told)
+    commit(cache, 1, [*told[:5], 7, 7, 7])
+    found = cache.match_groups(wanted([*told[:7], 0], 4, 4), 0.0)
+    assert found.tokens == 5
+    assert [need.partial and need.partial.tokens for need in found.needs] == [1, 1]
+
+
 def test_a_state_cannot_be_had_in_part() -> None:
     cache = grouped(FULL, STATE, partial=True)
     told = [*range(200, 224)]

@@ -9,11 +9,9 @@ timeout         until all is there, or so long     the same, or after so long
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from longshore.boundary import Key
 from longshore.cache.flow import Flow
-from longshore.cache.index import ROOT
 from longshore.cache.jobs import Hold, Job, Side
 from longshore.cache.loading import LOAD_BATCH
 from longshore.cache.waiting import PrefetchPolicy, Wait, seconds
@@ -63,11 +61,7 @@ class Prefetching:
         flow.join(wait, [slot for node in path if (slot := store.index.slot[0][node]) >= 0])
         cold = [i for i, node in enumerate(path) if store.index.slot[0][node] < 0]
         store.log.by = keys[cold[0]] if cold else None
-        # A hold of which a part was lost keeps the rest no longer.
-        pins = [store.pin(a) for a, b in pairwise([*path, ROOT]) if store.index.parent[b] != a]
         cold = cold[: store.room_for(0, [path[i] for i in cold], spare_dirty=True)]
-        for pin in pins:
-            store.unpin(pin)
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]
             nodes, mine = [path[i] for i in chosen], [keys[i] for i in chosen]
