@@ -49,7 +49,7 @@ class Bytes:
         return offload
 
     def match(self, group: int, of: str) -> tuple[int, Hold | None]:
-        _, length, hold = self.cache.match(path(group, of), 0.0)[:3]
+        _, length, hold = self.cache.match(path(group, of), 0.0)[:3][:3]
         return length, hold
 
     def take(self) -> None:

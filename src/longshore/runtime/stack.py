@@ -17,6 +17,7 @@ from typing import Self
 
 from longshore.boundary import FILE, HOST, Mover
 from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.cache.adopting import Found
 from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError, DeviceError
 from longshore.keys import Scope
@@ -26,7 +27,7 @@ from longshore.runtime.host_memory import open_arena, registrar_for
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
 from longshore.runtime.tier_mover import TierMover
-from longshore.slabs import Slabs
+from longshore.slabs import Slabs, by_size
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
@@ -106,19 +107,20 @@ def open_stack(
     if ring is not None:
         return _open_without_host(config, layout, scope, device, ring, open_gds)
     _check_size("host_size", config.host_size, layout.image_bytes)
-    slots = config.host_size // layout.image_bytes
+    sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
+    slabs = Slabs.within(config.host_size, sizes)
     with contextlib.ExitStack() as undo:
-        arena = open_arena(config, slots, layout.image_bytes, registrar_for(layout.device))
+        arena = open_arena(config, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
         undo.callback(arena.close)
-        host = HostTier(arena, Slabs.of_one_size(layout.image_bytes, slots))
-        file = None if config.file_path is None else _open_file(config, layout, scope, open_file, arena=arena)
+        host = HostTier(arena, slabs)
+        file = None if config.file_path is None else _open_file(config, sizes, scope, open_file, arena=arena)
         if file is not None:
             undo.callback(file.close)
         device.reach(arena.in_one_piece)
         engine = TransferEngine(layout, device, host)
         undo.callback(engine.close)
         movers: list[Mover] = [engine] if file is None else [engine, TierMover(file, host)]
-        runtime = _make_runtime(config, layout, host, file, movers)
+        runtime = _make_runtime(config, layout, pools, host, file, movers)
         undo.pop_all()
     return _start(config, layout, scope, runtime, engine, host, file, arena)
 
@@ -144,11 +146,11 @@ def _open_without_host(
     open_gds: Callable[..., Tier],
 ) -> Stack:
     with contextlib.ExitStack() as undo:
-        file = _open_file(config, layout, scope, open_gds, memory=ring.arena)
+        file = _open_file(config, (layout.image_bytes,), scope, open_gds, memory=ring.arena)
         undo.callback(file.close)
         engine = TransferEngine(layout, device, ring)
         undo.callback(engine.close)
-        runtime = _make_runtime(config, layout, None, file, [GdsMover(engine, layout, ring, file)])
+        runtime = _make_runtime(config, layout, (), None, file, [GdsMover(engine, layout, ring, file)])
         undo.pop_all()
     return _start(config, layout, scope, runtime, engine, None, file, None)
 
@@ -171,30 +173,37 @@ def _start(
 
 
 def _make_runtime(
-    config: Config, layout: KVLayout, host: HostTier | None, file: Tier | None, movers: list[Mover]
+    config: Config,
+    layout: KVLayout,
+    pools: tuple[int, ...],
+    host: HostTier | None,
+    file: Tier | None,
+    movers: list[Mover],
 ) -> Runtime:
-    return Runtime(_make_cache(config, layout, host, file), movers, [] if file is None else [file])
+    return Runtime(_make_cache(config, layout, pools, host, file), movers, [] if file is None else [file])
 
 
 def _open_file(
-    config: Config, layout: KVLayout, scope: Scope, open_file: Callable[..., Tier], **memory: object
+    config: Config, sizes: tuple[int, ...], scope: Scope, open_file: Callable[..., Tier], **memory: object
 ) -> Tier:
     return open_file(
         config.file_path,
         capacity=config.file_size,
-        image_bytes=layout.image_bytes,
+        image_bytes=sizes,
         **memory,
         scope=scope.root,
         threads=config.file_threads,
     )
 
 
-def _make_cache(config: Config, layout: KVLayout, host: HostTier | None, file: Tier | None) -> TieredCache:
+def _make_cache(
+    config: Config, layout: KVLayout, pools: tuple[int, ...], host: HostTier | None, file: Tier | None
+) -> TieredCache:
     tiers = []
     if host is not None:
-        tiers.append(TierSpec(HOST, host.slabs.slabs, host.slabs.slab_bytes))
+        tiers.append(TierSpec(HOST, host.slabs))
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs.slabs, file.slabs.slab_bytes))
+        tiers.append(TierSpec(FILE, file.slabs))
     settings = CacheSettings(
         blocks_per_chunk=config.blocks_per_chunk,
         ranks=layout.ranks,
@@ -210,11 +219,12 @@ def _make_cache(config: Config, layout: KVLayout, host: HostTier | None, file: T
         write_timeout=config.write_timeout,
         max_writes=config.max_writes,
         device_blocks=layout.num_blocks,
+        pools=pools,
     )
     cache = TieredCache(tiers, settings, generation=file.generation if file is not None else 0)
     if file is not None:
         found = file.recover()
-        adopted = cache.adopt(FILE, ((chunk.slot, chunk.key, chunk.parent) for chunk in found))
+        adopted = cache.adopt(FILE, (Found(each.slot, each.key, each.parent, each.pool) for each in found))
         _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
     return cache
 

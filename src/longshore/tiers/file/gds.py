@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -59,7 +59,7 @@ class GdsFileTier(FileTier):
         directory: Path,
         *,
         capacity: int,
-        image_bytes: int,
+        image_bytes: int | Sequence[int],
         memory: DeviceMemory,
         scope: bytes,
         threads: int = 16,

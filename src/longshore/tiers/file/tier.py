@@ -37,7 +37,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class FileTier(Tier):
-    """Slots for images of `image_bytes` in one file in `directory`, which this process alone uses until `close`.
+    """Slots for images of up to `image_bytes` in one file in `directory`, which this process alone uses until `close`.
 
     `capacity` bounds the bytes on disk, headers and administration included; they are allocated here, so that a full
     disk is met at start. Opening keeps what an earlier process wrote, if it wrote images of this size: with less
@@ -52,7 +52,7 @@ class FileTier(Tier):
         directory: Path,
         *,
         capacity: int,
-        image_bytes: int,
+        image_bytes: int | Sequence[int],
         arena: Arena | Callable[[Segment], Payload],
         scope: bytes,
         threads: int = 16,
@@ -62,21 +62,25 @@ class FileTier(Tier):
 
         `arena` is where images are, or opens what moves them between the segment and other memory. `scope` is the
         32-byte fingerprint that bytes must have been written under to be served. `io` replaces the system calls, for
-        tests.
+        tests. Where `image_bytes` are several sizes, by pool and ascending, every slot is large enough for each.
         """
-        slots = slots_within(capacity, image_bytes)
+        sizes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
+        if not sizes or list(sizes) != sorted(set(sizes)):
+            raise TierError(f"image_bytes must be different sizes, ascending, got {sizes}")
+        largest = sizes[-1]
+        slots = slots_within(capacity, largest)
         check_digest("a scope", scope)
         if threads <= 0:
             raise TierError(f"a file tier needs at least one thread, got {threads}")
         self.name = FILE
-        self.slabs = Slabs.of_one_size(PAGE + image_bytes, slots)
-        self.image_bytes = (image_bytes,)
+        self.slabs = Slabs(PAGE + largest, (PAGE + largest,) * len(sizes), slots)
+        self.image_bytes = sizes
         self._scope = scope
         self._closed = False
         with contextlib.ExitStack() as resources:
             self._directory = Directory(directory, io)
             resources.callback(self._directory.close)
-            opened = open_files(self._directory, slots, image_bytes)
+            opened = open_files(self._directory, slots, largest)
             self._superblock, self._segment, self._index = opened.superblock, opened.segment, opened.index
             resources.callback(self._segment.close)
             resources.callback(self._index.close)
@@ -87,7 +91,7 @@ class FileTier(Tier):
             resources.callback(self._payload.close)
             self._keeper = Keeper(self._index, f"longshore-{self.name}-index")
             resources.callback(self._keeper.close)
-            self._lanes = [make_lane(image_bytes) for _ in range(threads)]
+            self._lanes = [make_lane(largest) for _ in range(threads)]
             self._workers = Workers(self._execute, threads, f"longshore-{self.name}")
             resources.callback(self._workers.close)
             self._resources = resources.pop_all()
@@ -159,7 +163,7 @@ class FileTier(Tier):
         if len(newest) < len(keys):
             ours = [written == newest[key] for key, written in zip(keys, entries["sequence"].tolist(), strict=True)]
             entries = entries[ours]
-        return _chunks(entries)
+        return _chunks(entries, self.image_bytes)
 
     def checkpoint(self) -> None:
         """Put the index on the medium now; it goes there by itself now and then, and in `close`.
@@ -247,10 +251,11 @@ class FileTier(Tier):
         return found == expected
 
 
-def _chunks(entries: Entries) -> list[StoredChunk]:
+def _chunks(entries: Entries, sizes: Sequence[int]) -> list[StoredChunk]:
     flags, parents = entries["flags"].tolist(), entries["parent"].tolist()
     parents = [parent if has else None for parent, has in zip(parents, flags, strict=True)]
-    return list(map(StoredChunk, entries["slot"].tolist(), entries["key"].tolist(), parents))
+    pools = np.searchsorted(np.array(sizes), entries["length"]).tolist()
+    return list(map(StoredChunk, entries["slot"].tolist(), entries["key"].tolist(), parents, pools))
 
 
 def _status_of(op: TierOp, error: OSError) -> Status:
