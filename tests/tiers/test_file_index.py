@@ -310,6 +310,7 @@ class TestJournalsThatFillUp:
         assert size <= 2 * PAGE + notes_for(4) * NOTE.itemsize
         index.checkpoint()
         index.enter(_record(0, 9999))
+        index.flush()
         index.close()
         again = load(opened).entries
         assert again is not None

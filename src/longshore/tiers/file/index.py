@@ -7,7 +7,8 @@
     checkpoint  all that is known, in one go, into the older of two files
 
 A strike reaches the system before the first byte of what replaces the record does, so no process that follows is told
-of a record that was being overwritten. Only a crash of the machine can lose that, and reading verifies anyway.
+of a record that was being overwritten. Only a crash of the machine can lose that, and reading verifies anyway. What was
+entered may wait, for others to be noted in the same call: a crash before `flush` loses records, and never a strike.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from longshore.tiers.file.system import write_all
 _FEW_NOTES, _MANY_NOTES = 256, 65536
 _SIZE = ENTRY.itemsize
 _NOTHING = bytes(_SIZE)
+_KEY, _SCOPE = slice(0, 32), slice(64, 96)  # of an entry
+
+_AT_ONCE = 64
+"""Records that are noted together at the latest."""
 
 
 def notes_for(slots: int) -> int:
@@ -59,6 +64,7 @@ class Index:
         self._used: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self._clock = len(entries)
         self._touched = 0
+        self._entered: list[bytes] = []  # not yet noted
         self._changing = threading.Lock()  # what is in memory, and the journal
         self._writing = threading.Lock()  # a checkpoint
         self._table[entries["slot"]] = entries
@@ -91,9 +97,10 @@ class Index:
     def claimed(self, slot: int, key: Key, scope: bytes) -> int:
         """The write sequence number of the record in `slot`, if there is one of `key` in `scope`; otherwise 0."""
         with self._changing:
-            record = self._table[slot]
-            same = record["length"] and record["key"].tobytes() == key and record["scope"].tobytes() == scope
-            return int(record["sequence"]) if same else 0
+            record = bytes(self._rows[slot * _SIZE : (slot + 1) * _SIZE])
+            if record[_KEY] != key or record[_SCOPE] != scope or not self._table["length"][slot]:
+                return 0
+            return int(self._table["sequence"][slot])
 
     def strike(self, slots: Sequence[int]) -> None:
         """`slots` hold nothing from now on."""
@@ -112,7 +119,15 @@ class Index:
         with self._changing:
             self._rows[header.slot * _SIZE : (header.slot + 1) * _SIZE] = entry
             self._use(header.slot)
-            self._journal.append(fmt.ENTERED, [entry])
+            self._entered.append(entry)
+            if len(self._entered) >= _AT_ONCE:
+                self._note()
+
+    def flush(self) -> None:
+        """Note what was entered: the next process knows of it from here on."""
+        with self._changing:
+            if self._entered:
+                self._note()
 
     def touch(self, slot: int) -> None:
         """The record in `slot` was served."""
@@ -143,7 +158,7 @@ class Index:
             self._epoch = self._journal.epoch
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent."""
+        """Give the descriptor back, and note nothing: a forked child may call this. Idempotent."""
         self._journal.close()
 
     def _use(self, slot: int) -> None:
@@ -154,7 +169,13 @@ class Index:
         for slot in live:
             self._rows[slot * _SIZE : (slot + 1) * _SIZE] = _NOTHING
         if live:
-            self._journal.append(fmt.STRUCK, [fmt.pack_strike(slot) for slot in live])
+            self._note([fmt.pack_strike(slot) for slot in live])
+
+    def _note(self, struck: Sequence[bytes] = ()) -> None:
+        """Note what was entered, and then what was struck, in one call."""
+        notes = [(fmt.ENTERED, entry) for entry in self._entered]
+        self._entered.clear()
+        self._journal.append(notes + [(fmt.STRUCK, entry) for entry in struck])
 
     def _turn_over(self) -> None:
         """Begin the next journal."""

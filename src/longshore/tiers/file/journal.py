@@ -47,21 +47,21 @@ class Journal:
             self._io.close(self._fd)
             raise
 
-    def append(self, kind: int, entries: Sequence[bytes]) -> None:
-        """Note the same of all of `entries`, at once."""
+    def append(self, notes: Sequence[tuple[int, bytes]]) -> None:
+        """Write down `notes`, kinds and entries, at once."""
         first = self.serial + 1
-        self.serial += len(entries)
-        self.silent |= self.written + len(entries) > self._notes
+        self.serial += len(notes)
+        self.silent |= self.written + len(notes) > self._notes
         if self.silent:
             return
-        notes = b"".join(fmt.pack_note(self.epoch, first + n, kind, entry) for n, entry in enumerate(entries))
+        data = b"".join(fmt.pack_note(self.epoch, first + n, kind, entry) for n, (kind, entry) in enumerate(notes))
         try:
-            write_all(self._io, self._fd, notes, PAGE + self.written * fmt.NOTE.itemsize)
+            write_all(self._io, self._fd, data, PAGE + self.written * fmt.NOTE.itemsize)
         except OSError as error:
             self.silent = True
             _log.warning("%s: %s; silent until the next checkpoint", journal_name(self.epoch), error)
             return
-        self.written += len(entries)
+        self.written += len(notes)
 
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""

@@ -84,6 +84,7 @@ class FileTier(Tier):
             self._superblock, self._segment, self._index = opened.superblock, opened.segment, opened.index
             resources.callback(self._segment.close)
             resources.callback(self._index.close)
+            resources.callback(self._index.flush)
             self.direct = self._segment.direct
             if not self.direct:
                 _log.warning("%s: the file system has no direct I/O; buffered reads and writes instead", directory)
@@ -110,12 +111,18 @@ class FileTier(Tier):
         if newest > self.generation:
             # Such a record would outlive a crash without its generation, and could be served after a later reset.
             raise TierError(f"generation {newest} was never given to forget(), which knows {self.generation}")
+        # All at once, which is one call of the system's; `_write` strikes what was entered since.
+        self._index.strike([op.slot for op in batch if op.op is Op.WRITE])
         return self._workers.submit(batch, deadline)
 
     def poll(self) -> list[TierResult]:
-        """Results since the last call."""
+        """Results since the last call. What they say was written, the next process knows of."""
         self._check_process()
-        return self._workers.poll()
+        results = self._workers.poll()
+        if results and not self._closed:
+            self._index.flush()
+            self._keeper.nudge()
+        return results
 
     def cancel(self, ticket: int) -> None:
         """End what has not begun of `ticket`."""
