@@ -8,7 +8,7 @@ taken    a, b                                                            FREE ->
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from longshore.boundary import Key
@@ -35,13 +35,16 @@ def adopt(store: Store, tier: int, found: Sequence[Found]) -> int:
     _check(store, tier, reachable)
     store.pools[tier].claim([each.slot for each in reachable], [each.pool for each in reachable])
     index = store.index
-    for slot, key, parent, _ in reachable:
-        node = index.get(key)
+    for path in _paths(store, reachable):
+        _, key, parent, _ = path[0]
+        node, slots = index.get(key), [each.slot for each in path]
         if node:
-            index.add_copy(node, tier, slot)
+            index.add_copy(node, tier, slots[0])
+            nodes = [node]
         else:
-            (node,) = index.extend(ROOT if parent is None else index.get(parent), [key], tier, [slot])
-        store.settle_in([node], tier)
+            above = ROOT if parent is None else index.get(parent)
+            nodes = index.extend(above, [each.key for each in path], tier, slots)
+        store.settle_in(nodes, tier)
     adopted = {each.key for each in reachable}
     _age(store, tier, [each.key for each in found if each.key in adopted])
     return len(adopted)
@@ -84,12 +87,26 @@ def _parents_first(store: Store, tier: int, found: Sequence[Found]) -> list[Foun
     for each in found:
         children.setdefault((each.parent, each.pool), []).append(each)
     reachable: list[Found] = []
-    queue = [(key, pool) for key, pool in children if key is None or _is_parent(store, tier, key, pool)]
-    for parent in queue:
-        ours = children.pop(parent, [])
-        reachable += ours
-        queue += [(each.key, each.pool) for each in ours]
+    tops = [(key, pool) for key, pool in children if key is None or _is_parent(store, tier, key, pool)]
+    next_ones = [each for top in tops for each in children.pop(top)]
+    while next_ones:
+        each = next_ones.pop()
+        reachable.append(each)
+        next_ones += children.pop((each.key, each.pool), [])
     return reachable
+
+
+def _paths(store: Store, found: Sequence[Found]) -> Iterator[list[Found]]:
+    """`found`, parents first, as paths of chunks that are all new; one that is known is a path by itself."""
+    path: list[Found] = []
+    for each in found:
+        known = bool(store.index.get(each.key))
+        if path and (known or each.parent != path[-1].key or bool(store.index.get(path[-1].key))):
+            yield path
+            path = []
+        path.append(each)
+    if path:
+        yield path
 
 
 def _is_parent(store: Store, tier: int, key: Key, pool: int) -> bool:

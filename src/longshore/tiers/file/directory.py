@@ -116,7 +116,8 @@ class Directory:
                 return 0
             raise
         try:
-            return self.io.fstat(fd).st_size
+            with self.as_tier_errors(name):
+                return self.io.fstat(fd).st_size
         finally:
             self.io.close(fd)
 

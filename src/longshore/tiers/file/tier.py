@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,9 @@ from longshore.tiers.file.segment import Segment
 from longshore.tiers.file.system import RawIo
 from longshore.tiers.file.workers import Workers
 from longshore.tiers.ops import check_batch, check_digest, check_generation
+
+_new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, StoredChunk)
+# From C: there may be half a million of them, and a named tuple's own constructor runs in Python.
 
 _log = logging.getLogger(__name__)
 
@@ -162,14 +166,14 @@ class FileTier(Tier):
         """
         self._check_open()
         entries = self._index.entries()
-        entries = entries[entries["scope"] == np.void(self._scope)]
+        entries = entries.take(np.flatnonzero(entries["scope"] == np.void(self._scope)))
         keys = entries["key"].tolist()
-        newest: dict[bytes, int] = {}
-        for key, written in zip(keys, entries["sequence"].tolist(), strict=True):
-            newest[key] = max(written, newest.get(key, 0))
-        if len(newest) < len(keys):
-            ours = [written == newest[key] for key, written in zip(keys, entries["sequence"].tolist(), strict=True)]
-            entries = entries[ours]
+        if len(set(keys)) < len(keys):
+            written = entries["sequence"].tolist()
+            newest: dict[bytes, int] = {}
+            for key, when in zip(keys, written, strict=True):
+                newest[key] = max(when, newest.get(key, 0))
+            entries = entries[[newest[key] == when for key, when in zip(keys, written, strict=True)]]
         return _chunks(entries, self.image_bytes)
 
     def checkpoint(self) -> None:
@@ -259,10 +263,11 @@ class FileTier(Tier):
 
 
 def _chunks(entries: Entries, sizes: Sequence[int]) -> list[StoredChunk]:
-    flags, parents = entries["flags"].tolist(), entries["parent"].tolist()
-    parents = [parent if has else None for parent, has in zip(parents, flags, strict=True)]
+    slots, keys, parents = (entries[name].tolist() for name in ("slot", "key", "parent"))
+    for at in np.flatnonzero(entries["flags"] == 0).tolist():
+        parents[at] = None
     pools = np.searchsorted(np.array(sizes), entries["length"]).tolist()
-    return list(map(StoredChunk, entries["slot"].tolist(), entries["key"].tolist(), parents, pools))
+    return list(map(_new_chunk, zip(slots, keys, parents, pools, strict=True)))
 
 
 def _status_of(op: TierOp, error: OSError) -> Status:
