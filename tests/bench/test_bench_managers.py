@@ -15,7 +15,7 @@ from longshore.boundary import HOST
 from longshore.cli.app import app
 from longshore.errors import BenchError
 
-KINDS = ("match", "commit", "offload", "evict", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
+KINDS = ("match", "commit", "offload", "evict", "below", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
 
 
 def test_every_case_has_a_figure_and_a_reference() -> None:

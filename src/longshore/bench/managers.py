@@ -4,6 +4,7 @@
     commit   offer blocks that the tier has already        ns per block
     offload  offload into free slots: commit to arrival    ns per block
     evict    offload into a full tier                      ns per block
+    below    the same over another full tier, which takes a copy of each, and gives up one      ns per block
     prompt   match and hold one resident prompt            us, of up to 8,192 blocks
     slots    resolve its slots                             us
     onboard  pin it, and order its transfer                us
@@ -31,8 +32,8 @@ from typing import TypeVar
 
 from longshore.bench.harness import Case, chosen, compare
 from longshore.bench.rivals import Rival, makers_of_rivals
-from longshore.boundary import HOST, Key, Status, TransferResult
-from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from longshore.errors import BenchError
 from longshore.keys import Scope, chain
 
@@ -42,7 +43,7 @@ LONGEST = 8192
 _PIECE = 1024
 _TOKENS = 131_072
 _BLOCK = 16
-_PER_SIZE = ("match", "commit", "offload", "evict", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
+_PER_SIZE = ("match", "commit", "offload", "evict", "below", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
 
 
 class Ours:
@@ -95,6 +96,23 @@ class Ours:
         answer = method()
         self.longest = max(self.longest, time.thread_time() - begun)
         return answer
+
+
+class Two(Ours):
+    """The same with a tier of as many slots below, into which everything is written through."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        tiers = [TierSpec(name, slots, 1) for name in (HOST, FILE)]
+        self.cache = TieredCache(tiers, CacheSettings(max_writes=_PIECE, backup=WritePolicy.THROUGH))
+
+    def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
+        """A commit, and all that follows from it."""
+        for start in range(first, len(keys), _PIECE):
+            path = keys[: start + _PIECE]
+            self.cache.commit(path, range(len(path) - start), first=start)
+            while orders := [command for command in self.cache.take() if isinstance(command, Transfer)]:
+                self.cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
 
 
 class Load:
@@ -168,6 +186,7 @@ def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
         "slots": _slots,
         "onboard": _onboard,
         "evict": _evict,
+        "below": _below,
     }
     for kind, measure in measures.items():
         if kind in kinds:
@@ -206,7 +225,15 @@ def _commit(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats:
     return _each(f"commit/{size}", prompts, ours.known, [(o.name, o.known) for o in others], repeats)
 
 
-def _evict(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+def _below(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+    """Fresh prompts into a full tier over a full tier."""
+    two = Two(size)
+    for prompt, first in zip(load.prompts, load.shared, strict=True):
+        two.store(prompt, first)
+    return _evict(size, two, others, load, repeats, "below")
+
+
+def _evict(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int, name: str = "evict") -> Case:
     """Fresh prompts into a full tier: as many blocks in each repeat, never more than a quarter of the tier."""
     batches = [[load.fresh(n) for n in _lengths(min(size // 4, 30_000))] for _ in range(repeats)]
     total = sum(map(len, batches[0]))
@@ -223,7 +250,9 @@ def _evict(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: 
                 side(prompt)
             taken.append(time.thread_time() - begun)
         medians.append(statistics.median(taken))
-    return _per_block(f"evict/{size}", medians[0], list(zip(medians[1:], [o.name for o in others], strict=True)), total)
+    return _per_block(
+        f"{name}/{size}", medians[0], list(zip(medians[1:], [o.name for o in others], strict=True)), total
+    )
 
 
 def _lengths(total: int) -> list[int]:

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from longshore.cache.chains import LISTS, Chains
+from longshore.cache.columns import marks
 from longshore.cache.index import ROOT, Index
 from longshore.errors import CacheError
 
@@ -133,6 +136,12 @@ class Backlog:
             self.failed.discard(node)
             self._uses[node] = 0
             self.note(node)
+
+    def forget_all(self, nodes: Sequence[int]) -> None:
+        """The same for clean `nodes`."""
+        if self._last:
+            self.failed.difference_update(nodes)
+            marks(self._uses)[np.array(nodes, np.int32)] = 0
 
     def choose(self, tier: int, wanted: int) -> list[int]:
         """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with those behind it."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from longshore.cache.evicting import EVICTED
+from longshore.cache.events import EVICTED
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.states import READY
 

@@ -19,6 +19,9 @@ from longshore.boundary import Key
 from longshore.cache.types import MissReason
 from longshore.errors import TraceError
 
+EVICTED = "evicted"
+"""The cause of what goes to make room."""
+
 
 class EventKind(enum.Enum):
     """What an event says. Closed: there is no "other"."""

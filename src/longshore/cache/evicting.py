@@ -10,18 +10,14 @@ Nothing is ever looked at twice without a cause, so an eviction costs the same h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from longshore.cache.columns import column, leading
-from longshore.cache.index import ROOT
+from longshore.cache.events import EVICTED
+from longshore.cache.many import Many
 
 if TYPE_CHECKING:
     from longshore.cache.store import Store
-
-EVICTED = "evicted"
 
 _AT_FIRST = 64
 """How many copies are looked at together at first; then twice as many as went."""
@@ -32,6 +28,7 @@ class Eviction:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._many = Many(store)
         self._passed_over: list[list[deque[int]]] = [[deque() for _ in pool.slabs.images] for pool in store.pools]
         """Dirty chunks that an eviction passed over, by tier and pool, coldest first; some were cleaned, or used."""
 
@@ -42,10 +39,7 @@ class Eviction:
         """
         store = self._store
         gone = 0 if spare_dirty else self._evict_passed_over(tier, count, pool)
-        if gone < count and len(store.levels) == 1:
-            gone += self._evict_alone(count, pool)
-        elif gone < count:
-            gone += self._evict(tier, count - gone, pool, spare_dirty=spare_dirty)
+        gone += self._evict(tier, count - gone, pool, spare_dirty=spare_dirty)
         store.counters.evictions[store.levels[tier].name] += gone
         return gone
 
@@ -74,73 +68,29 @@ class Eviction:
         )
 
     def _evict(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
-        def let_go(node: int) -> bool:
-            if not self.may_go(node, tier) or self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
-                return False
-            self._store.detach(node, tier, cause=EVICTED)
-            return True
-
-        return self._store.order(tier, pool).evict(count, let_go)
-
-    def _evict_alone(self, count: int, pool: int) -> int:
-        """The same where there is one tier, and so no other copies and no backlog: as many at once as will go."""
-        policy, gone, several = self._store.order(0, pool), 0, _AT_FIRST
-        while gone < count and (nodes := policy.ahead(min(count - gone, several))):
-            free, kept = self._leading(nodes)
-            if free:
-                self._let_go(nodes[:free])
-            else:
-                policy.keep(nodes[:kept])
+        """Evict in the policy's order: as many at once as may go together, the others one by one."""
+        policy, gone, several = self._store.order(tier, pool), 0, min(count, _AT_FIRST)
+        while gone < count and (nodes := policy.ahead(several)):
+            free, kept = self._many.settle(nodes, tier, policy, count - gone)
             gone += free
-            several = 2 * (free or kept)
+            several = min(count - gone, 2 * free) or max(2 * kept, _AT_FIRST)
+            if not free and not kept:
+                gone += self._evict_few(tier, min(count - gone, _AT_FIRST), pool, spare_dirty=spare_dirty)
         return gone
 
-    def _leading(self, nodes: Sequence[int]) -> tuple[int, int]:
-        """How many of `nodes` lead that may go one after the other, up to the first that sets another free; or cannot.
-
-        A node may go when nothing is behind it, or only the one before it, which goes first.
-        """
-        store, index = self._store, self._store.index
-        at, held = np.array(nodes, np.int32), store.policies[0].is_held
-        parents, reach = column(index.parent)[at], column(index.reach[0])
-        behind = np.zeros(len(at), bool)
-        np.equal(parents[:-1], at[1:], out=behind[1:])
-        idle = column(store.pools[0].readers)[column(index.slot[0])[at]] == 0
-        if store.pins:
-            idle &= [node not in store.pins for node in nodes]
-        below = reach[at]
-        free = leading(idle & (below <= behind))
-        if not free:
-            return 0, leading(~idle | (below > 0))
-        ends = (parents != ROOT) & (reach[parents] == 1)
-        ends[:-1] &= ~behind[1:]
-        freeing = (i for i in np.flatnonzero(ends[:free]).tolist() if held(int(parents[i])))
-        return next(freeing, free - 1) + 1, 0
-
-    def _let_go(self, nodes: Sequence[int]) -> None:
-        """Evict what may go."""
-        store, index, pool = self._store, self._store.index, self._store.pools[0]
-        at = np.array(nodes, np.int32)
-        keys, slots = index.key[at].tolist(), column(index.slot[0])[at]
-        if store.log.on:
-            for node in nodes:
-                store.log_loss(node, 0, EVICTED)
-        store.policies[0].leave(nodes, keys)
-        parents = index.drop_leaves(at, keys)
-        pool.free_all(slots)
-        store.forget(nodes)
-        for parent in parents:
-            if parent and not index.reach[0][parent] and index.is_ready(parent, 0):
-                store.policies[0].release(self._held_chain(parent)[::-1])
-
-    def _held_chain(self, node: int) -> list[int]:
-        """`node`, and those of its ancestors that may go right after it, as long as they are held."""
-        store, index = self._store, self._store.index
-        held, parent, reach = store.policies[0].is_held, index.parent, index.reach[0]
-        chain = [node]
-        while held(node) and node not in store.pins and (node := parent[node]) and reach[node] == 1:
-            chain.append(node)
-        return chain
+    def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
+        """Look at the `count` coldest, one by one; how many went."""
+        policy, gone = self._store.order(tier, pool), 0
+        for _ in range(count):
+            node = policy.coldest()
+            if not node:
+                break
+            if self.may_go(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
+                self._store.detach(node, tier, cause=EVICTED)
+                gone += 1
+            else:
+                policy.hold(node)
+        return gone
 
     def _evict_passed_over(self, tier: int, count: int, pool: int) -> int:
         """Evict dirty chunks that were passed over: they are colder than any that the policy would name."""

@@ -282,11 +282,15 @@ class Index:
         for each in range(before + 1, tier + 1):
             self.reach[each][parent] += 1
 
-    def drop_leaves(self, at: npt.NDArray[np.int32], keys: Sequence[Key]) -> list[int]:
-        """The same as `drop_copy` for nodes `at`, with these keys, in the only tier there is; keeps their slots' nodes.
+    def drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
+        """The same as `drop_copy` for nodes that a colder tier has; keeps their slots' nodes."""
+        column(self.slot[tier])[at] = NONE
 
-        None has a child when those before it have gone, and then only the one right before it. Returns the parents
-        that have lost a child, and are left.
+    def drop_leaves(self, at: npt.NDArray[np.int32], keys: Sequence[Key], tier: int = 0) -> list[int]:
+        """The same as `drop_copy` for nodes `at`, with these keys, of which only `tier` has a copy.
+
+        Keeps their slots' nodes. None has a child when those before it have gone, and then only the one right before
+        it. Returns the parents that have lost a child, and are left.
         """
         shards = self._shards
         for key in keys:
@@ -296,10 +300,12 @@ class Index:
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
         parents: list[int] = above[tops].tolist()
         for node, parent in zip(at[tops].tolist(), parents, strict=True):
-            self.reach[0][parent] -= 1
+            for reach in self.reach[: tier + 1]:
+                reach[parent] -= 1
             self._family.leave(node, parent)
-        column(self.slot[0])[at] = NONE
-        column(self.reach[0])[at] = 0
+        column(self.slot[tier])[at] = NONE
+        for reach in self.reach[: tier + 1]:
+            column(reach)[at] = 0
         self.key[at] = None
         marks(self.reachable)[at] = 0
         self._free.frombytes(at.tobytes())

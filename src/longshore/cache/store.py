@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from itertools import groupby, repeat
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key, Slot, Status, addresses
 from longshore.cache.backlog import Backlog
 from longshore.cache.beginnings import Beginnings
 from longshore.cache.columns import column, marks
 from longshore.cache.emptying import Emptying
-from longshore.cache.events import EventKind, EventLog
-from longshore.cache.evicting import EVICTED, Eviction
+from longshore.cache.events import EVICTED, EventKind, EventLog
+from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.sized import Sized
 from longshore.cache.index import ROOT, Index
@@ -171,10 +172,10 @@ class Store:
         self.sliding.settle(nodes, tier)
         if self.last:
             for node in nodes:
-                self._note(node)
-                self._reconsider(node)
+                self.backlog.note(node)
                 if tier:
                     self.backlog.backed_up(node, tier)
+            self.reconsider(np.array(nodes, np.int32), apart_from=tier)
 
     def _log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
         index, names = self.index, [level.name for level in self.levels]
@@ -341,10 +342,18 @@ class Store:
 
     # ------------------------------------------------------------------ inside
 
-    def _reconsider(self, node: int) -> None:
-        """Something that kept `node` from going may have changed."""
+    def reconsider(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
+        """Something that kept nodes from going may have changed, in all tiers but one."""
         for tier, policy in enumerate(self.policies):
-            if self.index.is_ready(node, tier):
+            if tier != apart_from:
+                slots = column(self.index.slot[tier])[at]
+                live = at[slots >= 0]
+                policy.release(live[marks(self.pools[tier].state)[slots[slots >= 0]] == READY].tolist())
+
+    def _reconsider(self, node: int) -> None:
+        """The same for one node."""
+        for tier, policy in enumerate(self.policies):
+            if self.index.is_ready(node, tier) and policy.is_held(node):
                 policy.release((node,))
 
     def _note(self, node: int) -> None:

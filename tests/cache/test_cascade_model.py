@@ -1,0 +1,114 @@
+"""Random lives of caches with two to four tiers, beside a plain statement of what a waterfall is.
+
+Nobody holds anything here, no write fails, and each tier has room for all that is above it and what that needs. Then
+a chunk is given up only by the last tier, and only when that is full; every other tier parts with a copy only when a
+colder one has it; and no tier ever has more than its slots.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from cache_model import World
+from cache_setup import Setup, path_of
+
+from longshore.boundary import Status
+from longshore.cache.many import Many
+
+PATHS = [a + b * n for a in "abcdefghijklmnopqrstuvw" for b in "xy" for n in range(4)]
+
+
+def setup_of(dice: random.Random) -> Setup:
+    tiers = dice.randint(2, 4)
+    sizes = [dice.randint(1, 3)]
+    while len(sizes) < tiers:
+        sizes.append(4 * sizes[-1] + dice.randint(0, 3))  # room for all that is above, and what is before it
+    policies = ("write_through", "write_back", "write_through_selective")
+    names = list(Setup(host=1, file=1, more=(1,) * (tiers - 2)).sizes)
+    into = tuple((name, dice.choice(policies[:2]), 2) for name in names[1:])
+    policy = dice.choice(("lru", "arc"))
+    return Setup(host=sizes[0], file=sizes[1], more=tuple(sizes[2:]), into=into, policy=policy, device_blocks=64)
+
+
+class Waterfall:
+    """A world, and the plain statement."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.world = World(setup_of(self.dice))
+        self.tiers = list(self.world.sizes)
+        self.given_up = 0
+
+    def ready(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {tier: set() for tier in self.tiers}
+        for (key, tier), resident in self.world.resident.items():
+            if resident.state.value == "ready":
+                found[tier].add(path_of(key))
+        return found
+
+    def live(self) -> None:
+        """One call, or one result; and what must be so after it."""
+        before = self.ready()
+        match self.dice.randrange(8):
+            case 0 | 1 | 2:
+                self.world.commit(self.dice.choice(PATHS), 0, True)
+            case 3 | 4 | 5:
+                for job, rank in self.dice.sample(runnable := self.world.runnable(), min(1, len(runnable))):
+                    self.world.deliver(job, rank, [Status.OK])
+                    self.world.apply(self.world.results[:])
+            case 6:
+                self.world.flush()
+            case _:
+                hold = self.world.match(self.dice.choice(PATHS), 0, None)
+                if hold is not None:
+                    self.world.release(hold)
+        self.check(before)
+
+    def check(self, before: dict[str, set[str]]) -> None:
+        after = self.ready()
+        anywhere = set().union(*after.values())
+        for tier, was in before.items():
+            for path in was - after[tier]:
+                colder = self.tiers[self.tiers.index(tier) + 1 :]
+                if path in anywhere:
+                    assert any(path in after[each] for each in colder), f"{path} left {tier}"
+                else:
+                    assert tier == self.tiers[-1], f"{path} was given up by {tier}"
+                    assert self.world.free(tier) == 0, f"{path} was given up for nothing"
+                    self.given_up += 1
+        for stats in self.world.cache.stats():
+            assert stats.used <= stats.slots
+
+
+@pytest.mark.parametrize("first", range(0, 24, 8))
+def test_only_the_last_tier_gives_anything_up(first: int) -> None:
+    given_up = 0
+    for seed in range(first, first + 8):
+        life = Waterfall(seed)
+        for _ in range(120):
+            life.live()
+        given_up += life.given_up
+        life.world.drain()
+    assert given_up > 20, "nothing was ever given up: the lives are too quiet"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_that_go_together_are_those_that_go_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Waterfall(seed)
+    for _ in range(120):
+        together.live()
+    settled = 0
+
+    def one_by_one(self: Many, *_: object) -> tuple[int, int]:
+        nonlocal settled
+        settled += 1
+        return 0, 0
+
+    monkeypatch.setattr(Many, "settle", one_by_one)
+    alone = Waterfall(seed)
+    for _ in range(120):
+        alone.live()
+    assert settled
+    assert alone.world.calls == together.world.calls
+    assert alone.world.answers == together.world.answers
