@@ -1,6 +1,7 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
 from longshore.cache.beginnings import Partial, Text
+from longshore.cache.device_pool import DevicePool, DeviceStats
 from longshore.cache.events import Event, EventKind
 from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.gate import Gate
@@ -38,6 +39,8 @@ __all__ = [
     "CacheGroup",
     "CacheSettings",
     "Counters",
+    "DevicePool",
+    "DeviceStats",
     "DropReason",
     "Event",
     "EventKind",

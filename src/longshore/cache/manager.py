@@ -188,6 +188,10 @@ class TieredCache:
         self._holds.protect(node)
         return Presence.READY if index.is_ready(node, 0) else Presence.COLDER
 
+    def knows(self, key: Key) -> bool:
+        """Whether a tier has `key`, or will have. Neither a use, nor a hold."""
+        return bool(self._store.index.get(key))
+
     def onboard(
         self,
         hold: Hold,

@@ -1,0 +1,381 @@
+"""A device that the engine hands over: references, eviction by way of the tiers, sleep; each call is all or nothing."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import Any
+
+import pytest
+from cache_setup import IMAGE_BYTES, chunks, key
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, DevicePool, TieredCache, TierSpec, WritePolicy
+from longshore.cache.device_pool import Found
+from longshore.cache.eviction import LRU
+from longshore.errors import CacheError, CapacityError
+
+
+class Device:
+    """A pool over a host tier, and a file tier if there is one; jobs end when the test says so."""
+
+    def __init__(self, blocks: int, host: int = 8, file: int = 0, **more: Any) -> None:
+        tiers = [TierSpec(HOST, host, IMAGE_BYTES, LRU)] + ([TierSpec(FILE, file, IMAGE_BYTES, LRU)] if file else [])
+        self.cache = TieredCache(tiers, CacheSettings(device_blocks=blocks, **more))
+        self.pool = DevicePool(self.cache, blocks)
+        self.running: dict[int, Transfer] = {}
+        self.now = 0.0
+
+    def take(self) -> None:
+        self.running.update({each.job: each for each in self.cache.take() if isinstance(each, Transfer)})
+
+    def end(self, job: int, status: Status = Status.OK) -> None:
+        statuses = (status,) * len(self.running.pop(job).items)
+        self.cache.apply([TransferResult(job, statuses)], self.now)
+        self.take()
+
+    def settle(self) -> None:
+        self.take()
+        while ready := [job for job, each in self.running.items() if not set(each.after) & set(self.running)]:
+            self.end(min(ready))
+
+    def serve(self, of: str, *, keep: bool = False) -> tuple[list[int], int]:
+        """A request that takes what the device has, then what is below; its blocks, and how many came from below."""
+        keys = chunks(of)
+        found = self.pool.match(keys, self.now)
+        mine = self.pool.allocate(len(keys) - len(found.blocks))
+        if found.match.hold is not None:
+            self.pool.onboard(found.match.hold, mine[: found.match.length])
+            self.settle()
+            outcome = self.cache.outcome(found.match.hold)
+            assert outcome is not None
+            assert outcome.chunks == found.match.length
+            self.cache.release(found.match.hold)
+        blocks = [*found.blocks, *mine]
+        self.pool.commit(keys, blocks)
+        self.settle()
+        if not keep:
+            self.pool.release(blocks)
+        self.check()
+        return blocks, found.match.length
+
+    def on_device(self, of: str) -> bool:
+        return self.pool.find([key(of)]) != [None]
+
+    def where(self, of: str) -> set[str]:
+        below = {each.slot.tier for each in self.cache.residents() if each.key == key(of)}
+        return below | ({"device"} if self.on_device(of) else set())
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        self.cache.check_integrity()
+
+
+def test_a_hundred_branches_over_a_shared_prefix() -> None:
+    device = Device(102, host=200)
+    prefix, _ = device.serve("ab", keep=True)
+    branches = []
+    for branch in range(100):
+        keys = [*chunks("ab"), key(f"ab{branch:03}")]
+        found = device.pool.match(keys, 0.0)
+        assert found.blocks == tuple(prefix)
+        (own,) = device.pool.allocate(1)
+        device.pool.commit(keys, [*prefix, own])
+        branches.append([*prefix, own])
+    device.settle()
+    device.pool.release(prefix)
+    assert device.pool.stats().references == 300
+    with pytest.raises(CapacityError):
+        device.pool.allocate(1)
+    for branch in branches[:50]:
+        device.pool.release(branch)
+    stats = device.pool.stats()
+    assert (stats.references, stats.idle, stats.used) == (50 + 50 + 50, 50, 52), "50 to each block of the prefix"
+    assert len(device.pool.allocate(50)) == 50
+    with pytest.raises(CapacityError):
+        device.pool.allocate(1)
+    device.check()
+
+
+def test_five_users_of_one_block_take_five_releases() -> None:
+    device = Device(2)
+    (block, *_), _ = device.serve("a", keep=True)
+    for _ in range(4):
+        assert device.pool.match(chunks("a"), 0.0).blocks == (block,)
+    for users in (4, 3, 2, 1):
+        device.pool.release([block])
+        assert device.pool.stats()[2:4] == (1, 0), f"{users} left"
+    device.pool.release([block])
+    assert device.pool.stats()[2:4] == (0, 1)
+    with pytest.raises(CacheError, match="has 0 references, not 1"):
+        device.pool.release([block])
+
+
+def test_trap_18_allocating_nothing_gives_nothing() -> None:
+    device = Device(4)
+    assert device.pool.allocate(0) == []
+    assert device.pool.stats().free == 4
+
+
+@pytest.mark.parametrize(
+    ("call", "args"),
+    [
+        ("allocate", (-1,)),
+        ("allocate", (4,)),
+        ("release", ([3],)),
+        ("release", ([-1],)),
+        ("release", ([4],)),
+        ("release", ([0, 0],)),
+        ("release", ([0, 3],)),
+        ("hold", ([3],)),
+        ("hold", ([7],)),
+        ("hold", (["a"],)),
+        ("commit", (chunks("ab"), [0, 3])),
+        ("commit", (chunks("x"), [1])),
+        ("commit", (chunks("a"), [0, 2])),
+        ("copy_inside", ([0], [1])),
+        ("copy_inside", ([3], [2])),
+        ("sleep", ()),
+    ],
+)
+def test_what_cannot_be_done_is_a_typed_error_and_changes_nothing(call: str, args: tuple[Any, ...]) -> None:
+    device = Device(4)
+    device.serve("ab", keep=True)
+    assert device.pool.allocate(1) == [2]
+    before = pickle.dumps(device.pool)
+    with pytest.raises(CacheError):
+        getattr(device.pool, call)(*args)
+    assert pickle.dumps(device.pool) == before
+
+
+def test_a_pool_has_no_less_than_no_blocks() -> None:
+    with pytest.raises(CacheError, match="zero or more blocks, got -1"):
+        DevicePool(TieredCache([TierSpec(HOST, 1, 1)]), -1)
+
+
+def test_a_hold_cannot_be_onboarded_into_blocks_that_others_find() -> None:
+    device = Device(3)
+    blocks, _ = device.serve("ab", keep=True)
+    _, _, hold = device.cache.match(chunks("a"), 0.0)[:3]
+    assert hold is not None
+    for bad in (blocks[0], 2):
+        with pytest.raises(CacheError):
+            device.pool.onboard(hold, [bad])
+    device.pool.onboard(hold, device.pool.allocate(1))
+
+
+def test_a_block_that_a_job_reads_is_not_handed_out_when_its_request_goes() -> None:
+    device = Device(1)
+    blocks = device.pool.allocate(1)
+    device.pool.commit(chunks("a"), blocks)
+    device.take()
+    device.pool.release(blocks)
+    with pytest.raises(CapacityError):
+        device.pool.allocate(1)
+    device.pool.reset()
+    assert device.pool.stats()[1:5] == (0, 0, 0, 1)
+    with pytest.raises(CapacityError):
+        device.pool.allocate(1)
+    device.settle()
+    assert device.pool.allocate(1) == [0]
+
+
+def test_trap_19_what_came_back_from_below_can_be_evicted_again() -> None:
+    device = Device(2)
+    device.serve("ab")
+    device.serve("xy")
+    assert device.where("ab") == {HOST}
+    assert device.serve("ab")[1] == 2
+    assert device.pool.stats().idle == 2
+    assert len(device.pool.allocate(2)) == 2
+
+
+def test_tails_leave_the_device_before_heads() -> None:
+    device = Device(4)
+    device.serve("abcd")
+    device.pool.allocate(1)
+    assert [device.on_device("abcd"[: n + 1]) for n in range(4)] == [True, True, True, False]
+    assert device.pool.match(chunks("abcd"), 0.0).match.length == 1, "the tail is below"
+
+
+def test_what_was_used_last_stays_longest() -> None:
+    device = Device(3)
+    for prompt in "abc":
+        device.serve(prompt)
+    device.serve("a")
+    device.pool.allocate(1)
+    assert [device.on_device(prompt) for prompt in "abc"] == [True, False, True]
+
+
+def test_with_write_back_what_leaves_the_device_is_offloaded_first_heads_before_tails() -> None:
+    device = Device(3, offload=WritePolicy.BACK)
+    device.serve("abc")
+    assert device.where("abc") == {"device"}
+    with pytest.raises(CapacityError, match="1 blocks were asked for, 0 of 3 can be had"):
+        device.pool.allocate(1)
+    assert device.pool.make_way(1) == 0
+    device.take()
+    (job,) = device.running.values()
+    assert [item.key for item in job.items] == chunks("abc")
+    assert (device.where("abc"), device.where("ab")) == ({HOST}, {HOST, "device"})
+    device.settle()
+    assert len(device.pool.allocate(1)) == 1
+    assert device.pool.make_way(2) == 2, "the others have copies already"
+    assert not device.running
+    device.check()
+
+
+def test_what_no_tier_takes_makes_way_all_the_same() -> None:
+    device = Device(2, host=0)
+    device.serve("ab")
+    with pytest.raises(CapacityError):
+        device.pool.allocate(2)
+    assert device.pool.make_way(2) == 2
+    assert device.where("ab") == set()
+
+
+def test_a_write_that_fails_frees_the_block_when_it_has_ended() -> None:
+    device = Device(1, offload=WritePolicy.BACK)
+    device.serve("a")
+    device.pool.make_way(1)
+    device.take()
+    (job,) = device.running
+    device.end(job, Status.CANCELLED)
+    assert device.pool.allocate(1) == [0]
+    assert device.where("a") == set()
+
+
+def test_device_host_file_host_device_gone() -> None:
+    device = Device(1, host=1, file=1, backup=WritePolicy.THROUGH)
+    device.serve("a")
+    assert device.where("a") == {"device", HOST, FILE}
+    device.pool.release(device.pool.allocate(1))
+    assert device.where("a") == {HOST, FILE}
+    device.cache.discard(chunks("a"), HOST)
+    assert device.where("a") == {FILE}
+    assert device.serve("a")[1] == 1
+    assert device.where("a") == {"device", HOST, FILE}
+    for tier in (HOST, FILE):
+        assert device.cache.discard(chunks("a"), tier) == 1
+    assert device.where("a") == {"device"}
+    assert device.pool.match(chunks("a"), 0.0).blocks == (0,)
+    device.pool.release([0])
+    device.pool.reset()
+    device.settle()
+    assert device.where("a") == set()
+    assert device.pool.stats().free == 1
+
+
+def test_groups_share_the_blocks_of_one_pool() -> None:
+    device = Device(4)
+    full, window = device.pool.allocate(2), device.pool.allocate(1)
+    device.pool.commit(chunks("ab"), full, group=0)
+    device.pool.commit(chunks("w"), window, group=1)
+    assert set(full).isdisjoint(window)
+    assert device.pool.find([key("a"), key("w"), key("x")]) == [(full[0],), (window[0],), None]
+    with pytest.raises(CacheError, match="another chunk"):
+        device.pool.commit(chunks("v"), window, group=0)
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_sleep_and_wake_with_transfers_in_flight_both_ways(clear: bool) -> None:
+    device = Device(4)
+    device.serve("ab")
+    device.pool.make_way(4)
+    device.pool.reset() if clear else None
+    device.serve("ab")
+    found = device.pool.match(chunks("xy"), 0.0)
+    blocks = device.pool.allocate(2)
+    device.pool.commit(chunks("xy"), blocks)
+    device.take()
+    device.pool.release(blocks)
+    assert found == Found((), found.match)
+    assert not device.pool.sleep(), "it is being read"
+    assert device.on_device("ab"), "nothing is forgotten yet"
+    for job in list(device.running):
+        device.end(job, Status.CANCELLED)
+    assert device.pool.sleep()
+    assert device.pool.stats()[1:] == (4, 0, 0, 0, 0)
+    with pytest.raises(CacheError, match="given up"):
+        device.pool.commit(chunks("a"), device.pool.allocate(1))
+    device.pool.wake()
+    if clear:
+        device.pool.reset()
+        assert device.where("ab") == set()
+    else:
+        assert device.where("ab") == {HOST}
+        assert device.pool.match(chunks("ab"), 0.0).match.length == 2
+
+
+def test_chunks_of_several_blocks_go_as_a_whole() -> None:
+    device = Device(6, blocks_per_chunk=2)
+    blocks = device.pool.allocate(4)
+    device.pool.commit(chunks("ab"), blocks)
+    device.settle()
+    assert device.pool.match(chunks("abc"), 0.0).blocks == tuple(blocks)
+    device.pool.release(blocks)
+    device.pool.release(blocks[1:])
+    assert device.pool.stats().idle == 2, "of the first chunk one block is still used"
+    assert len(device.pool.allocate(3)) == 3
+    assert (device.on_device("a"), device.on_device("ab")) == (True, False)
+    device.check()
+
+
+class Requests(RuleBasedStateMachine):
+    """Requests come and go, jobs end as they like; who has how many references is kept beside it."""
+
+    @initialize(offload=st.sampled_from(list(WritePolicy)), host=st.integers(0, 4))
+    def begin(self, offload: WritePolicy, host: int) -> None:
+        self.device = Device(6, host=host, offload=offload)
+        self.requests: list[list[int]] = []
+
+    @rule(of=st.sampled_from(["a", "ab", "abc", "abd", "x", "xy", "xyz"]))
+    def request(self, of: str) -> None:
+        pool, keys = self.device.pool, chunks(of)
+        found = pool.match(keys, 0.0)
+        blocks = list(found.blocks)
+        try:
+            blocks += pool.allocate(len(keys) - len(found.blocks))
+        except CapacityError:
+            pool.release(found.blocks)
+            pool.make_way(len(keys))
+        else:
+            if found.match.hold is not None:
+                pool.onboard(found.match.hold, blocks[len(found.blocks) :][: found.match.length])
+            self.requests.append(blocks)
+            pool.commit(keys, blocks)
+        if found.match.hold is not None:
+            self.device.cache.release(found.match.hold)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.device.pool.release(self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1))))
+
+    @rule(data=st.data(), good=st.booleans())
+    def end(self, data: st.DataObject, good: bool) -> None:
+        running = self.device.running
+        ready = [job for job, each in running.items() if not set(each.after) & set(running)]
+        if ready:
+            self.device.end(data.draw(st.sampled_from(sorted(ready))), Status.OK if good else Status.CANCELLED)
+
+    @rule()
+    def reset(self) -> None:
+        self.device.pool.reset()
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.device.take()
+        self.device.check()
+        expected = Counter(block for blocks in self.requests for block in blocks)
+        assert list(self.device.pool._references) == [expected[block] for block in range(6)]
+        free = set(self.device.pool._free)
+        touched = {b for each in self.device.running.values() for section in each.sections for b in section.blocks}
+        assert not free & touched, "a block that a job touches is not free"
+
+
+Requests.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRequests = Requests.TestCase
