@@ -181,8 +181,9 @@ class Gate:
 class _Fit:
     """Non-negative least squares over recent observations, in relative errors: terms * coefficients ~ seconds.
 
-    Only the moments of the observations are kept. There are so few terms that every subset of them is tried. Where
-    observations leave a choice, the first term, which is the same each time, takes as little as it can.
+    Only the moments of the observations are kept. Where the best fit has a coefficient below zero, every subset of the
+    terms is tried: there are few. Where observations leave a choice, the first term, which is the same each time, takes
+    as little as it can.
     """
 
     def __init__(self, terms: int) -> None:
@@ -213,8 +214,11 @@ class _Fit:
         moments = self._moments / np.outer(scale, scale)
         moments[np.diag_indices(size)] += [1e-4, *[1e-9] * (size - 1)]
         sides = self._sides / scale
-        best, least = np.zeros(size), 0.0
-        for several in range(1, size + 1):
+        best, least = np.linalg.solve(moments, sides), 0.0
+        if (best >= 0).all():
+            return best / scale
+        best = np.zeros(size)
+        for several in range(1, size):
             for subset in combinations(range(size), several):
                 at = list(subset)
                 found = np.linalg.solve(moments[np.ix_(at, at)], sides[at])

@@ -3,54 +3,188 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
+
+from longshore.cli.traces import (
+    BadLines,
+    BadLinesOption,
+    Bench,
+    BlockTokens,
+    Engines,
+    FileRead,
+    FileWrite,
+    FormChoice,
+    FormOption,
+    Limit,
+    Link,
+    Model,
+    PrefillRate,
+    ProfileOption,
+    TraceFile,
+    open_trace,
+    size_of,
+    timing_of,
+)
+from longshore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longshore.trace.request import TraceRequest
+    from longshore.trace.result import Row
+    from longshore.trace.tiered import TieredReplay
+
+_SAY_EVERY = 500
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="A trace of requests, one JSON object a line (Mooncake's format).")],
+    trace: TraceFile,
+    model: Model = None,
+    host: Annotated[str | None, typer.Option(help="Host memory for blocks, as in 64GiB.")] = None,
+    file: Annotated[str | None, typer.Option(help="Room in files, as in 1TiB; none by default.")] = None,
     capacity_blocks: Annotated[
-        int, typer.Option(min=1, help="The plain policy experiment: one tier of so many blocks, and no time.")
-    ],
-    policy: Annotated[
-        str | None, typer.Option(help="Eviction policy: arc, lru, or one to compare with: lru-2, s3-fifo, fifo.")
+        int | None,
+        typer.Option(min=1, help="The plain policy experiment instead: one tier of so many blocks, and no time."),
     ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Eviction policy by name, or one to compare with: lru-2, s3-fifo, fifo.")
+    ] = None,
+    form: FormOption = FormChoice.AUTO,
+    block_tokens: BlockTokens = 512,
+    bad_lines: BadLinesOption = BadLines.REFUSE,
+    limit: Limit = None,
+    profile: ProfileOption = "h100",
+    bench: Bench = None,
+    link: Link = None,
+    file_read: FileRead = None,
+    file_write: FileWrite = None,
+    prefill_rate: PrefillRate = None,
+    engines: Engines = 1,
+    gate: Annotated[bool, typer.Option(help="Compute what is slower to load; without, load whatever is found.")] = True,
+    optimum: Annotated[bool, typer.Option(help="Say what knowing the future would give; costs memory.")] = True,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Say what the requests of a trace would have found in a cache."""
+    """Say what the requests of a trace would have found in a cache.
+
+    With [bold]--model[/] and [bold]--host[/], in virtual time: the control plane that runs in production, on a model of
+    the machine. With [bold]--capacity-blocks[/] alone, the plain policy experiment: hits are the leading run of
+    resident blocks, and then the policy sees an access to each block, the last one first.
+
+    [dim]longshore replay trace.jsonl --model llama-3.1-8b --host 64GiB --file 1TiB[/]
+
+    [dim]longshore replay trace.jsonl --capacity-blocks 18000 --policy lru[/]
+    """
+    console = Console(stderr=True)
+    if report is not None:
+        from longshore.cli.demo import check_report  # noqa: PLC0415 - plotly is an extra
+
+        check_report(report)
+    requests = open_trace(trace, form, block_tokens, bad_lines, limit, console)
+    if capacity_blocks is not None:
+        if any(given is not None for given in (model, host, file, report)):
+            raise ConfigError("--capacity-blocks knows no time: expected it without --model, --host, --file, --report")
+        with console.status("reading") as status:
+            facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, optimum)
+    else:
+        from longshore.trace.policies import policy_named  # noqa: PLC0415
+        from longshore.trace.tiered import TieredReplay  # noqa: PLC0415
+
+        if host is None:
+            raise ConfigError("expected --host and --model, or --capacity-blocks; see longshore replay --help")
+        timing = timing_of(model, profile, bench, link, file_read, file_write, prefill_rate)
+        tiers = {"host": size_of(host, "--host")} | ({"file": size_of(file, "--file")} if file is not None else {})
+        name, kind = policy_named(policy)
+        run = TieredReplay(timing, block_tokens, tiers, kind, engines=engines, gated=gate)
+        with console.status("reading") as status:
+            facts, rows = _replay(run, _progress(requests, status), name, optimum, report)
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        _render(rows, facts)
+
+
+def _experiment(
+    requests: Iterable[TraceRequest], slots: int, policy: str | None, optimum: bool
+) -> tuple[dict[str, object], list[Row]]:
     from longshore.trace.experiment import experiment  # noqa: PLC0415 - numpy takes longer to load than `--help` may
-    from longshore.trace.mooncake import read_mooncake  # noqa: PLC0415
     from longshore.trace.optimum import optimal_hits  # noqa: PLC0415
     from longshore.trace.paths import Paths  # noqa: PLC0415
     from longshore.trace.policies import policy_named  # noqa: PLC0415
+    from longshore.trace.result import ratio  # noqa: PLC0415
 
     name, kind = policy_named(policy)
-    paths = Paths(request.hash_ids for request in read_mooncake(trace))
-    found = experiment(paths, kind, capacity_blocks)
-    best = optimal_hits(paths, capacity_blocks)
+    paths = Paths(request.hash_ids for request in requests)
+    found = experiment(paths, kind, slots)
+    best = ratio(optimal_hits(paths, slots), found.block_refs) if optimum else None
     facts: dict[str, object] = {
         "requests": found.requests,
         "block_refs": found.block_refs,
         "unique_blocks": paths.unique,
         "hit_ratio": found.ratio,
         "hit_ratio_by_tier": {"host": found.ratio},
-        "optimal_hit_ratio": best / found.block_refs if found.block_refs else 0.0,
+        "optimal_hit_ratio": best,
         "ttft_s": None,
         "file_write_bytes_per_day": None,
         "policy": name,
-        "capacity_blocks": capacity_blocks,
+        "capacity_blocks": slots,
     }
-    if as_json:
-        typer.echo(json.dumps(facts))
-        return
-    table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
-    for row in ("requests", "block_refs", "unique_blocks", "capacity_blocks", "policy"):
-        value = facts[row]
-        table.add_row(row.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
-    table.add_row("hit ratio", f"{found.ratio:.4f}")
-    table.add_row("best possible", f"{facts['optimal_hit_ratio']:.4f}")
-    Console().print(table)
+    rows = [
+        ("requests", f"{found.requests:,}", ""),
+        ("blocks", f"{found.block_refs:,}", f"asked for, {paths.unique:,} different ones"),
+        ("capacity", f"{slots:,}", "blocks"),
+        ("policy", name, ""),
+        ("hit ratio", f"{found.ratio:.4f}", "leading resident blocks of all that were asked for"),
+        ("best possible", "-" if best is None else f"{best:.4f}", "knowing the future"),
+    ]
+    return facts, rows
+
+
+def _replay(
+    run: TieredReplay, requests: Iterable[TraceRequest], policy: str, optimum: bool, report: Path | None
+) -> tuple[dict[str, object], list[Row]]:
+    from longshore.trace.optimum import optimal_hits  # noqa: PLC0415
+    from longshore.trace.paths import Paths  # noqa: PLC0415
+    from longshore.trace.result import Replayed  # noqa: PLC0415
+
+    paths, seen = Paths(), set[int]()
+    for request in run.run(requests):
+        whole = request.hash_ids[: request.input_length // run.block_tokens]
+        if optimum:
+            paths.add(whole)
+        else:
+            seen.update(whole)
+    best = optimal_hits(paths, run.slots) if optimum else None
+    found = Replayed(run, policy, paths.unique if optimum else len(seen), best)
+    if report is not None:
+        from longshore.cli.replay_report import write_report  # noqa: PLC0415
+
+        write_report(found, report)
+    return found.as_json(), found.rows()
+
+
+def _progress(requests: Iterable[TraceRequest], status: Status) -> Iterator[TraceRequest]:
+    """`requests`, and now and then a word on how many there were."""
+    for count, request in enumerate(requests):
+        if count % _SAY_EVERY == 0:
+            status.update(f"{count:,} requests")
+        yield request
+
+
+def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
+    console = Console()
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(style="dim")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    assumptions = facts.get("assumptions")
+    for each in assumptions if isinstance(assumptions, list) else ():
+        console.print(f"assumed: {each}", style="dim", markup=False)

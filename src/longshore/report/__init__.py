@@ -2,9 +2,11 @@
 
 from longshore.report.page import Page
 from longshore.report.plots import (
+    Curve,
     Figure,
     Level,
     Points,
+    curves,
     levels,
     paired_points,
     plotly_javascript,
@@ -16,10 +18,12 @@ __all__ = [
     "RUNS",
     "SOURCES",
     "Colour",
+    "Curve",
     "Figure",
     "Level",
     "Page",
     "Points",
+    "curves",
     "levels",
     "paired_points",
     "plotly_javascript",

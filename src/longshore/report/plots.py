@@ -29,6 +29,17 @@ class Points:
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a `curves` figure; with `texts`, one per point, its points are marked and explain themselves."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: Colour
+    texts: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Level:
     """One row of a `levels` figure: a quantity over time, and the limit it must keep."""
 
@@ -105,6 +116,27 @@ def paired_points(
             _mark(figure, marks[points.name], points)
     figure.update_layout(margin_r=80)
     _span(figure, x)
+    return figure
+
+
+def curves(lines: Sequence[Curve], *, x_title: str, y_title: str, logarithmic: bool = False) -> Any:
+    """Lines over a common axis, which may be `logarithmic`."""
+    figure = _figure(x_title=x_title, y_title=y_title, height=400)
+    for line in lines:
+        _same_length(line.name, line.y, line.x)
+        if line.texts:
+            _same_length(line.name, line.texts, line.x)
+        figure.add_scatter(
+            x=list(line.x),
+            y=list(line.y),
+            name=line.name,
+            mode="lines+markers" if line.texts else "lines",
+            line={"color": line.colour.light, "width": 2},
+            text=list(line.texts) or None,
+            hovertemplate="%{text}" if line.texts else "%{y:,.2f}",
+        )
+    if logarithmic:
+        figure.update_xaxes(type="log")
     return figure
 
 

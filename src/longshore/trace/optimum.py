@@ -35,7 +35,7 @@ def optimal_hits(paths: Paths, slots: int) -> int:
     """
     if slots < 1:
         raise TraceError(f"expected a capacity of at least one block, got {slots}")
-    following = next_references(paths.blocks).tolist()
+    following = next_references(paths.blocks)
     kept = bytearray(len(following))
     furthest: list[int] = []
     hits = live = 0
@@ -43,7 +43,7 @@ def optimal_hits(paths: Paths, slots: int) -> int:
         gone = kept.find(0, start, end)
         hits += (end if gone < 0 else gone) - start
         live -= kept.count(1, start, end)
-        for later in following[start:end]:
+        for later in following[start:end].tolist():
             if later >= end:
                 heappush(furthest, -later)
                 kept[later] = 1

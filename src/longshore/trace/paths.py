@@ -16,32 +16,41 @@ import numpy.typing as npt
 
 
 class Paths(Sequence[list[int]]):
-    """For each request the numbers of its blocks, head first.
+    """For each request the numbers of its blocks, head first."""
 
-    Attributes:
-        blocks: int32, one per reference, requests one after the other.
-        starts: int64, where each request begins in `blocks`, and the end.
-        unique: How many different blocks there are; their numbers are below it.
-    """
-
-    def __init__(self, paths: Iterable[Sequence[int]]) -> None:
-        numbers: dict[int, int] = {}
-        blocks, starts = array("i"), array("q", [0])
+    def __init__(self, paths: Iterable[Sequence[int]] = ()) -> None:
+        self._numbers: dict[int, int] = {}
+        self._blocks, self._starts = array("i"), array("q", [0])
         for path in paths:
-            blocks.extend([numbers.setdefault(block, len(numbers)) for block in path])
-            starts.append(len(blocks))
-        self.blocks: npt.NDArray[np.int32] = np.frombuffer(blocks, np.int32)
-        self.starts: npt.NDArray[np.int64] = np.frombuffer(starts, np.int64)
-        self.unique = len(numbers)
+            self.add(path)
+
+    def add(self, path: Sequence[int]) -> None:
+        """One more request, by the ids of its blocks. Not while somebody keeps `blocks` or `starts`."""
+        numbers = self._numbers
+        self._blocks.extend([numbers.setdefault(block, len(numbers)) for block in path])
+        self._starts.append(len(self._blocks))
+
+    @property
+    def blocks(self) -> npt.NDArray[np.int32]:
+        """One number per reference, requests one after the other."""
+        return np.frombuffer(self._blocks, np.int32)
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Where each request begins in `blocks`, and the end."""
+        return np.frombuffer(self._starts, np.int64)
+
+    @property
+    def unique(self) -> int:
+        """How many different blocks there are; their numbers are below it."""
+        return len(self._numbers)
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self._starts) - 1
 
     def __iter__(self) -> Iterator[list[int]]:
-        blocks = self.blocks
-        return (blocks[start:end].tolist() for start, end in pairwise(self.starts.tolist()))
+        return (self._blocks[start:end].tolist() for start, end in pairwise(self._starts))
 
     def __getitem__(self, at: int) -> list[int]:  # type: ignore[override]  # one request at a time
         number = range(len(self))[at]
-        path: list[int] = self.blocks[self.starts[number] : self.starts[number + 1]].tolist()
-        return path
+        return self._blocks[self._starts[number] : self._starts[number + 1]].tolist()

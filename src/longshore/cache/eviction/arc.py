@@ -109,6 +109,9 @@ class ARC(EvictionPolicy):
 
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, each as the first of its list."""
+        if len(nodes) == 1:  # as in `insert`
+            self._release_one(nodes[0])
+            return
         check_in(self._place, nodes)
         at, place = np.array(nodes, np.int32), marks(self._place)
         for which in (_ONCE, _OFTEN):
@@ -198,6 +201,14 @@ class ARC(EvictionPolicy):
         self._place[node] = which
         self._chains.warm(which, node)
         self._counts[which] += 1
+
+    def _release_one(self, node: int) -> None:
+        at = self._place[node]
+        if at == _OUT:
+            raise unknown(node)
+        if at >= _HELD:
+            self._place[node] = at & ~_HELD
+            self._chains.chill_all(at & ~_HELD, (node,))
 
     def _learn(self, left: int) -> None:
         """A chunk that left list `left` is back: that list deserves more room."""

@@ -76,10 +76,18 @@ class LRU(EvictionPolicy):
 
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, and first."""
-        at, place = np.array(nodes, np.int32), marks(self._place)
+        if len(nodes) == 1:
+            place = self._place[nodes[0]]
+            if place == _OUT:
+                raise unknown(nodes[0])
+            if place == _HELD:
+                self._place[nodes[0]] = _IN
+                self._chains.chill_all(_ORDER, nodes)
+            return
+        at, places = np.array(nodes, np.int32), marks(self._place)
         check_in(self._place, nodes)
-        held = at[place[at] == _HELD]
-        place[held] = _IN
+        held = at[places[at] == _HELD]
+        places[held] = _IN
         self._chains.chill_all(_ORDER, held.tolist())
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:

@@ -1,0 +1,52 @@
+"""The page that `longshore replay --report DIR` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from longshore.report import RUNS, Curve, Page, curves
+
+if TYPE_CHECKING:
+    from longshore.trace.result import Replayed
+
+_POINTS = 200
+
+
+def write_report(found: Replayed, directory: Path) -> Path:
+    """Write `index.html` into `directory` and return its path. Raises `ReportError` if that cannot be done."""
+    ttft = found.ttft
+    page = Page(
+        "A trace, replayed",
+        f"{found.replay.tally.requests:,} requests through the control plane, in virtual time.",
+        footer="Made by longshore replay. Times are those of a model of the machine, whose figures stand below.",
+    )
+    page.facts(
+        [
+            ("Blocks hit", f"{100 * found.hit_ratio:.1f} %", "of all whole blocks of prompts"),
+            ("TTFT p50", f"{ttft['p50']:.2f} s", f"{ttft['recompute_p50']:.2f} s if all is computed"),
+            ("TTFT p95", f"{ttft['p95']:.2f} s", f"{ttft['recompute_p95']:.2f} s if all is computed"),
+        ]
+    )
+    caption = "The share of requests that had their first token by then. Further left is better."
+    page.figure("Time to first token", caption, _ttft(found))
+    page.table("What was found", ("", "", ""), found.rows())
+    page.text("Assumptions", found.replay.timing.geometry.source, found.replay.timing.profile.source)
+    return page.write(directory / "index.html")
+
+
+def _ttft(found: Replayed) -> Any:
+    shares, tally = np.linspace(0, 100, _POINTS), found.replay.tally
+    runs = (("tiered", tally.ttft), ("recompute", tally.recompute))
+    return curves(
+        [
+            Curve(name, np.percentile(np.frombuffer(values, np.float64), shares).tolist(), shares.tolist(), RUNS[name])
+            for name, values in runs
+            if len(values)
+        ],
+        x_title="time to first token, s",
+        y_title="requests, %",
+        logarithmic=True,
+    )

@@ -1,0 +1,161 @@
+"""What a replay in virtual time found: as JSON, and as rows to read."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from longshore.boundary import FILE
+from longshore.cache import DropReason, MissReason
+from longshore.report.units import share, size
+from longshore.trace.tiered import TieredReplay
+
+_DAY = 86_400.0
+
+Row = tuple[str, str, str]
+"""What, how much, and a note."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The figures of a replay that has ended.
+
+    Attributes:
+        replay: Its books.
+        policy: The eviction policy's name.
+        unique: Different blocks that were asked for.
+        optimal: Hits that one tier of the same room could have had at most, if that was asked for.
+    """
+
+    replay: TieredReplay
+    policy: str
+    unique: int
+    optimal: int | None
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Blocks that were loaded, by the tier that had them."""
+        return {stats.name: self.replay.tally.hits[stats.name] for stats in self.replay.cache.stats()}
+
+    @property
+    def hit_ratio(self) -> float:
+        """Blocks that were loaded, of all that were asked for."""
+        return ratio(sum(self.hits.values()), self.replay.tally.block_refs)
+
+    @property
+    def optimal_hit_ratio(self) -> float | None:
+        """The most that one tier of the same room could have."""
+        return None if self.optimal is None else ratio(self.optimal, self.replay.tally.block_refs)
+
+    @property
+    def ttft(self) -> dict[str, float]:
+        """Seconds to the first token, with tiers and if all is computed."""
+        with_tiers, without = self.replay.tally.ttft, self.replay.tally.recompute
+        return {
+            "p50": percentile(with_tiers, 50),
+            "p95": percentile(with_tiers, 95),
+            "recompute_p50": percentile(without, 50),
+            "recompute_p95": percentile(without, 95),
+        }
+
+    @property
+    def file_write_bytes_per_day(self) -> float:
+        """At the trace's own pace."""
+        written = sum(t.bytes for route, t in self.replay.counters.routes.items() if route.endswith(f"->{FILE}"))
+        return _DAY * ratio(written, self.replay.tally.seconds)
+
+    def as_json(self) -> dict[str, object]:
+        """What `--json` prints."""
+        replay, tally, counters = self.replay, self.replay.tally, self.replay.counters
+        return {
+            "requests": tally.requests,
+            "block_refs": tally.block_refs,
+            "unique_blocks": self.unique,
+            "hit_ratio": self.hit_ratio,
+            "hit_ratio_by_tier": {tier: ratio(count, tally.block_refs) for tier, count in self.hits.items()},
+            "optimal_hit_ratio": self.optimal_hit_ratio,
+            "ttft_s": self.ttft,
+            "file_write_bytes_per_day": self.file_write_bytes_per_day,
+            "policy": self.policy,
+            "hit_tokens_ratio": ratio(sum(self.hits.values()) * replay.block_tokens, tally.prompt_tokens),
+            "kv_bytes_per_token": replay.timing.geometry.kv_bytes_per_token,
+            "block_bytes": replay.image_bytes,
+            "blocks_by_tier": {stats.name: stats.slots for stats in replay.cache.stats()},
+            "seconds": tally.seconds,
+            "evictions": dict(counters.evictions),
+            "drops": {tier: _counted(drops) for tier, drops in counters.drops.items()},
+            "misses": _counted(counters.misses),
+            "computed_by_choice": tally.computed_by_choice,
+            "engine_busy": ratio(tally.computing, tally.seconds * replay.engines),
+            "engine_busy_recompute": ratio(tally.recomputing, tally.seconds * replay.engines),
+            "route_busy_s": {str(route): seconds for route, seconds in sorted(replay.movers.busy.items())},
+            "route_queued_s": {str(route): seconds for route, seconds in sorted(replay.movers.queued.items())},
+            "assumptions": [replay.timing.geometry.source, replay.timing.profile.source],
+        }
+
+    def rows(self) -> list[Row]:
+        """What a table shows."""
+        return [*self._cache_rows(), *self._time_rows(), *self._traffic_rows()]
+
+    def _cache_rows(self) -> list[Row]:
+        replay, tally = self.replay, self.replay.tally
+        each, found = replay.timing.geometry.kv_bytes_per_token, self.hits
+        rows = [
+            ("requests", f"{tally.requests:,}", f"{tally.prompt_tokens:,} tokens in {tally.seconds:,.0f} s"),
+            ("blocks", f"{tally.block_refs:,}", f"asked for, {self.unique:,} different ones"),
+            ("KV cache", f"{each:,} B", f"for each token; {size(replay.image_bytes)} for a block"),
+            ("policy", self.policy, ""),
+        ]
+        for stats in replay.cache.stats():
+            gone = replay.counters.evictions[stats.name]
+            note = f"of all blocks; room for {stats.slots:,}, {gone:,} evictions"
+            rows.append((f"hits, {stats.name}", share(found[stats.name], tally.block_refs), note))
+        tokens = share(sum(found.values()) * replay.block_tokens, tally.prompt_tokens)
+        rows.append(("hits in all", share(self.hit_ratio, 1), f"{tokens} of all prompt tokens"))
+        best = self.optimal_hit_ratio
+        if best is not None:
+            rows.append(("best possible", share(best, 1), "in one tier of the same room, knowing the future"))
+        return rows
+
+    def _time_rows(self) -> list[Row]:
+        replay, tally, ttft = self.replay, self.replay.tally, self.ttft
+        rows = [
+            (f"TTFT {name}", f"{ttft[name]:.3f} s", f"{ttft[f'recompute_{name}']:.3f} s if all is computed")
+            for name in ("p50", "p95")
+        ]
+        room = tally.seconds * replay.engines
+        busy = f"of their time; {share(tally.recomputing, room)} if all is computed"
+        rows.append(("engines busy", share(tally.computing, room), busy))
+        note = "blocks that were there, and slower to load than to compute"
+        rows.append(("computed by choice", f"{tally.computed_by_choice:,}", note))
+        return rows
+
+    def _traffic_rows(self) -> list[Row]:
+        replay = self.replay
+        rows = [("file writes", size(self.file_write_bytes_per_day), "a day, at the trace's own pace")]
+        for tier, drops in replay.counters.drops.items():
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in _counted(drops).items())
+            rows.append((f"not taken, {tier}", reasons or "none", "blocks, by reason"))
+        for route, busy in sorted(replay.movers.busy.items()):
+            waited = replay.movers.queued.get(route, 0.0)
+            note = f"of the time at work; transfers waited {waited:,.1f} s in all"
+            rows.append((str(route), share(busy, replay.tally.seconds), note))
+        return rows
+
+
+def ratio(part: float, whole: float) -> float:
+    """`part / whole`; 0 of nothing."""
+    return part / whole if whole else 0.0
+
+
+def percentile(values: array[float], at: int) -> float:
+    """The value below which `at` % of `values` lie; 0 of none."""
+    return float(np.percentile(np.frombuffer(values, np.float64), at)) if len(values) else 0.0
+
+
+def _counted(counts: Counter[DropReason] | Counter[MissReason]) -> dict[str, int]:
+    """The reasons that were counted at all."""
+    return {reason.value: count for reason, count in counts.items() if count}

@@ -1,0 +1,125 @@
+"""How long things take in virtual time: prefill on the device, and copies along each route.
+
+    prefill of n tokens behind c others      step + alpha * n + beta * n * (2 * c + n) / 2
+    a transfer                               fixed + bytes / bandwidth, one after the other on each route
+
+A profile says what a machine can do, and where its figures come from; any of them can be replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from longshore.errors import TraceError
+from longshore.trace.geometry import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A machine. Bandwidths are bytes per second, and of one direction.
+
+    Attributes:
+        flops: Operations per second that prefill reaches.
+        step: Seconds that a step takes besides.
+        link: Between device and host memory.
+        file_read: From files to host memory.
+        file_write: From host memory to files.
+        fixed: Seconds that each transfer takes besides.
+        source: Where the figures come from.
+    """
+
+    flops: float
+    step: float
+    link: float
+    file_read: float
+    file_write: float
+    fixed: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least_is_fine = field.name in ("step", "fixed") and value == 0
+            if field.name != "source" and not least_is_fine and not (math.isfinite(value) and value > 0):
+                raise TraceError(f"{field.name}: expected a positive number, got {value}")
+
+
+PROFILES = {
+    "h100": Profile(
+        0.4 * 989e12, 0.005, 50e9, 6.8e9, 4.0e9, 1e-4,
+        "H100: data sheet, 989 TFLOPS dense in 16 bits of which 40 % are reached (assumed); PCIe 5.0 x16 measured by "
+        "others at 50-52 GB/s; one data-centre NVMe on PCIe 4.0 x4 by its data sheet, 6.8 GB/s read and 4.0 write",
+    ),
+    "a100": Profile(
+        0.5 * 312e12, 0.005, 25e9, 6.8e9, 4.0e9, 1e-4,
+        "A100: data sheet, 312 TFLOPS dense in 16 bits of which 50 % are reached (assumed); PCIe 4.0 x16 at 25 GB/s; "
+        "one data-centre NVMe on PCIe 4.0 x4 by its data sheet, 6.8 GB/s read and 4.0 write",
+    ),
+}  # fmt: skip
+
+
+def profile_named(name: str) -> Profile:
+    """A built-in profile; raises `TraceError` for a name that is none."""
+    if name not in PROFILES:
+        raise TraceError(f"expected a profile out of {', '.join(PROFILES)}, got {name!r}")
+    return PROFILES[name]
+
+
+def with_changes(profile: Profile, changes: Mapping[str, float | None], source: str) -> Profile:
+    """`profile` with those of `changes` that are not `None`, which come from `source`."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    if not given:
+        return profile
+    return replace(profile, source=f"{profile.source}; {', '.join(given)} {source}", **given)
+
+
+def with_bench(profile: Profile, path: Path) -> Profile:
+    """`profile` with what `longshore bench file --json` measured, kept in the file at `path`."""
+    try:
+        cases = {case["name"]: case for case in json.loads(path.read_text("utf-8"))["cases"]}
+        rates = {
+            field: 1e9 * float(cases[f"{kind}/2MiB"]["value"])
+            for field, kind in (("file_read", "read"), ("file_write", "write"))
+            if f"{kind}/2MiB" in cases
+        }
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TraceError(f"{path}: expected what `longshore bench file --json` prints: {error}") from error
+    if not rates:
+        raise TraceError(f"{path}: expected the cases read/2MiB or write/2MiB, got {', '.join(cases) or 'none'}")
+    return with_changes(profile, rates, f"by {path.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A model on a machine."""
+
+    geometry: Geometry
+    profile: Profile
+
+    @property
+    def alpha(self) -> float:
+        """Seconds per token."""
+        return 2 * self.geometry.parameters / self.profile.flops
+
+    @property
+    def beta(self) -> float:
+        """Seconds per pair of tokens."""
+        return 4 * self.geometry.attention_width / self.profile.flops
+
+    def prefill(self, context: int, tokens: int) -> float:
+        """Seconds to compute `tokens` behind `context` others."""
+        return self.profile.step + self.alpha * tokens + self.beta * tokens * (2 * context + tokens) / 2
+
+    def bandwidth(self, source: str, destination: str) -> float:
+        """Bytes per second of a route between the tiers `device`, `host` and `file`."""
+        rates = {
+            ("device", "host"): self.profile.link,
+            ("host", "device"): self.profile.link,
+            ("host", "file"): self.profile.file_write,
+            ("file", "host"): self.profile.file_read,
+        }
+        return rates[source, destination]

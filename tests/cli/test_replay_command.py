@@ -1,0 +1,112 @@
+"""`longshore replay`: every option once, what it prints, and how it says no."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from longshore.cli.app import app
+from longshore.errors import LongshoreError
+
+EXCERPT = str(resources.files("longshore.trace").joinpath("data", "conversation_excerpt.jsonl"))
+KEYS = {
+    "requests", "block_refs", "unique_blocks", "hit_ratio", "hit_ratio_by_tier", "optimal_hit_ratio", "ttft_s",
+    "file_write_bytes_per_day",
+}  # fmt: skip
+TIMED = ("--model", "llama-3.1-8b", "--host", "4GiB", "--file", "1TiB")
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["replay", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def facts(*arguments: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(run(*arguments, "--json"))
+    assert set(found) >= KEYS
+    return found
+
+
+def test_the_plain_experiment() -> None:
+    found = facts(EXCERPT, "--capacity-blocks", "100", "--policy", "lru")
+    assert found["policy"] == "lru"
+    assert found["ttft_s"] is None
+    assert 0 < float(str(found["hit_ratio"])) <= float(str(found["optimal_hit_ratio"])) < 1
+    default = facts(EXCERPT, "--capacity-blocks", "100", "--no-optimum")
+    assert default["optimal_hit_ratio"] is None
+    assert "best possible" in run(EXCERPT, "--capacity-blocks", "100", "--limit", "20")
+
+
+def test_a_replay_in_virtual_time(tmp_path: Path) -> None:
+    found = facts(EXCERPT, *TIMED, "--report", str(tmp_path / "page"), "--engines", "2", "--policy", "lru")
+    ttft = found["ttft_s"]
+    assert isinstance(ttft, dict)
+    assert set(ttft) == {"p50", "p95", "recompute_p50", "recompute_p95"}
+    assert found["kv_bytes_per_token"] == 131_072
+    by_tier = found["hit_ratio_by_tier"]
+    assert isinstance(by_tier, dict)
+    assert set(by_tier) == {"host", "file"}
+    assert sum(by_tier.values()) == pytest.approx(found["hit_ratio"])
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert "Time to first token" in page
+    assert "http-equiv" in page
+    table = run(EXCERPT, *TIMED)
+    assert "TTFT p95" in table
+    assert "assumed:" in table
+
+
+def test_the_machine_can_be_described(tmp_path: Path) -> None:
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps({"cases": [{"name": "read/2MiB", "value": 1.0}]}))
+    usual = facts(EXCERPT, *TIMED)
+    for options in (
+        ("--profile", "a100"),
+        ("--link", "1GB/s"),
+        ("--file-read", "1GB"),
+        ("--file-write", "1MB"),
+        ("--prefill-rate", "5000"),
+        ("--bench", str(bench)),
+        ("--no-gate", "--file-read", "100MB"),
+        ("--no-optimum",),
+        ("--limit", "10"),
+    ):
+        assert facts(EXCERPT, *TIMED, *options) != usual, options
+
+
+def test_forms_and_bad_lines(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_text('{"tokens": [1, 2, 3, 4, 5]}\nnonsense\n{"tokens": [1, 2, 3, 4, 6]}\n')
+    options = ("--capacity-blocks", "9", "--block-tokens", "2")
+    with pytest.raises(LongshoreError, match="line 2"):
+        run(str(path), *options)
+    found = json.loads(run(str(path), *options, "--bad-lines", "skip", "--form", "prompts", "--json"))
+    assert (found["requests"], found["hit_ratio"]) == (2, 2 / 6)
+    lengths = tmp_path / "t.csv"
+    lengths.write_text("timestamp,input_length,output_length\n1,900,5\n2,900,5\n")
+    done = CliRunner().invoke(app, ["replay", str(lengths), "--capacity-blocks", "9"], catch_exceptions=False)
+    assert "lengths only" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ((), "--host and --model, or --capacity-blocks"),
+        (("--host", "4GiB"), "--model"),
+        (("--host", "lots", "--model", "llama-3.1-8b"), "--host: expected a size"),
+        (("--host", "1KiB", "--model", "llama-3.1-8b"), "room for a block"),
+        (("--host", "4GiB", "--model", "nothing"), "llama-3.1-8b"),
+        (("--host", "4GiB", "--model", "llama-3.1-8b", "--profile", "abacus"), "h100"),
+        (("--host", "4GiB", "--model", "llama-3.1-8b", "--link", "-1"), "--link"),
+        (("--capacity-blocks", "5", "--model", "llama-3.1-8b"), "knows no time"),
+        (("--capacity-blocks", "5", "--policy", "best"), "expected a policy out of"),
+        (("--capacity-blocks", "5", "--block-tokens", "16"), "hash ids"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_reason(options: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(LongshoreError, match=complaint):
+        run(EXCERPT, *options)

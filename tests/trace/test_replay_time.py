@@ -1,0 +1,250 @@
+"""Replay in virtual time: a model of the machine around the control plane that runs in production."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longshore.boundary import Cancel, Items, Route, Status, Transfer
+from longshore.cache.eviction import DEFAULT_POLICY, LRU
+from longshore.errors import TraceError
+from longshore.trace import TraceRequest, read_excerpt, synthesize
+from longshore.trace.geometry import MODELS, geometry_of
+from longshore.trace.result import Replayed
+from longshore.trace.tiered import TieredReplay
+from longshore.trace.timing import PROFILES, Timing, profile_named, with_bench, with_changes
+from longshore.trace.virtual import VirtualMovers
+
+BLOCK = 512
+TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])
+IMAGE = BLOCK * TIMING.geometry.kv_bytes_per_token
+
+
+def ask(seconds: float, blocks: list[int], extra: int = 10) -> TraceRequest:
+    """A prompt of whole `blocks`, and a few tokens behind them."""
+    length = len(blocks) * BLOCK + extra
+    return TraceRequest(1000 * seconds, length, 1, (*blocks, 10**9 + int(seconds)) if extra else tuple(blocks))
+
+
+def serve(
+    requests: list[TraceRequest], *, host: int = 64, file: int = 0, gated: bool = False, engines: int = 1
+) -> TieredReplay:
+    tiers = {"host": host * IMAGE} | ({"file": file * IMAGE} if file else {})
+    replay = TieredReplay(TIMING, BLOCK, tiers, DEFAULT_POLICY, engines=engines, gated=gated)
+    assert list(replay.run(requests)) == requests
+    replay.cache.check_integrity()
+    return replay
+
+
+def test_what_comes_back_is_loaded_in_the_time_that_the_link_takes() -> None:
+    replay = serve([ask(0, [1, 2, 3, 4]), ask(10, [1, 2, 3, 4]), ask(20, [1, 2, 9])])
+    assert replay.tally.hits == {"host": 4 + 2}
+    assert replay.tally.block_refs == 11
+    first, second, third = replay.tally.ttft
+    assert first == pytest.approx(TIMING.prefill(0, 4 * BLOCK + 10))
+    load = TIMING.profile.fixed + 4 * IMAGE / TIMING.profile.link
+    assert second == pytest.approx(load + TIMING.prefill(4 * BLOCK, 10))
+    assert third == pytest.approx(load - 2 * IMAGE / TIMING.profile.link + TIMING.prefill(2 * BLOCK, BLOCK + 10))
+    assert list(replay.tally.recompute)[:2] == pytest.approx([first, first])
+
+
+def test_a_prompt_that_is_there_as_a_whole_still_computes_its_last_block() -> None:
+    replay = serve([ask(0, [1, 2], extra=0), ask(10, [1, 2], extra=0)])
+    assert replay.tally.hits == {"host": 1}
+
+
+def test_one_engine_computes_one_prompt_at_a_time_and_two_compute_two() -> None:
+    each = TIMING.prefill(0, 2 * BLOCK + 10)
+    requests = [ask(0, [1, 2]), ask(0, [3, 4]), ask(0, [5, 6])]
+    assert list(serve(requests).tally.ttft) == pytest.approx([each, 2 * each, 3 * each])
+    assert list(serve(requests, engines=2).tally.ttft) == pytest.approx([each, each, 2 * each])
+    assert list(serve(requests, engines=2).tally.recompute) == pytest.approx([each, each, 2 * each])
+
+
+def test_what_host_memory_lost_comes_from_files_and_goes_there_only_once() -> None:
+    requests = [ask(10.0 * i, [100 * (i % 5) + j for j in range(4)]) for i in range(15)]
+    replay = serve(requests, host=16, file=40)
+    assert replay.tally.hits["file"] > 0
+    assert sum(replay.tally.hits.values()) == 10 * 4
+    written = replay.counters.routes["host->file"].bytes
+    assert 0 < written <= 20 * IMAGE
+    assert Replayed(replay, "x", 20, None).file_write_bytes_per_day == pytest.approx(written * 86_400 / 140)
+
+
+def test_a_slow_disk_is_left_alone_by_the_gate() -> None:
+    slow = Timing(TIMING.geometry, with_changes(TIMING.profile, {"file_read": 0.2e9}, "for a test"))
+    requests = [ask(20.0 * i, [100 * (i % 5) + j for j in range(8)]) for i in range(60)]
+    tiers = {"host": 12 * IMAGE, "file": 100 * IMAGE}
+    mean = {}
+    for gated in (False, True):
+        replay = TieredReplay(slow, BLOCK, tiers, LRU, gated=gated)
+        assert len(list(replay.run(requests))) == 60
+        mean[gated] = sum(replay.tally.ttft) / 60
+        assert (replay.tally.computed_by_choice > 0) is gated
+    without = sum(replay.tally.recompute) / 60
+    assert mean[False] > 2 * without
+    assert mean[True] < 1.3 * without  # the first load, of which nothing was known, is in it
+
+
+def test_virtual_time_is_deterministic() -> None:
+    def once() -> tuple[object, list[float]]:
+        replay = serve(list(synthesize("mixed", requests=300, seed=3)), host=200, file=900, gated=True, engines=2)
+        return Replayed(replay, "x", 0, None).as_json(), list(replay.tally.ttft)
+
+    first = once()
+    assert first == once()
+    assert json.loads(json.dumps(first[0])) == first[0]
+
+
+def test_the_excerpt_through_plenty_of_room_hits_all_that_can_be_hit() -> None:
+    requests = list(read_excerpt())
+    seen: set[int] = set()
+    possible = 0
+    for request in requests:
+        usable = request.hash_ids[: (request.input_length - 1) // BLOCK]
+        possible += sum(block in seen for block in usable)
+        seen.update(request.hash_ids[: request.input_length // BLOCK])
+    spread = [TraceRequest(60_000.0 * i, r.input_length, r.output_length, r.hash_ids) for i, r in enumerate(requests)]
+    replay = serve(spread, host=4 * len(seen))
+    assert sum(replay.tally.hits.values()) == possible > 0
+    assert replay.tally.requests == len(requests)
+
+
+@pytest.mark.parametrize("tiers", [{}, {"host": 1}, {"file": 10 * IMAGE}, {"host": 10 * IMAGE, "file": 1}])
+def test_tiers_without_room_are_refused(tiers: dict[str, int]) -> None:
+    with pytest.raises(TraceError):
+        TieredReplay(TIMING, BLOCK, tiers, LRU)
+
+
+def test_a_request_whose_ids_do_not_cover_it_is_refused() -> None:
+    replay = TieredReplay(TIMING, BLOCK, {"host": 10 * IMAGE}, LRU)
+    with pytest.raises(TraceError, match="expected 2 hash ids for 1024 tokens"):
+        list(replay.run([TraceRequest(0.0, 1024, 1, (1,))]))
+
+
+# -------------------------------------------------------------------- movers
+
+
+def transfer(job: int, source: str, destination: str, **changes: object) -> Transfer:
+    items = Items((bytes(32),) * 2, (None,) * 2, None, None, 1)
+    return Transfer(job=job, route=Route(source, destination), items=items, **changes)  # type: ignore[arg-type]
+
+
+def test_a_route_serves_one_after_the_other_and_routes_side_by_side() -> None:
+    movers = VirtualMovers(TIMING, IMAGE)
+    movers.submit([transfer(1, "file", "host"), transfer(2, "file", "host"), transfer(3, "host", "device")], 5.0)
+    read, link = (
+        TIMING.profile.fixed + 2 * IMAGE / TIMING.bandwidth(*r) for r in (("file", "host"), ("host", "device"))
+    )
+    ends = []
+    while (end := movers.next_end) is not None:
+        done, result = movers.pop()
+        ends.append((done.job, end, result.queued_seconds))
+    assert [job for job, _, _ in ends] == [3, 1, 2]
+    assert [end for _, end, _ in ends] == pytest.approx([5 + link, 5 + read, 5 + 2 * read])
+    assert [queued for _, _, queued in ends] == pytest.approx([0, 0, read])
+
+
+def test_what_comes_after_another_job_begins_when_that_has_ended() -> None:
+    movers = VirtualMovers(TIMING, IMAGE)
+    movers.submit([transfer(1, "file", "host"), transfer(2, "host", "device", after=(1,))], 0.0)
+    assert movers.pop()[0].job == 1
+    assert movers.next_end is not None
+    assert movers.pop()[1].statuses == (Status.OK,) * 2
+
+
+def test_what_is_cancelled_or_late_before_it_begins_ends_without_a_byte() -> None:
+    movers = VirtualMovers(TIMING, IMAGE)
+    jobs = [
+        transfer(1, "file", "host"),
+        transfer(2, "host", "device", after=(1,)),
+        transfer(3, "file", "host", deadline=0.001),
+    ]
+    movers.submit([*jobs, Cancel(2)], 0.0)
+    results = {}
+    while movers.next_end is not None:
+        done, result = movers.pop()
+        results[done.job] = (result.statuses[0], result.bytes)
+    assert results == {1: (Status.OK, 2 * IMAGE), 2: (Status.CANCELLED, 0), 3: (Status.DEADLINE, 0)}
+
+
+# -------------------------------------------------------------------- models and machines
+
+LLAMA = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14_336, "vocab_size": 128_256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK = {
+    "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def config(directory: Path, content: object) -> str:
+    directory.joinpath("config.json").write_text(json.dumps(content))
+    return str(directory)
+
+
+def test_a_config_gives_what_the_table_says(tmp_path: Path) -> None:
+    ours, table = geometry_of(config(tmp_path, LLAMA)), geometry_of("Llama-3.1-8B")
+    assert ours.kv_bytes_per_token == table.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+    assert ours.attention_width == table.attention_width
+    assert ours.parameters == pytest.approx(table.parameters, rel=0.1)
+    nested = geometry_of(config(tmp_path, {"text_config": {**LLAMA, "torch_dtype": "float32"}}))
+    assert nested.kv_bytes_per_token == 2 * ours.kv_bytes_per_token
+    latent = geometry_of(config(tmp_path, DEEPSEEK)).kv_bytes_per_token
+    assert latent == geometry_of("deepseek-v3").kv_bytes_per_token == 61 * 576 * 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_of_the_table_has_a_geometry(name: str) -> None:
+    geometry = geometry_of(name)
+    assert min(geometry.kv_bytes_per_token, geometry.parameters, geometry.attention_width) > 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {},
+        {**LLAMA, "num_hidden_layers": 0},
+        {**LLAMA, "num_hidden_layers": True},
+        {**LLAMA, "hidden_size": "4096"},
+        {**LLAMA, "torch_dtype": "float3"},
+        {**LLAMA, "num_key_value_heads": -8},
+    ],
+)
+def test_a_config_that_is_none_is_refused(tmp_path: Path, content: object) -> None:
+    with pytest.raises(TraceError, match=r"config\.json: expected"):
+        geometry_of(config(tmp_path, content))
+
+
+def test_unknown_names_are_refused_and_the_known_are_told(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"llama-3\.1-8b"):
+        geometry_of("gpt-unknown")
+    with pytest.raises(TraceError, match="h100"):
+        profile_named("abacus")
+    tmp_path.joinpath("config.json").write_text("{")
+    with pytest.raises(TraceError, match="JSON object"):
+        geometry_of(str(tmp_path))
+
+
+def test_a_benchmark_gives_the_speed_of_files(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    cases = [
+        {"name": "read/2MiB", "value": 2.5},
+        {"name": "write/2MiB", "value": 3.5},
+        {"name": "cpu/2MiB", "value": 9},
+    ]
+    path.write_text(json.dumps({"machine": {}, "cases": cases}))
+    found = with_bench(PROFILES["h100"], path)
+    assert (found.file_read, found.file_write, found.link) == (2.5e9, 3.5e9, PROFILES["h100"].link)
+    assert "bench.json" in found.source
+    for content in ("{", "[]", '{"cases": []}', '{"cases": [{"name": "read/2MiB", "value": "fast"}]}'):
+        path.write_text(content)
+        with pytest.raises(TraceError, match=r"bench\.json"):
+            with_bench(PROFILES["h100"], path)
+    with pytest.raises(TraceError, match="link: expected a positive number, got 0"):
+        with_changes(PROFILES["h100"], {"link": 0.0}, "as given")
