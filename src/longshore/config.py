@@ -39,6 +39,9 @@ class Config(BaseModel):
     file_mode: Literal["posix", "gds"] = Field(
         "posix", description="how bytes reach the file tier: posix, by host memory; gds, straight from the device"
     )
+    file_daily_writes: ByteSize = Field(
+        ByteSize(0), ge=0, description="bytes that backups may write to the file tier in a day; 0 for no limit"
+    )
     offload: WritePolicy = Field(WritePolicy.THROUGH, description="when blocks go from the device to the host tier")
     backup: WritePolicy = Field(WritePolicy.BACK, description="when blocks go from the host tier to the file tier")
     threshold: int = Field(2, ge=2, le=255, description="uses from which on a selective write policy copies a block")
@@ -63,7 +66,7 @@ class Config(BaseModel):
     events_size: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, in two files")
     calibration: Path | None = Field(None, description="calibration of a CUDA device; without one, the user's own")
 
-    @field_validator("host_size", "file_size", "events_size", mode="before")
+    @field_validator("host_size", "file_size", "file_daily_writes", "events_size", mode="before")
     @classmethod
     def _no_booleans(cls, value: object) -> object:
         if isinstance(value, bool):

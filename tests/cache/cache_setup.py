@@ -5,6 +5,7 @@ A key is the path of branches from the root, padded to 32 bytes: `chunks("aba")`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -68,6 +69,7 @@ class Setup(NamedTuple):
     policy: str = "lru"
     more: tuple[int, ...] = ()
     into: tuple[tuple[str, str, int], ...] = ()
+    budget: float = math.inf
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -85,7 +87,10 @@ class Setup(NamedTuple):
             offload=WritePolicy(self.offload),
             backup=WritePolicy(self.backup),
             prefetch_timeout=PREFETCH,
-            into={tier: WriteRule(WritePolicy(rule), threshold) for tier, rule, threshold in self.into},
+            into={
+                **({FILE: WriteRule(WritePolicy(self.backup), 2, self.budget)} if self.file is not None else {}),
+                **{tier: WriteRule(WritePolicy(rule), threshold) for tier, rule, threshold in self.into},
+            },
             load_timeout=LOAD,
             write_timeout=WRITE,
             max_writes=self.max_writes,

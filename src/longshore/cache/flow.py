@@ -54,6 +54,8 @@ class Flow:
         """Chunks on their way to each tier from a warmer one; foreign tiers stand here by name."""
         self.offloaded: list[Key] | None = None
         """Chunks that have come from the device, for whoever takes them from here; `None` if nobody does."""
+        self.refusing: set[int] = set()
+        """Tiers that have said that they take no writes any more."""
 
     def new_id(self) -> int:
         """Identities of jobs and holds, never used twice."""
@@ -281,6 +283,8 @@ class Flow:
     def _fail(self, tier: int, slot: int, status: Status, *, writing: bool) -> None:
         store = self.store
         if writing:
+            if status is Status.TIER_OFF:
+                self.refusing.add(tier)
             self.drop(tier, 1, DropReason.WRITE_FAILED)
             node = store.pools[tier].node[slot]
             if tier and node:  # which is in a warmer tier as well

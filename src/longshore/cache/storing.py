@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.beginnings import Text
+from longshore.cache.budget import WriteBudget
 from longshore.cache.flow import Flow
 from longshore.cache.groups import runs_of
 from longshore.cache.index import ROOT
@@ -36,6 +37,7 @@ class Storing:
         self._flow = flow
         self._store = flow.store
         self._rules = rules
+        self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._sightings = Sightings(rules[0].threshold, SIGHTINGS) if rules[0].selective else None
 
     def wants(self, *, evicting: bool) -> bool:
@@ -221,8 +223,25 @@ class Storing:
             pools.setdefault(store.index.pool_of(node), []).append(node)
         for pool, nodes in pools.items():
             # What is chosen has its ancestors in this tier too, for which they are spared below; or they are needed.
-            self._copy_down(nodes[: self._room(below, len(nodes), pool)], tier)
+            nbytes, allowed = store.pools[below].slabs.image_bytes[pool], self._allowed(below, nodes, pool)
+            chosen = allowed[: self._room(below, len(allowed), pool)]
+            self._budgets[below].spend(len(chosen) * nbytes)
+            self._copy_down(chosen, tier)
         store.log.by = by
+
+    def _allowed(self, tier: int, nodes: list[int], pool: int) -> list[int]:
+        """Those of `nodes`, of one size, that may be written to `tier`; the others are not to be tried before a use."""
+        if tier in self._flow.refusing:
+            granted, reason = 0, DropReason.TIER_OFF
+        else:
+            nbytes = self._store.pools[tier].slabs.image_bytes[pool]
+            granted, reason = self._budgets[tier].allows(self._flow.now, len(nodes), nbytes), DropReason.BUDGET
+        if granted == len(nodes):
+            return nodes
+        self._flow.drop(tier, len(nodes) - granted, reason)
+        for node in nodes[granted:]:
+            self._store.backup_failed(node)
+        return nodes[:granted]
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room for them."""

@@ -50,6 +50,8 @@ class DropReason(enum.Enum):
     SELDOM = "seldom"  # offered less often than the write policy asks for
     ANSWER = "answer"  # behind the prompt, of which alone the write policy takes chunks
     PRIORITY = "priority"  # of less priority than the write policy asks for
+    BUDGET = "budget"  # more than the write rule allows in so much time
+    TIER_OFF = "tier_off"  # the tier takes no writes any more
 
 
 class Answer(enum.Enum):

@@ -12,6 +12,7 @@ backed up, all of them for write-through, a quarter for write-back, so that an e
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from longshore.errors import CacheError
@@ -35,12 +36,20 @@ class WritePolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WriteRule:
-    """The write policy of one route. A selective one copies what was offered, or used, `threshold` times."""
+    """The write policy of one route. A selective one copies what was offered, or used, `threshold` times.
+
+    `bytes_per_second` bounds what is copied from one tier down to the next (`longshore.cache.budget`); what it does
+    not allow is refused, and counted: it may go without a copy until it is used again. Offloads from the device are
+    not bounded.
+    """
 
     policy: WritePolicy
     threshold: int = 2
+    bytes_per_second: float = math.inf
 
     def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0:
+            raise CacheError(f"a write budget is a positive number of bytes per second, got {self.bytes_per_second}")
         if self.selective and not 2 <= self.threshold <= _MOST_USES:
             raise CacheError(f"a selective policy has a threshold from 2 to {_MOST_USES}, got {self.threshold}")
 

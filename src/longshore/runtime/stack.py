@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from longshore.boundary import FILE, HOST, Mover
-from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.cache import CacheSettings, TieredCache, TierSpec, WriteRule
 from longshore.cache.adopting import Found
 from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError, DeviceError
@@ -204,7 +204,10 @@ def _make_cache(
         tiers.append(TierSpec(HOST, host.slabs))
     if file is not None:
         tiers.append(TierSpec(FILE, file.slabs))
+    daily = config.file_daily_writes
+    into = {FILE: WriteRule(config.backup, config.threshold, daily / 86_400)} if file is not None and daily else {}
     settings = CacheSettings(
+        into=into,
         blocks_per_chunk=config.blocks_per_chunk,
         ranks=layout.ranks,
         offload=config.offload,

@@ -1,0 +1,114 @@
+"""What may be written to a tier: a rate, and tiers that take nothing any more."""
+
+import math
+
+import pytest
+from cache_model import World
+from cache_setup import IMAGE_BYTES, Setup, path_of
+
+from longshore.boundary import FILE, HOST, Status
+from longshore.cache import DropReason, WritePolicy, WriteRule
+from longshore.cache.budget import SAVED_SECONDS, WriteBudget
+from longshore.errors import CacheError
+
+RATE = IMAGE_BYTES / SAVED_SECONDS
+"""One image an hour."""
+
+
+def world(hourly: float) -> World:
+    return World(Setup(host=8, file=8, backup="write_through", budget=hourly * RATE))
+
+
+def store(world: World, *paths: str) -> None:
+    for path in paths:
+        world.commit(path, 0, True)
+        for job in world.on("device->host"):
+            world.end(job)
+        for job in world.on("host->file"):
+            world.end(job)
+
+
+def in_file(world: World) -> set[str]:
+    return {path_of(each.key) for each in world.cache.residents() if each.slot.tier == FILE}
+
+
+def drops(world: World) -> dict[DropReason, int]:
+    return {reason: n for reason, n in world.cache.counters.drops[FILE].items() if n}
+
+
+def test_a_bucket_fills_at_its_rate_up_to_what_can_be_saved() -> None:
+    budget = WriteBudget(10.0)
+    assert budget.allows(0.0, 10**9, 1) == 36_000
+    budget.spend(36_000)
+    assert budget.allows(0.0, 5, 1) == 0
+    assert budget.allows(1.0, 50, 4) == 2
+    budget.spend(8)
+    assert budget.allows(1.0, 50, 1) == 2
+    assert budget.allows(0.5, 50, 1) == 2, "a clock that goes back gives nothing"
+    assert budget.allows(1e9, 10**9, 1) == 36_000
+
+
+def test_without_a_rate_everything_may_be_written() -> None:
+    assert WriteBudget(math.inf).allows(0.0, 10**9, 10**9) == 10**9
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
+def test_a_rate_is_positive(rate: float) -> None:
+    with pytest.raises(CacheError, match="write budget"):
+        WriteRule(WritePolicy.BACK, bytes_per_second=rate)
+
+
+def test_what_is_beyond_the_budget_is_refused_and_counted_once() -> None:
+    told = world(hourly=2)
+    store(told, "a", "b", "c", "d")
+    assert in_file(told) == {"a", "b"}
+    assert drops(told) == {DropReason.BUDGET: 2}
+    told.tick(1.0)
+    assert drops(told) == {DropReason.BUDGET: 2}
+    assert told.where("c") == {HOST: "ready"}
+
+
+def test_what_was_refused_is_written_when_it_is_used_and_there_is_budget_again() -> None:
+    told = world(hourly=1)
+    store(told, "a", "b")
+    assert in_file(told) == {"a"}
+    store(told, "b")
+    told.tick(1.0)
+    assert in_file(told) == {"a"}
+    store(told, "b")
+    told.tick(SAVED_SECONDS)
+    store(told, "b")
+    assert in_file(told) == {"a", "b"}
+    assert drops(told) == {DropReason.BUDGET: 2}
+
+
+def test_a_path_is_written_as_far_as_the_budget_goes_heads_first() -> None:
+    told = world(hourly=2)
+    store(told, "abcd")
+    assert in_file(told) == {"a", "ab"}
+
+
+def test_a_flush_ends_also_without_budget() -> None:
+    told = world(hourly=1)
+    store(told, "a", "b", "c")
+    assert told.flush()
+    assert in_file(told) == {"a"}
+
+
+def test_a_tier_that_is_off_is_not_written_again_and_keeps_what_it_has() -> None:
+    told = World(Setup(host=8, file=3, backup="write_through"))
+    store(told, "a", "b")
+    told.commit("c", 0, True)
+    for job in told.on("device->host"):
+        told.end(job)
+    (job,) = told.on("host->file")
+    told.end(job, Status.TIER_OFF)
+    left = in_file(told)
+    assert left == {"a", "b"}
+    for path in "defg":
+        told.commit(path, 0, True)
+        for each in told.on("device->host"):
+            told.end(each)
+        assert told.on("host->file") == []
+    assert in_file(told) == left
+    assert drops(told) == {DropReason.WRITE_FAILED: 1, DropReason.TIER_OFF: 4}
