@@ -11,6 +11,7 @@ from longshore.cli.bench import bench
 from longshore.cli.demo import demo
 from longshore.cli.explain import explain
 from longshore.cli.files import fsck, inspect
+from longshore.cli.plan import plan
 from longshore.cli.replay import replay
 from longshore.errors import LongshoreError
 
@@ -27,6 +28,7 @@ app.command()(explain)
 app.command()(fsck)
 app.command()(inspect)
 app.command()(replay)
+app.command()(plan)
 app.add_typer(bench)
 
 

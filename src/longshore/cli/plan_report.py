@@ -1,0 +1,73 @@
+"""The page that `longshore plan --report DIR` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longshore.cli.plan import COLUMNS, amount, cost, frontier_rows
+from longshore.report import RUNS, SOURCES, Curve, Page, curves
+
+if TYPE_CHECKING:
+    from longshore.trace.sizing import Choice, Plan
+
+_GIB = 1 << 30
+
+
+def write_report(found: Plan, words: Sequence[str], directory: Path) -> Path:
+    """Write `index.html` into `directory` and return its path. Raises `ReportError` if that cannot be done."""
+    page = Page(
+        "How much DRAM and NVMe",
+        f"{found.requests:,} requests, {found.unique_blocks:,} different blocks; 19 of 20 requests are to have their "
+        f"first token within {found.target:.3g} s.",
+        footer="Made by longshore plan. Times are those of a model of the machine, whose assumptions stand below.",
+    )
+    page.verdict(found.recommended is not None, words[0], word="Recommended" if found.recommended else "Out of reach")
+    page.text("The knee", words[1])
+    page.figure(
+        "What a budget gives",
+        "Each point is the fastest that can be had for its price. Where the line turns flat, more money buys little.",
+        curves(
+            [
+                Curve(
+                    name,
+                    [each.cost for each in found.frontier],
+                    [value(each) for each in found.frontier],
+                    RUNS[colour],
+                    [f"{amount(each)}: {value(each):.3f} s, {cost(found, each)}" for each in found.frontier],
+                )
+                for name, colour, value in (("TTFT p95", "recompute", _p95), ("TTFT p50", "tiered", _p50))
+            ],
+            x_title=f"cost, {found.prices.currency}",
+            y_title="time to first token, s",
+        ),
+    )
+    page.figure(
+        "What one tier of a size would hit",
+        "The share of blocks that LRU with tails first finds, for every capacity: exact, from stack distances.",
+        curves(
+            [
+                Curve(
+                    "hit ratio",
+                    [count / _GIB for count, _ in found.curve],
+                    [100 * ratio for _, ratio in found.curve],
+                    SOURCES["host"],
+                )
+            ],
+            x_title="capacity, GiB",
+            y_title="blocks hit, %",
+            logarithmic=True,
+        ),
+    )
+    page.table("The frontier", COLUMNS, frontier_rows(found), "Nothing cheaper is as fast as any of these.")
+    page.text("Assumptions", *(line.removeprefix("Assumed: ") for line in words[2:]))
+    return page.write(directory / "index.html")
+
+
+def _p50(choice: Choice) -> float:
+    return choice.ttft_p50
+
+
+def _p95(choice: Choice) -> float:
+    return choice.ttft_p95
