@@ -17,10 +17,11 @@ from longshore.boundary import Key, Section
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.flow import Flow
 from longshore.cache.index import ROOT
-from longshore.cache.jobs import Load, Side
+from longshore.cache.jobs import Held, Load, Side
 from longshore.cache.states import READY
-from longshore.cache.types import MissReason
+from longshore.cache.types import Loan, MissReason
 from longshore.cache.waiting import Wait
+from longshore.errors import CacheError
 
 LOAD_BATCH = 16
 """Chunks that one onboarding job waits for together: what has arrived by a deadline can be used."""
@@ -135,6 +136,21 @@ class Loading:
         wait = Wait(load.wait, self._flow.now + timeout, load, patient=True)
         self._flow.waits.begin(wait)
         return load, wait
+
+    def lend(self, held: Held) -> Loan:
+        """Let the host read what is held, from the warmest tier; a use of it. `CacheError` unless it is ready there."""
+        store, nodes = self._store, held.nodes(self._store.index)
+        if not all(store.index.is_ready(node, 0) for node in nodes):
+            raise CacheError(f"not all of {len(nodes)} chunks are ready in the warmest tier: bring them up first")
+        slots = [store.index.slot[0][node] for node in nodes]
+        for slot in slots:
+            store.pools[0].readers[slot] += 1
+        store.sliding.serve(nodes)
+        store.touch(nodes[::-1])
+        job = self._flow.new_id()
+        store.counters.hits[store.levels[0].name] += len(nodes)
+        self._flow.order(job, held.keys, [None] * len(nodes), Side(0, slots), None, command=False)
+        return Loan(job, tuple(store.addresses(0, slots)))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Pin the copy that each reachable node is read from, or will be.

@@ -37,6 +37,7 @@ from longshore.cache.types import (
     Counters,
     GroupMatch,
     Hold,
+    Loan,
     Match,
     MissReason,
     Offload,
@@ -372,8 +373,40 @@ class TieredCache:
         self._check_first(keys, first)
         return self._storing.store(keys, first, None, evicting=True, retention=retention, group=group)
 
+    def keep(self, keys: Sequence[Key], *, group: int = 0, request: str | None = None) -> Hold:
+        """A hold on chunks that stand alone, for hosts that have found them by `peek`.
+
+        Raises `CacheError` unless a tier has each of them ready.
+        """
+        return self._holds.take(self._flow.new_id(), [self._asked(keys, group)], request)
+
+    def lend(self, keys: Sequence[Key], *, group: int = 0) -> Loan:
+        """The host reads chunks that stand alone from the warmest tier itself, and reports the job.
+
+        Their slots stay as they are until every rank has. One that will not be read is given back by `withdraw`.
+        Raises `CacheError` unless each of them is ready there.
+        """
+        held = self._asked(keys, group)
+        try:
+            return self._loading.lend(held)
+        finally:
+            for pin in held.pins:
+                self._store.unpin(pin)
+
+    def _asked(self, keys: Sequence[Key], group: int) -> Held:
+        """Chunks that stand alone, pinned."""
+        if not keys or not self.settings.stands_alone(group):
+            raise CacheError(f"expected chunks of a group that stand alone, got {len(keys)} of group {group}")
+        index = self._store.index
+        nodes = index.find_alone(keys)
+        lacking = [key.hex()[:12] for key in keys if not index.readable_alone(key)]
+        if lacking:
+            raise CacheError(f"{len(lacking)} of {len(keys)} chunks are not ready in any tier: {lacking[0]} ...")
+        pins = [self._store.pin(node) for node in nodes]
+        return Held(keys, range(len(keys)), pins, group, alone=True)
+
     def withdraw(self, job: int) -> None:
-        """The host that was offered slots by `offer` will not write them, on any rank that has not reported."""
+        """The host will not move what it was offered or lent, on any rank that has not reported."""
         self._flow.withdraw(job)
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:

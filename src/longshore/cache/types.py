@@ -134,6 +134,13 @@ class Outcome(NamedTuple):
     sources: tuple[str, ...]
 
 
+class Loan(NamedTuple):
+    """Slots that the host may read until it reports `job`."""
+
+    job: int
+    slots: tuple[Slot, ...]
+
+
 class Placement(NamedTuple):
     """Where an accepted chunk goes: `position` in the keys that were offered, and its slot."""
 
