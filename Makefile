@@ -45,6 +45,14 @@ contract: $(VENV)/ready
 			tests/engines/transformers/test_contract.py tests/engines/transformers/test_exactness.py; \
 	done
 
+# The adapter of vLLM, with real engines on the CPU, in an environment of its own (3.4 GB); and its contract with the
+# next version, whose modules stand before.
+vllm: $(VENV)/ready
+	$(BIN)/python tests/engines/vllm/environment.py .venvs
+	.venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider tests/engines/vllm
+	PYTHONPATH=.venvs/vllm-0.33 .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider \
+		tests/engines/vllm/test_vllm_contract.py tests/engines/vllm/test_vllm_manager.py
+
 # Tests and figures of an NVIDIA GPU; fails where there is none. SANITIZED names the tests that compute-sanitizer watches.
 SANITIZED ?= every_way_keeps_every_byte or reference_does
 gpu: $(VENV)/ready

@@ -399,7 +399,9 @@ class TieredCache:
             raise CacheError(f"expected chunks of a group that stand alone, got {len(keys)} of group {group}")
         index = self._store.index
         nodes = index.find_alone(keys)
-        lacking = [key.hex()[:12] for key in keys if not index.readable_alone(key)]
+        lacking = [
+            key.hex()[:12] for key, node in zip(keys, nodes, strict=True) if not (node and index.reachable[node])
+        ]
         if lacking:
             raise CacheError(f"{len(lacking)} of {len(keys)} chunks are not ready in any tier: {lacking[0]} ...")
         pins = [self._store.pin(node) for node in nodes]

@@ -13,6 +13,7 @@ from longshore.cli.explain import explain
 from longshore.cli.files import fsck, inspect
 from longshore.cli.plan import plan
 from longshore.cli.replay import replay
+from longshore.cli.vllm_config import vllm_config
 from longshore.errors import LongshoreError
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command()(fsck)
 app.command()(inspect)
 app.command()(replay)
 app.command()(plan)
+app.command()(vllm_config)
 app.add_typer(bench)
 
 

@@ -1,0 +1,34 @@
+"""vLLM's canonical KV caches as a `KVLayout`: a row of bytes for each block of each tensor.
+
+Groups share one pool of physical blocks, and often tensors too. A reference is one layer's page, without its padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longshore.layout import KVGroup, KVLayout, PageRef
+
+
+def layout_of(caches: Any, config: Any) -> KVLayout:
+    """The layout of this rank; `caches` are `CanonicalKVCaches`, `config` is an `OffloadingConfig`.
+
+    Raises `LayoutError` where pages overlap, or lie outside their tensors.
+    """
+    tensors = [each.tensor for each in caches.tensors]
+    # Where all ranks hold the same bytes one image part serves them all.
+    ranks = 1 if config.replicated_layout else config.parallel.world_size
+    rank = 0 if config.replicated_layout else config.parallel.rank
+    groups = tuple(
+        KVGroup(
+            f"group {group.group_id}",
+            group.tokens_per_block,
+            config.cache.blocks_per_chunk,
+            tuple(
+                PageRef(ref.tensor_idx, 0, tensors[ref.tensor_idx].stride(0), ref.page_size_bytes, None, layer)
+                for layer, ref in enumerate(refs)
+            ),
+        )
+        for group, refs in zip(config.groups, caches.group_data_refs, strict=True)
+    )
+    return KVLayout(groups, tensors, len(tensors[0]), ranks, rank)

@@ -1,0 +1,164 @@
+"""Where the processes of one engine find their shared memory: a rank of its workers makes it, the others attach.
+
+    rank 0      make arena and stamps ─► publish a note        (a small file that only this user can read)
+    ranks > 0                             read the note ─► attach
+    scheduler   (starts when all ranks are there)  ─► read the note ─► attach ─► remove the note
+
+The memory has no name: it goes with the last process that has it, also when all of them are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.errors import EngineError
+from longshore.slabs import Slabs
+from longshore.tiers.arena import Arena, ArenaSettings
+
+PATIENCE = 300.0
+"""Seconds to wait for the rank that makes the memory: it touches every page of it."""
+
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the one who made the memory tells the others.
+
+    Attributes:
+        arena: Where the arena is found, as a path.
+        stamps: Where the stamps are.
+        slab_bytes: As in `Slabs`, as are the next two.
+        image_bytes: Sizes of images, by pool.
+        slabs: Number of slabs.
+        ranks: Ranks whose parts make an image.
+        world: Ranks that there are.
+        fingerprint: Of the layout.
+        device: What computes the bytes.
+    """
+
+    arena: str
+    stamps: str
+    slab_bytes: int
+    image_bytes: tuple[int, ...]
+    slabs: int
+    ranks: int
+    world: int
+    fingerprint: str
+    device: str
+
+    @property
+    def layout(self) -> Slabs:
+        """Where images lie in the arena."""
+        return Slabs(self.slab_bytes, self.image_bytes, self.slabs)
+
+
+class Stamps:
+    """One number for each slot and rank, beside the arena: the ticket by which its part was filled, and whether it was.
+
+    A second table tells which loads have ended, by rank, the last `LOADS` of them.
+    """
+
+    LOADS = 4096
+
+    def __init__(self, memory: Arena, slots: int, world: int, ranks: int) -> None:
+        """Of `world` ranks, the first `ranks` fill parts of an image."""
+        self.memory = memory
+        self._ranks = ranks
+        numbers = memory.array.view(np.uint64)
+        self._slots: U64 = numbers[: slots * world].reshape(slots, world)
+        self._loads: U64 = numbers[slots * world : (slots + self.LOADS) * world].reshape(self.LOADS, world)
+
+    @classmethod
+    def nbytes(cls, slots: int, world: int) -> int:
+        """Bytes of both tables."""
+        return 8 * (slots + cls.LOADS) * world
+
+    def stored(self, ticket: int, rank: int, good: Sequence[int], bad: Sequence[int]) -> None:
+        """`rank` has filled its part of the slots `good`, by `ticket`; and has not filled that of `bad`."""
+        self._slots[np.array(bad, np.int64), rank] = 2 * ticket
+        self._slots[np.array(good, np.int64), rank] = 2 * ticket + 1
+
+    def loaded(self, ticket: int, rank: int) -> None:
+        """`rank` reads no slot for `ticket` any more."""
+        self._loads[ticket % self.LOADS, rank] = ticket
+
+    def said(self, ticket: int, slots: Sequence[int]) -> U64:
+        """What each rank said of `slots`, by `ticket`: 0 nothing, 1 bad, 2 good; shape `(len(slots), ranks)`."""
+        found = self._slots[np.array(slots, np.int64), : self._ranks]
+        spoken = found >> np.uint64(1) == ticket
+        answers: U64 = np.where(spoken, (found & np.uint64(1)) + np.uint64(1), np.uint64(0))
+        return answers
+
+    def has_loaded(self, ticket: int) -> bool:
+        """Whether no rank reads for `ticket` any more."""
+        return bool((self._loads[ticket % self.LOADS] == ticket).all())
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._slots = self._loads = np.empty((0, 0), np.uint64)
+        self.memory.close()
+
+
+def note_path(engine: str) -> Path:
+    """Where the note of an engine lies. The directory belongs to this user alone, or `EngineError`."""
+    directory = Path(tempfile.gettempdir()) / f"longshore-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if not directory.is_dir() or directory.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise EngineError(f"{directory} is not a directory of this user alone")
+    return directory / f"{hashlib.sha256(engine.encode()).hexdigest()[:24]}.json"
+
+
+def publish(engine: str, note: Note) -> None:
+    """Tell the other processes of `engine`, at once or not at all."""
+    path = note_path(engine)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(asdict(note), file)
+    draft.replace(path)
+
+
+def find(engine: str, patience: float = PATIENCE, *, nap: Callable[[float], None] = time.sleep) -> Note:
+    """The note of `engine`, when it is there and what it names is. Raises `EngineError` after `patience` seconds."""
+    path, deadline = note_path(engine), time.monotonic() + patience
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            told = json.loads(path.read_text())
+            note = Note(**{**told, "image_bytes": tuple(told["image_bytes"])})
+            if Path(note.arena).exists():  # else it is left over from an engine that was killed
+                return note
+        if time.monotonic() > deadline:
+            raise EngineError(f"no worker of engine {engine} has made the host memory within {patience:.0f} seconds")
+        nap(0.02)
+
+
+def withdraw(engine: str) -> None:
+    """Remove the note: all that need it have read it."""
+    note_path(engine).unlink(missing_ok=True)
+
+
+def attach(note: Note) -> tuple[Arena, Stamps]:
+    """The memory that a note tells of."""
+    slots = note.layout.indices
+    arena = Arena.attach(Path(note.arena), note.layout.nbytes)
+    stamps = Arena.attach(Path(note.stamps), Stamps.nbytes(slots, note.world))
+    return arena, Stamps(stamps, slots, note.world, note.ranks)
+
+
+def make_stamps(slots: int, world: int, ranks: int) -> Stamps:
+    """Stamps that say nothing yet, which other processes can attach to."""
+    settings = ArenaSettings(numa_node=None, huge_pages=False, shared=True)
+    return Stamps(Arena(Stamps.nbytes(slots, world), settings), slots, world, ranks)

@@ -1,0 +1,116 @@
+"""`LongshoreSpec`: what vLLM's offloading connector is told to load.
+
+vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"spec_name": "LongshoreSpec", "spec_module_path": "longshore.engines.vllm",
+                                  "host_size": "64GiB", "file_path": "/mnt/nvme/longshore", "file_size": "1TiB"}}'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from longshore.config import format_bytes
+from longshore.engines.vllm import contract
+from longshore.engines.vllm.caches import layout_of
+from longshore.engines.vllm.manager import LongshoreManager
+from longshore.engines.vllm.meeting import Note, Stamps, attach, find, make_stamps, publish, withdraw
+from longshore.engines.vllm.scope import is_seed_random, scope_of
+from longshore.engines.vllm.settings import read, refuse
+from longshore.engines.vllm.store import open_store
+from longshore.engines.vllm.worker import LongshoreWorker
+from longshore.errors import ConfigError
+from longshore.layout import KVLayout
+from longshore.runtime.host_memory import open_arena, registrar_for
+from longshore.slabs import Slabs
+from longshore.tiers.arena import Arena
+from longshore.tiers.host import HostTier
+from longshore.transfer.device import device_for
+from longshore.transfer.engine import TransferEngine
+
+_log = logging.getLogger(__name__)
+
+
+class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
+    """Host and file tiers behind vLLM's offloading connector."""
+
+    def __init__(self, config: Any) -> None:
+        """`config` is vLLM's `OffloadingConfig`. Raises `ConfigError`, `ContractError` or `EngineError`."""
+        contract.check()
+        super().__init__(config)
+        refuse(config.parallel)
+        self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
+        self.replicated_layout = config.replicated_layout
+        parallel = config.parallel
+        self.settings = read(
+            self.extra_config,
+            config.cache.blocks_per_chunk,
+            parallel.data_parallel_index,
+            parallel.data_parallel_size,
+        )
+
+    def get_manager(self) -> LongshoreManager:
+        """The scheduler's side. The workers are there already, and so is the memory."""
+        note = find(self.config.engine_id)
+        scope = None
+        if self.settings.file_path is not None:
+            scope = scope_of(self.config, note, self.settings.salt)
+            if scope is None:
+                _log.error("NO FILE TIER: %s is no directory of a model", self.config.model.name)
+            elif is_seed_random():
+                _log.error("NO FILE TIER: hashes differ in each process; set PYTHONHASHSEED, or hash with sha256")
+                scope = None
+        store = open_store(self.settings, note, scope, self.config.groups)
+        withdraw(self.config.engine_id)
+        numbers = [group.group_id for group in self.config.groups]
+        return LongshoreManager(store, numbers, self.settings.load_timeout, weights_are_fixed=False)
+
+    def get_worker(self, kv_caches: Any) -> LongshoreWorker:
+        """A rank's side; the first rank makes the memory."""
+        layout = layout_of(kv_caches, self.config)
+        _log.info("%s", layout)
+        with contextlib.ExitStack() as undo:
+            if self.config.parallel.rank == 0:
+                arena, stamps, slabs = self._make_memory(layout)
+            else:
+                note = find(self.config.engine_id)
+                (arena, stamps), slabs = attach(note), note.layout
+                registrar = registrar_for(layout.device)
+                if registrar is not None:
+                    arena.register(registrar, slabs.slab_bytes)
+            undo.callback(arena.close)
+            undo.callback(stamps.close)
+            device = device_for(layout)
+            device.reach(arena.in_one_piece)
+            engine = TransferEngine(layout, device, HostTier(arena, slabs))
+            undo.pop_all()
+        return LongshoreWorker(engine, arena, stamps, self.config.parallel.rank, self.config.cache.blocks_per_chunk)
+
+    def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, Slabs]:
+        """The arena, as large as configured, and the stamps; the other processes are told."""
+        self.settings.check_machine()
+        slots = self.settings.host_size // layout.image_bytes
+        if not slots:
+            raise ConfigError(
+                f"host_size is {format_bytes(self.settings.host_size)}, but one block image of this model needs "
+                f"{format_bytes(layout.image_bytes)}"
+            )
+        slabs = Slabs.of_one_size(layout.image_bytes, slots)
+        arena = open_arena(self.settings, slots, layout.image_bytes, registrar_for(layout.device))
+        stamps = make_stamps(slabs.indices, self.config.parallel.world_size, layout.ranks)
+        note = Note(
+            arena=str(arena.path),
+            stamps=str(stamps.memory.path),
+            slab_bytes=slabs.slab_bytes,
+            image_bytes=slabs.image_bytes,
+            slabs=slabs.slabs,
+            ranks=layout.ranks,
+            world=self.config.parallel.world_size,
+            fingerprint=layout.fingerprint,
+            device=layout.device,
+        )
+        publish(self.config.engine_id, note)
+        return arena, stamps, slabs

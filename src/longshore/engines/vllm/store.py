@@ -1,0 +1,93 @@
+"""The scheduler's side of the tiers: the control plane over the arena that the workers made, and the file tier.
+
+TieredCache ── Runtime ── TierMover ── FileTier
+                              └─────── HostTier over the shared arena        (device <-> host is the workers' work)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from longshore.boundary import FILE, HOST, Mover
+from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec
+from longshore.config import Config
+from longshore.engines.vllm.meeting import Note, Stamps, attach
+from longshore.keys import Scope
+from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.tier_mover import TierMover
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import Tier
+from longshore.tiers.file import FileTier
+from longshore.tiers.host import HostTier
+
+_log = logging.getLogger(__name__)
+
+_EVER = 1 << 40
+"""Tokens that no window has slid past. vLLM keeps parents on the device, or drops them there: chunks stand alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """What `open_store` built."""
+
+    runtime: Runtime
+    stamps: Stamps
+    arena: Arena
+    loop: BackgroundLoop
+
+    def close(self) -> None:
+        """Write back what a restart would lose, and give everything back. Idempotent."""
+        self.loop.close()
+        if not self.runtime.close():
+            _log.warning("closed before all blocks were written to the file tier")
+        self.stamps.close()
+        self.arena.close()
+
+
+def open_store(config: Config, note: Note, scope: Scope | None, groups: Any) -> Store:
+    """The tiers of `config` in the memory that `note` tells of; without a `scope` there is no file tier."""
+    with contextlib.ExitStack() as undo:
+        arena, stamps = attach(note)
+        undo.callback(arena.close)
+        undo.callback(stamps.close)
+        host = HostTier(arena, note.layout)
+        file: Tier | None = None
+        if config.file_path is not None and scope is not None:
+            file = FileTier(
+                config.file_path,
+                capacity=config.file_size,
+                image_bytes=note.slab_bytes,
+                arena=arena,
+                scope=scope.root,
+                threads=config.file_threads,
+            )
+            undo.callback(file.close)
+        cache = _make_cache(config, note, host, file, groups)
+        movers: list[Mover] = [] if file is None else [TierMover(file, host)]
+        runtime = Runtime(cache, movers, [] if file is None else [file])
+        loop = BackgroundLoop(runtime)
+        undo.pop_all()
+    return Store(runtime, stamps, arena, loop)
+
+
+def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, groups: Any) -> TieredCache:
+    tiers = [TierSpec(HOST, host.slabs.slabs, host.slabs.slab_bytes)]
+    if file is not None:
+        tiers.append(TierSpec(FILE, file.slabs.slabs, file.slabs.slab_bytes))
+    settings = CacheSettings(
+        blocks_per_chunk=config.blocks_per_chunk,
+        backup=config.backup,
+        load_timeout=config.load_timeout,
+        write_timeout=config.write_timeout,
+        max_writes=config.max_writes,
+        groups=tuple(CacheGroup(block_size=group.tokens_per_block, window=_EVER) for group in groups),
+    )
+    cache = TieredCache(tiers, settings, generation=0 if file is None else file.generation)
+    if file is not None:
+        found = file.recover()
+        adopted = cache.adopt(FILE, ((chunk.slot, chunk.key, chunk.parent) for chunk in found))
+        _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
+    return cache

@@ -1,0 +1,177 @@
+"""`LongshoreWorker`: one rank's side. It copies between the engine's blocks and the shared arena, and stamps what came.
+
+    submit_store  ─► TransferEngine ─► bytes in place ─► stamp (job, ok) beside them ─► get_finished
+    submit_load   ─► TransferEngine ─► bytes in place ─► stamp the load              ─► get_finished
+
+vLLM asserts that every job succeeds. So whatever goes wrong with a store is said by a stamp that is not good: the
+manager publishes nothing that is not stamped on all ranks. A load that fails is tried once more; then its request is
+reported as failed, if the connector can (`LongshoreConnector`), or the engine stops: never a wrong token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker
+from vllm.v1.kv_offload.base import TransferResult as VllmResult
+
+from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer, TransferResult, Urgency
+from longshore.engines.vllm.meeting import Stamps
+from longshore.errors import EngineError, LongshoreError
+from longshore.tiers.arena import Arena
+from longshore.transfer.engine import TransferEngine
+
+_log = logging.getLogger(__name__)
+_LOAD_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
+    """Where the chunks of one job lie in the arena: (pool, slot) of each, group after group.
+
+    Attributes:
+        job: The manager's ticket, a number that no other ever has.
+        counts: Chunks of each KV cache group.
+        slots: All of them, in order.
+    """
+
+    job: int
+    counts: tuple[int, ...]
+    slots: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True)
+class _Job:
+    theirs: int
+    spec: SlotsSpec
+    transfer: Transfer | None
+    is_store: bool
+    retried: bool = field(default=False)
+
+
+class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
+    """Copies for one rank."""
+
+    def __init__(self, engine: TransferEngine, arena: Arena, stamps: Stamps, rank: int, blocks_per_chunk: int) -> None:
+        self.engine = engine
+        self.arena = arena
+        self.stamps = stamps
+        self.failed: set[int] = set()
+        """vLLM's numbers of the loads that failed, if somebody asks for them."""
+        self.reports_failures = False
+        self._rank = rank
+        self._per_chunk = blocks_per_chunk
+        self._jobs: dict[int, _Job] = {}
+        self._done: list[VllmResult] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Begin to copy blocks into the arena. Always true: what cannot be copied is not stamped."""
+        self._begin(_Job(job_id, dst_spec, None, is_store=True), src_spec)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Begin to copy blocks out of the arena. Always true."""
+        self._begin(_Job(job_id, src_spec, None, is_store=False), dst_spec)
+        return True
+
+    def get_finished(self) -> list[VllmResult]:
+        """What has ended since the last call."""
+        for result in self.engine.poll():
+            job = self._jobs.pop(result.job)
+            if job.is_store:
+                self._stored(job, result)
+            else:
+                self._loaded(job, result)
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until these have ended; those that are not known have."""
+        ours = [number for number, job in self._jobs.items() if job.theirs in job_ids]
+        self.engine.wait(ours)
+
+    def shutdown(self) -> None:
+        """Wait for what is being copied, and give everything back. Idempotent."""
+        self.engine.shutdown(_LOAD_PATIENCE)
+        self.stamps.close()
+        self.arena.close()
+
+    def _begin(self, job: _Job, blocks: GPULoadStoreSpec) -> None:
+        try:
+            job.transfer = self._transfer(job, blocks)
+            self.engine.submit(job.transfer)
+            self._jobs[job.spec.job] = job
+        except LongshoreError as error:
+            _log.error("job %d was not copied: %s", job.spec.job, error)
+            self._end_badly(job)
+
+    def _transfer(self, job: _Job, blocks: GPULoadStoreSpec) -> Transfer:
+        """What is to be copied. Raises `EngineError` where part of a chunk that is to be stored was freed."""
+        ids, sections, begin = blocks.block_ids.tolist(), [], 0
+        for group, (size, index, chunks) in enumerate(
+            zip(blocks.group_sizes, blocks.block_indices, job.spec.counts, strict=True)
+        ):
+            whole = size == chunks * self._per_chunk and index % self._per_chunk == 0
+            if job.is_store and not whole:
+                raise EngineError(f"{size} blocks from {index} on do not make {chunks} whole chunks of group {group}")
+            sections.append(Section(group, index, tuple(ids[begin : begin + size])))
+            begin += size
+        slots = [Slot(HOST, pool, index) for pool, index in job.spec.slots]
+        return Transfer(
+            job=job.spec.job,
+            route=Route(DEVICE, HOST) if job.is_store else Route(HOST, DEVICE),
+            items=tuple(
+                Item(b"", None, None, slot, self._all) if job.is_store else Item(b"", None, slot, None, self._all)
+                for slot in slots
+            ),
+            sections=tuple(sections),
+            urgency=Urgency.WRITE if job.is_store else Urgency.DEMAND,
+        )
+
+    @property
+    def _all(self) -> int:
+        return (1 << self._per_chunk) - 1
+
+    def _stored(self, job: _Job, result: TransferResult) -> None:
+        good = [index for (_, index), status in zip(job.spec.slots, result.statuses, strict=True) if status is OK]
+        bad = [index for (_, index), status in zip(job.spec.slots, result.statuses, strict=True) if status is not OK]
+        self.stamps.stored(job.spec.job, self._rank, good, bad)
+        self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
+
+    def _loaded(self, job: _Job, result: TransferResult) -> None:
+        if any(status is not OK for status in result.statuses):
+            if not job.retried and job.transfer is not None:
+                job.retried = True
+                self.engine.submit(job.transfer)
+                self._jobs[job.spec.job] = job
+                return
+            self._end_badly(job)
+            return
+        self.stamps.loaded(job.spec.job, self._rank)
+        self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
+
+    def _end_badly(self, job: _Job) -> None:
+        if job.is_store:
+            self.stamps.stored(job.spec.job, self._rank, [], [index for _, index in job.spec.slots])
+        else:
+            self.stamps.loaded(job.spec.job, self._rank)
+            if not self.reports_failures:
+                raise EngineError(
+                    f"blocks that vLLM was promised could not be loaded (job {job.spec.job}): use LongshoreConnector, "
+                    "which has them recomputed"
+                )
+            self.failed.add(job.theirs)
+        self._done.append(VllmResult(job.theirs, True, 0, 0.0))
+
+    def take_failed(self, jobs: Collection[int]) -> set[int]:
+        """Which of these loads have failed, told once."""
+        failed = self.failed & set(jobs)
+        self.failed -= failed
+        return failed
+
+
+OK = Status.OK

@@ -1,0 +1,109 @@
+"""Tiny models with random weights, one of each kind of KV cache that the adapter serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 512
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_COMMON, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2))
+
+
+def _gemma() -> Any:
+    """Sliding windows in two layers of three: two groups over one pool."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **_COMMON,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            sliding_window=64,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        )
+    )
+
+
+def _deepseek() -> Any:
+    """Latent attention: one tensor for a layer."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **_COMMON,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=64,
+            v_head_dim=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+        )
+    )
+
+
+def _qwen_next() -> Any:
+    """Linear attention, whose state is a block of its own kind, beside full attention."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **_COMMON,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "gemma": _gemma,
+    "deepseek": _deepseek,
+    "qwen-next": _qwen_next,
+}
+
+
+def save(name: str, directory: Path, seed: int = 0) -> Path:
+    """Write a model into `directory`, unless it is there."""
+    path = directory / f"{name}-{seed}"
+    if not (path / "config.json").exists():
+        torch.manual_seed(seed)
+        MODELS[name]().save_pretrained(path)
+    return path
