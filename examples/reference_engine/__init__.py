@@ -9,7 +9,7 @@ __main__.py   a demonstration
 Begin with `engine.py`, then `below.py`: together they are all that an engine has to do.
 """
 
-from examples.reference_engine.below import Arrival, Below, DeviceOnly, Tiers
+from examples.reference_engine.below import Arrival, Below, Tiers, cache_groups
 from examples.reference_engine.engine import Engine, Request, Schedule
 from examples.reference_engine.model import Decoder, Group, Shape
 from examples.reference_engine.pool import DevicePool
@@ -18,7 +18,6 @@ __all__ = [
     "Arrival",
     "Below",
     "Decoder",
-    "DeviceOnly",
     "DevicePool",
     "Engine",
     "Group",
@@ -26,4 +25,5 @@ __all__ = [
     "Schedule",
     "Shape",
     "Tiers",
+    "cache_groups",
 ]

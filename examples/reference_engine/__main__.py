@@ -15,7 +15,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import torch
 
-from examples.reference_engine.below import Tiers
+from examples.reference_engine.below import Tiers, cache_groups
 from examples.reference_engine.engine import Engine, Request, scope_of
 from examples.reference_engine.model import Decoder, Shape
 from examples.reference_engine.pool import DevicePool
@@ -62,7 +62,8 @@ def with_tiers(decoder: Decoder, prompts: list[list[int]], *, by_layer: bool) ->
     pool = DevicePool(decoder.shape, SMALL, decoder.device)
     link = SlowLink() if decoder.device.type == "cpu" else device_for(pool.layout)
     compute = torch.accelerator.current_stream() if decoder.device.type != "cpu" else None
-    with open_stack(Config.make(host_size="64MiB"), pool.layout, scope_of(decoder, pool), link) as stack:
+    groups, scope = cache_groups(decoder.shape), scope_of(decoder, pool)
+    with open_stack(Config.make(host_size="64MiB"), pool.layout, scope, link, groups=groups, partial=True) as stack:
         tiers = Tiers(stack, pool, compute, by_layer=by_layer)
         engine = Engine(decoder, pool, tiers)
         requests = []

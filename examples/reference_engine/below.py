@@ -2,8 +2,8 @@
 
 An engine asks in this order:
 
-    match      how far do device and tiers have this prompt?     Found; what the tiers have is held
-    onboard    into these device blocks, please                  an Arrival for each group; the hold goes with it
+    match      how far do device and tiers have this prompt?     a GroupMatch; what the tiers have is held
+    onboard    into these device blocks, please                  an Arrival; the hold goes with it
     copy       the first tokens of one block into another        an Arrival
         arrival.layer(3)    before layer 3 is computed: may it be?
         arrival.whole()     before a result is used: has all of it arrived, and did nothing fail afterwards?
@@ -15,121 +15,70 @@ Whenever the answer is no, the engine recomputes: a miss, never an error.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from examples.reference_engine.model import Group
+from examples.reference_engine.model import Shape
 from examples.reference_engine.pool import DevicePool
 from longshore.boundary import DEVICE, HOST, Key, Slot, Status
-from longshore.cache import Hold, Match
+from longshore.cache import CacheGroup, CacheSettings, GroupMatch, Hold, Text, TieredCache, TierSpec, Wanted
 from longshore.errors import PlanError
 from longshore.runtime.guard import BlockGuard
 from longshore.runtime.stack import Stack
 
 
-class Arrival(ABC):
-    """Device `blocks` that are being filled."""
-
-    def __init__(self, blocks: Sequence[int]) -> None:
-        self.blocks = tuple(blocks)
-
-    @abstractmethod
-    def layer(self, layer: int) -> bool:
-        """Wait until `layer` may be computed on; whether it may. On an accelerator the compute stream waits for it."""
-
-    @abstractmethod
-    def whole(self) -> bool:
-        """Wait until all has arrived; whether it has."""
-
-    @abstractmethod
-    def close(self) -> bool:
-        """Nobody waits any more: cancel what has not begun. Whether all had arrived."""
+def cache_groups(shape: Shape) -> tuple[CacheGroup, ...]:
+    """For Longshore: what the next token sees of each group. A window counts the token itself, Longshore does not."""
+    return tuple(
+        CacheGroup(block_size=group.block_size, window=group.window and group.window - 1) for group in shape.groups
+    )
 
 
-class Found(NamedTuple):
-    """The device and the tiers have the first `tokens` of a prompt.
-
-    For each group, `matches` says from which block on the device has no more, and how many the tiers have there.
-    """
-
-    tokens: int
-    matches: tuple[Match, ...]
-
-
-class Below(ABC):
-    """What the engine asks of whatever lies below its device."""
+class Below:
+    """No tiers: what is not on the device is computed. Copies are plain assignments, in the order of compute."""
 
     def __init__(self, pool: DevicePool) -> None:
         self.pool = pool
-        self.groups = pool.shape.groups
+        settings = CacheSettings(groups=cache_groups(pool.shape))
+        self._cache = TieredCache([TierSpec(HOST, 0, pool.layout.image_bytes)], settings)
 
-    @abstractmethod
     def begin_step(self) -> None:
         """Copies ordered from here on wait for what has been given to the device to compute."""
 
-    @abstractmethod
     def end_step(self) -> None:
         """The step's layers have been computed."""
 
-    def match(self, paths: Sequence[Sequence[Key]], most: int) -> Found:
-        """The longest prefix, at most `most` tokens, of which every group has what the next token sees.
+    def match(self, wanted: Sequence[Wanted]) -> GroupMatch:
+        """The longest prefix of which every group has what the next token sees; what the tiers have of it is held."""
+        return self._cache.match_groups(wanted, 0.0)
 
-        `paths` are the keys of the prompt, for each group. What the tiers have is held until it is closed, or dropped.
-        """
-        unit = math.lcm(*(group.block_size for group in self.groups))
-        reach = most // unit * unit
-        while True:
-            matches = tuple(
-                self._match_group(group, path[: reach // group.block_size], reach)
-                for group, path in zip(self.groups, paths, strict=True)
-            )
-            ends = [
-                (match.start + match.length) * group.block_size
-                for match, group in zip(matches, self.groups, strict=True)
-            ]
-            if min(ends) == reach:
-                return Found(reach, matches)
-            self.drop(Found(reach, matches))
-            reach = min(ends) // unit * unit
-
-    def _match_group(self, group: Group, path: Sequence[Key], reach: int) -> Match:
-        start = group.first_needed(reach)
-        while start < len(path) and path[start] in self.pool.index:
-            start += 1
-        return self.hold(path, start) if start < len(path) else Match(start, 0, None)
-
-    @abstractmethod
-    def hold(self, path: Sequence[Key], start: int) -> Match:
-        """What the tiers have of `path[start:]`, held."""
-
-    @abstractmethod
-    def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
-        """Fill `blocks` with what was found of `group`."""
-
-    @abstractmethod
-    def drop(self, found: Found) -> None:
+    def drop(self, found: GroupMatch) -> None:
         """It will not be onboarded after all."""
 
-    @abstractmethod
-    def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival:
-        """Copy the first `tokens` tokens of block `source`, which may itself be on its way, into `block`."""
+    def onboard(self, hold: Hold, blocks: Sequence[Sequence[int]]) -> Arrival:
+        """Fill device blocks, for each group, with what is held."""
+        raise ValueError("nothing is ever found")
 
-    @abstractmethod
-    def commit(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int) -> set[int]:
+    def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival | None:
+        """Copy the first `tokens` tokens of block `source` into `block`; `None` when that is done."""
+        for layer in self.pool.shape.groups[group].layers:
+            for part in self.pool.pages[layer]:
+                part[block, :tokens] = part[source, :tokens]
+        return None
+
+    def commit(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
         """The blocks of `path[first:]` are complete. Returns the positions that no tier has from another request."""
+        return set(range(first, len(path)))
 
-    @abstractmethod
     def sleep(self, *, clear: bool) -> None:
         """Let go of the device memory: when this returns, nothing touches it. `clear` forgets what the tiers have."""
+        self.pool.layout.free()
 
 
 class Tiers(Below):
     """Longshore.
 
     Args:
-        stack: From `longshore.runtime.stack.open_stack`, over the pool's layout.
+        stack: From `longshore.runtime.stack.open_stack`, over the pool's layout and `cache_groups`.
         pool: The device's blocks.
         compute: The stream that the model computes on; `None` on the CPU.
         by_layer: Whether compute may begin before all layers have arrived.
@@ -139,7 +88,7 @@ class Tiers(Below):
     def __init__(
         self, stack: Stack, pool: DevicePool, compute: object = None, *, by_layer: bool = True, patience: float = 10.0
     ) -> None:
-        super().__init__(pool)
+        self.pool = pool
         self.stack = stack
         self.overlapped = 0
         """Layers on which compute began while later ones of the same job were still travelling."""
@@ -156,48 +105,43 @@ class Tiers(Below):
         """Compute has waited, layer by layer, for what it read, and the guard keeps the rest: no jobs are named."""
         self.stack.engine.end_step(self._compute, jobs=())
 
-    def hold(self, path: Sequence[Key], start: int) -> Match:
-        """A match of the control plane: one for each group, whose keys have a root of their own."""
+    def match(self, wanted: Sequence[Wanted]) -> GroupMatch:
+        """One match of the control plane for all groups, each of whose keys have a root of their own."""
         with self.stack.runtime.control() as cache:
-            return cache.match(path, self.stack.runtime.clock(), start=start)
+            return cache.match_groups(wanted, self.stack.runtime.clock())
 
-    def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
-        """One job where all is in host memory: then it can go layer by layer. What must be read first comes whole."""
-        hold = found.matches[group].hold
-        if hold is None:
-            raise ValueError(f"nothing was found of group {group}")
+    def drop(self, found: GroupMatch) -> None:
+        """Release the hold."""
+        if found.hold is not None:
+            with self.stack.runtime.control() as cache:
+                cache.release(found.hold)
+
+    def onboard(self, hold: Hold, blocks: Sequence[Sequence[int]]) -> Arrival:
+        """One job for all groups: layer by layer where all is in host memory. What must be read first comes whole."""
+        filled = [block for each in blocks for block in each]
         with self.stack.runtime.control() as cache:
-            holds = [match.hold for match in found.matches if match.hold is not None]
-            by_layer = self.by_layer and all(run.tier == HOST for each in holds for run in cache.runs(each))
-            order = cache.onboard(hold, blocks, group=group, by_layer=by_layer)
+            by_layer = self.by_layer and all(run.tier == HOST for run in cache.runs(hold))
+            order = cache.onboard_groups(hold, blocks, by_layer=by_layer)
             for part in order.parts:
-                self._guard.add(part.job, blocks)
-        job = order.parts[0].job if by_layer and order.parts else None
-        return _Load(self, blocks, hold, job, self.groups[group].layers[-1])
+                self._guard.add(part.job, filled)
+        job = order.parts[0].job if order.parts else 0
+        return Load(self, filled, job, hold, by_layer=by_layer and job > 0)
 
-    def drop(self, found: Found) -> None:
-        """Release the holds."""
-        with self.stack.runtime.control() as cache:
-            for match in found.matches:
-                if match.hold is not None:
-                    cache.release(match.hold)
-
-    def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival:
+    def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival | None:
         """A transfer inside the device pool: if `source` is still on its way, the copy waits for it."""
         slot = Slot(DEVICE, self.stack.layout.pools[group], source)
         with self.stack.runtime.control() as cache:
             job = cache.copy_inside([slot], [block], tokens=tokens, group=group)
             self._guard.add(job, (source, block))
-        return _Copy(self, block, job)
+        return Arrival(self, [block], job)
 
-    def commit(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int) -> set[int]:
+    def commit(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
         """Offload what no tier has. The guard keeps those blocks until they have been read."""
         with self.stack.runtime.control() as cache:
-            offload = cache.commit(path, blocks, first=first, group=group)
-            written = {placement.position for placement in offload.accepted}
+            offload = cache.commit(path, blocks, first=first, group=group, text=text)
             if offload.job is not None:
-                self._guard.add(offload.job, [blocks[position - first] for position in written])
-        return written | set(range(max(first, offload.kept), len(path)))
+                self._guard.add(offload.job, [blocks[position - first] for position in offload.positions])
+        return set(range(first, len(path))).difference(offload.known)
 
     def sleep(self, *, clear: bool) -> None:
         """Raises `TimeoutError` if copies do not end: the memory must stay then; call it again."""
@@ -211,125 +155,69 @@ class Tiers(Below):
             with runtime.control() as cache:
                 cache.reset()
 
-    def wait_layer(self, job: int, layer: int, deadline: float) -> bool:
-        """Whether `layer` of `job` may be computed on."""
-        timeout = max(0.0, deadline - self.stack.runtime.clock())
+
+class Arrival:
+    """Device `blocks` that are being filled, by `job`."""
+
+    def __init__(self, tiers: Tiers, blocks: Sequence[int], job: int) -> None:
+        self.blocks = tuple(blocks)
+        self.tiers = tiers
+        self.job = job
+        self._deadline = tiers.stack.runtime.clock() + tiers.patience
+
+    @property
+    def patience(self) -> float:
+        """Seconds that are left."""
+        return max(0.0, self._deadline - self.tiers.stack.runtime.clock())
+
+    def layer(self, layer: int) -> bool:
+        """Wait until `layer` may be computed on; whether it may. On an accelerator the compute stream waits for it."""
+        return self._has_come(layer, self.patience) if self.tiers.by_layer else self.whole()
+
+    def whole(self) -> bool:
+        """Wait until all has arrived; whether it has: a copy may fail after compute was made to wait for it.
+
+        This one is inside the device pool: by the end of the job, and then by what is said of its last layer.
+        """
+        has_ended = self.tiers.stack.runtime.wait_ended([self.job], self.patience)
+        return has_ended and self._has_come(self.tiers.stack.layout.num_layers - 1, 0.0)
+
+    def _has_come(self, layer: int, timeout: float) -> bool:
         try:
-            return self.stack.engine.wait_layer(job, layer, timeout) is Status.OK
+            return self.tiers.stack.engine.wait_layer(self.job, layer, timeout) is Status.OK
         except PlanError:  # its mover refused the job, and does not know it
             return False
 
-    def note_overlap(self, job: int) -> None:
-        """A layer of `job` is about to be computed that is not its last."""
-        self.stack.runtime.pump()
-        self.overlapped += self.stack.runtime.in_flight(job)
+    def close(self) -> bool:
+        """Nobody waits any more: cancel what has not begun. Whether all had arrived, or nobody can find it."""
+        return True
 
 
-class _Load(Arrival):
-    """What a hold is on, by one `job` that goes layer by layer, `last` the last, or else by any number of jobs."""
+class Load(Arrival):
+    """An arrival from the tiers, by what a hold is on; layer by layer or whole."""
 
-    def __init__(self, tiers: Tiers, blocks: Sequence[int], hold: Hold, job: int | None, last: int) -> None:
-        super().__init__(blocks)
-        self._last = last
-        self._tiers = tiers
+    def __init__(self, tiers: Tiers, blocks: Sequence[int], job: int, hold: Hold, *, by_layer: bool) -> None:
+        super().__init__(tiers, blocks, job)
         self._hold = hold
-        self._job = job
-        self._deadline = tiers.stack.runtime.clock() + tiers.patience
+        self._by_layer = by_layer
 
     def layer(self, layer: int) -> bool:
-        """By the layer's event, or by the end of everything."""
-        if self._job is None:
+        """As for any arrival; counts the layers that are computed on while others travel."""
+        if not self._by_layer:
             return self.whole()
-        is_here = self._tiers.wait_layer(self._job, layer, self._deadline)
-        if is_here and layer != self._last:
-            self._tiers.note_overlap(self._job)
+        is_here = super().layer(layer)
+        if is_here and layer < self.tiers.stack.layout.num_layers - 1:
+            self.tiers.stack.runtime.pump()
+            self.tiers.overlapped += self.tiers.stack.runtime.in_flight(self.job)
         return is_here
 
     def whole(self) -> bool:
-        """By the outcome: on an accelerator a copy can still fail after compute was made to wait for it."""
-        runtime = self._tiers.stack.runtime
-        timeout = max(0.0, self._deadline - runtime.clock())
-        return runtime.wait_onboarded(self._hold, timeout).chunks == len(self.blocks)
+        """By the outcome."""
+        return self.tiers.stack.runtime.wait_onboarded(self._hold, self.patience).chunks == len(self.blocks)
 
     def close(self) -> bool:
-        """Release the hold, and cancel what has not arrived."""
-        with self._tiers.stack.runtime.control() as cache:
+        """Release the hold."""
+        with self.tiers.stack.runtime.control() as cache:
             outcome = cache.outcome(self._hold)
             cache.release(self._hold)
         return outcome is not None and outcome.chunks == len(self.blocks)
-
-
-class _Copy(Arrival):
-    """A copy inside the device pool; nothing is held for it."""
-
-    def __init__(self, tiers: Tiers, block: int, job: int) -> None:
-        super().__init__([block])
-        self._tiers = tiers
-        self._job = job
-        self._deadline = tiers.stack.runtime.clock() + tiers.patience
-
-    def layer(self, layer: int) -> bool:
-        """By the layer's event, or by the end of everything."""
-        return self._tiers.wait_layer(self._job, layer, self._deadline) if self._tiers.by_layer else self.whole()
-
-    def whole(self) -> bool:
-        """By the end of the job, and then by what is said of its last layer."""
-        runtime, last = self._tiers.stack.runtime, self._tiers.stack.layout.num_layers - 1
-        has_ended = runtime.wait_ended([self._job], max(0.0, self._deadline - runtime.clock()))
-        return has_ended and self._tiers.wait_layer(self._job, last, 0.0)
-
-    def close(self) -> bool:
-        """Nothing to let go of, and nobody else can find the block."""
-        return True
-
-
-class DeviceOnly(Below):
-    """No tiers: what is not on the device is computed. Copies are plain assignments, in the order of compute."""
-
-    def begin_step(self) -> None:
-        """Nothing to order."""
-
-    def end_step(self) -> None:
-        """Nothing to order."""
-
-    def hold(self, path: Sequence[Key], start: int) -> Match:
-        """Nothing."""
-        return Match(start, 0, None)
-
-    def onboard(self, found: Found, group: int, blocks: Sequence[int]) -> Arrival:
-        """Nothing is ever found."""
-        raise ValueError(f"nothing was found of group {group}")
-
-    def drop(self, found: Found) -> None:
-        """Nothing is held."""
-
-    def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival:
-        """Copy in each of the group's layers."""
-        for layer in self.pool.shape.groups[group].layers:
-            for part in self.pool.pages[layer]:
-                part[block, :tokens] = part[source, :tokens]
-        return _Here([block])
-
-    def commit(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int) -> set[int]:
-        """There is no other version."""
-        return set(range(first, len(path)))
-
-    def sleep(self, *, clear: bool) -> None:
-        """Nothing is under way."""
-        self.pool.layout.free()
-
-
-class _Here(Arrival):
-    """It has arrived."""
-
-    def layer(self, layer: int) -> bool:
-        """At once."""
-        return True
-
-    def whole(self) -> bool:
-        """At once."""
-        return True
-
-    def close(self) -> bool:
-        """Nothing to let go of."""
-        return True

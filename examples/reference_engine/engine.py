@@ -1,9 +1,9 @@
 """The engine: requests in, logits out; a step at a time.
 
     begin_step ─► admit ──────────► compute ────────────────► end_step ─► publish
-                  device prefix,    per request and layer:                complete blocks go into the
-                  match, onboard,   arrival.layer(l)?  then compute       prefix cache, and down to the tiers
-                  partial copies    arrival.whole()?   then believe it
+                  match, onboard,   per request and layer:                complete blocks go into the
+                  partial copies    arrival.layer(l)?  then compute       prefix cache, and down to the tiers
+                                    arrival.whole()?   then believe it
                                         no: recompute, in other blocks
 
 Requests of one step are admitted together and computed one after the other, so a request may find blocks that are
@@ -13,17 +13,18 @@ still on their way for another one: it shares them, and waits for the same arriv
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from examples.reference_engine.below import Arrival, Below, DeviceOnly, Found
+from examples.reference_engine.below import Arrival, Below
 from examples.reference_engine.model import Decoder
 from examples.reference_engine.pool import DevicePool, Known
+from longshore.cache import GroupMatch, Need, Text, Wanted
 from longshore.errors import CapacityError, EngineError
 from longshore.keys import KeyChain, Scope
 
@@ -34,13 +35,13 @@ class Schedule(NamedTuple):
     Attributes:
         turn: Requests were admitted in this order, which is not that of submission where one had to begin anew.
         hit: Leading tokens that were not computed.
-        sources: For each group, the block that the last of them were copied from, if any.
+        sources: For each group, the block that the last of them are the first of; empty without one.
         published: Blocks that went into the prefix cache as this request computed them.
     """
 
     turn: int = 0
     hit: int = 0
-    sources: tuple[bytes | None, ...] = ()
+    sources: tuple[bytes, ...] = ()
     published: frozenset[bytes] = frozenset()
 
 
@@ -60,7 +61,7 @@ class Request:
         tables: For each group, its blocks in logical order; -1 where the window has passed.
         computed: Leading tokens whose K and V are in those blocks, or on their way.
         published: For each group, leading blocks that have been published.
-        arrivals: For each group, what is on its way into the blocks.
+        arrivals: What is on its way into the blocks.
     """
 
     tokens: list[int]
@@ -74,28 +75,46 @@ class Request:
     tables: list[list[int]] = field(default_factory=list)
     computed: int = 0
     published: list[int] = field(default_factory=list)
-    arrivals: list[list[Arrival]] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
 
 
 class _Part(NamedTuple):
     """How one group of a request is to be had.
 
-    First `skipped` blocks that its window has passed, then blocks of the prefix `cached` on the device, `loaded` blocks
-    from below, blocks that are cached `beyond` them; the first `copied` tokens of the block behind come from `source`.
+    First `skipped` blocks that its window has passed, then the blocks before `end`: those that the device has, by their
+    position, and those at the positions `loaded`, of which the last may be a partial one; or its first tokens are
+    copied from `source`.
     """
 
     skipped: int
-    cached: list[Known]
-    loaded: int
-    beyond: list[Known]
+    end: int
+    cached: dict[int, Known]
+    loaded: list[int]
     source: Known | None
-    copied: int
-    total: int
+
+    @classmethod
+    def of(cls, need: Need, keys: Sequence[bytes], pool: DevicePool) -> _Part:
+        cached = {at: pool.index[keys[at]] for at in range(need.first, need.end) if at not in set(need.load)}
+        if need.partial is None:
+            return cls(need.first, need.end, cached, list(need.load), None)
+        if need.partial.device:
+            return cls(need.first, need.end, cached, list(need.load), pool.index[need.partial.key])
+        return cls(need.first, need.end, cached, [*need.load, need.end], None)
 
     @property
-    def fresh(self) -> int:
-        """Blocks to take, the loaded ones included."""
-        return self.total - self.skipped - len(self.cached) - len(self.beyond)
+    def shared(self) -> list[Known]:
+        """Blocks of the prefix cache that get another user, the source for a moment."""
+        return [*self.cached.values(), *([] if self.source is None else [self.source])]
+
+    @property
+    def kept(self) -> int:
+        """Blocks that need not be taken."""
+        return self.skipped + len(self.cached)
+
+    def table(self, fresh: Iterator[int], total: int) -> list[int]:
+        """The block table of `total` blocks, all that the device has not from `fresh`."""
+        behind = range(self.skipped, total)
+        return [-1] * self.skipped + [self.cached[at].block if at in self.cached else next(fresh) for at in behind]
 
 
 class _DidNotComeError(Exception):
@@ -108,7 +127,7 @@ class Engine:
     def __init__(self, decoder: Decoder, pool: DevicePool, below: Below | None = None, *, batch: int = 2) -> None:
         self.decoder = decoder
         self.pool = pool
-        self.below = below or DeviceOnly(pool)
+        self.below = below or Below(pool)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._batch = batch
@@ -157,7 +176,7 @@ class Engine:
         done = [(request, logits) for request in list(self.running) if (logits := self._compute(request)) is not None]
         self.below.end_step()
         for request in self.running:
-            request.arrivals = [[] for _ in self._groups]
+            request.arrivals = []
         self._close_arrivals()
         for request, logits in done:
             request.logits.append(logits)
@@ -194,76 +213,70 @@ class Engine:
 
     def _admit(self, request: Request, most: int) -> None:
         """Give `request` its blocks, with up to `most` tokens in them; all or nothing, else `CapacityError`."""
-        if request.replay is not None:
-            most = min(most, request.replay.hit)
-        found = self.below.match([each.keys for each in request.chains], most)
-        hit = min(self._walk(request, group, found.tokens, most)[2] for group in range(len(self._groups)))
-        if request.replay is not None and hit != request.replay.hit:
+        most = most if request.replay is None else min(most, request.replay.hit)
+        found = self.below.match([self._wanted(request, group, most) for group in range(len(self._groups))])
+        if request.replay is not None and found.tokens != request.replay.hit:
             self.below.drop(found)
-            raise EngineError(f"{request.replay.hit} tokens are to be replayed, only {hit} can be")
-        parts = [self._part(request, group, found, hit) for group in range(len(self._groups))]
-        known = [each for part in parts for each in (*part.cached, *part.beyond, part.source) if each is not None]
-        shared = [self.pool.share(each) for each in known]
+            raise EngineError(f"{request.replay.hit} tokens are to be replayed, only {found.tokens} can be")
+        parts = [_Part.of(need, each.keys, self.pool) for need, each in zip(found.needs, request.chains, strict=True)]
+        shared = [self.pool.share(known) for part in parts for known in part.shared]
+        totals = self._blocks_of(request)
         try:
-            fresh = self.pool.take(sum(part.fresh for part in parts))
+            fresh = iter(self.pool.take(sum(totals) - sum(part.kept for part in parts)))
         except CapacityError:
             self.pool.give(shared)
             self.below.drop(found)
             raise
-        request.tables, request.arrivals = [], []
-        for group, part in enumerate(parts):
-            mine, fresh = fresh[: part.fresh], fresh[part.fresh :]
-            self._fill(request, group, part, mine, found)
+        arriving = [self._arriving[block] for block in shared if block in self._arriving]
+        request.tables = [part.table(fresh, total) for part, total in zip(parts, totals, strict=True)]
+        request.arrivals = list(dict.fromkeys(arriving)) + self._fill(request, found, parts)
         self.pool.give([part.source.block for part in parts if part.source is not None])
-        request.computed = hit
-        request.published = [part.skipped for part in parts]
-        sources = tuple(part.source.key if part.source is not None else None for part in parts)
+        request.computed, request.published = found.tokens, [need.first for need in found.needs]
         self._turns += 1
-        request.schedule = Schedule(self._turns, hit, sources)
-        loaded = [part.loaded * kind.block_size for part, kind in zip(parts, self._groups, strict=True)]
-        request.hits = Counter(device=found.tokens - max(loaded), tiers=max(loaded), copied=hit - found.tokens)
+        sources = tuple(need.partial.key if need.partial else b"" for need in found.needs)
+        request.schedule = Schedule(self._turns, found.tokens, sources)
+        request.hits = self._hits(found)
 
-    def _walk(self, request: Request, group: int, start: int, most: int) -> tuple[list[Known], Known | None, int]:
-        """From `start` on, what the device's cache has: whole blocks, then one to copy from; and how far that goes."""
-        keys, size, at = request.chains[group].keys, self._groups[group].block_size, start
-        whole: list[Known] = []
-        while at + size <= most and (known := self.pool.index.get(keys[at // size])) is not None:
-            whole.append(known)
-            at += size
-        parent = keys[at // size - 1] if at else self._roots[group]
-        source, copied = self.pool.closest(parent, request.tokens[at:most])
-        if request.replay is not None and copied:
-            source = self.pool.index.get(request.replay.sources[group] or b"")
-            copied = copied if source is not None else 0
-        return whole, source, at + copied
+    def _wanted(self, request: Request, group: int, most: int) -> Wanted:
+        """What `request` wants of one group, and what the device has of it; at most `most` tokens."""
+        keys = request.chains[group].keys[: most // self._groups[group].block_size]
+        beside: Mapping[bytes, Sequence[tuple[bytes, Sequence[int]]]] = self.pool.behind
+        if request.replay is not None:
+            sources = [
+                known for key in request.replay.sources[group : group + 1] if (known := self.pool.index.get(key))
+            ]
+            beside = {source.parent: [(source.key, source.tokens)] for source in sources}
+        text = Text(request.tokens[:most], self._roots[group], beside)
+        return Wanted(keys, [key in self.pool.index for key in keys], text)
 
-    def _part(self, request: Request, group: int, found: Found, hit: int) -> _Part:
-        kind, match = self._groups[group], found.matches[group]
-        skipped = kind.first_needed(found.tokens)
-        cached = [self.pool.index[key] for key in request.chains[group].keys[skipped : match.start]]
-        beyond, source, _ = self._walk(request, group, found.tokens, hit)
-        total = self._blocks_of(request)[group]
-        return _Part(skipped, cached, match.length, beyond, source, hit % kind.block_size, total)
+    def _fill(self, request: Request, found: GroupMatch, parts: Sequence[_Part]) -> list[Arrival]:
+        """Have the tables of `request` filled with what was found: by one onboarding, and copies inside the device."""
+        arrivals: list[Arrival] = []
+        if found.hold is not None:
+            tables = list(zip(parts, request.tables, strict=True))
+            arrivals.append(
+                self.below.onboard(found.hold, [[table[at] for at in part.loaded] for part, table in tables])
+            )
+            for group, need in enumerate(found.needs):
+                for at in need.load:
+                    self.pool.publish(self._known(request, group, at, request.tables[group][at]))
+        for group, (part, need) in enumerate(zip(parts, found.needs, strict=True)):
+            if part.source is not None and need.partial is not None:
+                own = request.tables[group][need.end]
+                copy = self.below.copy(group, part.source.block, own, need.partial.tokens)
+                arrivals += [] if copy is None else [copy]
+        self._arriving.update((block, arrival) for arrival in arrivals for block in arrival.blocks)
+        return arrivals
 
-    def _fill(self, request: Request, group: int, part: _Part, fresh: list[int], found: Found) -> None:
-        """The block table of one group, and what fills it."""
-        loading, own = fresh[: part.loaded], fresh[part.loaded :]
-        shared = [known.block for known in (*part.cached, *part.beyond, part.source) if known is not None]
-        arrivals = list(dict.fromkeys(self._arriving[block] for block in shared if block in self._arriving))
-        cached = [known.block for known in part.cached]
-        table = [-1] * part.skipped + cached + loading + [known.block for known in part.beyond] + own
-        if loading:
-            arrival = self.below.onboard(found, group, loading)
-            arrivals.append(arrival)
-            for at in range(part.skipped + len(cached), part.skipped + len(cached) + len(loading)):
-                self.pool.publish(self._known(request, group, at, table[at]))
-                self._arriving[table[at]] = arrival
-        if part.source is not None:
-            copy = self.below.copy(group, part.source.block, own[0], part.copied)
-            arrivals.append(copy)
-            self._arriving[own[0]] = copy
-        request.tables.append(table)
-        request.arrivals.append(arrivals)
+    def _hits(self, found: GroupMatch) -> Counter[str]:
+        unit = math.lcm(*(group.block_size for group in self._groups))
+        partials = [need.partial for need in found.needs if need.partial is not None]
+        loaded = max(
+            len(need.load) * group.block_size + (need.partial.tokens if need.partial and not need.partial.device else 0)
+            for need, group in zip(found.needs, self._groups, strict=True)
+        )
+        copied = found.tokens % unit if partials and all(partial.device for partial in partials) else 0
+        return Counter(device=found.tokens - loaded - copied, tiers=loaded, copied=copied)
 
     # ------------------------------------------------------------------ compute
 
@@ -284,13 +297,13 @@ class Engine:
 
     def _forward(self, request: Request) -> torch.Tensor:
         def before_layer(layer: int) -> None:
-            for arrival in request.arrivals[self.decoder.shape.group_of(layer)]:
+            for arrival in request.arrivals:
                 if not arrival.layer(layer):
                     raise _DidNotComeError
 
         new = request.tokens[request.computed :]
         logits = self.decoder.forward(new, request.computed, request.tables, self.pool.pages, before_layer)
-        for arrival in chain.from_iterable(request.arrivals):
+        for arrival in request.arrivals:
             if not arrival.whole():
                 raise _DidNotComeError
         return logits
@@ -299,7 +312,7 @@ class Engine:
 
     def _close_arrivals(self) -> None:
         """Let go of what no request waits for. What has not arrived by now never will: nobody may find it."""
-        awaited = {arrival for request in self.running for arrival in chain.from_iterable(request.arrivals)}
+        awaited = {arrival for request in self.running for arrival in request.arrivals}
         for arrival in dict.fromkeys(self._arriving.values()):
             if arrival not in awaited and not arrival.close():
                 for block in arrival.blocks:
@@ -319,7 +332,8 @@ class Engine:
             path, table = request.chains[group].keys[:stop], request.tables[group]
             former = [self.pool.index.get(key) for key in path[first:]]
             blocks = [table[at] if known is None else known.block for at, known in enumerate(former, start=first)]
-            unique = self.below.commit(group, path, blocks, first)
+            text = Text(request.tokens[: request.computed], self._roots[group])
+            unique = self.below.commit(group, path, blocks, first, text)
             if request.replay is not None:
                 chosen = [at for at in range(first, stop) if path[at] in request.replay.published]
             else:

@@ -13,7 +13,7 @@ Only what no copy touches any more gets into the free list: the guard sees to th
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,7 @@ class DevicePool:
         layout: The same, as Longshore sees it.
         pages: K and V of each layer, views of the rows.
         index: The prefix cache, by key.
+        behind: The same by what is before: keys and tokens of what the prefix cache has behind a key.
         guard: Set by whoever lets copies at the blocks.
     """
 
@@ -67,6 +68,7 @@ class DevicePool:
         self._rows = torch.zeros(self.size, self._row_bytes, dtype=torch.uint8, device=self._device)
         self.pages = [self._cut(layer) for layer in range(self.shape.layers)]
         self.index: dict[bytes, Known] = {}
+        self.behind: defaultdict[bytes, list[tuple[bytes, tuple[int, ...]]]] = defaultdict(list)
         self._key_of: dict[int, bytes] = {}
         self._users: Counter[int] = Counter()
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -79,6 +81,7 @@ class DevicePool:
         self._idle.clear()
         self._users.clear()
         self.index.clear()
+        self.behind.clear()
         self._key_of.clear()
 
     # ------------------------------------------------------------------ blocks
@@ -129,26 +132,18 @@ class DevicePool:
         if former is not None:
             self.forget(former.block)
         self.index[known.key] = known
+        self.behind[known.parent].append((known.key, known.tokens))
         self._key_of[known.block] = known.key
 
     def forget(self, block: int) -> None:
         """`block` can no longer be found; if it is idle, it is free."""
         key = self._key_of.pop(block, None)
         if key is not None:
-            del self.index[key]
+            known = self.index.pop(key)
+            self.behind[known.parent].remove((key, known.tokens))
         if block in self._idle:
             del self._idle[block]
             self._release([block])
-
-    def closest(self, parent: bytes, tokens: Sequence[int]) -> tuple[Known | None, int]:
-        """The known block behind `parent` that has the most leading tokens in common with `tokens`, and how many."""
-        best, most = None, 0
-        for known in self.index.values():
-            if known.parent == parent:
-                common = leading_equal(known.tokens, tokens)
-                if common > most:
-                    best, most = known, common
-        return best, most
 
     # ------------------------------------------------------------------ memory
 
@@ -172,13 +167,3 @@ class DevicePool:
         shape = (self.size, group.block_size, self.shape.kv_heads, self.shape.head_dim)
         keys, values = (self._rows[:, at : at + page].view(torch.float32).view(shape) for at in (start, start + page))
         return Pages(keys, values)
-
-
-def leading_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading elements are the same."""
-    count = 0
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

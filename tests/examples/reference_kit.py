@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from examples.reference_engine import Decoder, DevicePool, Engine, Request, Shape, Tiers
+from examples.reference_engine import Decoder, DevicePool, Engine, Request, Shape, Tiers, cache_groups
 from examples.reference_engine.engine import scope_of
 
 from longshore.boundary import DEVICE, HOST
@@ -140,7 +140,8 @@ class Rig:
         self.link = GatedLink()
         self.pool = DevicePool(SHAPE, blocks, CPU)
         config = Config.make(**{"host_size": "4MiB", "background": False, **settings})
-        self.stack = open_stack(config, self.pool.layout, scope_of(DECODER, self.pool), self.link)
+        groups, scope = cache_groups(SHAPE), scope_of(DECODER, self.pool)
+        self.stack = open_stack(config, self.pool.layout, scope, self.link, groups=groups, partial=True)
         self.tiers = Tiers(self.stack, self.pool, compute, by_layer=by_layer, patience=patience)
         self.engine = Engine(DECODER, self.pool, self.tiers, batch=batch)
 

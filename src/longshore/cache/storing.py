@@ -106,7 +106,7 @@ class Storing:
         pool = self._flow.settings.pool_of(group)
         fresh = self._admit(wanted, parent, pool, orphan=known > 0 and parent == ROOT)
         if not fresh:
-            return Offload(None, kept=known)
+            return Offload(None, kept=known, known=range(first, known))
         job = self._flow.new_id()
         mine = keys[known : known + fresh]
         slots = store.place(mine, parent, job, pool)
@@ -117,7 +117,8 @@ class Storing:
         sections = () if blocks is None else self._sections(group, accepted, first, blocks)
         parents = [store.index.key[parent], *mine[:-1]]
         self._flow.order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
-        return Offload(job, accepted, Addresses(Slots(store.levels[0].name, pool, tuple(slots))), known + fresh)
+        addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
+        return Offload(job, accepted, addresses, known + fresh, range(first, known))
 
     def _offload_alone(
         self,
@@ -155,7 +156,9 @@ class Storing:
         known = {at: node for at, node in known.items() if store.index.key[node] == keys[at]} | placed
         store.sliding.slide([node for position, node in known.items() if position < in_window])
         kept = next((position for position in range(first, len(keys)) if position not in known), len(keys))
-        return Offload(job, tuple(wanted), Addresses(Slots(store.levels[0].name, pool, tuple(slots))), kept)
+        addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
+        had = tuple(position for position in known if position >= first and position not in placed)
+        return Offload(job, tuple(wanted), addresses, kept, had)
 
     def _order_alone(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int

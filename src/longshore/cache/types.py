@@ -152,13 +152,15 @@ class Offload(NamedTuple):
     """What `commit` or `offer` accepted: the chunks at `positions` of the keys, in order, go to `slots`.
 
     `job` is `None` when nothing was accepted. `kept` counts the leading chunks of the path that a tier has or will
-    have, those before the first that was named included.
+    have, those before the first that was named included; `known` are the positions, of those that were named, of chunks
+    that a tier had before.
     """
 
     job: int | None
     positions: Sequence[int] = ()
     slots: Sequence[Slot] = ()
     kept: int = 0
+    known: Sequence[int] = ()
 
     @property
     def accepted(self) -> tuple[Placement, ...]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from longshore.boundary import FILE, HOST, Mover
-from longshore.cache import CacheSettings, TieredCache, TierSpec, WriteRule
+from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, WriteRule
 from longshore.cache.adopting import Found
 from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError, DeviceError
@@ -84,6 +84,14 @@ class Stack:
         self.close()
 
 
+class _Grouping(NamedTuple):
+    """What the cache is to know of the KV cache groups, `pools` being those of their images."""
+
+    groups: Sequence[CacheGroup]
+    partial: bool
+    pools: tuple[int, ...] = ()
+
+
 def open_stack(
     config: Config,
     layout: KVLayout,
@@ -92,9 +100,13 @@ def open_stack(
     *,
     open_file: Callable[..., Tier] = FileTier,
     open_gds: Callable[..., Tier] = GdsFileTier,
+    groups: Sequence[CacheGroup] = (),
+    partial: bool = False,
 ) -> Stack:
     """Build the tiers of `config` for block images of `layout`.
 
+    `groups` says what the layout does not: which of its groups see a window only, or keep a state. With `partial`, the
+    tokens of chunks are kept for partial matches. Without either all of a path must be there.
     `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
     `GdsFileTier`: the place for wrappers around them. Where the device keeps no images, `gds` becomes `posix`, and the
     log says so. Raises `ConfigError` when the machine cannot give what is asked for, or a tier cannot hold a single
@@ -105,7 +117,7 @@ def open_stack(
         _check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
     ring = _take_ring(config, layout, device)
     if ring is not None:
-        return _open_without_host(config, layout, scope, device, ring, open_gds)
+        return _open_without_host(config, layout, scope, device, ring, open_gds, groups, partial)
     _check_size("host_size", config.host_size, layout.image_bytes)
     sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
     slabs = Slabs.within(config.host_size, sizes)
@@ -120,7 +132,7 @@ def open_stack(
         engine = TransferEngine(layout, device, host)
         undo.callback(engine.close)
         movers: list[Mover] = [engine] if file is None else [engine, TierMover(file, host)]
-        runtime = _make_runtime(config, layout, pools, host, file, movers)
+        runtime = _make_runtime(config, layout, _Grouping(groups, partial, pools), host, file, movers)
         undo.pop_all()
     return _start(config, layout, scope, runtime, engine, host, file, arena)
 
@@ -144,13 +156,16 @@ def _open_without_host(
     device: Device,
     ring: ImageRing,
     open_gds: Callable[..., Tier],
+    groups: Sequence[CacheGroup],
+    partial: bool,
 ) -> Stack:
     with contextlib.ExitStack() as undo:
         file = _open_file(config, (layout.image_bytes,), scope, open_gds, memory=ring.arena)
         undo.callback(file.close)
         engine = TransferEngine(layout, device, ring)
         undo.callback(engine.close)
-        runtime = _make_runtime(config, layout, (), None, file, [GdsMover(engine, layout, ring, file)])
+        mover = GdsMover(engine, layout, ring, file)
+        runtime = _make_runtime(config, layout, _Grouping(groups, partial), None, file, [mover])
         undo.pop_all()
     return _start(config, layout, scope, runtime, engine, None, file, None)
 
@@ -175,12 +190,12 @@ def _start(
 def _make_runtime(
     config: Config,
     layout: KVLayout,
-    pools: tuple[int, ...],
+    grouping: _Grouping,
     host: HostTier | None,
     file: Tier | None,
     movers: list[Mover],
 ) -> Runtime:
-    return Runtime(_make_cache(config, layout, pools, host, file), movers, [] if file is None else [file])
+    return Runtime(_make_cache(config, layout, grouping, host, file), movers, [] if file is None else [file])
 
 
 def _open_file(
@@ -197,7 +212,7 @@ def _open_file(
 
 
 def _make_cache(
-    config: Config, layout: KVLayout, pools: tuple[int, ...], host: HostTier | None, file: Tier | None
+    config: Config, layout: KVLayout, grouping: _Grouping, host: HostTier | None, file: Tier | None
 ) -> TieredCache:
     tiers = []
     if host is not None:
@@ -209,6 +224,8 @@ def _make_cache(
     settings = CacheSettings(
         into=into,
         blocks_per_chunk=config.blocks_per_chunk,
+        groups=tuple(grouping.groups),
+        partial=grouping.partial,
         ranks=layout.ranks,
         offload=config.offload,
         backup=config.backup,
@@ -222,7 +239,7 @@ def _make_cache(
         write_timeout=config.write_timeout,
         max_writes=config.max_writes,
         device_blocks=layout.num_blocks,
-        pools=pools,
+        pools=grouping.pools,
     )
     cache = TieredCache(tiers, settings, generation=file.generation if file is not None else 0)
     if file is not None:
