@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,22 @@ def test_the_excerpt_through_plenty_of_room_hits_all_that_can_be_hit() -> None:
     replay = serve(spread, host=4 * len(seen))
     assert sum(replay.tally.hits.values()) == possible > 0
     assert replay.tally.requests == len(requests)
+
+
+def test_memory_grows_with_the_blocks_and_not_with_the_requests() -> None:
+    def peak(requests: int) -> int:
+        stream = (ask(float(i), [10 * (i % 40) + j for j in range(5)]) for i in range(requests))
+        replay = TieredReplay(TIMING, BLOCK, {"host": 100 * IMAGE, "file": 150 * IMAGE}, LRU)
+        tracemalloc.start()
+        for _ in replay.run(stream):
+            pass
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    peak(200)
+    more, few = peak(2400), peak(400)
+    assert more - few < 100 * 2000  # the times of 2,000 requests, 16 bytes each, and room to grow
 
 
 @pytest.mark.parametrize("tiers", [{}, {"host": 1}, {"file": 10 * IMAGE}, {"host": 10 * IMAGE, "file": 1}])

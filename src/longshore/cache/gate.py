@@ -32,6 +32,9 @@ EXPLORE = 0.015
 _MEMORY = 0.97
 """How much an observation still counts when the next one comes."""
 
+_REFIT = 16
+"""Observations between two fits, once there were so many; fewer before."""
+
 _QUEUE_STEP = 0.03
 """How far the average queue moves towards what was seen last, once enough was seen."""
 
@@ -198,7 +201,8 @@ class _Fit:
         self._moments = _MEMORY * self._moments + np.outer(row, row)
         self._sides = _MEMORY * self._sides + row
         self.count += 1
-        self._found = None
+        if self.count <= _REFIT or self.count % _REFIT == 0:
+            self._found = None
 
     @property
     def coefficients(self) -> list[float]:

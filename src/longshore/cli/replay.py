@@ -112,20 +112,21 @@ def replay(
 def _experiment(
     requests: Iterable[TraceRequest], slots: int, policy: str | None, optimum: bool
 ) -> tuple[dict[str, object], list[Row]]:
-    from longshore.trace.experiment import experiment  # noqa: PLC0415 - numpy takes longer to load than `--help` may
-    from longshore.trace.optimum import optimal_hits  # noqa: PLC0415
-    from longshore.trace.paths import Paths  # noqa: PLC0415
+    from longshore.trace.experiment import Experiment  # noqa: PLC0415 - numpy takes longer to load than `--help` may
     from longshore.trace.policies import policy_named  # noqa: PLC0415
     from longshore.trace.result import ratio  # noqa: PLC0415
 
     name, kind = policy_named(policy)
-    paths = Paths(request.hash_ids for request in requests)
-    found = experiment(paths, kind, slots)
-    best = ratio(optimal_hits(paths, slots), found.block_refs) if optimum else None
+    tier, blocks = Experiment(kind, slots), _Blocks(optimum)
+    for request in requests:
+        tier.serve(request.hash_ids)
+        blocks.add(request.hash_ids)
+    found, most = tier.totals(), blocks.optimal(slots)
+    best = None if most is None else ratio(most, found.block_refs)
     facts: dict[str, object] = {
         "requests": found.requests,
         "block_refs": found.block_refs,
-        "unique_blocks": paths.unique,
+        "unique_blocks": blocks.unique,
         "hit_ratio": found.ratio,
         "hit_ratio_by_tier": {"host": found.ratio},
         "optimal_hit_ratio": best,
@@ -136,7 +137,7 @@ def _experiment(
     }
     rows = [
         ("requests", f"{found.requests:,}", ""),
-        ("blocks", f"{found.block_refs:,}", f"asked for, {paths.unique:,} different ones"),
+        ("blocks", f"{found.block_refs:,}", f"asked for, {blocks.unique:,} different ones"),
         ("capacity", f"{slots:,}", "blocks"),
         ("policy", name, ""),
         ("hit ratio", f"{found.ratio:.4f}", "leading resident blocks of all that were asked for"),
@@ -148,24 +149,45 @@ def _experiment(
 def _replay(
     run: TieredReplay, requests: Iterable[TraceRequest], policy: str, optimum: bool, report: Path | None
 ) -> tuple[dict[str, object], list[Row]]:
-    from longshore.trace.optimum import optimal_hits  # noqa: PLC0415
-    from longshore.trace.paths import Paths  # noqa: PLC0415
     from longshore.trace.result import Replayed  # noqa: PLC0415
 
-    paths, seen = Paths(), set[int]()
+    blocks = _Blocks(optimum)
     for request in run.run(requests):
-        whole = request.hash_ids[: request.input_length // run.block_tokens]
-        if optimum:
-            paths.add(whole)
-        else:
-            seen.update(whole)
-    best = optimal_hits(paths, run.slots) if optimum else None
-    found = Replayed(run, policy, paths.unique if optimum else len(seen), best)
+        blocks.add(request.hash_ids[: request.input_length // run.block_tokens])
+    found = Replayed(run, policy, blocks.unique, blocks.optimal(run.slots))
     if report is not None:
         from longshore.cli.replay_report import write_report  # noqa: PLC0415
 
         write_report(found, report)
     return found.as_json(), found.rows()
+
+
+class _Blocks:
+    """The blocks that were asked for: which, and, if the optimum is asked for, in what order."""
+
+    def __init__(self, optimum: bool) -> None:
+        from longshore.trace.paths import Paths  # noqa: PLC0415
+
+        self._paths = Paths() if optimum else None
+        self._seen: set[int] = set()
+
+    def add(self, path: tuple[int, ...]) -> None:
+        """One request's blocks."""
+        if self._paths is None:
+            self._seen.update(path)
+        else:
+            self._paths.add(path)
+
+    @property
+    def unique(self) -> int:
+        """Different ones."""
+        return len(self._seen) if self._paths is None else self._paths.unique
+
+    def optimal(self, slots: int) -> int | None:
+        """The most hits that `slots` slots could have."""
+        from longshore.trace.optimum import optimal_hits  # noqa: PLC0415
+
+        return None if self._paths is None else optimal_hits(self._paths, slots)
 
 
 def _progress(requests: Iterable[TraceRequest], status: Status) -> Iterator[TraceRequest]:

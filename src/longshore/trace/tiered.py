@@ -238,12 +238,12 @@ class TieredReplay:
             self._gate.observe_prefill(context, visit.request.input_length - context, seconds)
         self.tally.computing += seconds
         self.tally.ttft[visit.number] = self._now - visit.arrival
+        self.cache.tick(self._now)
         first = visit.matched
         if first < len(visit.keys):
             self.cache.commit(visit.keys, range(len(visit.keys) - first), first=first)
         if visit.hold is not None:
             self.cache.release(visit.hold)
-        self.cache.tick(self._now)
         self._submit()
         self._working.idle += 1
         self._admitted -= 1
