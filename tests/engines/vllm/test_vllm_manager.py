@@ -184,3 +184,11 @@ def test_what_cannot_be_served_is_refused_at_start() -> None:
         Rig(hots_size="1GiB")
     with pytest.raises(ConfigError, match="one block image"):
         Rig(host_size=16)
+
+
+def test_a_long_prompt_is_taken_whole(rigs: Any) -> None:
+    """What is not taken is never offered again."""
+    rig, keys = rigs(host_size=2000 * 4096), keys_of(2000)
+    assert rig.manager.prepare_store(keys, rig.request("one", keys)).keys_to_store == keys
+    small = rigs(host_size=2000 * 4096, max_writes=100)
+    assert len(small.manager.prepare_store(keys, small.request("one", keys)).keys_to_store) == 100

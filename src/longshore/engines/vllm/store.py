@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 _EVER = 1 << 40
 """Tokens that no window has slid past. vLLM keeps parents on the device, or drops them there: chunks stand alone."""
 
+_MAX_WRITES = 1 << 14
+"""Chunks in flight to a tier, unless the configuration says otherwise: vLLM offers long prompts whole, and but once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Store:
@@ -82,7 +85,7 @@ def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, g
         backup=config.backup,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
-        max_writes=config.max_writes,
+        max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,
         groups=tuple(CacheGroup(block_size=group.tokens_per_block, window=_EVER) for group in groups),
     )
     cache = TieredCache(tiers, settings, generation=0 if file is None else file.generation)
