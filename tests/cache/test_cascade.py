@@ -227,3 +227,22 @@ def copies(cache: TieredCache, keys: list[Key]) -> None:
             if isinstance(command, Transfer):
                 cache.apply([TransferResult(command.job, (Status.OK,) * len(command.items))], 0.0)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("batch", ["end_step", "tick", "apply"])
+def test_pending_backups_are_issued_with_the_next_batch(batch: str) -> None:
+    world = three(8, 8, 8, max_writes=1)
+    world.commit("a", 0, True)
+    world.commit("x", 0, True)  # one write at a time: it is dropped
+    world.end(world.on("device->host")[0])
+    world.commit("ab", 1, True)
+    world.end(world.on("device->host")[0])
+    assert on(world, "host->file") == ["a"]  # "ab" is pending
+    for job in world.on("host->file"):
+        for rank in sorted(job.moving):
+            world.deliver(job, rank, [Status.OK])
+    if batch != "apply":
+        getattr(world, batch)()
+        assert on(world, "host->file") == ["a"]
+    world.apply(world.results[:])
+    assert (on(world, "host->file"), on(world, "file->third")) == (["ab"], ["a"])
