@@ -424,3 +424,10 @@ def test_whatever_a_store_does_the_books_are_right_and_nothing_is_left_behind(se
     for path in PROMPTS:
         desk.cache.discard(chunks(path), HOST)
     assert desk.cache.stats()[0].used == 0
+
+
+def test_what_is_behind_chunks_that_only_the_engine_has_is_neither_asked_for_nor_fetched() -> None:
+    desk = known("abc", "abc")
+    assert desk.cache.match(chunks("abc"), 0.0, start=1) == Match(1, 0, None, 0, ())
+    assert desk.cache.fetch(chunks("abc"), 0.0, start=1) == ()
+    assert desk.cache.fetch(chunks("abc"), 0.0) != ()
