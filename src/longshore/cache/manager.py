@@ -134,7 +134,8 @@ class TieredCache:
         path = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
         if not path:
             return Match(start, 0, None, foreign, probes, partial)
-        self._exchange.found(keys[start:end])
+        if self._exchange:
+            self._exchange.found(keys[start:end])
         held = Held(path, range(start, start + len(path)), (self._store.pin(index.get(path[-1])),))
         hold = self._holds.take(self._flow.new_id(), (held,), request)
         return Match(start, end - start, hold, foreign, probes, partial)
