@@ -45,6 +45,7 @@ from longshore.cache import (
     Retention,
     State,
 )
+from longshore.cache.retention import DEFAULT_PRIORITY, priority_of
 from longshore.errors import CacheError
 
 
@@ -119,6 +120,8 @@ class World:
         self.last_job = 0
         self.load_timeout = LOAD
         self.offers: list[Job] = []
+        self.sightings: Counter[Key] = Counter()
+        """How often chunks that no tier had were offered."""
         self.resident: dict[tuple[Key, str], Resident] = {}
         self.sound = True
         """Whether the last check went well, so that there is a point in going on."""
@@ -169,6 +172,8 @@ class World:
             assert [run.tier for run in self.call("runs", found.hold) for _ in range(run.chunks)] == [
                 self.warmest(each) for each in keys[start : start + length]
             ]
+            slots = [self.resident[each, self.warmest(each)].slot for each in keys[start : start + length]]
+            assert self.call("slots", found.hold) == slots
             assert found.hold not in self.holds
             self.holds[found.hold] = ModelHold(keys[start : start + length], start, request)
         else:
@@ -271,7 +276,14 @@ class World:
         if model.onboarded and model.outcome is None:
             self.conclude(model, MissReason.CANCELLED)
 
-    def commit(self, path: str, first: int, evicting: bool, retention: Sequence[Retention] = ()) -> None:
+    def commit(
+        self,
+        path: str,
+        first: int,
+        evicting: bool,
+        retention: Sequence[Retention] = (),
+        prompt: int | None = None,
+    ) -> None:
         keys, per_chunk = chunks(path), self.setup.per_chunk
         blocks = self.take_blocks((len(keys) - first) * per_chunk)
         if not blocks:
@@ -279,9 +291,11 @@ class World:
         for i, block in enumerate(blocks):
             for rank in self.movers.device:
                 rank[block] = Tag(keys[first + i // per_chunk], self.generation, i % per_chunk)
-        wanted = self.setup.offload == "write_through" or evicting
-        before = self.before_store(keys, first)
-        offload = self.call("commit", keys, tuple(blocks), first=first, evicting=evicting, retention=retention)
+        wanted = self.setup.offload != "write_back" or evicting
+        before = self.before_store(keys, first, retention, prompt, wanted)
+        offload = self.call(
+            "commit", keys, tuple(blocks), first=first, evicting=evicting, retention=retention, prompt=prompt
+        )
         accepted = self.after_store(before, offload.accepted) if wanted else 0
         if not wanted:
             assert (offload.job, offload.accepted) == (None, ())
@@ -335,22 +349,50 @@ class World:
         orphan: bool
         must: bool
         drops: Counter[DropReason]
+        left: Counter[DropReason]
 
-    def before_store(self, keys: list[Key], first: int) -> World.Before:
+    def before_store(
+        self,
+        keys: list[Key],
+        first: int,
+        retention: Sequence[Retention] = (),
+        prompt: int | None = None,
+        wanted: bool = True,
+    ) -> World.Before:
         known = first
         while known < len(keys) and not self.is_absent(keys[known]):
             known += 1
-        fresh = len(keys) - known
+        left, end = self.left_out(keys, known, retention, prompt) if wanted else (Counter[DropReason](), len(keys))
+        fresh = end - known
         orphan = fresh > 0 and known > 0 and self.is_absent(keys[known - 1])
         allowed = fresh <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
         must = not orphan and allowed and fresh <= self.room_for(keys[:known])
-        return World.Before(keys, known, orphan, must, self.cache.counters.drops[HOST].copy())
+        return World.Before(keys[:end], known, orphan, must, self.cache.counters.drops[HOST].copy(), left)
+
+    def left_out(
+        self, keys: list[Key], known: int, retention: Sequence[Retention], prompt: int | None
+    ) -> tuple[Counter[DropReason], int]:
+        """What the write policy does not take of what no tier has, by reason; and where that begins."""
+        ends = [len(keys)] * 2
+        if self.setup.prompt_only and prompt is not None:
+            ends[1] = max(known, min(prompt, len(keys)))
+        low = (i for i in range(known, ends[-1]) if priority_of(retention, i) < self.setup.priority_floor)
+        ends.append(next(low, ends[-1]))
+        if self.setup.offload == "write_through_selective":
+            fresh = keys[known : ends[-1]]
+            self.sightings.update(fresh)
+            seldom = (known + i for i, each in enumerate(fresh) if self.sightings[each] < self.setup.threshold)
+            ends.append(next(seldom, ends[-1]))
+        reasons = (DropReason.ANSWER, DropReason.PRIORITY, DropReason.SELDOM)
+        return Counter({why: a - b for why, (a, b) in zip(reasons, pairwise(ends), strict=False) if a > b}), ends[-1]
 
     def after_store(self, before: World.Before, accepted: Sequence[Any]) -> int:
         """What was accepted is the leading part of what no tier had; the rest is counted, for the right reason."""
         count, fresh = len(accepted), len(before.keys) - before.known
         assert [p.position for p in accepted] == list(range(before.known, before.known + count))
         dropped = self.cache.counters.drops[HOST] - before.drops
+        assert {why: dropped[why] for why in before.left} == before.left
+        dropped -= before.left
         assert dropped.total() == fresh - count
         assert not before.must or count == fresh, "chunks were dropped although there was room"
         if before.orphan:
@@ -427,6 +469,9 @@ class World:
         assert t.job not in self.jobs
         self.last_job = max(self.last_job, t.job)
         assert (t.generation, t.ranks) == (self.generation, self.setup.ranks)
+        if t.route == (DEVICE, DEVICE):
+            assert (t.deadline, t.by_layer, len(t.sections)) == (self.now + LOAD, True, 1)
+            return
         writing = t.urgency is Urgency.WRITE
         order = (DEVICE, *self.sizes)
         down, up = pairwise(order), ((HOST, DEVICE), *((tier, HOST) for tier in order[2:]))
@@ -628,7 +673,7 @@ class World:
         for job in self.jobs.values():
             for item in job.transfer.items:
                 for slot in (item.source, item.destination):
-                    if slot is not None:
+                    if slot is not None and slot.tier != DEVICE:
                         taken[slot.tier].add(slot.index)
         ready = Counter(tier for (_, tier), r in self.resident.items() if r.state is State.READY)
         for stats in self.cache.stats():
@@ -686,6 +731,9 @@ class World:
             for leaf in sorted(leaves, key=lambda path: (-len(path), path)):
                 self.discard(leaf, tier)
             assert self.free(tier) == self.sizes[tier], f"something in the {tier} tier cannot be evicted"
-        self.offer(FRESH[: self.setup.host], 0)
+        if self.setup.priority_floor > DEFAULT_PRIORITY:
+            return
+        for _ in range(self.setup.threshold if self.setup.offload == "write_through_selective" else 1):
+            self.offer(FRESH[: self.sizes[HOST]], 0)
         self.settle_all()
-        assert not self.resident or self.cache.stats()[0].ready == min(self.setup.host, self.setup.max_writes)
+        assert not self.resident or self.cache.stats()[0].ready == min(self.sizes[HOST], self.setup.max_writes)

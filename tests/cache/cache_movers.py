@@ -71,7 +71,7 @@ class Movers:
         for item in t.items:
             if item.destination is not None:
                 self.spoil(item.destination)
-        if t.route.destination == DEVICE:
+        if t.route.destination == DEVICE and t.sections:
             for rank in self.device:
                 for block in t.sections[0].blocks:
                     rank[block] = POISON
@@ -135,6 +135,8 @@ class Movers:
 
         Bad bytes are noticed below the host tier, by checksums, and elsewhere until the cache should know of them.
         """
+        if t.route == (DEVICE, DEVICE):
+            return wanted
         if item.source is None:
             for sub, block in self.blocks_of(t, index):
                 assert self.device[rank][block] == Tag(item.key, t.generation, sub)
@@ -148,7 +150,9 @@ class Movers:
         return wanted
 
     def copy(self, t: Transfer, index: int, item: Item, rank: int) -> None:
-        """The bytes of one item go over, whatever they are."""
+        """The bytes of one item go over, whatever they are; inside the device nobody asks what they were."""
+        if t.route == (DEVICE, DEVICE):
+            return
         source = None if item.source is None else self.content[item.source.tier, item.source.index, rank]
         if item.destination is not None:
             tag = Tag(item.key, t.generation) if source is None else source

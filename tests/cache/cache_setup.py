@@ -70,6 +70,10 @@ class Setup(NamedTuple):
     more: tuple[int, ...] = ()
     into: tuple[tuple[str, str, int], ...] = ()
     budget: float = math.inf
+    threshold: int = 2
+    prompt_only: bool = False
+    priority_floor: int = 0
+    events: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -86,9 +90,13 @@ class Setup(NamedTuple):
             ranks=self.ranks,
             offload=WritePolicy(self.offload),
             backup=WritePolicy(self.backup),
+            threshold=self.threshold,
+            prompt_only=self.prompt_only,
+            priority_floor=self.priority_floor,
+            events=self.events,
             prefetch_timeout=PREFETCH,
             into={
-                **({FILE: WriteRule(WritePolicy(self.backup), 2, self.budget)} if self.file is not None else {}),
+                **({FILE: WriteRule(WritePolicy(self.backup), self.threshold, self.budget)} if self.file is not None else {}),
                 **{tier: WriteRule(WritePolicy(rule), threshold) for tier, rule, threshold in self.into},
             },
             load_timeout=LOAD,

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from cache_life import Life
 from cache_model import World
 from cache_movers import Job
 from cache_setup import COLDER, Setup, chunks, key, parent, path_of, replay
@@ -19,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from longshore.boundary import FILE, HOST, Status, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Slot, Status, TransferResult
 from longshore.cache import EDGES, Hold, PrefetchPolicy, Retention, State
 from longshore.cache import loading as loading_module
 from longshore.errors import CacheError, HoldError, JobError
@@ -55,8 +56,12 @@ def setups(draw: st.DrawFn) -> Setup:
         file=file,
         ranks=draw(st.integers(1, 2)),
         per_chunk=draw(st.integers(1, 2)),
-        offload=draw(st.sampled_from(("write_through", "write_back"))),
+        offload=draw(st.sampled_from(("write_through", "write_through", "write_back", "write_through_selective"))),
         backup=draw(st.sampled_from(("write_through", "write_back"))),
+        threshold=draw(st.integers(2, 3)),
+        prompt_only=draw(st.booleans()),
+        priority_floor=draw(st.sampled_from((0, 0, 0, 30, 60))),
+        events=draw(st.sampled_from((0, 10_000))),
         max_writes=draw(st.sampled_from((1024, 1, 3))),
         found=tuple((slot, key(path), parent(key(path))) for slot, path in enumerate(found)),
         generation=draw(st.sampled_from((0, 3))),
@@ -67,11 +72,11 @@ def setups(draw: st.DrawFn) -> Setup:
 class Tiers(RuleBasedStateMachine):
     """Everything that an engine, its movers, and a careless caller can do."""
 
-    world: World
+    world: Life
 
     @initialize(setup=setups())
     def build(self, setup: Setup) -> None:
-        self.world = World(setup)
+        self.world = Life(setup)
         self.gone: list[Hold] = []
         self.world.check()
 
@@ -85,7 +90,7 @@ class Tiers(RuleBasedStateMachine):
     def peek(self, path: str) -> None:
         self.world.peek(key(path))
 
-    @precondition(lambda self: any(not m.onboarded for m in self.world.holds.values()))
+    @precondition(lambda self: not self.world.asleep and any(not m.onboarded for m in self.world.holds.values()))
     @rule(
         pick=small,
         leave=st.sampled_from((0, 0, 1, 2)),
@@ -100,13 +105,14 @@ class Tiers(RuleBasedStateMachine):
         count, spare = max(1, len(self.world.holds[hold].keys) - leave), self.world.setup.per_chunk - 1
         self.world.onboard(hold, count, skip * spare, short * spare, timeout)
 
+    @precondition(lambda self: not self.world.asleep)
     @rule(path=long_paths, request=st.sampled_from(REQUESTS))
     def match_and_onboard(self, path: str, request: str | None) -> None:
         hold = self.world.match(path, 0, request)
         if hold is not None:
             self.world.onboard(hold, len(self.world.holds[hold].keys), 0, 0)
 
-    @precondition(lambda self: self.world.resident)
+    @precondition(lambda self: self.world.resident and not self.world.asleep)
     @rule(pick=st.integers(0, 15), skip=st.integers(0, 1))
     def come_back(self, pick: int, skip: int) -> None:
         """A prompt that some tier knows, or is about to."""
@@ -140,10 +146,20 @@ class Tiers(RuleBasedStateMachine):
 
     # writing
 
-    @rule(path=paths, first=st.sampled_from((0, 0, 1, 2)), evicting=st.booleans(), retention=st.sampled_from(RETENTION))
-    def commit(self, path: str, first: int, evicting: bool, retention: tuple[Retention, ...]) -> None:
-        self.world.commit(path, min(first, len(path) - 1), evicting, retention)
+    @precondition(lambda self: not self.world.asleep)
+    @rule(
+        path=paths,
+        first=st.sampled_from((0, 0, 1, 2)),
+        evicting=st.booleans(),
+        retention=st.sampled_from(RETENTION),
+        prompt=st.sampled_from((None, None, 1, 3)),
+    )
+    def commit(
+        self, path: str, first: int, evicting: bool, retention: tuple[Retention, ...], prompt: int | None
+    ) -> None:
+        self.world.commit(path, min(first, len(path) - 1), evicting, retention, prompt)
 
+    @precondition(lambda self: not self.world.asleep)
     @rule(path=long_paths)
     def commit_and_settle(self, path: str) -> None:
         self.world.commit(path, 0, True)
@@ -182,6 +198,20 @@ class Tiers(RuleBasedStateMachine):
             self.world.tick(float(word))
         else:
             getattr(self.world, verb)()
+
+    @rule(how=st.sampled_from(("sleep", "wake", "wake")))
+    def sleep_or_wake(self, how: str) -> None:
+        getattr(self.world, how)()
+
+    @rule(tier=st.sampled_from((HOST, HOST, FILE, *COLDER)), slots=st.integers(0, 8), discard=st.booleans())
+    def resize(self, tier: str, slots: int, discard: bool) -> None:
+        if tier in self.world.sizes:
+            self.world.resize(tier, slots, discard)
+
+    @precondition(lambda self: not self.world.asleep)
+    @rule(count=st.integers(1, 3))
+    def copy_inside(self, count: int) -> None:
+        self.world.copy_inside(count)
 
     # movers
 
@@ -225,7 +255,7 @@ class Tiers(RuleBasedStateMachine):
 
     # misuse
 
-    @rule(kind=st.integers(0, 26), pick=small)
+    @rule(kind=st.integers(0, 38), pick=small)
     def misuse(self, kind: int, pick: int) -> None:
         """A call that breaks the contract is a typed error, and changes nothing."""
         for error, method, args, kwargs in self.wrong_calls(pick)[kind : kind + 1]:
@@ -235,7 +265,22 @@ class Tiers(RuleBasedStateMachine):
         world, keys = self.world, chunks("aab")
         size, per_chunk = world.setup.device_blocks, world.setup.per_chunk
         gone = self.gone[pick % len(self.gone)] if self.gone else Hold(10**9)
+        asleep = [
+            (CacheError, "copy_inside", ([Slot(DEVICE, 0, 0)], (1,)), {}),
+            (CacheError, "commit", (keys, tuple(range(3 * per_chunk))), {}),
+        ]
         calls: list[tuple[type[CacheError], str, tuple[Any, ...], dict[str, Any]]] = [
+            *(asleep if world.asleep else ()),
+            (CacheError, "copy_inside", ([Slot(HOST, 0, 0)], (1,)), {}),
+            (CacheError, "copy_inside", ((), ()), {}),
+            (CacheError, "copy_inside", ([Slot(DEVICE, 0, 0)], (size,)), {}),
+            (CacheError, "resize", (HOST, -1), {}),
+            (CacheError, "resize", ("attic", 1), {"discard": True}),
+            (CacheError, "events", (0,), {}),
+            (HoldError, "slots", (gone,), {}),
+            (HoldError, "runs", (gone,), {}),
+            (HoldError, "prefetched", (gone,), {}),
+            (JobError, "withdraw", (10**9,), {}),
             (HoldError, "release", (gone,), {}),
             (HoldError, "outcome", (gone,), {}),
             (HoldError, "give_up", (gone,), {}),
@@ -255,7 +300,7 @@ class Tiers(RuleBasedStateMachine):
             (CacheError, "discard", (keys, "attic"), {}),
             (CacheError, "adopt", ("attic", ()), {}),
             (CacheError, "adopt", (HOST, ((0, key("y"), None), (0, key("x"), None))), {}),
-            (CacheError, "adopt", (HOST, ((world.setup.host, key("y"), None),)), {}),
+            (CacheError, "adopt", (HOST, ((world.sizes[HOST], key("y"), None),)), {}),
             (JobError, "apply", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
         ]
         for each, _ in list(world.resident)[pick : pick + 1]:  # a path that is no chain of keys
@@ -304,6 +349,7 @@ class Tiers(RuleBasedStateMachine):
         world = getattr(self, "world", None)
         if world is None or not world.sound:
             return
+        world.wake()
         world.drain()
         world.evict_all()
         assert replay(world.setup, world.calls) == world.answers, "the same calls gave another log"
@@ -318,7 +364,7 @@ def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]]) -> None:
     profile = settings()
     run_state_machine_as_test(
-        Tiers, settings=settings(profile, max_examples=8 * profile.max_examples, stateful_step_count=100)
+        Tiers, settings=settings(profile, max_examples=8 * profile.max_examples, stateful_step_count=70)
     )
     assert set(edges_taken) == set(EDGES), "a legal edge was never taken, or an illegal one was"
 

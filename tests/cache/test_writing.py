@@ -304,3 +304,11 @@ def test_a_policy_knows_when_it_wants_a_chunk() -> None:
     assert [WritePolicy.THROUGH.wants(evicting=e) for e in (False, True)] == [True, True]
     assert [WritePolicy.BACK.wants(evicting=e) for e in (False, True)] == [False, True]
     assert (WritePolicy.THROUGH.clean_target(10), WritePolicy.BACK.clean_target(10)) == (10, 2)
+
+
+def test_chunks_of_an_answer_that_a_tier_has_already_are_not_dropped() -> None:
+    world = World(Setup(host=8, prompt_only=True))
+    world.commit("abcd", 0, False, prompt=None)
+    world.settle_all()
+    world.commit("abcde", 0, False, prompt=2)
+    assert world.cache.counters.drops[HOST][DropReason.ANSWER] == 1

@@ -71,8 +71,8 @@ class Storing:
         if alone:
             offload = self._offload_alone(keys, first, blocks, retention, group=group, prompt=end)
         else:
-            path = path[: max(0, end - first)]
             self._flow.drop(0, len(keys) - max(end, first + len(path)), DropReason.ANSWER)
+            path = path[: max(0, end - first)]
             offload = self._offload(keys[:end], first, path, blocks, retention, group)
         if text is not None:
             store.beginnings.learn(keys, first, text, size)

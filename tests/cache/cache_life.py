@@ -1,0 +1,112 @@
+"""The rest of what an engine can do to a `World`: sleep and wake, resize, copy inside the device, and listen.
+
+What the events say is added up in `heard`, which must at any time be what the cache says it has.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from cache_model import World
+from cache_movers import POISON
+from cache_setup import Setup
+
+from longshore.boundary import DEVICE, Key, Slot
+from longshore.cache import Event, EventKind, State
+from longshore.errors import CacheError, CapacityError
+
+
+class Life(World):
+    """A world whose device sleeps, whose tiers grow and shrink, and that listens to the events."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.asleep = False
+        self.heard: set[tuple[Key, str]] = set()
+        self.numbers = 0
+        super().__init__(setup)
+
+    def sleep(self) -> None:
+        """The device's memory goes, as soon as nothing touches it."""
+        touching = any(DEVICE in job.transfer.route for job in self.jobs.values())
+        assert self.call("sleep") == (not touching)
+        self.asleep = True
+        if not touching:
+            for rank in self.movers.device:
+                rank[:] = [POISON] * len(rank)
+        self.settle()
+
+    def wake(self) -> None:
+        self.call("wake")
+        self.asleep = False
+        self.settle()
+
+    def copy_inside(self, count: int) -> None:
+        """Copy some device blocks over others."""
+        if len(self.free_blocks) < 2 * count:
+            return
+        blocks = self.take_blocks(2 * count)
+        sources = [Slot(DEVICE, 0, block) for block in blocks[:count]]
+        job = self.call("copy_inside", sources, tuple(blocks[count:]), tokens=3)
+        self.carry()
+        self.jobs[job].blocks = blocks
+        assert self.jobs[job].transfer.sections[0].blocks == tuple(blocks[count:])
+        assert [item.source for item in self.jobs[job].transfer.items] == sources
+        self.check()
+
+    def resize(self, tier: str, slots: int, discard: bool) -> bool:
+        """Have `slots` slots in `tier`, if what lies above may go; says whether that was so."""
+        taken = {slot.index for slot in self.touched(tier)}
+        above = {key for (key, where), each in self.resident.items() if where == tier and each.slot.index >= slots}
+        in_the_way = max(taken, default=-1) >= slots
+        before, books = set(self.resident), pickle.dumps(self.cache)
+        kwargs: dict[str, Any] = {"discard": discard}
+        try:
+            self.call("resize", tier, slots, **kwargs)
+        except CapacityError as error:
+            assert in_the_way, f"{slots} slots of {tier} were refused, and nothing lies above"
+            assert pickle.dumps(self.cache) == books
+            self.answers.append(f"CapacityError: {error}")
+            self.sound = True
+            return False
+        assert discard or not in_the_way
+        self.sizes[tier] = slots
+        self.settle()
+        assert {key for key, where in before - set(self.resident) if where == tier} >= above
+        return True
+
+    def touched(self, tier: str) -> list[Slot]:
+        """Slots of `tier` that somebody has."""
+        slots = [each.slot for each in self.resident.values()]
+        slots += [s for job in self.jobs.values() for i in job.transfer.items for s in (i.source, i.destination) if s]
+        return [slot for slot in slots if slot.tier == tier]
+
+    def look(self) -> None:
+        super().look()
+        if self.setup.events:
+            self.hear(self.call("events"))
+
+    def hear(self, events: Sequence[Event]) -> None:
+        """Add up what has happened."""
+        for event in events:
+            self.numbers += 1
+            assert event.number == self.numbers, "events are numbered without a gap"
+            if event.kind in (EventKind.STORED, EventKind.MOVED):
+                assert event.key is not None
+                assert (event.key, event.tier) not in self.heard
+                self.heard.add((event.key, event.tier))
+            elif event.kind is EventKind.REMOVED:
+                assert event.key is not None
+                self.heard.remove((event.key, event.tier))
+            elif event.kind is EventKind.RESET:
+                self.heard.clear()
+
+    def check(self) -> None:
+        super().check()
+        if self.setup.events:
+            assert self.heard == {each for each, r in self.resident.items() if r.state is State.READY}
+
+    def refuse_asleep(self) -> None:
+        """What would touch the device is refused."""
+        self.refused(CacheError, "copy_inside", [Slot(DEVICE, 0, 0)], (1,))
