@@ -85,6 +85,7 @@ class Setup(NamedTuple):
         """A new cache, with what was found in its file tier."""
         policy = {"lru": LRU, "arc": ARC}[self.policy]
         tiers = [TierSpec(name, slots, IMAGE_BYTES, policy) for name, slots in self.sizes.items()]
+        backup = WriteRule(WritePolicy(self.backup), self.threshold, self.budget)
         settings = CacheSettings(
             blocks_per_chunk=self.per_chunk,
             ranks=self.ranks,
@@ -96,7 +97,7 @@ class Setup(NamedTuple):
             events=self.events,
             prefetch_timeout=PREFETCH,
             into={
-                **({FILE: WriteRule(WritePolicy(self.backup), self.threshold, self.budget)} if self.file is not None else {}),
+                **({FILE: backup} if self.file is not None else {}),
                 **{tier: WriteRule(WritePolicy(rule), threshold) for tier, rule, threshold in self.into},
             },
             load_timeout=LOAD,
