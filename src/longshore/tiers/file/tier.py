@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
+from longshore.tiers.file.health import Health, State
 from longshore.tiers.file.index_format import Entries
 from longshore.tiers.file.keeper import Keeper
 from longshore.tiers.file.opening import open_files, slots_within
@@ -38,6 +40,10 @@ _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, S
 _log = logging.getLogger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+_UNREADABLE = (Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR)
+_WRONG = (*((Op.READ, each) for each in _UNREADABLE), (Op.WRITE, Status.IO_ERROR), (Op.WRITE, Status.NO_SPACE))
 
 
 class FileTier(Tier):
@@ -81,6 +87,8 @@ class FileTier(Tier):
         self.image_bytes = sizes
         self._scope = scope
         self._closed = False
+        self._health = Health(str(directory))
+        self._failed: Counter[tuple[Op, Status]] = Counter()
         with contextlib.ExitStack() as resources:
             self._directory = Directory(directory, io)
             resources.callback(self._directory.close)
@@ -106,6 +114,18 @@ class FileTier(Tier):
         """The generation last given to `forget`, by this process or an earlier one; 0 at first."""
         return self._superblock.generation
 
+    @property
+    def state(self) -> State:
+        """Whether the tier is on, or its disk has failed so often that it is read-only, or off."""
+        return self._health.state
+
+    @property
+    def troubles(self) -> dict[str, int]:
+        """How often something went wrong, by what it was; everything that can is there from the start."""
+        failed = {f"{op.value}_{status.value}": self._failed[op, status] for op, status in _WRONG}
+        closed = {state.value: int(state is self.state) for state in (State.READ_ONLY, State.OFF)}
+        return {**failed, **closed, "checkpoint": self._keeper.failures}
+
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Queue `batch`. Generations above `generation` are refused: they have not been made known by `forget`."""
         self._check_open()
@@ -116,7 +136,8 @@ class FileTier(Tier):
             # Such a record would outlive a crash without its generation, and could be served after a later reset.
             raise TierError(f"generation {newest} was never given to forget(), which knows {self.generation}")
         # All at once, which is one call of the system's; `_write` strikes what was entered since.
-        self._index.strike([op.slot for op in batch if op.op is Op.WRITE])
+        if self._health.allows(Op.WRITE):
+            self._index.strike([op.slot for op in batch if op.op is Op.WRITE])
         return self._workers.submit(batch, deadline)
 
     def poll(self) -> list[TierResult]:
@@ -200,8 +221,13 @@ class FileTier(Tier):
     def _execute(self, op: TierOp, serial: int, worker: int) -> Status:
         if op.generation < self.generation:
             return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
+        if not self._health.allows(op.op):
+            return Status.TIER_OFF
         lane = self._lanes[worker]
         status = self._write(op, serial, lane) if op.op is Op.WRITE else self._serve(op, lane)
+        self._health.note(op.op, status)
+        if status is not Status.OK:
+            self._failed[op.op, status] += 1
         self._keeper.nudge()
         return status
 

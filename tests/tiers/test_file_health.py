@@ -1,0 +1,130 @@
+"""A disk that fills up or fails after the start: read-only, then off; said once, counted, and never a hang."""
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import pytest
+
+from longshore.boundary import Status
+from longshore.testing import TierHarness
+from longshore.testing.tier_harness import key
+from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.file import FileTier, SystemIo
+from longshore.tiers.file.health import PATIENCE, State
+
+
+class FailingIo(SystemIo):
+    """Images cannot be written, or read, while it says so."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+        self.reads = 0
+        self.tried = 0
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+        return self._try(self.writes) or super().pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+        return self._try(self.reads) or super().preadv(fd, buffers, offset)
+
+    def _try(self, error: int) -> int:
+        self.tried += 1
+        if error:
+            raise OSError(error, os.strerror(error))
+        return 0
+
+
+@pytest.fixture
+def io() -> FailingIo:
+    return FailingIo()
+
+
+@pytest.fixture
+def harness(io: FailingIo, harness_of: Callable[..., TierHarness]) -> TierHarness:
+    return harness_of(io=io, threads=1)
+
+
+def tier(harness: TierHarness) -> FileTier:
+    return cast(FileTier, harness.tier)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(errno.ENOSPC, Status.NO_SPACE), (errno.EDQUOT, Status.NO_SPACE), (errno.EIO, Status.IO_ERROR)],
+)
+def test_writes_that_go_on_failing_make_it_read_only(
+    harness: TierHarness, io: FailingIo, caplog: pytest.LogCaptureFixture, number: int, status: Status
+) -> None:
+    harness.store(0, 0)
+    io.writes = number
+    for _ in range(PATIENCE):
+        assert tier(harness).state is State.ON
+        assert harness.run(harness.op(Op.WRITE, 1, 1)) == (status,)
+    assert tier(harness).state is State.READ_ONLY
+    tried = io.tried
+    io.writes = 0
+    for _ in range(3):
+        assert harness.run(harness.op(Op.WRITE, 0, 1)) == (Status.TIER_OFF,)
+    assert io.tried == tried
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "read_only until it is opened again" in caplog.text
+    assert tier(harness).troubles[f"write_{status.value}"] == PATIENCE
+    assert (tier(harness).troubles["read_only"], tier(harness).troubles["off"]) == (1, 0)
+    harness.assert_serves(0, 0)
+    assert tier(harness).recover() == [StoredChunk(0, key(0), None)], "what was refused replaced nothing"
+
+
+def test_reads_that_go_on_failing_turn_it_off(
+    harness: TierHarness, io: FailingIo, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.store(0, 0)
+    io.reads = errno.EIO
+    for _ in range(PATIENCE):
+        assert harness.load(0, 0)[0] is Status.IO_ERROR
+    assert tier(harness).state is State.OFF
+    io.reads = 0
+    assert harness.load(0, 0)[0] is Status.TIER_OFF
+    assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.TIER_OFF,)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert tier(harness).troubles["read_io_error"] == PATIENCE
+    assert tier(harness).troubles["off"] == 1
+
+
+def test_one_that_succeeds_begins_the_count_anew(harness: TierHarness, io: FailingIo) -> None:
+    for _ in range(3):
+        io.writes = errno.ENOSPC
+        for _ in range(PATIENCE - 1):
+            harness.run(harness.op(Op.WRITE, 0, 0))
+        io.writes = 0
+        harness.store(0, 0)
+    assert tier(harness).state is State.ON
+
+
+def test_misses_are_no_failures(harness: TierHarness) -> None:
+    for _ in range(2 * PATIENCE):
+        harness.assert_misses(0, 0)
+    assert tier(harness).state is State.ON
+    assert tier(harness).troubles["read_mismatch"] == 2 * PATIENCE
+
+
+def test_a_tier_that_is_opened_again_is_on(harness: TierHarness, io: FailingIo) -> None:
+    io.writes = errno.ENOSPC
+    for _ in range(PATIENCE):
+        harness.run(harness.op(Op.WRITE, 0, 0))
+    io.writes = 0
+    harness.reopen()
+    harness.store(0, 0)
+
+
+def test_every_trouble_is_there_from_the_start(harness: TierHarness) -> None:
+    assert tier(harness).troubles == dict.fromkeys(
+        [
+            *(f"read_{status}" for status in ("corrupt", "mismatch", "short", "io_error")),
+            *(f"write_{status}" for status in ("io_error", "no_space")),
+            *("read_only", "off", "checkpoint"),
+        ],
+        0,
+    )
