@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.cache.chains import LISTS
-from longshore.cache.eviction import ARC, LRU, EvictionPolicy
+from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.cache.eviction.banded import Banded
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
@@ -32,7 +32,7 @@ def banded(slots: int = SLOTS, kind: type[EvictionPolicy] = LRU) -> Banded:
     return Banded(slots, first.names, kind, first, 35, LISTS + 64)
 
 
-MAKERS = {"LRU": lambda: make(LRU), "ARC": lambda: make(ARC), "banded": banded}
+MAKERS = {"LRU": lambda: make(LRU), "ARC": lambda: make(ARC), "Gittins": lambda: make(Gittins), "banded": banded}
 
 
 @pytest.fixture(params=MAKERS)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from longshore.cache.eviction.promise import AGES, Promises, age_of, kind_of
+
 
 def hits_of(model: Model, paths: Sequence[Sequence[int]]) -> list[int]:
     """For each request how many of its leading blocks were resident, before it was served."""
@@ -15,7 +17,10 @@ def hits_of(model: Model, paths: Sequence[Sequence[int]]) -> list[int]:
         gone = [i for i, block in enumerate(path) if block not in model.blocks]
         found.append(gone[0] if gone else len(path))
         for block in reversed(path):
-            model.access(block)
+            if isinstance(model, GittinsModel):
+                model.access(block, leaf=block == path[-1])
+            else:
+                model.access(block)
             assert len(model.blocks) <= model.slots
             assert len(set(model.blocks)) == len(model.blocks)
     return found
@@ -145,10 +150,52 @@ class S3FIFOModel(Model):
             self.main.append([block, uses - 1])
 
 
+class GittinsModel(Model):
+    """Uses, ages and departures in plain lists; what they promise is the real thing, which has tests of its own."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.promises = Promises()
+        self.state: dict[int, tuple[int, int]] = {}  # block -> uses (0: the end of a prompt), step of the last one
+        self.departed: list[tuple[int, tuple[int, int]] | None] = []
+        self.accesses = self.step = 0
+        self.order = self.promises.order()
+
+    def access(self, block: int, *, leaf: bool = False) -> None:
+        state = self.state.get(block)
+        if block not in self.blocks:
+            if len(self.blocks) == self.slots:
+                victim = min(self.blocks, key=self.rank)
+                self.blocks.remove(victim)
+                self.departed = [*self.departed, (victim, self.state.pop(victim))][-6 * self.slots :]
+            left = [entry for entry in self.departed if entry and entry[0] == block]
+            state = left[0][1] if left else None
+            self.departed = [None if entry in left else entry for entry in self.departed]
+        else:
+            self.blocks.remove(block)
+        self.blocks.append(block)  # the last one was used last
+        uses = 0 if leaf else 1
+        if state is not None:
+            self.promises.came_back.append(kind_of(state[0]) * AGES + age_of(self.step - state[1]))
+            uses = min(state[0] + 1, 32) if state[0] else 2
+        self.promises.became.append(kind_of(uses))
+        self.state[block] = uses, self.step
+        self.accesses += 1
+        if self.accesses % max(64, self.slots // 8) == 0:
+            self.step += 1
+            self.promises.learn()
+            self.order = self.promises.order()
+
+    def rank(self, block: int) -> int:
+        uses, step = self.state[block]
+        return self.order.index(kind_of(uses) * AGES + age_of(self.step - step))
+
+
 MODELS: dict[str, type[Model]] = {
     "fifo": FIFOModel,
     "lru": LRUModel,
     "lru-2": LRU2Model,
     "arc": ARCModel,
     "s3-fifo": S3FIFOModel,
+    "gittins": GittinsModel,
 }

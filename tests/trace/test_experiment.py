@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_models import MODELS, hits_of
+from policy_models import MODELS, GittinsModel, hits_of
 from trace_kit import prompts, whole_trace
 
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction import LRU, Gittins
 from longshore.errors import TraceError
 from longshore.trace.experiment import Experiment, experiment
 from longshore.trace.mooncake import read_excerpt, read_mooncake
 from longshore.trace.optimum import optimal_hits
 from longshore.trace.paths import Paths
 from longshore.trace.policies import REFERENCES, policy_named
+from longshore.trace.synthetic import synthesize
 
 TABLE = {  # hit ratios at 1, 3, 10 and 20 % of the unique blocks of the conversation trace
     "lru": (0.052, 0.126, 0.279, 0.345),
@@ -42,6 +43,15 @@ def test_every_policy_hits_what_its_model_hits(
     assert tier.resident() == set(model.blocks)
     totals = tier.totals()
     assert (totals.requests, totals.block_refs, totals.hits) == (len(paths), sum(map(len, paths)), sum(served))
+
+
+@pytest.mark.parametrize("slots", [1, 5, 40, 700])
+def test_over_many_steps_of_its_clock_gittins_hits_what_its_model_hits(slots: int) -> None:
+    paths = [request.hash_ids for request in synthesize("mixed", requests=300, load=0.2)]
+    tier, model = Experiment(Gittins, slots), GittinsModel(slots)
+    assert [tier.serve(path) for path in paths] == hits_of(model, paths)
+    assert tier.resident() == set(model.blocks)
+    assert model.step > 50
 
 
 def test_hits_are_counted_before_anything_of_the_request_is_done() -> None:

@@ -78,6 +78,15 @@ class Chains:
             first = number
         after[which], before[first] = first, which
 
+    def move(self, first: int, last: int, which: int) -> None:
+        """Put `first` to `last`, which follow one another in some list, at the hot end of list `which`."""
+        after, before = self.after, self.before
+        behind, ahead = before[first], after[last]
+        after[behind], before[ahead] = ahead, behind
+        hottest = before[which]
+        after[hottest], before[first] = first, hottest
+        after[last], before[which] = which, last
+
     def drop(self, number: int) -> None:
         """Take `number` out of the list that it is in."""
         after, before = self.after, self.before

@@ -164,7 +164,7 @@ class Store:
         """Copies have become ready; parents come before children."""
         if self.log.on:
             self._log_arrivals(nodes, tier)
-        self.policies[tier].insert(nodes[::-1])
+        self.policies[tier].insert(nodes[::-1], leaf=bool(nodes) and not any(self.index.children(nodes[-1])))
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].note_use([slots[node] for node in reversed(nodes)])

@@ -82,11 +82,11 @@ class Experiment:
             if used:
                 touch(used)
                 used = []
-            self._bring_in(block)
+            self._bring_in(block, leaf=block == path[-1])
         if used:
             touch(used)
 
-    def _bring_in(self, block: int) -> None:
+    def _bring_in(self, block: int, *, leaf: bool) -> None:
         policy, names = self.policy, self._names
         if len(self._node) >= self._slots:
             victim = policy.coldest()
@@ -99,7 +99,7 @@ class Experiment:
         names[node] = block.to_bytes(8, "big")
         self._block[node] = block
         self._node[block] = node
-        policy.insert((node,))
+        policy.insert((node,), leaf=leaf)
 
     def _grow(self) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
         """Numbers for more blocks."""

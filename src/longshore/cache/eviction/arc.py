@@ -55,7 +55,7 @@ class ARC(EvictionPolicy):
         self._chains.grow(nodes)
         self._place.extend(bytes(max(0, nodes - len(self._place))))
 
-    def insert(self, nodes: Sequence[int]) -> None:
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` became resident: among those seen often if a ghost says that they were here before."""
         check_new(self._place, nodes)
         if len(nodes) == 1:  # five times faster than by whole arrays

@@ -39,8 +39,11 @@ class EvictionPolicy(ABC):
         self.names = names
 
     @abstractmethod
-    def insert(self, nodes: Sequence[int]) -> None:
-        """`nodes` became resident: a part of a path, tail first, so that heads stay longest."""
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+        """`nodes` became resident: a part of a path, tail first, so that heads stay longest.
+
+        With `leaf`, nothing is known to follow the first of them: a prompt ends there.
+        """
 
     @abstractmethod
     def touch(self, nodes: Sequence[int]) -> None:

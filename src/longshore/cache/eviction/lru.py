@@ -30,7 +30,7 @@ class LRU(EvictionPolicy):
         self._chains.grow(nodes)
         self._place.extend(bytes(max(0, nodes - len(self._place))))
 
-    def insert(self, nodes: Sequence[int]) -> None:
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` became resident, the last is now the most recently used."""
         check_new(self._place, nodes)
         if len(nodes) == 1:  # ten times faster than by whole arrays

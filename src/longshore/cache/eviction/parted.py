@@ -41,13 +41,13 @@ class Parted(EvictionPolicy):
         for policy in self._parts.values():
             policy.grow(nodes)
 
-    def insert(self, nodes: Sequence[int]) -> None:
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` became resident, each where it is wanted."""
         for node in nodes:
             if self._part[node] != _OUT:
                 raise known(node)
         for number, ours in self._split(nodes, self.wanted):
-            self.part(number).insert(ours)
+            self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
             for node in ours:
                 self._part[node] = number
 
