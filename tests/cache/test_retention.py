@@ -7,13 +7,15 @@ from cache_setup import IMAGE_BYTES, chunks, key, path_of
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
+from longshore.cache.eviction import LRU
 from longshore.cache.retention import at
 from longshore.cache.sightings import Sightings
 from longshore.errors import CacheError, JobError
 
 
 def build(host: int, file: int = 0, **settings: object) -> TieredCache:
-    tiers = [TierSpec(HOST, host, IMAGE_BYTES), *([TierSpec(FILE, file, IMAGE_BYTES)] if file else [])]
+    slots = {HOST: host, **({FILE: file} if file else {})}
+    tiers = [TierSpec(name, count, IMAGE_BYTES, LRU) for name, count in slots.items()]
     return TieredCache(tiers, CacheSettings(**settings))  # type: ignore[arg-type]
 
 
