@@ -37,10 +37,10 @@ class Departed:
         self._allocate(0, 0)
 
     def _allocate(self, places: int, heads: int) -> None:
-        # Zeros of numpy take memory only where they are written to; looking at single numbers is faster by `data`.
-        self._tags, self._before = np.zeros(places, np.uint32).data, np.zeros(places, np.uint32).data
-        self._when, self._uses = np.zeros(places, np.int32).data, np.zeros(places, np.uint8).data
-        self._heads = np.zeros(heads, np.uint32).data
+        # Zeros of numpy take memory only where they are written to. Single numbers are read faster by `data`.
+        self._tags, self._before = np.zeros(places, np.uint32), np.zeros(places, np.uint32)
+        self._when, self._uses = np.zeros(places, np.int32), np.zeros(places, np.uint8)
+        self._heads = np.zeros(heads, np.uint32)
 
     def add(self, key: Key, when: int, uses: int) -> None:
         """`key`, which is not remembered, left: it takes the place of the oldest."""
@@ -48,16 +48,16 @@ class Departed:
 
     def add_all(self, keys: Sequence[Key], when: Sequence[int], uses: Sequence[int]) -> None:
         """The same for many different keys, which left in this order."""
-        if not self._tags:
+        if not len(self._tags):
             self._allocate(self._limit, self._mask + 1)
-        tags, before, heads, mask, known = self._tags, self._before, self._heads, self._mask, self._uses
-        at, limit, count = self._next, self._limit, self.count
+        tags, before, heads, last = self._tags.data, self._before.data, self._heads.data, self._when.data
+        known, at, limit, count = self._uses.data, self._next, self._limit, self.count
         for key, then, use in zip(keys, when, uses, strict=True):
             tag = crc32(key)
             if not known[at]:
                 count += 1
-            tags[at], self._when[at], known[at] = tag, then, use
-            head = tag & mask
+            tags[at], last[at], known[at] = tag, then, use
+            head = tag & self._mask
             before[at] = heads[head]
             at += 1
             heads[head] = at  # one more than the place: 0 is none
@@ -70,7 +70,8 @@ class Departed:
         found: list[tuple[int, int, int]] = []
         if not self.count:
             return found
-        tags, before, heads, mask, uses = self._tags, self._before, self._heads, self._mask, self._uses
+        tags, before, heads = self._tags.data, self._before.data, self._heads.data
+        when, uses, mask = self._when.data, self._uses.data, self._mask
         for position, key in enumerate(keys):
             tag = crc32(key)
             at, last = heads[tag & mask] - 1, -1
@@ -79,7 +80,7 @@ class Departed:
                 if age <= last:
                     break
                 if tags[at] == tag and uses[at]:
-                    found.append((position, self._when[at], uses[at]))
+                    found.append((position, when[at], uses[at]))
                     uses[at] = 0
                     break
                 at, last = before[at] - 1, age
@@ -88,6 +89,6 @@ class Departed:
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless what is remembered is counted."""
-        noted = sum(1 for uses in self._uses if uses)
+        noted = np.count_nonzero(self._uses)
         if noted != self.count:
             raise CacheError(f"{noted} departures are noted, {self.count} counted")
