@@ -139,7 +139,7 @@ def test_files_keep_both_sizes_over_a_restart(tmp_path: Path) -> None:
 def test_random_prompts_of_both_groups_never_get_a_wrong_byte(tmp_path: Path, files: bool) -> None:
     machine = Machine(tmp_path if files else None)
     chance, came, changes = random.Random(4), {FULL: 0, WINDOW: 0}, set()
-    for _ in range(150):
+    for _ in range(200):
         group, prompt = chance.choice([FULL, WINDOW]), chance.randrange(3)
         keys = path(group, prompt, chance.randint(1, 2) if group == FULL else chance.randint(1, 6))
         if chance.random() < 0.5:
