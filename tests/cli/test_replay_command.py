@@ -60,6 +60,14 @@ def test_a_replay_in_virtual_time(tmp_path: Path) -> None:
     assert "assumed:" in table
 
 
+def test_engines_that_are_asked_for_too_much_are_told_of() -> None:
+    done = CliRunner().invoke(app, ["replay", EXCERPT, *TIMED, "--prefill-rate", "50"], catch_exceptions=False)
+    assert "--engines" in done.stderr
+    enough = done.stderr.replace("\n", " ").split("--engines ")[1].split()[0]
+    quiet = ["replay", EXCERPT, *TIMED, "--prefill-rate", "50", "--engines", enough]
+    assert "times say little" not in CliRunner().invoke(app, quiet, catch_exceptions=False).stderr
+
+
 def test_the_machine_can_be_described(tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
     bench.write_text(json.dumps({"cases": [{"name": "read/2MiB", "value": 1.0}]}))

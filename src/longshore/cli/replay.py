@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from longshore.trace.tiered import TieredReplay
 
 _SAY_EVERY = 500
+_COMFORTABLE = 0.7
+"""Share of their time that engines are busy where queues stay short."""
 
 
 def replay(
@@ -103,6 +106,7 @@ def replay(
         run = TieredReplay(timing, block_tokens, tiers, kind, engines=engines, gated=gate)
         with console.status("reading") as status:
             facts, rows = _replay(run, _progress(requests, status), name, optimum, report)
+        _warn(run, console)
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -160,6 +164,18 @@ def _replay(
 
         write_report(found, report)
     return found.as_json(), found.rows()
+
+
+def _warn(run: TieredReplay, console: Console) -> None:
+    """Say so where waiting for an engine hides what the tiers do."""
+    tally = run.tally
+    if tally.computing > tally.seconds * run.engines > 0:
+        enough = math.ceil(tally.recomputing / tally.seconds / _COMFORTABLE)
+        console.print(
+            f"The trace asks for more than {run.engines} of these engines can compute, so queues grow as long as it "
+            f"lasts, and times say little. --engines {enough} would do even if all were computed.",
+            style="yellow",
+        )
 
 
 class _Blocks:
