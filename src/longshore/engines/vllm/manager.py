@@ -212,9 +212,15 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Write back what a restart would lose, and give everything back. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._store.close()
+        if self._closed:
+            return
+        self._closed = True
+        loans = [request.loan for request in self._requests.values() if request.loan is not None]
+        open_ones = [*self._stores.values(), *loans, *(ticket for ticket, _ in self._stale)]
+        with self._runtime.control() as cache:
+            for job, _ in (each for ticket in open_ones for each in ticket.jobs):
+                cache.withdraw(job)  # nobody will tell, and nothing is served any more
+        self._store.close()
 
     # ------------------------------------------------------------------ inside
 
