@@ -145,3 +145,14 @@ def test_an_engine_shows_its_queues_and_what_its_device_did_the_slower_way() -> 
     assert found.get_sample_value("longshore_device_fallbacks_total", {"reason": "new_event"}) == 3
     engine.close()
     assert found.get_sample_value("longshore_device_fallbacks_total", {"reason": "new_event"}) == 3
+
+
+def test_what_foreign_tiers_were_asked_for_is_counted_by_answer() -> None:
+    cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES)], foreign=["store"])
+    runtime = Runtime(cache, [])
+    found, labels = registry(runtime), {"tier": "store", "answer": "none"}
+    assert found.get_sample_value("longshore_probed_chunks_total", labels) == 0
+    with runtime.control() as control:
+        control.match(PATH, 0.0)  # nobody is there to ask
+    assert found.get_sample_value("longshore_probed_chunks_total", labels) == len(PATH)
+    assert found.get_sample_value("longshore_dropped_chunks_total", {"tier": "store", "reason": "write_failed"}) == 0

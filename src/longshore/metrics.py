@@ -58,6 +58,13 @@ def _counters(counters: Counters) -> Iterable[Metric]:
         for reason, count in reasons.items():
             drops.add_metric([tier, reason.value], count)
     yield drops
+    probes = CounterMetricFamily(
+        "longshore_probed_chunks", "Chunks that foreign tiers were asked for", labels=["tier", "answer"]
+    )
+    for tier, answers in counters.probes.items():
+        for answer, count in answers.items():
+            probes.add_metric([tier, answer.value], count)
+    yield probes
     routes = counters.routes
     moved = {route: totals.bytes for route, totals in routes.items()}
     yield _family("longshore_moved_bytes", "Bytes that arrived", "route", moved)
