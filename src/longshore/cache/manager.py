@@ -26,6 +26,7 @@ from longshore.cache.holds import Holds
 from longshore.cache.jobs import Held, Load
 from longshore.cache.joint import Joint
 from longshore.cache.loading import Loading
+from longshore.cache.moving import make_way
 from longshore.cache.prefetching import Prefetching
 from longshore.cache.resizing import resize
 from longshore.cache.retention import Retention
@@ -444,13 +445,22 @@ class TieredCache:
         """The device's memory is back, and empty."""
         self._device.asleep = False
 
-    def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
+    def resize(self, tier: str, slots: int, *, discard: bool = False, move: bool = False) -> int | None:
         """Have `slots` slots (slabs, where images have several sizes) in `tier`; the caller gives or takes the memory.
 
         What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
         and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
+
+        With `move` it is copied to lower slots instead, by one job, which is returned: ask again when that has ended.
+        `None` says that the tier has its new size. What could not be copied stays, and is in the way as before.
         """
-        resize(self._store, self._tier(tier), slots, discard=discard)
+        at = self._tier(tier)
+        if move and discard:
+            raise CacheError("what is in the way is moved, or discarded, not both")
+        job = make_way(self._flow, at, slots) if move and slots >= 0 else None
+        if job is None:
+            resize(self._store, at, slots, discard=discard)
+        return job
 
     def reset(self) -> int:
         """Forget everything, here and after a restart; returns the new generation.

@@ -95,11 +95,18 @@ class SlotPool:
 
     def claim(self, indices: Sequence[int], pools: Sequence[int] | None = None) -> None:
         """Take these very slots (found occupied, and whole, at start), each of its pool, 0 unless said; all or none."""
+        self._take_these(indices, [0] * len(indices) if pools is None else pools, READY)
+
+    def reserve(self, indices: Sequence[int], pools: Sequence[int]) -> None:
+        """Take these very slots of `pools`, to be filled; all or none."""
+        self._take_these(indices, pools, FILLING)
+
+    def _take_these(self, indices: Sequence[int], pools: Sequence[int], to: int) -> None:
         bad = [i for i in indices if not 0 <= i < self.capacity or self.state[i] != FREE]
         if bad or len(set(indices)) != len(indices):
             raise CacheError(f"slots to claim must be free, distinct and below {self.capacity}: {bad or indices}")
-        self._claim(indices, [0] * len(indices) if pools is None else pools)
-        self.move_all(indices, FREE, READY)
+        self._claim(indices, pools)
+        self.move_all(indices, FREE, to)
 
     def resize(self, slabs: int) -> None:
         """Have `slabs` slabs from now on. Raises `CapacityError`, and changes nothing, while one above is taken."""

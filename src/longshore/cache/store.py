@@ -187,6 +187,24 @@ class Store:
             parent = index.key[index.parent[node]]
             self.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
 
+    def moved(self, tier: int, source: int, target: int, status: Status) -> None:
+        """A job has copied a chunk from slot `source` to slot `target` of the same tier, or not."""
+        pool = self.pools[tier]
+        del pool.writer[target]
+        wanted = pool.state[source] == READY
+        if status is not Status.OK or not wanted:
+            pool.move(target, FREE)
+            (self.condemn(tier, source, status) if status.condemns_source else self.unread(tier, [source]))
+            return
+        pool.readers[source] -= 1
+        node = pool.node[source]
+        self.index.slot[tier][node] = target
+        pool.node[target] = node
+        pool.move(target, READY)
+        pool.move(source, DRAINING if pool.is_busy(source) else FREE)
+        pool.node[source] = ROOT
+        self.policies[tier].release((node,))
+
     # ------------------------------------------------------------------ losses
 
     def fail(self, tier: int, slot: int, fault: Status) -> None:
@@ -474,7 +492,8 @@ class Store:
             pool.check_integrity()
             policy.check_integrity()
             live = [node for node in self.index if self.index.slot[tier][node] >= 0]
-            if len(live) + len(pool.draining()) != pool.used:
+            targets = sum(state == FILLING and not node for state, node in zip(pool.state, pool.node, strict=True))
+            if len(live) + len(pool.draining()) + targets != pool.used:
                 raise CacheError(f"{level.name}: {len(live)} copies own {pool.used} slots")
             ready = [node for node in live if self.index.is_ready(node, tier)]
             if len(policy) != len(ready) or not all(node in policy for node in ready):

@@ -24,6 +24,7 @@ from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.host_memory import open_arena, registrar_for
+from longshore.runtime.host_mover import HostMover
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
 from longshore.runtime.tier_mover import TierMover
@@ -131,7 +132,9 @@ def open_stack(
         device.reach(arena.in_one_piece)
         engine = TransferEngine(layout, device, host)
         undo.callback(engine.close)
-        movers: list[Mover] = [engine] if file is None else [engine, TierMover(file, host)]
+        movers: list[Mover] = [engine, HostMover(host)]
+        if file is not None:
+            movers.append(TierMover(file, host))
         runtime = _make_runtime(config, layout, _Grouping(groups, partial, pools), host, file, movers)
         undo.pop_all()
     return _start(config, layout, scope, runtime, engine, host, file, arena)
