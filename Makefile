@@ -58,7 +58,8 @@ SANITIZED ?= every_way_keeps_every_byte or reference_does
 gpu: $(VENV)/ready
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
 		echo "make gpu: no GPU here (torch sees no CUDA device): nothing was tested, nothing was measured" >&2; exit 1; }
-	$(BIN)/python -c 'import triton' || $(BIN)/python -m pip install -q --disable-pip-version-check -e '.[cuda]'
+	$(BIN)/python -c 'import triton, cuda.bindings.cufile' || \
+		$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[gds]'
 	$(BIN)/pytest -q tests/gpu
 	$(BIN)/python -m examples.reference_engine --device cuda
 	@if command -v compute-sanitizer >/dev/null; then set -x; \

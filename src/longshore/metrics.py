@@ -3,7 +3,7 @@
 Every label is present from the start, at zero, so that a tier that never serves is visible as such.
 
     from prometheus_client import REGISTRY
-    REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events))
+    REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file))
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from longshore.cache import Counters, TierStats
 from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime.loop import Guarded
 from longshore.tiers.arena import ArenaReport
+from longshore.tiers.base import Tier
 from longshore.tiers.host import HostTier
 from longshore.transfer import TransferEngine, TransferStats
 
 
 class LongshoreCollector(Collector):
-    """The metrics of one runtime, and of those of its host memory, engine and recorder that are in this process."""
+    """The metrics of one runtime, and of those of its host memory, engine, recorder and file tier that are here."""
 
     def __init__(
         self,
@@ -32,11 +33,13 @@ class LongshoreCollector(Collector):
         host: HostTier | None = None,
         engine: TransferEngine | None = None,
         events: EventRecorder | None = None,
+        file: Tier | None = None,
     ) -> None:
         self._runtime = runtime
         self._host = host
         self._engine = engine
         self._events = events
+        self._file = file
 
     def collect(self) -> Iterable[Metric]:
         """All metric families, read in one go under the runtime's lock; also after its end."""
@@ -45,7 +48,8 @@ class LongshoreCollector(Collector):
         arena = [] if self._host is None else _arena(self._host.report)
         transfers = [] if self._engine is None else _transfers(self._engine.stats())
         events = [] if self._events is None else _recorded(self._events)
-        return [*books, *_guarded(self._runtime.guarded), *arena, *transfers, *events]
+        file = [] if self._file is None else _filed(self._file)
+        return [*books, *_guarded(self._runtime.guarded), *arena, *transfers, *events, *file]
 
 
 def _counters(counters: Counters) -> Iterable[Metric]:
@@ -98,6 +102,10 @@ def _recorded(events: EventRecorder) -> Iterable[Metric]:
     yield CounterMetricFamily("longshore_events_missed", "Events that are missing in it", events.missed)
     off = events.failure is not None
     yield GaugeMetricFamily("longshore_events_off", "Whether the file could not be written, and is given up", off)
+
+
+def _filed(file: Tier) -> Iterable[Metric]:
+    yield _family("longshore_file_fallbacks", "What the file tier did the slower way", "reason", file.fallbacks)
 
 
 def _arena(report: ArenaReport) -> Iterable[Metric]:

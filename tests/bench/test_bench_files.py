@@ -99,10 +99,12 @@ def test_the_functions_of_vllm_are_used_where_they_are_installed(
 ) -> None:
     moved: list[tuple[str, int, int, bool]] = []
 
-    def move(path: str, image: memoryview, offset: int, size: int, use_o_direct: bool) -> None:
-        moved.append((Path(path).name, offset, size, use_o_direct))
+    def move(paths: list[str], memory: memoryview, offsets: list[int], size: int, use_o_direct: bool) -> None:
+        assert len(memory) == images.nbytes
+        names = [Path(path).name for path in paths]
+        moved.extend((name, offset, size, use_o_direct) for name, offset in zip(names, offsets, strict=True))
 
-    found = SimpleNamespace(store_block=move, load_block=move)
+    found = SimpleNamespace(batch_store_block=move, batch_load_block=move)
     monkeypatch.setattr(file_sides, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__path__=[]))  # type: ignore[arg-type]
     for name in ("vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.tiering", "vllm.v1.kv_offload.tiering.fs"):
@@ -111,7 +113,7 @@ def test_the_functions_of_vllm_are_used_where_they_are_installed(
     side = PerFile(tmp_path / "side", images, direct=True)
     assert side.name.startswith("vLLM's file tier")
     side.move("overwrite")
-    assert sorted(moved) == [(f"{image:08x}", 0, SIZE, True) for image in range(COUNT)]
+    assert sorted(moved) == [(f"{image:08x}", image * SIZE, SIZE, True) for image in range(COUNT)]
 
 
 def test_a_reference_that_fails_is_not_measured(tmp_path: Path, images: Images) -> None:

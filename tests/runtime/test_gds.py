@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 sys.path.append(str(Path(__file__).parents[1] / "tiers"))
 from cufile_stand_in import StandInCuFile, cuFileError
@@ -24,6 +25,7 @@ from longshore.config import Config
 from longshore.errors import ConfigError, DeviceError, LongshoreError, PlanError, TierClosedError
 from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
+from longshore.metrics import LongshoreCollector
 from longshore.runtime import stack as stack_module
 from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.selftest import self_test
@@ -109,7 +111,7 @@ def load(stack: Stack, blocks: list[int], start: int = 0) -> int:
 
 def fallbacks(stack: Stack) -> dict[str, int]:
     assert isinstance(stack.file, GdsFileTier)
-    return dict(stack.file.fallbacks)
+    return {reason: count for reason, count in stack.file.fallbacks.items() if count}
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -160,6 +162,26 @@ def test_every_other_image_by_way_of_the_host(pages: Pages, tmp_path: Path, libr
         np.testing.assert_array_equal(pages.read(blocks), before)
         assert fallbacks(stack) == {"gds_write": fired.count("write"), "gds_read": fired.count("read")}
         assert {"read", "write"} <= set(fired)
+
+
+def test_what_went_by_way_of_the_host_is_a_metric(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:
+    with opened(pages, tmp_path, library) as stack:
+        found = CollectorRegistry()
+        found.register(LongshoreCollector(stack.runtime, engine=stack.engine, file=stack.file))
+
+        def count(reason: str) -> float | None:
+            return found.get_sample_value("longshore_file_fallbacks_total", {"reason": reason})
+
+        reasons = ("no_direct_io", "no_gds", "gds_write", "gds_read", "unaligned", "host_checksum")
+        assert [count(reason) for reason in reasons] == [0] * 6
+
+        def fault(name: str) -> None:
+            if name == "write":
+                raise cuFileError("full")
+
+        library.fault = fault
+        store(stack, list(range(2 * CHUNKS)))
+        assert count("gds_write") == CHUNKS
 
 
 def test_what_rots_ends_the_load_there_and_nothing_else_changes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.file import cufile as cufile_module
-from longshore.tiers.file.cufile import CuFile
+from longshore.tiers.file.cufile import DESCRIPTOR, OPAQUE_FD, CuFile
 from longshore.tiers.file.format import parse_header
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
@@ -88,7 +89,7 @@ def open_gds(arena: Arena, directory: Path, library: StandInCuFile) -> Iterator[
 
 def fallbacks(harness: TierHarness) -> dict[str, int]:
     assert isinstance(harness.tier, GdsFileTier)
-    return dict(harness.tier.fallbacks)
+    return {reason: count for reason, count in harness.tier.fallbacks.items() if count}
 
 
 def header_of(directory: Path, slot: int) -> Any:
@@ -151,6 +152,38 @@ def test_without_a_cufile_that_works_everything_goes_by_way_of_the_host(
     harness.assert_serves(0, 0)
     assert fallbacks(harness) == {"no_gds": 1}
     assert library.is_clean
+
+
+def test_the_bindings_have_what_is_used_here() -> None:
+    """Functions by their names, and the structure that describes a file; the library itself need not be there."""
+    real: Any = cufile_module.load()
+    for name in (
+        "driver_open",
+        "driver_close",
+        "handle_register",
+        "handle_deregister",
+        "buf_register",
+        "buf_deregister",
+    ):
+        assert callable(getattr(real, name))
+        assert callable(getattr(StandInCuFile, name))
+    for name in ("read", "write"):
+        assert f"{name}(intptr_t fh, intptr_t buf_ptr_base, size_t size, off_t file_offset, off_t buf_ptr_offset)" in (
+            getattr(real, name).__doc__
+        )
+    described = real.Descr()
+    described.type = real.FileHandleType.OPAQUE_FD
+    described.handle.fd = 77
+    assert ctypes.string_at(described.ptr, DESCRIPTOR.size) == DESCRIPTOR.pack(OPAQUE_FD, 77, 0)
+    assert real.descr_dtype.itemsize == DESCRIPTOR.size
+
+
+def test_with_the_real_bindings_it_works_whether_the_library_is_there_or_not(
+    open_gds: Callable[..., TierHarness],
+) -> None:
+    harness = open_gds(None)
+    harness.store(0, 0)
+    harness.assert_serves(0, 0)
 
 
 def test_without_the_package_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

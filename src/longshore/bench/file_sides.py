@@ -11,7 +11,6 @@ All move the same bytes in the same random order, between the same memory (fio: 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import itertools
 import json
@@ -21,7 +20,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -157,7 +156,7 @@ class PlainLoop:
             if moved != images.image_bytes:
                 raise BenchError(f"plain I/O moved only {moved} bytes of image {image}")
 
-        return in_threads(one, images)
+        return in_threads(one, images.order)
 
     def close(self) -> None:
         """Close the file."""
@@ -204,43 +203,50 @@ class Fio:
 
 
 class PerFile:
-    """A file for each image, which comes into being whole or not at all."""
+    """A file for each image, which comes into being whole or not at all. Each thread has its share from the start."""
 
     def __init__(self, directory: Path, images: Images, *, direct: bool) -> None:
         directory.mkdir()
         self._directory = directory
         self._images = images
-        self._store, self._load, self.name = _vllm_files(direct=direct) or _own_files(direct=direct)
+        self._direct = direct
+        ways: _Files = _vllm_files() or (_store_files, _load_files, f"a file for each image, {THREADS} threads")
+        self._store, self._load, self.name = ways
 
     def move(self, kind: str) -> float:
         """`overwrite` removes what is there first, which takes no time here: such stores never overwrite."""
         if kind != "read":
             for path in self._directory.iterdir():
                 path.unlink()
+        images, move = self._images, self._load if kind == "read" else self._store
+        whole = images.arena.view(0, images.nbytes)
 
-        def one(image: int) -> None:
-            move = self._load if kind == "read" else self._store
-            move(str(self._directory / f"{image:08x}"), self._images.view(image))
+        def some(share: int) -> None:
+            mine = images.order[share::THREADS]
+            paths = [str(self._directory / f"{image:08x}") for image in mine]
+            offsets = [image * images.image_bytes for image in mine]
+            if mine:
+                move(paths, whole, offsets, images.image_bytes, use_o_direct=self._direct)
 
-        return in_threads(one, self._images)
+        return in_threads(some, list(range(THREADS)))
 
     def close(self) -> None:
         """Nothing is open between two calls."""
 
 
-def in_threads(move: Callable[[int], None], images: Images) -> float:
-    """Seconds until `THREADS` threads, each of which takes the next image, have moved all."""
+def in_threads(work: Callable[[int], None], items: Sequence[int]) -> float:
+    """Seconds until `THREADS` threads, each of which takes the next of `items`, have done `work` on all."""
     turns = itertools.count()
     failures: list[Exception] = []
 
-    def work() -> None:
+    def take_turns() -> None:
         try:
-            while (turn := next(turns)) < images.count:
-                move(images.order[turn])
+            while (turn := next(turns)) < len(items):
+                work(items[turn])
         except (OSError, BenchError) as error:
             failures.append(error)
 
-    workers = [threading.Thread(target=work) for _ in range(THREADS)]
+    workers = [threading.Thread(target=take_turns) for _ in range(THREADS)]
     begun = time.perf_counter()
     for worker in workers:
         worker.start()
@@ -269,43 +275,38 @@ def _closed_on_error(fd: int) -> Iterator[None]:
         raise
 
 
-_Mover = Callable[[str, memoryview], None]
+_Files = tuple[Callable[..., None], Callable[..., None], str]
+"""How files are stored and loaded, and what that is called."""
 
 
-def _own_files(*, direct: bool) -> tuple[_Mover, _Mover, str]:
-    flags = os.O_DIRECT if direct else 0
-
-    def move(path: str, how: int, call: Callable[[int, list[memoryview]], int], image: memoryview) -> None:
-        fd = os.open(path, how | flags, 0o600)
-        try:
-            moved = call(fd, [image])
-        finally:
-            os.close(fd)
-        if moved != len(image):
-            raise BenchError(f"only {moved} bytes of {path} were moved")
-
-    def store(path: str, image: memoryview) -> None:
+def _store_files(paths: list[str], memory: memoryview, offsets: list[int], nbytes: int, *, use_o_direct: bool) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if use_o_direct else 0)
+    for path, offset in zip(paths, offsets, strict=True):
         temporary = f"{path}.tmp"
-        move(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.writev, image)
+        _move_file(temporary, flags, os.writev, memory[offset : offset + nbytes])
         os.replace(temporary, path)  # noqa: PTH105 - as short as it can be: this is what is measured
 
-    def load(path: str, image: memoryview) -> None:
-        move(path, os.O_RDONLY, os.readv, image)
 
-    return store, load, f"a file for each image, {THREADS} threads"
+def _load_files(paths: list[str], memory: memoryview, offsets: list[int], nbytes: int, *, use_o_direct: bool) -> None:
+    flags = os.O_RDONLY | (os.O_DIRECT if use_o_direct else 0)
+    for path, offset in zip(paths, offsets, strict=True):
+        _move_file(path, flags, os.readv, memory[offset : offset + nbytes])
 
 
-def _vllm_files(*, direct: bool) -> tuple[_Mover, _Mover, str] | None:
-    """vLLM's own functions for that, where they are installed in the form that is known here."""
+def _move_file(path: str, flags: int, call: Callable[[int, list[memoryview]], int], image: memoryview) -> None:
+    fd = os.open(path, flags, 0o600)
+    try:
+        moved = call(fd, [image])
+    finally:
+        os.close(fd)
+    if moved != len(image):
+        raise BenchError(f"only {moved} bytes of {path} were moved")
+
+
+def _vllm_files() -> _Files | None:
+    """vLLM's own functions for that, where they are installed in the form that is known here (0.32, 0.33)."""
     try:
         found: Any = importlib.import_module("vllm.v1.kv_offload.tiering.fs.io") if find_spec("vllm") else None
-    except ImportError:
-        found = None
-    if found is None or not (hasattr(found, "store_block") and hasattr(found, "load_block")):
+        return found and (found.batch_store_block, found.batch_load_block, f"vLLM's file tier, {THREADS} threads")
+    except (ImportError, AttributeError):
         return None
-
-    def run(call: Callable[..., None], path: str, image: memoryview) -> None:
-        call(path, image, 0, len(image), use_o_direct=direct)
-
-    store, load = (functools.partial(run, call) for call in (found.store_block, found.load_block))
-    return store, load, f"vLLM's file tier, {THREADS} threads"

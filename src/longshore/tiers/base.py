@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from longshore.boundary import Key, Status
@@ -118,6 +118,11 @@ class Tier(ABC):
 
     def forget(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
         """From now on, also after a restart, serve nothing written before `generation`."""
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """What was done the slower way, by reason; every reason from the start on."""
+        return {}
 
     @property
     def generation(self) -> int:

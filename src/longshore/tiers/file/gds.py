@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +25,8 @@ from longshore.tiers.file.payload import Arrived, Lane, Seal, is_aligned, padded
 from longshore.tiers.file.segment import Segment
 from longshore.tiers.file.system import RawIo
 from longshore.tiers.file.tier import FileTier
+
+_REASONS = ("no_gds", "gds_write", "gds_read", "unaligned", "host_checksum")
 
 _log = logging.getLogger(__name__)
 
@@ -85,13 +86,13 @@ class GdsFileTier(FileTier):
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """How often something went by way of the host, by reason.
+        """As for `FileTier`, and how often something went by way of the host.
 
         `no_gds`: cuFile cannot be used here, so everything does. `gds_write`, `gds_read`: it refused an image.
         `unaligned`: an image that begins or ends within a page. `host_checksum`: a record whose checksum is not for
         devices, as one from host memory.
         """
-        return self._gds.fallbacks
+        return {**super().fallbacks, **self._gds.fallbacks}
 
 
 class GdsPayload:
@@ -101,7 +102,7 @@ class GdsPayload:
         self._memory = memory
         self._segment = segment
         self._counting = threading.Lock()
-        self._fallbacks: Counter[str] = Counter()
+        self._fallbacks = dict.fromkeys(_REASONS, 0)
         self._file = self._open(load)
 
     @property

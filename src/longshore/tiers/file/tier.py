@@ -11,7 +11,7 @@ import contextlib
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -108,6 +108,11 @@ class FileTier(Tier):
             self._workers = Workers(self._execute, threads, f"longshore-{self.name}")
             resources.callback(self._workers.close)
             self._resources = resources.pop_all()
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """What is done the slower way, by reason. `no_direct_io`: by way of the page cache."""
+        return {"no_direct_io": int(not self.direct)}
 
     @property
     def generation(self) -> int:
