@@ -35,6 +35,16 @@ def test_the_runs_and_their_json(tmp_path: Path) -> None:
     json.dumps(facts)
 
 
+def test_straight_between_device_and_files(tmp_path: Path) -> None:
+    """Without a host tier, and bit for bit the same; where there is no cuFile, image by image by way of the host."""
+    options = DemoOptions(**SMALL, block_tokens=16, requests=16, settings={"file_mode": "gds"})
+    facts = run_demo(options, tmp_path, Console(quiet=True)).as_json()
+    assert facts["bit_exact"] is True
+    assert facts["restored_blocks"]["file"] > facts["restored_blocks"]["host"] == 0
+    assert set(facts["routes"]) == {"device->file", "file->device"}
+    assert all(route["bytes"] > 0 for route in facts["routes"].values())
+
+
 def test_the_defaults_outgrow_the_device_and_the_host() -> None:
     demo = Demo(DemoOptions(**SMALL))
     assert len(demo.workload) >= 60

@@ -108,6 +108,16 @@ def test_a_segment_that_ends_early_is_damage(directory: Path) -> None:
     assert "ends 2 slots early" in done.stdout
 
 
+def test_an_index_that_cannot_be_used_is_said(directory: Path) -> None:
+    assert told("fsck", directory)["index"] is True
+    for name in ("index.0", "index.1"):
+        (directory / name).write_bytes(b"")
+    assert told("fsck", directory)["index"] is False
+    done = run("fsck", directory)
+    assert done.exit_code == 0  # no record is lost by that
+    assert "the next start reads all headers" in done.stdout
+
+
 def test_a_table_of_what_is_there(directory: Path) -> None:
     done = run("inspect", directory)
     assert done.exit_code == 0

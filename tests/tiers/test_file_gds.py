@@ -140,7 +140,11 @@ def test_what_cufile_refuses_goes_by_way_of_the_host_and_is_counted(
 @pytest.mark.parametrize("missing", ["driver_open", "handle_register", "buf_register", "read"])
 @pytest.mark.parametrize("how", ["missing", "raises"])
 def test_without_a_cufile_that_works_everything_goes_by_way_of_the_host(
-    open_gds: Callable[..., TierHarness], missing: str, how: str, caplog: pytest.LogCaptureFixture
+    open_gds: Callable[..., TierHarness],
+    missing: str,
+    how: str,
+    directory: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(*_: object) -> None:
         raise cuFileError("not supported here")
@@ -152,6 +156,7 @@ def test_without_a_cufile_that_works_everything_goes_by_way_of_the_host(
     harness.assert_serves(0, 0)
     assert fallbacks(harness) == {"no_gds": 1}
     assert library.is_clean
+    assert header_of(directory, 0).algorithm == XXH3_64
 
 
 def test_the_bindings_have_what_is_used_here() -> None:

@@ -230,7 +230,7 @@ def _snapshot(tiers: Tiers) -> Counters:
 
 def _sample(tiers: Tiers, seconds: float, request: int) -> OccupancySample:
     used = tiers.occupancy()
-    return OccupancySample(seconds, request, used["device"], used["host"], used.get("file", 0))
+    return OccupancySample(seconds, request, used["device"], used.get("host", 0), used.get("file", 0))
 
 
 def _routes(before: Counters, after: Counters) -> dict[str, RouteTotal]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -16,6 +16,8 @@ from rich.progress import track
 from rich.table import Table
 
 from longshore.config import format_bytes
+from longshore.tiers.file.audit import Audit, Condition, Finding
+from longshore.tiers.file.inspection import inspect as sum_up
 
 T = TypeVar("T")
 
@@ -39,8 +41,6 @@ def fsck(
     Exit status: [bold]0[/bold] all is well, or was repaired; [bold]1[/bold] there is damage; [bold]2[/bold] it could
     not be checked: no such directory, one that a live process uses, or one that is not a file tier's.
     """
-    from longshore.tiers.file.audit import Audit, Condition  # noqa: PLC0415 - not for every command
-
     with Audit(directory) as audit:
         found = Counter(dict.fromkeys(Condition, 0))
         damaged = []
@@ -50,37 +50,40 @@ def fsck(
                 damaged.append(finding)
         if repair:
             audit.repair([finding.slot for finding in damaged])
-        missing = audit.missing
-    is_well = not missing and (repair or not damaged)
+        missing, has_index = audit.missing, audit.entries() is not None
     if as_json:
-        records = [
-            {
-                "slot": each.slot,
-                "condition": each.condition.value,
-                "key": each.header.key.hex() if each.header is not None else None,
-            }
-            for each in damaged
-        ]
         counts = {condition.name.lower(): found[condition] for condition in Condition}
-        facts = {"directory": str(directory), "slots": counts, "missing": missing, "damaged": records}
-        typer.echo(json.dumps({**facts, "repaired": len(damaged) if repair else 0}))
+        facts = {"directory": str(directory), "slots": counts, "missing": missing, "index": has_index}
+        repaired = len(damaged) if repair else 0
+        typer.echo(json.dumps({**facts, "damaged": [_plain(each) for each in damaged], "repaired": repaired}))
     else:
-        console = Console()
-        table = _table("slots", "")
-        for condition in Condition:
-            if found[condition]:
-                style = "bold red" if condition.is_damage else None
-                table.add_row(f"{found[condition]:,}", condition.value, style=style)
-        console.print(table)
-        for each in damaged[:_SHOWN]:
-            key = f"  key {each.header.key.hex()[:16]}" if each.header is not None else ""
-            console.print(f"slot {each.slot}: {each.condition.value}{key}", highlight=False)
-        if len(damaged) > _SHOWN:
-            console.print(f"and {len(damaged) - _SHOWN:,} more: --json lists all", highlight=False)
+        console = Console(highlight=False)
+        _show(console, found, damaged)
         if missing:
-            console.print(f"the segment ends {missing:,} slots early: the next start makes it whole", highlight=False)
-        console.print(_conclusion(directory, len(damaged), repaired=repair), highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if is_well else 1)
+            console.print(f"the segment ends {missing:,} slots early: the next start makes it whole")
+        if not has_index:
+            console.print("no index that can be used: the next start reads all headers")
+        console.print(_conclusion(directory, len(damaged), repaired=repair), soft_wrap=True)
+    raise typer.Exit(1 if missing or (damaged and not repair) else 0)
+
+
+def _plain(finding: Finding) -> dict[str, object]:
+    key = finding.header.key.hex() if finding.header is not None else None
+    return {"slot": finding.slot, "condition": finding.condition.value, "key": key}
+
+
+def _show(console: Console, found: Mapping[Condition, int], damaged: Sequence[Finding]) -> None:
+    """How many slots are in which condition, and the first of the damaged ones."""
+    table = _table("slots", "")
+    for condition, count in found.items():
+        if count:
+            table.add_row(f"{count:,}", condition.value, style="bold red" if condition.is_damage else None)
+    console.print(table)
+    for each in damaged[:_SHOWN]:
+        key = f"  key {each.header.key.hex()[:16]}" if each.header is not None else ""
+        console.print(f"slot {each.slot}: {each.condition.value}{key}")
+    if len(damaged) > _SHOWN:
+        console.print(f"and {len(damaged) - _SHOWN:,} more: --json lists all")
 
 
 def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
@@ -89,9 +92,6 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     Reads the index, and no images: a second, whatever the size. A scope is a model, its weights, layout and salt: no
     process serves another scope's records. `longshore fsck` verifies the images.
     """
-    from longshore.tiers.file.audit import Audit  # noqa: PLC0415
-    from longshore.tiers.file.inspection import inspect as sum_up  # noqa: PLC0415
-
     with Audit(directory) as audit:
         found = sum_up(audit, _watched(audit.headers(), audit.slots, "read"), time.time())
     if as_json:

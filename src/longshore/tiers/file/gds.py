@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from longshore.checksums import MIX64, checksum
+from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError
 from longshore.tiers.arena import PAGE, align
 from longshore.tiers.base import TierOp
@@ -131,7 +131,8 @@ class GdsPayload:
                 return
         body = padded(lane, op.length)
         self._memory.load(op.offset, body[: op.length])
-        lane.header[:] = seal(MIX64, checksum(MIX64, body[: op.length]))
+        algorithm = XXH3_64 if self._file is None else MIX64  # the one that who reads it here computes fast
+        lane.header[:] = seal(algorithm, checksum(algorithm, body[: op.length]))
         self._segment.write([lane.header, body], place)
 
     def read(self, op: TierOp, lane: Lane, place: int) -> Arrived:
