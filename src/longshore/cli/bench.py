@@ -153,7 +153,9 @@ def _render(report: Report, console: Console) -> None:
         table.add_column(column, justify="left" if column in ("case", "unit") else "right", no_wrap=True)
     table.add_column("reference is")
     for case in report.cases:
-        figures = f"{case.value:,.1f}", f"{case.reference_value:,.1f}", case.unit, f"{case.ratio:.2f}"
+        places = 1 if case.value >= 1 else 2
+        values = (f"{value:,.{places}f}" for value in (case.value, case.reference_value))
+        figures = *values, case.unit, f"{case.ratio:.2f}"
         table.add_row(case.name, *figures, case.reference)
     console.print(table)
     console.print("  ".join(f"{name} {value}" for name, value in report.machine.items()), style="dim")
