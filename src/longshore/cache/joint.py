@@ -80,7 +80,9 @@ class Joint:
                     index.check_link(path.keys, at)
 
     def _hold(self, group: int, path: Path, need: Need) -> Held:
-        store, keys, positions = self._store, [path.keys[at] for at in need.load], list(need.load)
+        store, positions = self._store, list(need.load)
+        in_a_row = bool(positions) and positions[-1] - positions[0] < len(positions)
+        keys = list(path.keys[positions[0] : positions[-1] + 1]) if in_a_row else [path.keys[at] for at in positions]
         blocks = len(keys) * self._flow.settings.blocks_per_chunk
         if need.partial and not need.partial.device:
             keys.append(need.partial.key)
