@@ -660,6 +660,7 @@ class World:
                     assert there == Tag(each, self.generation) or (there == BAD and at in self.secret)
             else:
                 assert r.state is State.FILLING
+        assert all(self.cache.knows(each) for each, _ in self.resident)
         for model in self.holds.values():
             assert model.excused or all(map(self.is_ready, model.keys)), "a held chunk is gone"
         for each, excused in self.peeks:

@@ -97,6 +97,10 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
     cache = build(2, events=0)
     put(cache, "abc")
     ask(cache, "ab", "r")
+    hold = cache.match(chunks("ab"), 0.0).hold
+    assert hold is not None
+    cache.onboard(hold, (0,))
+    cache.give_up(hold)
     cache.reset()
     assert cache.events() == []
 

@@ -9,11 +9,11 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cache_life import Life
-from cache_model import World
 from cache_movers import Job
 from cache_setup import COLDER, Setup, chunks, key, parent, path_of, replay
 from hypothesis import settings
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from longshore.boundary import DEVICE, FILE, HOST, Slot, Status, TransferResult
-from longshore.cache import EDGES, Hold, PrefetchPolicy, Retention, State
+from longshore.cache import EDGES, Hold, PrefetchPolicy, Retention, State, TieredCache
 from longshore.cache import loading as loading_module
 from longshore.errors import CacheError, HoldError, JobError
 
@@ -361,21 +361,68 @@ def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading_module, "LOAD_BATCH", 2)
 
 
-def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]]) -> None:
+ELSEWHERE = {
+    "match_groups": ("test_group_match.py", ".match_groups("),
+    "onboard_groups": ("test_group_loads.py", ".onboard_groups("),
+    "fetch": ("test_foreign.py", ".fetch("),
+    "lend": ("test_device_pool.py", "DevicePool("),
+    "keep": ("test_device_pool.py", "DevicePool("),
+}
+"""Methods that this machine does not call: its cache has one KV cache group, no foreign tier and no device pool."""
+
+PUBLIC = {name for name in vars(TieredCache) if not name.startswith("_")}
+
+
+@pytest.fixture
+def methods_called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The public methods and properties of `TieredCache` that this test has used."""
+    called: set[str] = set()
+
+    def spied(name: str, method: Any) -> Any:
+        def spy(self: TieredCache, *args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return method(self, *args, **kwargs)
+
+        return spy
+
+    for name in PUBLIC:
+        member = vars(TieredCache)[name]
+        spy = property(spied(name, member.fget)) if isinstance(member, property) else spied(name, member)
+        monkeypatch.setattr(TieredCache, name, spy)
+    return called
+
+
+def test_what_the_machine_does_not_call_is_called_elsewhere() -> None:
+    for module, call in ELSEWHERE.values():
+        assert call in (Path(__file__).parent / module).read_text()
+
+
+def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]], methods_called: set[str]) -> None:
     profile = settings()
     run_state_machine_as_test(
         Tiers, settings=settings(profile, max_examples=8 * profile.max_examples, stateful_step_count=70)
     )
     assert set(edges_taken) == set(EDGES), "a legal edge was never taken, or an illegal one was"
+    assert methods_called == PUBLIC - set(ELSEWHERE), "a public method has no rule, or has one that is not listed"
 
 
-def busy_world(seed: int) -> World:
+def upheave(world: Life, dice: random.Random) -> None:
+    """Time passes, the device sleeps, and a tier changes its size."""
+    world.tick(dice.choice((1.0, 4.0)))
+    world.copy_inside(1)
+    world.sleep()
+    world.wake()
+    world.resize(dice.choice((HOST, FILE, "third")), dice.randrange(3, 7), dice.random() < 0.5)
+
+
+def busy_world(seed: int) -> Life:
     """A fixed random life of some hundred calls."""
     dice = random.Random(seed)
-    world = World(Setup(host=4, file=6, ranks=2, per_chunk=2, backup=dice.choice(("write_through", "write_back"))))
+    backup = dice.choice(("write_through", "write_back"))
+    world = Life(Setup(host=4, file=6, more=(5,), ranks=2, per_chunk=2, backup=backup, events=10_000))
     for _ in range(60):
         path = dice.choice(PATHS)
-        match dice.randrange(7):
+        match dice.randrange(9):
             case 0 | 1:
                 world.commit(path, 0, dice.random() < 0.5)
             case 2:
@@ -390,6 +437,11 @@ def busy_world(seed: int) -> World:
                 for job, rank in world.runnable()[:1]:
                     world.deliver(job, rank, dice.choice(PATTERNS))
                     world.apply(world.results[-1:])
+            case 6:
+                for hold in list(world.holds)[:1]:
+                    world.prefetch(hold, PrefetchPolicy.TIMEOUT, 1.5)
+            case 7 | 8:
+                upheave(world, dice)
             case _:
                 world.end_step()
                 world.abort("one")

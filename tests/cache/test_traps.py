@@ -1,4 +1,14 @@
-"""Bugs that systems before this one shipped, one test each; the numbers are those of the project's list of traps."""
+"""Bugs that systems before this one shipped, one test each; the numbers are those of the project's list of traps.
+
+18 allocate(0) took all       21 shrank by counts     24 reset left work    27 one list twice     31 keys without scope
+19 back, and never evicted    22 heads before tails   25 changed, then      28 leaked pins        32 keys by process
+20 source for destination     23 suffix at the root      could not          29 sizes per rank     33 edges of an item
+                                                      26 whose tier?        30 swallowed errors   34 one rank for all
+
+29 stands in tests/test_config.py, 31 and 32 in tests/test_keys.py, the others here.
+"""
+
+from pathlib import Path
 
 import pytest
 from cache_model import World
@@ -7,7 +17,7 @@ from cache_setup import Setup, chunks, key, path_of
 from longshore.boundary import DEVICE, FILE, HOST, Status, TransferResult
 from longshore.cache import DropReason
 from longshore.cache.pool import SlotPool
-from longshore.errors import CacheError, HoldError, JobError
+from longshore.errors import CacheError, CapacityError, HoldError, JobError
 from longshore.keys import MediaItem, chain
 
 BOTH = Setup(host=4, file=8, backup="write_through")
@@ -82,6 +92,14 @@ def test_trap_20_source_and_destination_are_not_swapped_in_any_direction() -> No
 def test_trap_21_a_smaller_tier_does_not_take_in_slots_that_it_no_longer_has() -> None:
     world = World(Setup(host=1, file=4))
     world.refused(CacheError, "adopt", FILE, ((0, key("a"), None), (5, key("b"), None)))
+
+
+def test_trap_21_a_tier_does_not_shrink_below_a_slot_that_is_taken_however_few_are() -> None:
+    world = offloaded(Setup(host=4), "p", "q", "r", "s")
+    for path in "pqr":
+        world.discard(path, HOST)
+    assert [each.slot.index for each in world.resident.values()] == [3]
+    world.refused(CapacityError, "resize", HOST, 2)
 
 
 def test_trap_22_tails_go_before_heads_even_when_heads_are_older() -> None:
@@ -214,3 +232,10 @@ def test_trap_34_what_one_rank_has_is_not_taken_for_granted_on_the_others() -> N
     world.deliver(job, 1, [Status.IO_ERROR])
     world.apply(world.results[:])
     assert world.peek(key("a")) == "absent"
+
+
+@pytest.mark.parametrize("number", range(18, 35))
+def test_each_trap_of_the_control_plane_has_a_test_by_its_number(number: int) -> None:
+    tests = Path(__file__).parents[1]
+    files = (tests / "cache" / "test_traps.py", tests / "test_config.py", tests / "test_keys.py")
+    assert any(f"def test_trap_{number}_" in path.read_text() for path in files)
