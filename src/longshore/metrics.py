@@ -106,6 +106,7 @@ def _recorded(events: EventRecorder) -> Iterable[Metric]:
 
 def _filed(file: Tier) -> Iterable[Metric]:
     yield _family("longshore_file_fallbacks", "What the file tier did the slower way", "reason", file.fallbacks)
+    yield _family("longshore_file_troubles", "What went wrong in the file tier", "reason", file.troubles)
 
 
 def _arena(report: ArenaReport) -> Iterable[Metric]:

@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from longshore.boundary import Status
+from longshore.boundary import HOST, Status
+from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.metrics import LongshoreCollector
+from longshore.runtime import Runtime
 from longshore.testing import TierHarness
 from longshore.testing.tier_harness import key
 from longshore.tiers.base import Op, StoredChunk
@@ -117,6 +121,16 @@ def test_a_tier_that_is_opened_again_is_on(harness: TierHarness, io: FailingIo) 
     io.writes = 0
     harness.reopen()
     harness.store(0, 0)
+
+
+def test_troubles_are_metrics(harness: TierHarness) -> None:
+    runtime = Runtime(TieredCache([TierSpec(HOST, 4, 4096)], CacheSettings()), [])
+    registry = CollectorRegistry()
+    registry.register(LongshoreCollector(runtime, file=harness.tier))
+    harness.assert_misses(0, 0)
+    for reason, count in (("read_mismatch", 1), ("read_corrupt", 0), ("read_only", 0), ("off", 0)):
+        assert registry.get_sample_value("longshore_file_troubles_total", {"reason": reason}) == count
+    runtime.close(1.0)
 
 
 def test_every_trouble_is_there_from_the_start(harness: TierHarness) -> None:

@@ -125,6 +125,11 @@ class Tier(ABC):
         return {}
 
     @property
+    def troubles(self) -> Mapping[str, int]:
+        """How often something went wrong, by what it was; everything that can is there from the start on."""
+        return {}
+
+    @property
     def generation(self) -> int:
         """The generation that the next process should start in."""
         return 0
