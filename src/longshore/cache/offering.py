@@ -1,0 +1,123 @@
+"""Calls of `TieredCache` for blocks: what is complete is committed or offered, what is found is kept or lent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from longshore.boundary import DEVICE, Key, Slot
+from longshore.cache.beginnings import Text
+from longshore.cache.core import Core
+from longshore.cache.jobs import Held
+from longshore.cache.retention import Retention
+from longshore.cache.retention import check as check_retention
+from longshore.cache.types import (
+    Hold,
+    Loan,
+    Offload,
+)
+from longshore.errors import CacheError
+
+
+class Offering(Core):
+    """What an engine hands over, and what it moves by itself."""
+
+    def copy_inside(
+        self, sources: Sequence[Slot], blocks: Sequence[int], *, tokens: int | None = None, group: int = 0
+    ) -> int:
+        """Order copies of device blocks into other device `blocks`, layer by layer; returns the job.
+
+        For partial reuse: `tokens` are the leading tokens to copy of the last block, `None` all. `sources` are slots
+        of the group's device pool, one for each block. The tiers have no part in it; the job keeps its place and its
+        deadline among all others, and whether it succeeded is known to the mover's `wait_layer`.
+        """
+        if len(sources) != len(blocks) or not blocks or any(source.tier != DEVICE for source in sources):
+            raise CacheError(f"expected a device slot to copy from for each of {len(blocks)} blocks, got {sources}")
+        self._device.check(blocks)
+        return self._flow.copy_inside(sources, blocks, tokens, group)
+
+    def commit(
+        self,
+        keys: Sequence[Key],
+        blocks: Sequence[int],
+        *,
+        first: int = 0,
+        evicting: bool = False,
+        prompt: int | None = None,
+        retention: Sequence[Retention] = (),
+        group: int = 0,
+        text: Text | None = None,
+    ) -> Offload:
+        """Chunks `keys[first:]` are complete on the device, in `blocks`, or about to be evicted from it.
+
+        The write policy decides whether they are offloaded now; their blocks must stay unchanged until the job has
+        ended. `keys` is the path from the first chunk of the prompt; what a tier has already is not written again.
+        Chunks from position `prompt` on are of the answer. `retention` says what is worth keeping, and `text` which
+        tokens the chunks have, for partial matches (`settings.partial`).
+        """
+        check_retention(retention)
+        self._check_first(keys, first)
+        expected = (len(keys) - first) * self.settings.blocks_per_chunk
+        if len(blocks) != expected:
+            raise CacheError(f"{len(keys) - first} chunks have {expected} blocks, got {len(blocks)}")
+        self._device.check(blocks)
+        return self._storing.store(
+            keys, first, blocks, evicting=evicting, prompt=prompt, retention=retention, group=group, text=text
+        )
+
+    def offer(
+        self, keys: Sequence[Key], *, first: int = 0, retention: Sequence[Retention] = (), group: int = 0
+    ) -> Offload:
+        """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job.
+
+        A host that will not move them after all must say so, by `withdraw`.
+        """
+        check_retention(retention)
+        self._check_first(keys, first)
+        return self._storing.store(keys, first, None, evicting=True, retention=retention, group=group)
+
+    def keep(self, keys: Sequence[Key], *, group: int = 0, request: str | None = None) -> Hold:
+        """A hold on chunks that stand alone, for hosts that have found them by `peek`.
+
+        Raises `CacheError` unless a tier has each of them ready.
+        """
+        return self._holds.take(self._flow.new_id(), [self._asked(keys, group)], request)
+
+    def lend(self, keys: Sequence[Key], *, group: int = 0) -> Loan:
+        """The host reads chunks that stand alone from the warmest tier itself, and reports the job.
+
+        Their slots stay as they are until every rank has. One that will not be read is given back by `withdraw`.
+        Raises `CacheError` unless each of them is ready there.
+        """
+        held = self._asked(keys, group)
+        try:
+            return self._loading.lend(held)
+        finally:
+            for pin in held.pins:
+                self._store.unpin(pin)
+
+    def _asked(self, keys: Sequence[Key], group: int) -> Held:
+        """Chunks that stand alone, pinned."""
+        if not keys or not self.settings.stands_alone(group):
+            raise CacheError(f"expected chunks of a group that stand alone, got {len(keys)} of group {group}")
+        index = self._store.index
+        nodes = index.find_alone(keys)
+        lacking = [
+            key.hex()[:12] for key, node in zip(keys, nodes, strict=True) if not (node and index.reachable[node])
+        ]
+        if lacking:
+            raise CacheError(f"{len(lacking)} of {len(keys)} chunks are not ready in any tier: {lacking[0]} ...")
+        pins = [self._store.pin(node) for node in nodes]
+        return Held(keys, range(len(keys)), pins, group, alone=True)
+
+    def withdraw(self, job: int) -> None:
+        """The host will not move what it was offered or lent, on any rank that has not reported."""
+        self._flow.withdraw(job)
+
+    def discard(self, keys: Iterable[Key], tier: str) -> int:
+        """Remove the copies of a path in `tier` that nothing holds, reads or needs to be reached; says how many."""
+        return self._store.discard(list(keys), self._tier(tier))
+
+    def flush(self) -> bool:
+        """Order backups of all that only the host tier has; says whether there is nothing left to order or wait for."""
+        self._storing.clean(all_of_host=True)
+        return not self._flow.jobs

@@ -1,0 +1,249 @@
+"""Calls of `TieredCache` for a prompt: match, hold, onboard, outcome, release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from longshore.boundary import Key, Slot
+from longshore.cache.beginnings import Text
+from longshore.cache.core import Core
+from longshore.cache.events import EventKind
+from longshore.cache.groups import Wanted
+from longshore.cache.jobs import Held
+from longshore.cache.types import (
+    GroupMatch,
+    Hold,
+    Match,
+    MissReason,
+    Onboarding,
+    Outcome,
+    Presence,
+    Run,
+)
+from longshore.cache.waiting import PrefetchPolicy, seconds
+from longshore.errors import CacheError
+
+
+class Reading(Core):
+    """What a prompt asks for, and gets."""
+
+    def match(
+        self,
+        keys: Sequence[Key],
+        now: float,
+        *,
+        start: int = 0,
+        request: str | None = None,
+        text: Text | None = None,
+        group: int = 0,
+    ) -> Match:
+        """The longest run of ready chunks among `keys[start:]`, and a hold on it.
+
+        `keys` is the path from the first chunk of the prompt; chunks before `start` are the engine's own. Every chunk
+        behind the run is counted as a miss. The run is found by bisection, in microseconds whatever its length: a key
+        names its whole prefix, so only some are looked at. `CacheError` is raised where one of these is out of place.
+        What is not known of foreign tiers is asked for, and never waited for.
+
+        With the `text` behind the keys, which are of `group`, the chunk behind the run is looked for that begins as it
+        should; what `onboard` is then given another block for.
+        """
+        self._check_first(keys, start)
+        size = 0 if text is None else self.settings.group(group)[1]
+        text = text and text.checked()
+        index = self._store.index
+        end = index.reachable_prefix(keys, start)
+        for position in {start, max(start, end - 1), end} - {len(keys)}:
+            index.check_link(keys, position)
+        self._advance(now)
+        foreign, probes = self._exchange.look(keys, end) if self._exchange else (0, ())
+        self._store.count_misses(keys, end, foreign)
+        if self._store.log.on:
+            asked, found = tuple(keys), end - start
+            self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
+        partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
+        path = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
+        if not path:
+            return Match(start, 0, None, foreign, probes, partial)
+        if self._exchange:
+            self._exchange.found(keys[start:end])
+        held = Held(path, range(start, start + len(path)), (self._store.pin(index.get(path[-1])),))
+        hold = self._holds.take(self._flow.new_id(), (held,), request)
+        return Match(start, end - start, hold, foreign, probes, partial)
+
+    def match_groups(self, wanted: Sequence[Wanted], now: float, *, request: str | None = None) -> GroupMatch:
+        """The longest prefix at which every KV cache group is served, and a hold on what the tiers are to bring.
+
+        `wanted` says of each group of `CacheSettings.groups`, in order, which keys the request has, and which of these
+        chunks the device has. The length is a multiple of the chunks of all groups, and no longer than the keys of any.
+        Chunks that the last token would need, behind what was found, are counted as misses; the events have a request
+        for each group, `request/0`, `request/1` and so on. With `Wanted.text` in all of them the length may be any: the
+        first tokens of a chunk serve, too. Raises `CacheError` where a key is out of place.
+        """
+        paths = self._joint.paths(wanted)
+        self._advance(now)
+        return self._joint.match(paths, request)
+
+    def fetch(self, keys: Sequence[Key], now: float, *, start: int = 0, group: int = 0) -> tuple[int, ...]:
+        """Bring what foreign tiers are known to have behind the ready prefix of `keys` into the warmest tier; the jobs.
+
+        What has arrived is found by the next match. What is on its way already is joined, what is not known is asked
+        for, and nothing that is not backed up makes way. Fetches outlive the request that wanted them. The keys are of
+        one KV cache group; chunks of a group that stand alone are a `CacheError`, as nobody knows which are wanted.
+        """
+        self._check_first(keys, start)
+        if self.settings.stands_alone(group):
+            raise CacheError(f"chunks of group {group} stand alone: they are no path to be fetched")
+        end = self._store.index.reachable_prefix(keys, start)
+        path = self._store.index.follow(keys, end)
+        self._advance(now)
+        return self._exchange.fetch(keys, end, path, self.settings.pool_of(group))
+
+    def runs(self, hold: Hold) -> tuple[Run, ...]:
+        """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""
+        return self._store.runs(self._holds.get(hold).keys)
+
+    def slots(self, hold: Hold) -> list[Slot]:
+        """The slot that each held chunk can be read from, the warmest; fewer than held if some were lost."""
+        return self._store.warmest_slots(self._holds.get(hold).nodes(self._store.index))
+
+    def peek(self, key: Key) -> Presence:
+        """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`.
+
+        A chunk that could not be reached yet, because one before it is still on its way, is in flight itself.
+        """
+        index = self._store.index
+        node = index.get(key)
+        if not node:
+            return Presence.ABSENT
+        if not index.reachable[node]:
+            return Presence.IN_FLIGHT
+        self._holds.protect(node)
+        return Presence.READY if index.is_ready(node, 0) else Presence.COLDER
+
+    def knows(self, key: Key) -> bool:
+        """Whether a tier has `key`, or will have. Neither a use, nor a hold."""
+        return bool(self._store.index.get(key))
+
+    def onboard(
+        self,
+        hold: Hold,
+        blocks: Sequence[int],
+        *,
+        skip: int = 0,
+        group: int = 0,
+        tokens: int | None = None,
+        by_layer: bool = False,
+        timeout: float | None = None,
+    ) -> Onboarding:
+        """Order the held chunks into device `blocks`; ends with `outcome(hold)`.
+
+        Args:
+            hold: From `match`; serves one onboarding.
+            blocks: Device blocks in logical order. The first is sub-block `skip` of the first held chunk; the last
+                may be any sub-block of a held chunk.
+            skip: Leading sub-blocks of the first chunk that the device has already.
+            group: The KV cache group that the keys and blocks are of.
+            tokens: Leading tokens to load of the last block, as a partial match says; `None` loads all.
+            by_layer: Have each job go layer after layer, so that compute may begin before all have arrived.
+            timeout: Seconds after which what has arrived is the outcome, at the next `tick`, whatever the movers do
+                meanwhile; `settings.load_timeout` if it is `None`.
+
+        Chunks for which the host tier cannot make room now are left out, and counted as misses.
+        """
+        record = self._holds.to_load(hold)
+        (part,), per_chunk = record.parts, self.settings.blocks_per_chunk
+        chunks, held = -(-(skip + len(blocks)) // per_chunk), len(part.keys)
+        if not 0 <= skip < per_chunk or not blocks or chunks > held:
+            raise CacheError(f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {held} held chunks")
+        self._device.check(blocks)
+        self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
+        longest = seconds(timeout, self.settings.load_timeout)
+        first_block, tail = part.positions[0] * per_chunk + skip, part.pins[0].node
+        record.load = self._loading.load(
+            part.keys[:chunks],
+            blocks,
+            first_block,
+            timeout=longest,
+            tail=tail,
+            held=held,
+            group=group,
+            by_layer=by_layer,
+            tokens=tokens,
+        )
+        record.load.asked = [(record.request, part.keys[:chunks])]
+        return self._ordered(record.load)
+
+    def onboard_groups(
+        self, hold: Hold, blocks: Sequence[Sequence[int]], *, by_layer: bool = False, timeout: float | None = None
+    ) -> Onboarding:
+        """Order all that a hold of `match_groups` keeps into the device, by one job; ends with `outcome(hold)`.
+
+        `blocks` has for each group the device blocks of the chunks in `Need.load`, in order, and of as many blocks of a
+        partial match as its tokens take; the last of these comes whole. `by_layer` has the layers of all groups travel
+        in the model's order. It is all or nothing: chunks for which the host tier cannot make room
+        now are counted as misses, and the others with them.
+        """
+        record = self._holds.to_load(hold, joint=True)
+        sections = self._joint.sections(record, blocks)
+        for each in blocks:
+            self._device.check(each)
+        nodes, longest = record.nodes(self._store.index), seconds(timeout, self.settings.load_timeout)
+        record.load = self._loading.load_together(nodes, record.keys, sections, timeout=longest, by_layer=by_layer)
+        name = record.request
+        record.load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
+        return self._ordered(record.load)
+
+    def prefetch(
+        self, hold: Hold, *, policy: PrefetchPolicy | None = None, timeout: float | None = None
+    ) -> tuple[int, ...]:
+        """Bring the held chunks into the warmest tier while their request waits; returns the jobs, which may be none.
+
+        `prefetched` says when the request need not wait any longer: by `policy`, `settings.prefetch` if it is `None`,
+        and `timeout` seconds, which only a policy of `TIMEOUT` has. Nothing that is not backed up makes way. What is on
+        its way for others is joined, as `onboard` joins this; what nobody else waits for is called off when the time
+        is over, or the hold is let go of. A second call takes the place of the first.
+        """
+        return tuple(sorted(self._prefetching.prefetch(self._holds.get(hold), policy, timeout).jobs))
+
+    def prefetched(self, hold: Hold) -> int | None:
+        """How many of the held chunks lead that are in the warmest tier; `None` while the request is to wait for more.
+
+        It is to wait as long as the policy of its last `prefetch` says, and jobs of that are in flight.
+        """
+        return self._prefetching.progress(self._holds.get(hold))
+
+    def outcome(self, hold: Hold) -> Outcome | None:
+        """How the onboarding of `hold` ended; `None` while it has not. Raises `HoldError` if none was ordered."""
+        return self._holds.load(hold).outcome
+
+    def give_up(self, hold: Hold) -> Outcome:
+        """The deadline has come: what has arrived is the outcome, what has not is a miss by deadline, and cancelled.
+
+        Device blocks of parts that are still `in_flight` must not be reused before those have ended.
+        """
+        load = self._holds.load(hold)
+        if load.outcome is None:
+            self._flow.abandon(load)
+            self._conclude(load, MissReason.DEADLINE)
+        return load.outcome or Outcome(0, ())
+
+    def release(self, hold: Hold) -> None:
+        """Let go of a match. Loads onto the device that have not ended are cancelled. Twice is a `HoldError`."""
+        record = self._holds.get(hold)
+        if record.load is not None and record.load.outcome is None:
+            self._flow.abandon(record.load)
+            self._conclude(record.load, MissReason.CANCELLED)
+        if record.prefetch is not None:
+            self._flow.leave(record.prefetch)
+        self._holds.drop(hold)
+
+    def abort(self, request: str) -> int:
+        """Release every hold that was taken for `request`, at any moment; says how many there were."""
+        held = self._holds.of(request)
+        for hold in held:
+            self.release(hold)
+        return len(held)
+
+    def in_flight(self, job: int) -> bool:
+        """Whether `job` has not ended, so that its device blocks may still be read or written; or a probe has not."""
+        return job in self._flow.jobs or self._exchange.is_asking(job)
