@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import pickle
 import random
@@ -370,7 +371,7 @@ ELSEWHERE = {
 }
 """Methods that this machine does not call: its cache has one KV cache group, no foreign tier and no device pool."""
 
-PUBLIC = {name for name in vars(TieredCache) if not name.startswith("_")}
+PUBLIC = {name for name in dir(TieredCache) if not name.startswith("_")}
 
 
 @pytest.fixture
@@ -386,7 +387,7 @@ def methods_called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return spy
 
     for name in PUBLIC:
-        member = vars(TieredCache)[name]
+        member = inspect.getattr_static(TieredCache, name)
         spy = property(spied(name, member.fget)) if isinstance(member, property) else spied(name, member)
         monkeypatch.setattr(TieredCache, name, spy)
     return called
