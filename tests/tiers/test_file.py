@@ -185,6 +185,24 @@ class TestRestart:
         with pytest.raises(TierError, match=r"generation 1 was never given to forget\(\), which knows 0"):
             harness.tier.submit([harness.op(Op.WRITE, 0, 0, generation=1)], 1e18)
 
+    def test_a_generation_that_could_not_be_stored_is_not_known_until_it_is(
+        self, harness: TierHarness, opener: Opener, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        harness.store(0, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "rename", lambda *names, **directories: os.close(-1))
+            with pytest.raises(TierError, match="superblock: cannot be used: Bad file descriptor"):
+                harness.tier.forget(1)
+        harness.assert_misses(0, 0, generation=0)
+        with pytest.raises(TierError, match=r"generation 1 was never given to forget\(\), which knows 0"):
+            harness.tier.submit([harness.op(Op.WRITE, 1, 1, generation=1)], 1e18)
+        harness.tier.forget(1)
+        harness.store(1, 1, generation=1)
+        harness.tier.close()
+        tier = opener()
+        assert tier.generation == 1
+        assert tier.recover() == [StoredChunk(1, key(1), None)]
+
     def test_a_late_write_of_a_forgotten_generation_does_not_reach_the_disk(self, harness: TierHarness) -> None:
         harness.tier.forget(1)
         harness.store(0, 0)

@@ -134,6 +134,24 @@ os.wait(); print('child ended', flush=True); time.sleep(600)"""
                 opener()
         opener()
 
+    def test_a_forked_child_that_opens_it_keeps_the_lock_when_it_closes_what_it_inherited(
+        self, opener: Opener, directory: Path
+    ) -> None:
+        program = """
+ours, theirs = os.pipe()
+if os.fork():
+    tier.close(); os.write(theirs, b'.'); os.wait()
+os.read(ours, 1)
+own = FileTier(path, **settings)
+tier.close(); print(os.getpid(), flush=True); time.sleep(600)"""
+        with running(directory, program) as holder:
+            child = int(holder.readline())
+            try:
+                with pytest.raises(TierInUseError, match=f"process id {child}"):
+                    opener()
+            finally:
+                os.kill(child, signal.SIGKILL)
+
 
 class Holder(NamedTuple):
     """A process that has a tier open."""
@@ -148,8 +166,9 @@ def running(directory: Path, then: str) -> Iterator[Holder]:
     program = (
         "import os, sys, time; from pathlib import Path; from longshore.tiers.arena import Arena\n"
         "from longshore.tiers.file import FileTier; from longshore.errors import TierClosedError\n"
-        f"tier = FileTier(Path({str(directory)!r}), capacity={capacity_for(SLOTS, IMAGE)}, image_bytes={IMAGE},"
-        f"arena=Arena(4096), scope=bytes(32))\n{then}"
+        f"settings = dict(capacity={capacity_for(SLOTS, IMAGE)}, image_bytes={IMAGE}, "
+        f"arena=Arena(4096), scope=bytes(32))\n"
+        f"path = Path({str(directory)!r}); tier = FileTier(path, **settings)\n{then}"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as process:

@@ -158,7 +158,9 @@ class Directory:
     def close(self) -> None:
         """Release the lock. Idempotent; in a forked child, only its copies of the descriptors go."""
         if self._fd >= 0:
-            self.io.close(self._lock)
+            if not self.forked or (os.getpid(), *self._identity[1:]) not in _owned:
+                # Else the child holds the lock by now, and would lose it with any descriptor of that file.
+                self.io.close(self._lock)
             self.io.close(self._fd)
             _owned.discard(self._identity)
             self._fd = self._lock = -1

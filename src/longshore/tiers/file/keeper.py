@@ -33,7 +33,11 @@ class Keeper:
     def nudge(self) -> None:
         """A checkpoint may be due; begins it, unless one is under way, or has just failed."""
         if self._index.due and time.monotonic() >= self._not_before and self._busy.acquire(blocking=False):
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            try:
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            except RuntimeError as error:  # the system has no more of them, or the interpreter is about to end
+                self._failed(error)
+                self._busy.release()
 
     def close(self) -> None:
         """Wait for the checkpoint that is under way, and write a last one. Idempotent."""
@@ -52,7 +56,10 @@ class Keeper:
         try:
             self._index.checkpoint()
         except TierError as error:
-            self._not_before = time.monotonic() + RETRY_SECONDS
-            self.failures += 1
-            if self.failures == 1:
-                _log.warning("%s; after a restart, what came after the last one may be missing", error)
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._not_before = time.monotonic() + RETRY_SECONDS
+        self.failures += 1
+        if self.failures == 1:
+            _log.warning("%s; after a restart, what came after the last one may be missing", error)

@@ -94,6 +94,7 @@ class FileTier(Tier):
             resources.callback(self._directory.close)
             opened = open_files(self._directory, slots, largest)
             self._superblock, self._segment, self._index = opened.superblock, opened.segment, opened.index
+            self._stored_generation = self.generation
             resources.callback(self._segment.close)
             resources.callback(self._index.close)
             resources.callback(self._index.flush)
@@ -137,9 +138,9 @@ class FileTier(Tier):
         arena_bytes = self._payload.nbytes  # raises when that memory is gone
         check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         newest = max((op.generation for op in batch), default=0)
-        if newest > self.generation:
+        if newest > self._stored_generation:
             # Such a record would outlive a crash without its generation, and could be served after a later reset.
-            raise TierError(f"generation {newest} was never given to forget(), which knows {self.generation}")
+            raise TierError(f"generation {newest} was never given to forget(), which knows {self._stored_generation}")
         # All at once, which is one call of the system's; `_write` strikes what was entered since.
         if self._health.allows(Op.WRITE):
             self._index.strike([op.slot for op in batch if op.op is Op.WRITE])
@@ -175,15 +176,16 @@ class FileTier(Tier):
     def forget(self, generation: int) -> None:
         """Serve nothing older than `generation`; that is on the medium when this returns.
 
-        Raises `TierError` when it cannot be stored. Then this process still serves nothing older, but a later one
-        might: the tier's directory must not be opened again.
+        Raises `TierError` when it cannot be stored. Then this process still serves nothing older, and takes nothing
+        newer, but a later one might serve it: until a second try succeeds, the directory must not be opened again.
         """
         self._check_open()
         check_generation(generation)
-        if generation > self.generation:
-            self._superblock = self._superblock._replace(generation=generation)
+        if generation > self._stored_generation:
+            self._superblock = self._superblock._replace(generation=max(generation, self.generation))
             self._directory.write_superblock(self._superblock)
-            self._index.forget(generation)
+            self._stored_generation = self.generation
+            self._index.forget(self.generation)
 
     def recover(self) -> list[StoredChunk]:
         """Chunks of our scope, least recently used first; of two with one key, the one that was written later.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from longshore.boundary import Status
-from longshore.errors import TierClosedError
+from longshore.errors import TierClosedError, TierError
 from longshore.tiers.base import Op, TierOp, TierResult
 from longshore.tiers.ops import Batch
 
@@ -41,7 +41,7 @@ class _Job(NamedTuple):
 
 
 class Workers:
-    """`threads` workers that call `execute`, each one operation at a time."""
+    """`threads` workers that call `execute`, each one operation at a time. Raises `TierError` if there are fewer."""
 
     def __init__(self, execute: Execute, threads: int, name: str) -> None:
         self._execute = execute
@@ -59,8 +59,13 @@ class Workers:
             threading.Thread(target=self._work, args=(index,), name=f"{name}-{index}", daemon=True)
             for index in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        for started, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError as error:
+                del self._threads[started:]
+                self.close()
+                raise TierError(f"expected {threads} threads, the system gave {started}: {error}") from error
 
     def submit(self, ops: Sequence[TierOp], deadline: float) -> int:
         """Queue checked `ops`; a ticket."""

@@ -1,0 +1,66 @@
+"""A system without a thread to spare: a typed error at start, a later checkpoint, and never a wait without end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from longshore.errors import TierError
+from longshore.testing import TierHarness
+from longshore.tiers.file import FileTier
+from longshore.tiers.file.index import notes_for
+
+Refuse = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
+    """From now on, threads whose name ends so cannot be started; the list of those that were asked for."""
+    start = threading.Thread.start
+
+    def refuse(ending: str) -> list[str]:
+        refused: list[str] = []
+
+        def refusing(thread: threading.Thread) -> None:
+            if thread.name.endswith(ending):
+                refused.append(thread.name)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refusing)
+        return refused
+
+    return refuse
+
+
+def test_a_tier_that_gets_too_few_threads_is_not_opened_and_leaves_none(
+    opener: Callable[..., FileTier], refuse: Refuse
+) -> None:
+    opener().close()
+    before = set(threading.enumerate())
+    assert refuse("file-2") == []
+    with pytest.raises(TierError, match="expected 4 threads, the system gave 2: can't start new thread"):
+        opener(threads=4)
+    assert set(threading.enumerate()) == before
+
+
+def test_a_checkpoint_that_gets_no_thread_is_counted_and_holds_up_nothing(
+    harness: TierHarness, refuse: Refuse, directory: Path
+) -> None:
+    tier = cast(FileTier, harness.tier)
+    refused = refuse("-index")
+    for number in range(notes_for(tier.slabs.slabs)):
+        harness.store(number % 2, number)
+    assert len(refused) == 1, "tried again at once"
+    assert tier.troubles["checkpoint"] == 1
+    closing = threading.Thread(target=tier.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive(), "close waits for a checkpoint that nobody makes"
+    harness.reopen()
+    harness.assert_serves(0, number - 1)
+    harness.assert_serves(1, number)
