@@ -732,8 +732,10 @@ def test_a_lane_that_fails_ends_its_jobs_and_closes_the_engine(caplog: pytest.Lo
     assert device.gates[HOST].wait_arrived(1)
     is_broken = True
     engine.submit(transfer(2, OFFLOAD, [Section(0, 0, (2,))], [2], deadline=5.0))
-    device.gates[HOST].open()
-    assert engine.wait([1, 2])  # woken at once, not by the clock
+    opener = threading.Timer(A_MOMENT, device.gates[HOST].open)
+    opener.start()
+    assert engine.wait([1, 2])  # it sleeps by then, and is woken by the lane, not by the clock
+    opener.join()
     assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.IO_ERROR,)
     with pytest.raises(TierClosedError):
         engine.submit(transfer(3, OFFLOAD, [Section(0, 0, (3,))], [3]))
