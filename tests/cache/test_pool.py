@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from longshore.cache.pool import SlotPool
-from longshore.cache.states import READY
+from longshore.cache.states import FILLING, READY
 from longshore.errors import CacheError, CapacityError
 
 
@@ -96,3 +96,18 @@ def test_integrity_notices_a_slot_that_is_free_and_taken() -> None:
     pool.state[0] = READY
     with pytest.raises(CacheError, match="the free list has 1 slots, the marks say 0"):
         pool.check_integrity()
+
+
+def test_slots_change_their_state_together_or_not_at_all() -> None:
+    pool = SlotPool(3)
+    pool.allocate(2)
+    with pytest.raises(CacheError, match="slot 2 is free, not filling"):
+        pool.move_all([0, 1, 2], FILLING, READY)
+    assert pool.state[0] == pool.state[1] == FILLING
+
+
+def test_a_pool_has_no_fewer_slots_than_none() -> None:
+    pool = SlotPool(3)
+    with pytest.raises(CacheError, match="got -1"):
+        pool.resize(-1)
+    assert pool.capacity == 3

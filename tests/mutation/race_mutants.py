@@ -54,6 +54,10 @@ SUITES: dict[str, tuple[str, ...]] = {
     "cache": (
         "tests/cache/test_states.py",
         "tests/cache/test_pool.py",
+        "tests/cache/test_slab_pool.py",
+        "tests/cache/test_sizes.py",
+        "tests/cache/test_resize.py",
+        "tests/cache/test_moving.py",
         "tests/cache/test_life.py",
         "tests/cache/test_loading.py",
         "tests/cache/test_writing.py",

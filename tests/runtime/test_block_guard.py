@@ -80,6 +80,8 @@ def test_settle_waits_for_a_while() -> None:
     threading.Timer(0.05, lambda: rig.mover.end(job=job)).start()
     assert rig.guard.settle([3]) == [3]
     assert rig.runtime.guarded.late == 0
+    assert rig.runtime.guarded.waits == 1
+    assert rig.runtime.guarded.seconds > 0.0
 
 
 def test_drain_waits_and_forgets_what_was_parked() -> None:

@@ -455,6 +455,14 @@ REFUSED_INSIDE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def test_a_transfer_is_checked_without_being_begun(rig: Rig) -> None:
+    rig.engine.check(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1]))
+    with pytest.raises(PlanError, match="block ids"):
+        rig.engine.check(transfer(1, OFFLOAD, [Section(0, 0, (99,))], [1]))
+    assert rig.engine.wait([1], 0.0)
+    assert rig.engine.poll() == []
+
+
 @pytest.mark.parametrize(("why", "changes"), REFUSED_INSIDE, ids=[case[0] for case in REFUSED_INSIDE])
 def test_copies_inside_that_do_not_fit_are_refused(rig: Rig, why: str, changes: dict[str, Any]) -> None:
     good = {"sections": (Section(0, 0, (5, 6)),), "items": (item(Slot(DEVICE, 0, 2), None),) * 2}
