@@ -379,3 +379,32 @@ class Requests(RuleBasedStateMachine):
 
 Requests.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestRequests = Requests.TestCase
+
+
+def test_a_chunk_that_finds_no_room_below_is_dropped_once_by_a_call() -> None:
+    device = Device(8, host=0, offload=WritePolicy.BACK)
+    device.serve("abcdefgh")
+    assert device.pool.make_way(8) == 8
+    assert device.cache.counters.drops[HOST].total() == 8
+    device.check()
+
+
+def test_a_block_that_is_copied_often_remembers_only_what_is_in_flight() -> None:
+    device = Device(2)
+    (source,) = device.pool.allocate(1)
+    for _ in range(20):
+        blocks = device.pool.allocate(1)
+        device.pool.copy_inside([source], blocks)
+        device.settle()
+        device.pool.release(blocks)
+    assert len(device.pool._jobs[source]) == 1
+
+
+def test_no_blocks_are_handed_out_while_their_memory_is_away() -> None:
+    device = Device(2)
+    assert device.pool.sleep()
+    with pytest.raises(CacheError, match="given up"):
+        device.pool.allocate(1)
+    assert device.pool.sleep()
+    device.pool.wake()
+    assert len(device.pool.allocate(2)) == 2

@@ -249,3 +249,19 @@ def test_a_file_of_something_else_is_refused_with_its_line(tmp_path: Path, line:
         read_events(tmp_path / "events")
     with pytest.raises(TraceError, match="nowhere"):
         read_events(tmp_path / "nowhere")
+
+
+def test_a_copy_down_comes_from_the_tier_right_above() -> None:
+    tiers = [TierSpec(name, 4, IMAGE_BYTES, LRU) for name in (HOST, FILE, "third", "fourth")]
+    cache = TieredCache(tiers, CacheSettings(events=100, backup=WritePolicy.THROUGH))
+    put(cache, "a")
+    moves = [(e.source, e.tier) for e in cache.events() if e.kind is EventKind.MOVED]
+    assert moves == [(HOST, FILE), (FILE, "third"), ("third", "fourth")]
+
+
+def test_a_discard_of_what_is_no_key_changes_nothing() -> None:
+    cache = build(2)
+    put(cache, "ab")
+    with pytest.raises(CacheError, match="digest"):
+        cache.discard([b"", *chunks("ab")], HOST)
+    assert len(cache.residents()) == 2

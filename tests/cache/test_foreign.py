@@ -431,3 +431,34 @@ def test_what_is_behind_chunks_that_only_the_engine_has_is_neither_asked_for_nor
     assert desk.cache.match(chunks("abc"), 0.0, start=1) == Match(1, 0, None, 0, ())
     assert desk.cache.fetch(chunks("abc"), 0.0, start=1) == ()
     assert desk.cache.fetch(chunks("abc"), 0.0) != ()
+
+
+def test_a_chunk_that_was_queued_twice_is_stored_once() -> None:
+    rule = {STORE: WriteRule(WritePolicy.SELECTIVE, 2)}
+    desk = Desk(64, max_writes=2, into=rule)
+    desk.match("a")
+    for each in "axy":
+        desk.store(each)
+
+    def use(path: str) -> None:
+        desk.cache.abort(str(desk.cache.match(chunks(path), 0.0, request=path).hold and path))
+        desk.cache.end_step()
+        desk.look()
+
+    for each in "xay":
+        use(each)
+    stores = [keys_of(each) for each in desk.transfers]
+    assert stores == [["x"], ["a"]]
+    desk.answer("")
+    use("a")
+    desk.transfers.reverse()
+    desk.end(Status.IO_ERROR)
+    use("a")
+    assert [keys_of(each) for each in desk.transfers] == [["x"], ["y"]]
+    ended = [TransferResult(each.job, (Status.OK,)) for each in desk.transfers]
+    desk.transfers.clear()
+    desk.cache.apply(ended, 0.0)
+    desk.look()
+    assert [keys_of(each) for each in desk.transfers] == [["a"]]
+    desk.end()
+    assert desk.cache.jobs_in_flight == 0

@@ -201,3 +201,13 @@ def test_a_window_costs_no_look_at_what_it_has_passed() -> None:
     store(cache, 0, path)
     found = cache.match_groups([Wanted(Keys(path))], 0.0)
     assert (found.tokens, set(looks)) == (80, {37, 38, 39})
+
+
+def test_groups_that_share_a_key_are_refused() -> None:
+    cache = grouped(FULL, FULL)
+    keys = keys_of(0, 2)
+    store(cache, 0, keys)
+    with pytest.raises(CacheError, match="different keys"):
+        cache.match_groups(wanted(keys, keys), 0.0)
+    assert cache.held == 0
+    cache.check_integrity()

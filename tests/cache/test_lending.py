@@ -8,7 +8,7 @@ import pytest
 
 from longshore.boundary import Key, Status, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, Presence, TieredCache, TierSpec
-from longshore.errors import CacheError, JobError
+from longshore.errors import CacheError, HoldError, JobError
 
 ALONE = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40), CacheGroup(block_size=4)))
 
@@ -97,3 +97,26 @@ def test_what_cannot_be_read_is_refused_and_nothing_has_changed(verb: str) -> No
         getattr(cache, verb)([a], group=1)
     assert cache.held == 0
     cache.check_integrity()
+
+
+def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:
+    cache, keys = cache_of(2), keys_of("a", "b")
+    store(cache, keys)
+    hold = cache.keep(keys)
+    with pytest.raises(HoldError, match="stand alone"):
+        cache.onboard(hold, [0, 1])
+    assert (cache.take(), cache.counters.misses.total()) == ([], 0)
+    cache.release(hold)
+
+
+def test_nothing_is_offered_or_lent_to_a_device_that_sleeps() -> None:
+    cache, keys = cache_of(2), keys_of("a", "b")
+    store(cache, keys[:1])
+    assert cache.sleep()
+    with pytest.raises(CacheError, match="given up"):
+        cache.offer(keys[1:])
+    with pytest.raises(CacheError, match="given up"):
+        cache.lend(keys[:1])
+    assert cache.sleep()
+    cache.wake()
+    assert cache.lend(keys[:1]).slots

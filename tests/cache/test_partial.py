@@ -305,3 +305,19 @@ def furthest(texts: list[list[int]], tokens: list[int], size: int, whole: int) -
         same = next((i for i, (a, b) in enumerate(zip(stored, tokens, strict=False)) if a != b), None)
         common.append(min(len(stored), len(tokens)) if same is None else same)
     return max(common)
+
+
+def test_a_text_that_cannot_be_is_refused_before_a_miss_is_counted() -> None:
+    cache = stored(ABC, events=10)
+    cache.events()
+    before = cache.counters.copy()
+    with pytest.raises(CacheError, match="token ids"):
+        cache.match(path(ABC), 1.0, text=Text([*ABC, -1, 0, 0, 0], ROOT))
+    assert (cache.counters, cache.events(), cache.held) == (before, [], 0)
+
+
+def test_chunks_that_stand_alone_have_no_partial_match_by_path() -> None:
+    cache = stored(ABC, group=WINDOW)
+    with pytest.raises(CacheError, match="stand alone"):
+        cache.match(path(ABC, 2)[:1], 0.0, text=Text(ABC, ROOT), group=0)
+    assert cache.held == 0

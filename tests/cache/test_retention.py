@@ -217,3 +217,14 @@ def test_an_offer_that_is_withdrawn_leaves_nothing_behind() -> None:
     assert commanded is not None
     with pytest.raises(JobError, match="no offer that is still open"):
         cache.withdraw(commanded)
+
+
+def test_times_that_were_said_anew_are_not_kept() -> None:
+    cache = build(4)
+    for _ in range(200):
+        put(cache, "ab", Retention(0, None, 90, 1e6))
+    assert len(cache._store.retention._due) < 100
+    put(cache, "ab", Retention(0, None, 90, 1.0))
+    cache.tick(2.0)
+    put(cache, "cdef")
+    assert "a" not in on(cache)

@@ -382,3 +382,16 @@ def test_the_same_calls_give_the_same_log_with_several_sizes() -> None:
         return log
 
     assert script() == script()
+
+
+def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
+    tiers = [TierSpec(HOST, Slabs(12, SIZES, 4))]
+    cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)), foreign=("far",))
+    keys = path(0, "ab")
+    job = cache.commit(keys[:1], [0], group=0).job
+    assert job is not None
+    cache.apply([TransferResult(job, (Status.OK,))], 0.0)
+    before = pickle.dumps(cache)
+    with pytest.raises(CacheError, match="images of pool 0"):
+        cache.fetch(keys, 0.0, group=1)
+    assert pickle.dumps(cache) == before

@@ -71,6 +71,7 @@ class DevicePool:
         self._per_chunk = cache.settings.blocks_per_chunk
         self._references = zeros(blocks)
         self._jobs: dict[int, list[int]] = {}
+        self._asleep = False
         self._begin()
 
     def _begin(self) -> None:
@@ -87,10 +88,13 @@ class DevicePool:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks, each with one reference; chunks that are idle, and have copies below, make way.
 
-        Raises `CapacityError`, and nothing has changed, if there are fewer; `CacheError` for a negative number.
+        Raises `CapacityError`, and nothing has changed, if there are fewer; `CacheError` for a negative number,
+        or while the device sleeps.
         """
         if count < 0:
             raise CacheError(f"cannot allocate {count} blocks")
+        if self._asleep:
+            raise CacheError("the device's memory was given up by `sleep`, and not taken back by `wake`")
         self._reclaim()
         going = self._going(count - len(self._free))
         had = len(self._free) + len(going) * self._per_chunk
@@ -192,22 +196,24 @@ class DevicePool:
         """
         self._reclaim()
         coming = sum(self._is_touched(block) for block in self._parked)
+        offered: set[Key] = set()
         for key in list(self._idle):
             if len(self._free) + coming >= count:
                 break
             blocks = self._known[key].blocks
-            if not self._cache.knows(key):
-                self._offload(self._known[key])
+            if key not in offered and not self._cache.knows(key):
+                self._offload(self._known[key], offered)
             self._forget(key)
             coming += sum(map(self._is_touched, blocks))
         return len(self._free)
 
-    def _offload(self, known: _Known) -> None:
-        """Offload a chunk, and what is before it, as far as no tier has that and the device still does."""
+    def _offload(self, known: _Known, offered: set[Key]) -> None:
+        """Offload a chunk, and what is before it, as far as the device still has that and it was not `offered`."""
         path = known.path[: known.position + 1]
         first = len(path)
-        while first and path[first - 1] in self._known:
+        while first and path[first - 1] in self._known and path[first - 1] not in offered:
             first -= 1
+        offered.update(path[first:])
         chunks = [self._known[key].blocks for key in path[first:]]
         blocks = [block for chunk in chunks for block in chunk]
         self._note(self._cache.commit(path, blocks, first=first, group=known.group, evicting=True), chunks, first)
@@ -240,6 +246,7 @@ class DevicePool:
         used = self.stats().used
         if used:
             raise CacheError(f"{used} device blocks are in use")
+        self._asleep = True
         asleep = self._cache.sleep()
         if asleep:
             self._begin()
@@ -248,6 +255,7 @@ class DevicePool:
     def wake(self) -> None:
         """As `TieredCache.wake`: the memory is back, and empty."""
         self._cache.wake()
+        self._asleep = False
 
     def reset(self) -> int:
         """As `TieredCache.reset`; what the device has is not found any more, either. References stay."""
@@ -315,7 +323,8 @@ class DevicePool:
 
     def _touch(self, job: int, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._jobs.setdefault(block, []).append(job)
+            before = [each for each in self._jobs.get(block, ()) if self._cache.in_flight(each)]
+            self._jobs[block] = [*before, job]
 
     def _is_touched(self, block: int) -> bool:
         jobs = [job for job in self._jobs.get(block, ()) if self._cache.in_flight(job)]

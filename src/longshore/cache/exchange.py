@@ -157,7 +157,8 @@ class Exchange:
     def _store_some(self, tier: Foreign, keys: Sequence[Key]) -> None:
         """Order a store of those of `keys` that are still in the warmest tier, and not known to be there by now."""
         index, pool = self._store.index, self._store.pools[0]
-        nodes = [index.get(key) for key in keys if not tier.has(key)]
+        # What was thought to be there, and is not, may have been queued once more.
+        nodes = [index.get(key) for key in dict.fromkeys(keys) if not tier.has(key)]
         nodes = [node for node in nodes if node and index.is_ready(node, 0)]
         if not nodes:
             return

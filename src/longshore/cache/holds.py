@@ -39,10 +39,12 @@ class Holds:
         return record
 
     def to_load(self, hold: Hold, *, joint: bool = False) -> Record:
-        """What `hold` stands for. Raises `HoldError` if it was onboarded before, or is not `joint`, or is."""
+        """What `hold` stands for. Raises `HoldError` unless it was not onboarded, and is `joint` or keeps a path."""
         record = self.get(hold)
         if record.joint != joint:
             raise HoldError(f"hold {hold.id} is of {'several groups' if record.joint else 'one group'}")
+        if not joint and record.parts[0].alone:
+            raise HoldError(f"hold {hold.id} keeps chunks that stand alone, and are no path")
         if record.load is not None:
             raise HoldError(f"hold {hold.id} was onboarded before")
         return record

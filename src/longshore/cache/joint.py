@@ -78,6 +78,10 @@ class Joint:
             else:
                 for at in {*need.load[:1], *need.load[-1:]}:
                     index.check_link(path.keys, at)
+        keys = [path.keys[at] for path, need in zip(paths, needs, strict=True) for at in need.load]
+        keys += [need.partial.key for need in needs if need.partial and not need.partial.device]
+        if len(set(keys)) != len(keys):
+            raise CacheError(f"the groups of a request have different keys, only {len(set(keys))} of {len(keys)} are")
 
     def _hold(self, group: int, path: Path, need: Need) -> Held:
         store, positions = self._store, list(need.load)

@@ -58,6 +58,8 @@ class Keeping:
         if priority != DEFAULT_PRIORITY:
             self._priority[node] = priority
         if until is not None:
+            if len(self._due) > 2 * len(self._until) + 64:
+                self._due = sorted((due, each) for each, due in self._until.items())
             self._until[node] = until
             heapq.heappush(self._due, (until, node))
         for band in self._bands:

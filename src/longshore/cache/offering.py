@@ -73,6 +73,7 @@ class Offering(Core):
         """
         check_retention(retention)
         self._check_first(keys, first)
+        self._device.check(())
         return self._storing.store(keys, first, None, evicting=True, retention=retention, group=group)
 
     def keep(self, keys: Sequence[Key], *, group: int = 0, request: str | None = None) -> Hold:
@@ -88,6 +89,7 @@ class Offering(Core):
         Their slots stay as they are until every rank has. One that will not be read is given back by `withdraw`.
         Raises `CacheError` unless each of them is ready there.
         """
+        self._device.check(())
         held = self._asked(keys, group)
         try:
             return self._loading.lend(held)

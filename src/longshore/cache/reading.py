@@ -49,18 +49,20 @@ class Reading(Core):
         """
         self._check_first(keys, start)
         size = 0 if text is None else self.settings.group(group)[1]
+        if text is not None and self.settings.stands_alone(group):
+            raise CacheError(f"chunks of group {group} stand alone: none of them follows a path")
         text = text and text.checked()
         index = self._store.index
         end = index.reachable_prefix(keys, start)
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
+        partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
         self._advance(now)
         foreign, probes = self._exchange.look(keys, end) if self._exchange else (0, ())
         self._store.count_misses(keys, end, foreign)
         if self._store.log.on:
             asked, found = tuple(keys), end - start
             self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
-        partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
         path = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
         if not path:
             return Match(start, 0, None, foreign, probes, partial)
@@ -94,9 +96,10 @@ class Reading(Core):
         if self.settings.stands_alone(group):
             raise CacheError(f"chunks of group {group} stand alone: they are no path to be fetched")
         end = self._store.index.reachable_prefix(keys, start)
-        path = self._store.index.follow(keys, end)
+        path, pool = self._store.index.follow(keys, end), self.settings.pool_of(group)
+        self._store.check_pool([*path[:1], self._store.index.get(keys[end - 1]) if end else 0], pool)
         self._advance(now)
-        return self._exchange.fetch(keys, end, path, self.settings.pool_of(group))
+        return self._exchange.fetch(keys, end, path, pool)
 
     def runs(self, hold: Hold) -> tuple[Run, ...]:
         """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""

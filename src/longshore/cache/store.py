@@ -180,10 +180,10 @@ class Store:
     def _log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
         index, names = self.index, [level.name for level in self.levels]
         for node in nodes:
-            others = [names[t] for t in index.tiers if t != tier and index.is_ready(node, t)]
+            others = [t for t in index.tiers if t != tier and index.is_ready(node, t)]
             kind = EventKind.MOVED if others else EventKind.STORED
             # A copy goes down from the tier above, and comes up from the warmest that had it.
-            source = others[-1 if tier == self.last else 0] if others else ""
+            source = names[max((t for t in others if t < tier), default=others[0])] if others else ""
             parent = index.key[index.parent[node]]
             self.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
 
@@ -261,9 +261,8 @@ class Store:
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
         """Remove the copies of `keys` that nothing holds, reads or needs to be reached; says how many."""
-        count = 0
-        for key in reversed(keys):
-            node = self.index.get(key)
+        count, nodes = 0, [self.index.get(key) for key in keys]
+        for node in reversed(nodes):
             if node and self.index.is_ready(node, tier) and self.eviction.may_go(node, tier):
                 self.detach(node, tier, cause="discarded")
                 count += 1
