@@ -65,6 +65,7 @@ def test_damage_is_named_and_repaired(
         audit.repair([2])
     assert found(directory) == [Condition.WHOLE] * 2 + [Condition.EMPTY] + [Condition.WHOLE] * 5
     harness.reopen()
+    assert {chunk.slot for chunk in harness.tier.recover()} == set(range(SLOTS)) - {2}
     harness.assert_misses(2, 2)
     harness.assert_serves(3, 3)
 

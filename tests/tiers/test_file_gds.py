@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.file import cufile as cufile_module
 from longshore.tiers.file.cufile import DESCRIPTOR, OPAQUE_FD, CuFile
 from longshore.tiers.file.format import parse_header
+from longshore.tiers.file.health import PATIENCE, State
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 SCOPE = bytes(range(32))
@@ -135,6 +137,32 @@ def test_what_cufile_refuses_goes_by_way_of_the_host_and_is_counted(
     harness.store(1, 1)  # the next image is tried again
     library.fault = lambda called: None
     harness.assert_serves(1, 1)
+
+
+def test_a_device_that_fails_ends_like_a_disk_that_fails_and_condemns_no_record(
+    open_gds: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = open_gds(library=None)
+    assert isinstance(harness.tier, GdsFileTier)
+    harness.store(0, 0)
+
+    def fail(memory: HostAsDevice, offset: int, host: memoryview) -> None:
+        raise DeviceError("the device is gone")
+
+    caplog.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(HostAsDevice, "load", fail)
+        patched.setattr(HostAsDevice, "store", fail)
+        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(PATIENCE)} == {(Status.IO_ERROR,)}
+        assert harness.tier.state is State.READ_ONLY
+        assert {harness.load(0, 0)[0] for _ in range(PATIENCE)} == {Status.IO_ERROR}
+        assert harness.tier.state is State.OFF
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2, "said once for each kind"
+    troubles = harness.tier.troubles
+    assert (troubles["write_io_error"], troubles["read_io_error"]) == (PATIENCE, PATIENCE)
+    harness.reopen()
+    harness.assert_serves(0, 0)
+    assert [chunk.slot for chunk in harness.tier.recover()] == [0]
 
 
 @pytest.mark.parametrize("missing", ["driver_open", "handle_register", "buf_register", "read"])

@@ -2,7 +2,9 @@
 
 import errno
 import logging
+import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -105,6 +107,24 @@ def test_one_that_succeeds_begins_the_count_anew(harness: TierHarness, io: Faili
         io.writes = 0
         harness.store(0, 0)
     assert tier(harness).state is State.ON
+
+
+def test_a_write_that_a_reset_overtook_is_not_listed(harness: TierHarness, io: FailingIo) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    write = io.pwritev
+
+    def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        begun.set()
+        go_on.wait(60)
+        return write(fd, buffers, offset)
+
+    io.pwritev = slow  # type: ignore[method-assign]
+    ticket = harness.tier.submit([harness.op(Op.WRITE, 0, 0)], math.inf)
+    assert begun.wait(60)
+    harness.tier.forget(1)
+    go_on.set()
+    assert harness.wait(ticket).statuses == (Status.OK,)
+    assert harness.tier.recover() == []
 
 
 def test_misses_are_no_failures(harness: TierHarness) -> None:

@@ -13,11 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+import numpy as np
+
 from longshore.checksums import checksum
 from longshore.errors import FormatError, TierError
 from longshore.tiers.arena import PAGE, align
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import SEGMENT, SUPERBLOCK, Directory
+from longshore.tiers.file.index import Index
 from longshore.tiers.file.index_format import Entries
 from longshore.tiers.file.loading import load
 from longshore.tiers.file.payload import Lane, make_lane
@@ -107,12 +110,17 @@ class Audit:
         return self._examine(self._record)
 
     def repair(self, slots: Sequence[int]) -> None:
-        """Empty `slots`: they hold nothing afterwards, and that is on the medium."""
+        """Empty `slots`: they hold nothing afterwards, and the index, if there is one, says so; on the medium."""
         with self._directory.as_tier_errors(SEGMENT):
             empty = make_lane(0).header
             for slot in slots:
                 write_all(self._io, self._fd, empty, slot * self._stride)
             self._io.fsync(self._fd)
+        epoch, entries = load(self._directory)
+        if entries is not None and slots:
+            kept = entries[~np.isin(entries["slot"], slots)]
+            serial = fmt.sequence(self.superblock.opens, 0)
+            Index(self._directory, self.superblock.slots, kept, epoch, serial).close()
 
     def close(self) -> None:
         """Let others use the directory. Idempotent."""

@@ -32,7 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceMemory(Protocol):
-    """One piece of a device's memory, all of it for images. Any thread may call; every call returns when it is done."""
+    """One piece of a device's memory, all of it for images.
+
+    Any thread may call; every call returns when it is done, or raises `DeviceError`.
+    """
 
     @property
     def address(self) -> int:

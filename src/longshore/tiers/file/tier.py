@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from longshore.boundary import FILE, Status
-from longshore.errors import TierClosedError, TierError
+from longshore.errors import DeviceError, TierClosedError, TierError
 from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
@@ -194,7 +194,8 @@ class FileTier(Tier):
         """
         self._check_open()
         entries = self._index.entries()
-        entries = entries.take(np.flatnonzero(entries["scope"] == np.void(self._scope)))
+        ours = (entries["scope"] == np.void(self._scope)) & (entries["generation"] >= self.generation)
+        entries = entries.take(np.flatnonzero(ours))  # a write that `forget` overtook may have been entered after it
         keys = entries["key"].tolist()
         if len(set(keys)) < len(keys):
             written = entries["sequence"].tolist()
@@ -231,7 +232,11 @@ class FileTier(Tier):
         if not self._health.allows(op.op):
             return Status.TIER_OFF
         lane = self._lanes[worker]
-        status = self._write(op, serial, lane) if op.op is Op.WRITE else self._serve(op, lane)
+        try:
+            status = self._write(op, serial, lane) if op.op is Op.WRITE else self._serve(op, lane)
+        except DeviceError as error:  # of the device where images are: what the disk holds is as good as before
+            _log.debug("%s of slot %d: %s", op.op.value, op.slot, error)
+            status = Status.IO_ERROR
         self._health.note(op.op, status)
         if status is not Status.OK:
             self._failed[op.op, status] += 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from longshore.errors import DeviceError
@@ -14,7 +17,8 @@ class CudaImages:
     """An `ImageMemory` on one GPU.
 
     Calls go to the calling thread's current stream, and return when the bytes are there: nothing here is in order with
-    any other stream, which is why nobody may call while a copy of those bytes is under way.
+    any other stream, which is why nobody may call while a copy of those bytes is under way. They raise `DeviceError`
+    when the GPU fails.
     """
 
     def __init__(self, accelerator: CudaAccelerator, nbytes: int) -> None:
@@ -33,21 +37,34 @@ class CudaImages:
 
     def mix64(self, offset: int, length: int) -> int:
         """By a kernel."""
-        return self._accelerator.mix64(self._piece(offset, length).view(torch.int64))
+        with _as_device_errors():
+            return self._accelerator.mix64(self._piece(offset, length).view(torch.int64))
 
     def load(self, offset: int, host: memoryview) -> None:
         """Copy out."""
-        torch.frombuffer(host, dtype=torch.uint8).copy_(self._piece(offset, len(host)))
+        with _as_device_errors():
+            torch.frombuffer(host, dtype=torch.uint8).copy_(self._piece(offset, len(host)))
 
     def store(self, offset: int, host: memoryview) -> None:
         """Copy in."""
-        self._piece(offset, len(host)).copy_(torch.frombuffer(host, dtype=torch.uint8))
-        self._accelerator.wait()
+        with _as_device_errors():
+            self._piece(offset, len(host)).copy_(torch.frombuffer(host, dtype=torch.uint8))
+            self._accelerator.wait()
 
     def zero(self, offset: int, length: int) -> None:
         """Zero a range."""
-        self._piece(offset, length).zero_()
-        self._accelerator.wait()
+        with _as_device_errors():
+            self._piece(offset, length).zero_()
+            self._accelerator.wait()
 
     def _piece(self, offset: int, length: int) -> torch.Tensor:
         return self._memory[offset : offset + length]
+
+
+@contextlib.contextmanager
+def _as_device_errors() -> Iterator[None]:
+    """Torch says what went wrong on the device in errors without a type of their own."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(f"the GPU failed: {error}") from error
