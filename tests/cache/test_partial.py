@@ -9,7 +9,7 @@ from group_kit import FULL, STATE, WINDOW, end, grouped, orders, resident, settl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.boundary import FILE, HOST, Key, Section, Status
+from longshore.boundary import DEVICE, FILE, HOST, Key, Section, Slot, Status
 from longshore.cache import CacheGroup, CacheSettings, Partial, Text, TieredCache, Wanted, WritePolicy
 from longshore.errors import CacheError
 from longshore.keys import chain
@@ -321,3 +321,18 @@ def test_chunks_that_stand_alone_have_no_partial_match_by_path() -> None:
     with pytest.raises(CacheError, match="stand alone"):
         cache.match(path(ABC, 2)[:1], 0.0, text=Text(ABC, ROOT), group=0)
     assert cache.held == 0
+
+
+@pytest.mark.parametrize("tokens", [-1, 0, 5])
+def test_tokens_that_a_block_has_not_are_refused(tokens: int) -> None:
+    cache = stored(ABC, device_blocks=8)
+    hold = cache.match(path(ABC), 0.0).hold
+    assert hold is not None
+    with pytest.raises(CacheError, match="1 to 4 tokens"):
+        cache.onboard(hold, [0, 1, 2], tokens=tokens)
+    with pytest.raises(CacheError, match="1 to 4 tokens"):
+        cache.copy_inside([Slot(DEVICE, 0, 0)], [1], tokens=tokens)
+    with pytest.raises(CacheError, match="device blocks lie"):
+        cache.copy_inside([Slot(DEVICE, 0, 8)], [1])
+    assert cache.take() == []
+    assert cache.onboard(hold, [0, 1, 2], tokens=4).chunks == 3

@@ -395,3 +395,12 @@ def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     with pytest.raises(CacheError, match="images of pool 0"):
         cache.fetch(keys, 0.0, group=1)
     assert pickle.dumps(cache) == before
+
+
+def test_a_quarter_is_kept_safe_of_images_of_the_largest_size_too() -> None:
+    bytes_ = Bytes(8, 64, backup=WritePolicy.BACK)
+    for each in "abcdefgh":
+        bytes_.commit(LARGE, each)
+        bytes_.settle()
+    below = [each for each in bytes_.cache.residents() if each.slot.tier == FILE]
+    assert len(below) == 2

@@ -107,6 +107,12 @@ class Core:
                 return tier
         raise CacheError(f"no tier is called {name!r}; there are {[level.name for level in self._store.levels]}")
 
+    def _check_tokens(self, tokens: int | None, group: int) -> None:
+        """Raise `CacheError` unless a block of `group`, whose size is known if there are `groups`, has `tokens`."""
+        most = self.settings.group(group)[0].block_size if self.settings.groups else tokens
+        if tokens is not None and not 0 < tokens <= (most or 0):
+            raise CacheError(f"of a block of group {group} 1 to {most} tokens are moved, not {tokens}")
+
     def _check_first(self, keys: Sequence[Key], first: int) -> None:
         if not 0 <= first <= len(keys):
             raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")

@@ -33,6 +33,8 @@ class Offering(Core):
         if len(sources) != len(blocks) or not blocks or any(source.tier != DEVICE for source in sources):
             raise CacheError(f"expected a device slot to copy from for each of {len(blocks)} blocks, got {sources}")
         self._device.check(blocks)
+        self._device.check(list({source.index for source in sources}))
+        self._check_tokens(tokens, group)
         return self._flow.copy_inside(sources, blocks, tokens, group)
 
     def commit(

@@ -160,6 +160,7 @@ class Reading(Core):
             raise CacheError(f"{len(blocks)} blocks after {skip} of {per_chunk} do not lie within {held} held chunks")
         self._device.check(blocks)
         self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
+        self._check_tokens(tokens, group)
         longest = seconds(timeout, self.settings.load_timeout)
         first_block, tail = part.positions[0] * per_chunk + skip, part.pins[0].node
         record.load = self._loading.load(

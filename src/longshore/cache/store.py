@@ -344,6 +344,17 @@ class Store:
         self.emptying.make_room(tier, slots, Counter(pools), spare_dirty=spare_dirty)
         return slots.leading(pools)
 
+    def room_in_all(self, tier: int) -> int:
+        """How many chunks `tier` has room for, with those that it has; more are of the largest size, if there are any.
+
+        What is being filled counts as had.
+        """
+        pool = self.pools[tier]
+        if not self.several_sizes:
+            return pool.capacity
+        largest = pool.slabs.images.index(min(pool.slabs.images))
+        return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
+
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used: heads stay longest."""
         used = np.array(nodes, np.int32)

@@ -213,7 +213,7 @@ class Storing:
     def _clean(self, tier: int, at_least: int) -> None:
         """Order copies from `tier` to the one below, of `at_least` chunks with those under way, if so many can go."""
         store, below = self._store, tier + 1
-        slots, writing = store.pools[tier].capacity, self._flow.writing[below]
+        slots, writing = store.room_in_all(tier), self._flow.writing[below]
         target = self._rules[below].policy.clean_target(slots)
         wanted = max(target - (slots - store.backlog.counts[tier]), at_least - writing)
         chosen = store.backlog.choose(tier, min(wanted, self._flow.settings.max_writes - writing))
