@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from cache_setup import IMAGE_BYTES, chunks, key, path_of
 
@@ -120,7 +122,15 @@ def test_tokens_become_the_chunks_that_have_one_of_them() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [Retention(0, 0, 5), Retention(-1, 2, 5), Retention(0, 1, 101), Retention(0, 1, -1), Retention(0, 1, 5, 0.0)],
+    [
+        Retention(0, 0, 5),
+        Retention(-1, 2, 5),
+        Retention(0, 1, 101),
+        Retention(0, 1, -1),
+        Retention(0, 1, 50.5),  # type: ignore[arg-type]
+        Retention(0, 1, 5, 0.0),
+        Retention(0, 1, 5, math.nan),
+    ],
 )
 def test_a_retention_that_cannot_be_is_refused(wrong: Retention) -> None:
     cache = build(2)

@@ -41,7 +41,8 @@ def check(retention: Sequence[Retention]) -> None:
     """Raise `CacheError` for a range, a priority or a time that cannot be."""
     for each in retention:
         good = each.first >= 0 and (each.end is None or each.end > each.first)
-        if not good or not 0 <= each.priority <= HIGHEST_PRIORITY or (each.seconds is not None and each.seconds <= 0):
+        good &= isinstance(each.priority, int) and 0 <= each.priority <= HIGHEST_PRIORITY
+        if not good or (each.seconds is not None and not each.seconds > 0):
             raise CacheError(
                 f"a retention names chunks, a priority in [0, {HIGHEST_PRIORITY}] and a positive time, got {each}"
             )
