@@ -40,7 +40,7 @@ class Config(BaseModel):
         "posix", description="how bytes reach the file tier: posix, by host memory; gds, straight from the device"
     )
     file_daily_writes: ByteSize = Field(
-        ByteSize(0), ge=0, description="bytes that backups may write to the file tier in a day; 0 for no limit"
+        ByteSize(0), ge=0, description="bytes that may be written to the file tier in a day; 0 for no limit"
     )
     offload: WritePolicy = Field(WritePolicy.THROUGH, description="when blocks go from the device to the host tier")
     backup: WritePolicy = Field(WritePolicy.BACK, description="when blocks go from the host tier to the file tier")

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tiers"))
 from cufile_stand_in import StandInCuFile, cuFileError
 
 from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slot, Status, Transfer, TransferResult, Urgency
-from longshore.cache import Hold
+from longshore.cache import DropReason, Hold
 from longshore.config import Config
 from longshore.errors import ConfigError, DeviceError, LongshoreError, PlanError, TierClosedError
 from longshore.keys import Scope
@@ -131,6 +131,18 @@ def test_from_configuration_to_bytes_and_back(
         assert fallbacks(stack) == {}
     assert library.calls["write"] == CHUNKS + 1  # and the self-test's
     assert library.is_clean, library.breaches
+
+
+def test_daily_writes_are_a_bound_without_a_host_tier_too_and_leave_the_policy_of_offloads(
+    pages: Pages, tmp_path: Path, library: StandInCuFile
+) -> None:
+    hourly = 3 * (4096 + pages.layout.image_bytes)
+    with opened(pages, tmp_path, library, file_daily_writes=24 * hourly) as stack:
+        store(stack, list(range(2 * CHUNKS)))
+        with stack.runtime.observe() as cache:
+            drops = {reason: n for reason, n in cache.counters.drops[FILE].items() if n}
+    assert library.calls["write"] == 3
+    assert drops == {DropReason.BUDGET: CHUNKS - 3}
 
 
 def test_the_next_process_finds_what_was_written(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:

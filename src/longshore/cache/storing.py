@@ -267,14 +267,18 @@ class Storing:
         if orphan:
             self._flow.drop(0, wanted, DropReason.ORPHAN)
             return 0
-        allowed = min(wanted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
+        nbytes = store.pools[0].slabs.image_bytes[pool]
+        granted = self._budgets[0].allows(self._flow.now, wanted, nbytes)
+        self._flow.drop(0, wanted - granted, DropReason.BUDGET)
+        allowed = min(granted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
         pin = store.pin(parent) if parent else None
         room = self._room(0, allowed, pool)
         if pin is not None:
             store.unpin(pin)
-        if room < wanted:
-            busy = allowed < wanted or self._is_copying_down(0)
-            self._flow.drop(0, wanted - room, DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM)
+        if room < granted:
+            busy = allowed < granted or self._is_copying_down(0)
+            self._flow.drop(0, granted - room, DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM)
+        self._budgets[0].spend(room * nbytes)
         return room
 
     def _worth(self, fresh: Sequence[Key], first: int, retention: Sequence[Retention]) -> int:

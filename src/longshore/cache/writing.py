@@ -38,9 +38,8 @@ class WritePolicy(enum.Enum):
 class WriteRule:
     """The write policy of one route. A selective one copies what was offered, or used, `threshold` times.
 
-    `bytes_per_second` bounds what is copied from one tier down to the next (`longshore.cache.budget`); what it does
-    not allow is refused, and counted: it may go without a copy until it is used again. Offloads from the device are
-    not bounded.
+    `bytes_per_second` bounds what is copied (`longshore.cache.budget`); what it does not allow is refused, and counted:
+    it may go without a copy until it is used again.
     """
 
     policy: WritePolicy

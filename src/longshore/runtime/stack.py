@@ -222,8 +222,8 @@ def _make_cache(
         tiers.append(TierSpec(HOST, host.slabs))
     if file is not None:
         tiers.append(TierSpec(FILE, file.slabs))
-    daily = config.file_daily_writes
-    into = {FILE: WriteRule(config.backup, config.threshold, daily / 86_400)} if file is not None and daily else {}
+    daily, policy = config.file_daily_writes, config.offload if host is None else config.backup
+    into = {FILE: WriteRule(policy, config.threshold, daily / 86_400)} if file is not None and daily else {}
     settings = CacheSettings(
         into=into,
         blocks_per_chunk=config.blocks_per_chunk,
