@@ -122,6 +122,24 @@ def test_a_chain_ends_where_the_ring_has_come_round() -> None:
     assert departed.count == 0
 
 
+@pytest.mark.parametrize(("limit", "most"), [(7, 30), (300, 200), (1000, 700), (1000, 1500)])
+def test_many_that_leave_or_come_back_together_are_as_many_one_by_one(limit: int, most: int) -> None:
+    single, together, dice = Departed(limit), Departed(limit), random.Random(most)
+    keys = [dice.randbytes(32) for _ in range(3 * limit)]
+    hits = 0
+    for now in range(40):
+        some = dice.sample(keys, dice.randint(1, min(most, len(keys))))
+        found = [(i, *left) for i, key in enumerate(some) if (left := single.take(key))]
+        assert together.take_all(some) == found
+        hits += len(found)
+        together.add_all(some, [now] * len(some), [1 + i % 9 for i in range(len(some))])
+        for i, key in enumerate(some):
+            single.add(key, now, 1 + i % 9)
+        assert together.count == single.count
+        together.check_integrity()
+    assert hits > limit
+
+
 # ---------------------------------------------------------------------- the policy
 
 
@@ -216,6 +234,45 @@ def test_told_together_or_one_by_one_is_the_same(steps: list[tuple[str, int, int
     single.check_integrity()
     assert list(single.order()) == list(together.order())
     assert single._now == together._now
+
+
+@pytest.mark.parametrize("most", [40, 700])
+def test_long_paths_are_told_in_whole_arrays_to_the_same_end(most: int) -> None:
+    dice = random.Random(most)
+    names = np.array([dice.randbytes(32) for _ in range(LISTS + 2000)], object)
+    single, together = Gittins(1500, names), Gittins(1500, names)
+    for policy in (single, together):
+        policy.grow(LISTS + 2000)
+    out, inside = list(range(LISTS, LISTS + 2000)), list[int]()
+    for turn in range(60):
+        new = [out.pop(dice.randrange(len(out))) for _ in range(min(dice.randint(1, most), 1500 - len(inside)))]
+        together.insert(new)
+        for node in new:
+            single.insert([node])
+        inside += new
+        used = dice.sample(inside, min(most, len(inside)))
+        if turn % 2:
+            used = [node for node in together.order() if node in set(used)]  # neighbours
+        together.touch(used)
+        for node in used:
+            single.touch([node])
+        kept = together.ahead(most)
+        together.keep(kept)
+        for node in kept:
+            single.hold(node)
+        together.release(kept[::-1])
+        for node in kept[::-1]:
+            single.release([node])
+        gone = together.ahead(dice.randint(1, most))
+        together.leave(gone, names[gone].tolist())
+        for node in gone:
+            assert single.coldest() == node
+            single.remove(node, evicted=names[node])
+        inside = [node for node in inside if node not in set(gone)]
+        out += gone
+        assert list(single.order()) == list(together.order())
+    assert single._now == together._now > 10
+    assert single._departed.count == together._departed.count > 0
 
 
 def test_lists_that_disagree_are_found() -> None:

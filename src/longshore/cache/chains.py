@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.cache.columns import column
 from longshore.errors import CacheError
@@ -47,11 +48,11 @@ class Chains:
         after[number] = which
         before[number] = last
 
-    def warm_all(self, which: int, numbers: Sequence[int]) -> None:
-        """Put `numbers`, which are distinct and in no list, at the hot end of list `which`, the last the hottest."""
-        if not numbers:
+    def warm_all(self, which: int, elements: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Put `elements`, which are distinct and in no list, at the hot end of list `which`, the last the hottest."""
+        if not len(elements):
             return
-        at, after, before = np.array(numbers, np.int32), column(self.after), column(self.before)
+        at, after, before = np.asarray(elements, np.int32), column(self.after), column(self.before)
         last = before[which]
         after[at[:-1]], before[at[1:]] = at[1:], at[:-1]
         after[last], before[at[0]] = at[0], last
@@ -68,15 +69,22 @@ class Chains:
         ahead = self.after[last]
         self.after[which], self.before[ahead] = ahead, which
 
-    def chill_all(self, which: int, numbers: Sequence[int]) -> None:
-        """Put `numbers`, which are in no list, at the cold end of list `which`, the last the coldest."""
+    def chill(self, which: int, number: int) -> None:
+        """Put `number`, which is in no list, at the cold end of list `which`."""
         after, before = self.after, self.before
         first = after[which]
-        for number in numbers:
-            before[first] = number
-            after[number] = first
-            first = number
-        after[which], before[first] = first, which
+        before[first] = after[which] = number
+        after[number], before[number] = first, which
+
+    def chill_all(self, which: int, elements: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Put `elements`, which are distinct and in no list, at the cold end of list `which`, the last the coldest."""
+        if not len(elements):
+            return
+        at, after, before = np.asarray(elements, np.int32), column(self.after), column(self.before)
+        first = after[which]
+        before[at[:-1]], after[at[1:]] = at[1:], at[:-1]
+        before[first], after[at[0]] = at[0], first
+        before[at[-1]], after[which] = which, at[-1]
 
     def move(self, first: int, last: int, which: int) -> None:
         """Put `first` to `last`, which follow one another in some list, at the hot end of list `which`."""

@@ -7,6 +7,7 @@ at the same memory, but for the moment only: while it does, a column cannot grow
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,11 @@ def column(numbers: array[int]) -> npt.NDArray[np.int32]:
 def marks(each: bytearray) -> npt.NDArray[np.uint8]:
     """A column of bytes as numpy sees it."""
     return np.frombuffer(each, np.uint8)
+
+
+def numbers(each: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Some 32-bit numbers, one at least, as numpy sees them: sooner than by `np.array`."""
+    return column(array("i", each))
 
 
 def leading(true: npt.NDArray[np.bool_]) -> int:

@@ -188,7 +188,7 @@ class SlabPool(SlotPool):
             pool = self.owner[slab]
             images = self.slabs.images[pool]
             if self._taken[slab] == images:
-                self._partial.chill_all(pool, (slab + LISTS,))
+                self._partial.chill(pool, slab + LISTS)
             self._taken[slab] -= 1
             self._open[pool] += 1
             self._next[index] = self._returned[slab]

@@ -204,7 +204,7 @@ class S3FIFO(EvictionPolicy):
         for node in nodes:
             if self._held[node]:
                 self._held[node] = self._uses[node] = 0
-                self._chains.chill_all(self._queue[node], [node])
+                self._chains.chill(self._queue[node], node)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; its key is remembered if it was evicted from the small queue."""

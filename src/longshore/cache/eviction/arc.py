@@ -67,7 +67,7 @@ class ARC(EvictionPolicy):
         for key in self.names[at[back]]:
             self._learn(self._ghosts.take(key))
         for which, ours in ((_ONCE, at[~back]), (_OFTEN, at[back])):
-            self._chains.warm_all(which, ours.tolist())
+            self._chains.warm_all(which, ours)
             self._counts[which] += len(ours)
 
     def touch(self, nodes: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ class ARC(EvictionPolicy):
         for which in (_ONCE, _OFTEN):
             held = at[place[at] == which | _HELD]
             place[held] = which
-            self._chains.chill_all(which, held.tolist())
+            self._chains.chill_all(which, held)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; its key is remembered if it was evicted."""
@@ -208,7 +208,7 @@ class ARC(EvictionPolicy):
             raise unknown(node)
         if at >= _HELD:
             self._place[node] = at & ~_HELD
-            self._chains.chill_all(at & ~_HELD, (node,))
+            self._chains.chill(at & ~_HELD, node)
 
     def _learn(self, left: int) -> None:
         """A chunk that left list `left` is back: that list deserves more room."""

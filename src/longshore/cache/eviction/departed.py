@@ -15,9 +15,15 @@ from collections.abc import Sequence
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.errors import CacheError
+
+_FEW = 48
+"""So many chains are followed one by one."""
+
+_Places = npt.NDArray[np.int64]
 
 
 class Departed:
@@ -38,57 +44,111 @@ class Departed:
 
     def _allocate(self, places: int, heads: int) -> None:
         # Zeros of numpy take memory only where they are written to. Single numbers are read faster by `data`.
-        self._tags, self._before = np.zeros(places, np.uint32), np.zeros(places, np.uint32)
-        self._when, self._uses = np.zeros(places, np.int32), np.zeros(places, np.uint8)
-        self._heads = np.zeros(heads, np.uint32)
+        self._tags, self._before = np.zeros(places, np.uint32).data, np.zeros(places, np.uint32).data
+        self._when, self._uses = np.zeros(places, np.int32).data, np.zeros(places, np.uint8).data
+        self._heads = np.zeros(heads, np.uint32).data
 
     def add(self, key: Key, when: int, uses: int) -> None:
         """`key`, which is not remembered, left: it takes the place of the oldest."""
-        self.add_all((key,), (when,), (uses,))
-
-    def add_all(self, keys: Sequence[Key], when: Sequence[int], uses: Sequence[int]) -> None:
-        """The same for many different keys, which left in this order."""
         if not len(self._tags):
             self._allocate(self._limit, self._mask + 1)
-        tags, before, heads, last = self._tags.data, self._before.data, self._heads.data, self._when.data
-        known, at, limit, count = self._uses.data, self._next, self._limit, self.count
-        for key, then, use in zip(keys, when, uses, strict=True):
-            tag = crc32(key)
-            if not known[at]:
-                count += 1
-            tags[at], last[at], known[at] = tag, then, use
-            head = tag & self._mask
-            before[at] = heads[head]
-            at += 1
-            heads[head] = at  # one more than the place: 0 is none
-            if at == limit:
-                at = 0
-        self._next, self.count = at, count
+        at, tag = self._next, crc32(key)
+        head = tag & self._mask
+        if not self._uses[at]:
+            self.count += 1
+        self._tags[at], self._when[at], self._uses[at] = tag, when, uses
+        self._before[at] = self._heads[head]
+        at += 1
+        self._heads[head] = at  # one more than the place: 0 is none
+        self._next = at if at < self._limit else 0
+
+    def add_all(self, keys: Sequence[Key], when: npt.ArrayLike, uses: npt.ArrayLike) -> None:
+        """The same for many different keys, which left in this order: by whole arrays, at most once around the ring."""
+        if not len(self._tags):
+            self._allocate(self._limit, self._mask + 1)
+        tags, then, use = _tags_of(keys), np.asarray(when, np.int32), np.asarray(uses, np.uint8)
+        for start in range(0, len(keys), self._limit):
+            some = slice(start, start + self._limit)
+            self._add_round(tags[some], then[some], use[some])
+
+    def _add_round(self, tags: _Places, when: npt.NDArray[np.int32], uses: npt.NDArray[np.uint8]) -> None:
+        at = self._next + np.arange(len(tags))
+        at[at >= self._limit] -= self._limit
+        known, heads = np.asarray(self._uses), np.asarray(self._heads)
+        self.count += len(tags) - int(np.count_nonzero(known[at]))
+        np.asarray(self._tags)[at], np.asarray(self._when)[at], known[at] = tags, when, uses
+        head = tags & self._mask
+        by_head = np.argsort(head, kind="stable")  # those of one hash come one after the other, and lead to one another
+        at, head = at[by_head], head[by_head]
+        again = head[1:] == head[:-1]
+        before = heads[head]
+        before[1:][again] = at[:-1][again] + 1
+        np.asarray(self._before)[at] = before
+        last = np.append(~again, True)
+        heads[head[last]] = at[last] + 1
+        self._next = (self._next + len(tags)) % self._limit
+
+    def take(self, key: Key) -> tuple[int, int] | None:
+        """When `key` was used, and how, if it is remembered; it is forgotten now."""
+        if not self.count:
+            return None
+        tag = crc32(key)
+        at = self._search(tag, self._heads[tag & self._mask] - 1, -1)
+        if at < 0:
+            return None
+        use = self._uses[at]
+        self._uses[at] = 0
+        self.count -= 1
+        return self._when[at], use
 
     def take_all(self, keys: Sequence[Key]) -> list[tuple[int, int, int]]:
-        """Which of `keys` are remembered, by position, when they were used, and how; they are forgotten now."""
-        found: list[tuple[int, int, int]] = []
+        """Which of many `keys` are remembered, by position, when they were used, and how; they are forgotten now."""
         if not self.count:
-            return found
-        tags, before, heads = self._tags.data, self._before.data, self._heads.data
-        when, uses, mask = self._when.data, self._uses.data, self._mask
-        for position, key in enumerate(keys):
-            tag = crc32(key)
-            at, last = heads[tag & mask] - 1, -1
-            while at >= 0:
-                age = (self._next - 1 - at) % self._limit
-                if age <= last:
-                    break
-                if tags[at] == tag and uses[at]:
-                    found.append((position, when[at], uses[at]))
-                    uses[at] = 0
-                    break
-                at, last = before[at] - 1, age
-        self.count -= len(found)
+            return []
+        places = self._search_all(_tags_of(keys))
+        who = np.flatnonzero(places >= 0)
+        at, uses = places[who], np.asarray(self._uses)
+        found = list(zip(who.tolist(), np.asarray(self._when)[at].tolist(), uses[at].tolist(), strict=True))
+        uses[at] = 0
+        self.count -= len(set(at.tolist()))  # two keys may have one checksum
         return found
+
+    def _search(self, tag: int, at: int, last: int) -> int:
+        """The place of `tag`, by the links from place `at` on, which is older than `last`; or -1."""
+        tags, uses, before, youngest, limit = self._tags, self._uses, self._before, self._next - 1, self._limit
+        while at >= 0:
+            age = (youngest - at) % limit
+            if age <= last:
+                break
+            if tags[at] == tag and uses[at]:
+                return at
+            at, last = before[at] - 1, age
+        return -1
+
+    def _search_all(self, tags: _Places) -> _Places:
+        """`_search` from the heads on: all links of a length are followed at once, until few chains are left."""
+        noted, uses, before = np.asarray(self._tags), np.asarray(self._uses), np.asarray(self._before)
+        places, who, last = np.full(len(tags), -1), np.arange(len(tags)), np.full(len(tags), -1)
+        at = np.asarray(self._heads)[tags & self._mask].astype(np.int64) - 1
+        while len(who) > _FEW:
+            age = (self._next - 1 - at) % self._limit
+            linked = (at >= 0) & (age > last)
+            found = linked & (noted[at] == tags[who]) & (uses[at] > 0)
+            places[who[found]] = at[found]
+            further = linked & ~found
+            who, last = who[further], age[further]
+            at = before[at[further]].astype(np.int64) - 1
+        for each, tag, place, age in zip(who.tolist(), tags[who].tolist(), at.tolist(), last.tolist(), strict=True):
+            places[each] = self._search(tag, place, age)
+        return places
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless what is remembered is counted."""
         noted = np.count_nonzero(self._uses)
         if noted != self.count:
             raise CacheError(f"{noted} departures are noted, {self.count} counted")
+
+
+def _tags_of(keys: Sequence[Key]) -> _Places:
+    """The checksum of each key."""
+    return np.fromiter(map(crc32, keys), np.int64, len(keys))

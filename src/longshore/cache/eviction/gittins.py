@@ -13,7 +13,6 @@ are worth it, and there is nothing to set. Why this way: `docs/eviction.md`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -21,10 +20,10 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import column, marks, zeros
-from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
+from longshore.cache.columns import column, marks, numbers, zeros
+from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.departed import Departed
-from longshore.cache.eviction.promise import AGES, KINDS, MOST_USES, Promises, age_of, kind_of
+from longshore.cache.eviction.promise import AGES, KINDS, MOST_USES, Promises, age_of, ages_of, kind_of
 from longshore.errors import CacheError
 
 _STEPS, _SHORTEST_STEP = 8, 64
@@ -35,6 +34,9 @@ _REMEMBERED = 6
 
 _FADE = 512
 """Steps after which counts are halved."""
+
+_SHORT = 256
+"""A path of fewer nodes is sooner walked along than used by whole arrays."""
 
 # How a node was used, and whether it is held, is one byte.
 _OUT, _LEAF, _ONCE = range(3)
@@ -52,6 +54,8 @@ def _of_byte(table: bytes) -> bytes:
 
 _KINDS, _MORES = _of_byte(_KIND), _of_byte(_MORE)
 _MORES_KINDS = _of_byte(_MORE.translate(_KINDS))
+
+_BYTES = [bytes((each,)) for each in range(KINDS * AGES)]
 
 _Nodes = npt.NDArray[np.int32]
 _Bytes = npt.NDArray[np.uint8]
@@ -96,22 +100,24 @@ class Gittins(EvictionPolicy):
         """`nodes` became resident: used as often as is remembered, and once more."""
         check_new(self._place, nodes)
         use = _LEAF if leaf else _ONCE
-        for start, end in self._steps(len(nodes)):
-            if end - start == 1:  # five times faster than by whole arrays
-                self._insert_one(nodes[start], use)
+        for some in self._steps(nodes):
+            if len(some) < FEW:
+                for node in some:
+                    self._insert_one(node, use)
+                    use = _ONCE
             else:
-                self._insert_all(nodes[start:end], use)
-            self._count += end - start
-            use = _ONCE
+                self._insert_all(some, use)
+                use = _ONCE
+            self._count += len(some)
 
     def touch(self, nodes: Sequence[int]) -> None:
         """`nodes` were used once more. Neighbours in one list that go to the same one move together."""
-        at = column(array("i", nodes))  # faster than by np.array
-        was = marks(self._place)[at].tobytes()
-        if _OUT in was:
-            raise unknown(nodes[was.index(_OUT)])
-        for start, end in self._steps(len(nodes)):
-            self._touch(nodes[start:end], at[start:end], was[start:end])
+        check_in(self._place, nodes)
+        for some in self._steps(nodes):
+            if len(some) < _SHORT:
+                self._touch_few(some)
+            else:
+                self._touch_all(some)
 
     def hold(self, node: int) -> None:
         """`node` cannot go at present."""
@@ -125,12 +131,15 @@ class Gittins(EvictionPolicy):
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, each as the first of its list."""
         check_in(self._place, nodes)
-        for node in nodes:
-            if self._place[node] >= _HELD:
-                self._place[node] -= _HELD
-                which = _KIND[self._place[node]] * AGES + age_of(self._now - self._used[node])
-                self._chains.chill_all(which, (node,))
-                self._look_at(which)
+        if len(nodes) < FEW:
+            for node in nodes:
+                if self._place[node] >= _HELD:
+                    self._place[node] -= _HELD
+                    which = _KIND[self._place[node]] * AGES + age_of(self._now - self._used[node])
+                    self._chains.chill(which, node)
+                    self._look_at(which)
+        else:
+            self._release_all(numbers(nodes))
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; how it was used is remembered if it was evicted."""
@@ -147,15 +156,20 @@ class Gittins(EvictionPolicy):
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These, the first of one list, left; how they were used is remembered."""
         self._chains.drop_coldest(self._order[self._first], nodes[-1])
-        at, place = np.array(nodes, np.int32), marks(self._place)
-        self._departed.add_all(keys, column(self._used)[at].tolist(), place[at].tolist())
-        place[at] = _OUT
         self._count -= len(nodes)
+        if len(nodes) < FEW:
+            for node, key in zip(nodes, keys, strict=True):
+                self._departed.add(key, self._used[node], self._place[node])
+                self._place[node] = _OUT
+        else:
+            at, place = numbers(nodes), marks(self._place)
+            self._departed.add_all(keys, column(self._used)[at], place[at])
+            place[at] = _OUT
 
     def keep(self, nodes: Sequence[int]) -> None:
         """These, the first of one list, cannot go at present."""
         self._chains.drop_coldest(self._order[self._first], nodes[-1])
-        marks(self._place)[np.array(nodes, np.int32)] |= _HELD
+        marks(self._place)[numbers(nodes)] |= _HELD
 
     def ahead(self, count: int) -> list[int]:
         """The oldest nodes of the list that promises least."""
@@ -210,18 +224,10 @@ class Gittins(EvictionPolicy):
         self._step, self._ticks = max(_SHORTEST_STEP, self.slots // _STEPS), 0
         self._departed = Departed(_REMEMBERED * self.slots)
 
-    def _touch(self, nodes: Sequence[int], at: _Nodes, was: bytes) -> None:
-        ages = np.minimum(np.frexp(self._now - column(self._used)[at])[1], AGES - 1)  # the exponent is the bit length
-        before, kinds = (np.frombuffer(was.translate(each), np.uint8) for each in (_KINDS, _MORES_KINDS))
-        self._promises.came_back += (before * np.uint8(AGES) + ages.astype(np.uint8)).tobytes()
-        self._promises.became += kinds.tobytes()
-        self._move(nodes, at, kinds, np.frombuffer(was, np.uint8) >= _HELD)
-        self._note(at, was.translate(_MORES))
-
     def _insert_one(self, node: int, use: int) -> None:
-        for _, when, used in self._departed.take_all((self.names[node],)):
-            self._came_back(when, used)
-            use = _MORE[used]
+        if left := self._departed.take(self.names[node]):
+            self._came_back(*left)
+            use = _MORE[left[1]]
         kind = _KIND[use]
         self._promises.became.append(kind)
         self._place[node], self._used[node] = use, self._now
@@ -229,7 +235,7 @@ class Gittins(EvictionPolicy):
         self._look_at(kind * AGES)
 
     def _insert_all(self, nodes: Sequence[int], first: int) -> None:
-        at = np.array(nodes, np.int32)
+        at = numbers(nodes)
         uses = bytearray((_ONCE,)) * len(nodes)
         uses[0] = first
         for i, when, used in self._departed.take_all(self.names[at].tolist()):
@@ -239,8 +245,50 @@ class Gittins(EvictionPolicy):
         kinds = uses.translate(_KINDS)
         self._promises.became += kinds
         for kind in set(kinds):
-            self._chains.warm_all(kind * AGES, at[np.frombuffer(kinds, np.uint8) == kind].tolist())
+            self._chains.warm_all(kind * AGES, at[np.frombuffer(kinds, np.uint8) == kind])
             self._look_at(kind * AGES)
+
+    def _touch_few(self, nodes: Sequence[int]) -> None:
+        """Neighbours that were used alike move as one."""
+        place, used, after, now, promises = self._place, self._used, self._chains.after, self._now, self._promises
+        at, count = 0, len(nodes)
+        while at < count:
+            begin, first = at, nodes[at]
+            last, was, when = first, place[first], used[first]
+            more = _MORES[was]
+            place[first], used[first] = more, now
+            at += 1
+            while was < _HELD and at < count and after[last] == (node := nodes[at]):
+                if place[node] != was or used[node] != when:
+                    break
+                place[node], used[node] = more, now
+                last = node
+                at += 1
+            kind = _KIND[more]
+            promises.came_back += _BYTES[_KINDS[was] * AGES + age_of(now - when)] * (at - begin)
+            promises.became += _BYTES[kind] * (at - begin)
+            self._put(first, last, kind * AGES, held=was >= _HELD)
+
+    def _touch_all(self, nodes: Sequence[int]) -> None:
+        at = numbers(nodes)
+        was = marks(self._place)[at].tobytes()
+        ages = ages_of(self._now - column(self._used)[at])
+        before, kinds = (np.frombuffer(was.translate(each), np.uint8) for each in (_KINDS, _MORES_KINDS))
+        self._promises.came_back += (before * np.uint8(AGES) + ages).tobytes()
+        self._promises.became += kinds.tobytes()
+        self._move(nodes, at, kinds, np.frombuffer(was, np.uint8) >= _HELD)
+        self._note(at, was.translate(_MORES))
+
+    def _release_all(self, at: _Nodes) -> None:
+        place = marks(self._place)
+        held = at[place[at] >= _HELD]
+        uses = place[held] - np.uint8(_HELD)
+        place[held] = uses
+        kinds = np.frombuffer(uses.tobytes().translate(_KINDS), np.uint8)
+        lists = kinds * np.uint8(AGES) + ages_of(self._now - column(self._used)[held])
+        for which in set(lists.tobytes()):
+            self._chains.chill_all(which, held[lists == which])
+            self._look_at(which)
 
     def _came_back(self, when: int, use: int) -> None:
         """What was used like this, the last time at step `when`, is used again."""
@@ -258,24 +306,29 @@ class Gittins(EvictionPolicy):
         first = 0
         for last in lasts:
             which = int(kinds[first]) * AGES
-            if held[first]:
-                self._chains.warm(which, nodes[first])
-            else:
-                self._chains.move(nodes[first], nodes[last], which)
-            self._look_at(which)
+            self._put(nodes[first], nodes[last], which, held=bool(held[first]))
             first = last + 1
+
+    def _put(self, first: int, last: int, which: int, *, held: bool) -> None:
+        """Put `first` to `last`, which follow one another, or one that is held, at the hot end of list `which`."""
+        if held:
+            self._chains.warm(which, first)
+        else:
+            self._chains.move(first, last, which)
+        self._look_at(which)
 
     def _look_at(self, which: int) -> None:
         """List `which` is empty no more."""
         self._first = min(self._first, self._rank[which])
 
-    def _steps(self, count: int) -> Iterator[tuple[int, int]]:
-        """`count` uses in parts, start and end, so that no step of the clock falls into one; the clock goes on."""
-        end = 0
-        while end < count:
-            start, end = end, min(count, end + self._step - self._ticks)
-            yield start, end
-            self._ticks += end - start
+    def _steps(self, nodes: Sequence[int]) -> Iterator[Sequence[int]]:
+        """`nodes`, which are used, in parts, so that no step of the clock falls into one; the clock goes on."""
+        start = 0
+        while start < len(nodes):
+            some = nodes[start : start + self._step - self._ticks]
+            yield some
+            start += len(some)
+            self._ticks += len(some)
             if self._ticks == self._step:
                 self._ticks = 0
                 self._turn()
@@ -292,20 +345,19 @@ class Gittins(EvictionPolicy):
     def _rank_lists(self) -> None:
         """Order the lists by what has been learned."""
         self._order = self._promises.order()
-        self._rank = np.argsort(self._order).tolist()
+        self._rank: list[int] = np.argsort(self._order).tolist()
         self._first = 0
 
     def _pass_on(self) -> None:
         """Lists hand on what has become too old for them, from the oldest list on, so that nothing moves twice."""
-        for kind in range(KINDS):
-            for age in reversed(range(AGES - 1)):
-                self._pass_on_from(kind * AGES + age, age)
+        filled = np.flatnonzero(column(self._chains.after)[: KINDS * AGES] != np.arange(KINDS * AGES))
+        for which in filled[::-1].tolist():
+            if which % AGES < AGES - 1:
+                self._pass_on_from(which, which % AGES)
 
     def _pass_on_from(self, which: int, age: int) -> None:
         after, before, used = self._chains.after, self._chains.before, self._used
         first, last = after[which], before[which]
-        if first == which:
-            return
         latest = self._now - (1 << age)  # used then, a node has just become too old
         if used[last] > latest:
             last, node = which, first

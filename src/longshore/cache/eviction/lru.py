@@ -82,13 +82,13 @@ class LRU(EvictionPolicy):
                 raise unknown(nodes[0])
             if place == _HELD:
                 self._place[nodes[0]] = _IN
-                self._chains.chill_all(_ORDER, nodes)
+                self._chains.chill(_ORDER, nodes[0])
             return
         at, places = np.array(nodes, np.int32), marks(self._place)
         check_in(self._place, nodes)
         held = at[places[at] == _HELD]
         places[held] = _IN
-        self._chains.chill_all(_ORDER, held.tolist())
+        self._chains.chill_all(_ORDER, held)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left."""

@@ -26,9 +26,15 @@ AGES = 12
 MOST_USES = 32
 
 _WIDTHS = np.array([0.5, *(2.0**i for i in range(AGES - 1))])
+_ONWARD = np.triu(np.ones((AGES, AGES)))[:, None]
+"""1 for the ages that are still to come at each age: by the age to begin with, and by the one to come."""
+
 _IMAGINED = 32.0
 _CHANCE = 0.1
 """Before a kind is known, it is taken for one of which a tenth comes back at each age, as if so many had been seen."""
+
+_EQUALS = np.arange(KINDS * AGES).reshape(KINDS, AGES)[:, ::-1].T.ravel()
+"""All pairs as `kind * AGES + age`, the oldest first, and of these the least used."""
 
 
 def kind_of(uses: int) -> int:
@@ -39,6 +45,15 @@ def kind_of(uses: int) -> int:
 def age_of(steps: int) -> int:
     """The age of what was used `steps` ago."""
     return min(steps.bit_length(), AGES - 1)
+
+
+_LAST_BEGINS = 1 << AGES - 2
+_AGE_OF = np.array([age_of(steps) for steps in range(_LAST_BEGINS + 1)], np.uint8)
+
+
+def ages_of(steps: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    """`age_of` for many."""
+    return _AGE_OF[np.minimum(steps, _LAST_BEGINS)]
 
 
 class Promises:
@@ -74,19 +89,16 @@ class Promises:
 
     def table(self) -> npt.NDArray[np.float64]:
         """For each kind and age what is promised: hits per step of the clock."""
-        chances = self.chances()
-        promised = np.empty_like(chances)
-        for age in range(AGES):
-            chance = chances[:, age:]
-            still = np.cumprod(1.0 - chance, axis=1) / (1.0 - chance)  # not yet used when this age begins
-            hits = np.cumsum(still * chance, axis=1)
-            time = np.cumsum(still * (1.0 - chance / 2) * _WIDTHS[age:], axis=1)
-            promised[:, age] = (hits / time).max(axis=1)
+        chances = self.chances()[None] * _ONWARD  # for each age to begin with; of what is before it there is none
+        still = np.cumprod(1.0 - chances, axis=2) / (1.0 - chances)  # not yet used when an age begins
+        hits = np.cumsum(still * chances, axis=2)
+        time = np.cumsum(still * (1.0 - chances / 2) * (_WIDTHS * _ONWARD), axis=2)
+        rates = np.divide(hits, time, out=np.zeros_like(hits), where=_ONWARD > 0)
+        promised: npt.NDArray[np.float64] = rates.max(axis=2).T
         promised[1:] = np.maximum.accumulate(promised[1:], axis=0)
         return promised
 
     def order(self) -> list[int]:
         """All pairs as `kind * AGES + age`, the least promising first; of equals the oldest, then the least used."""
-        kinds, ages = np.divmod(np.arange(KINDS * AGES), AGES)
-        order: list[int] = np.lexsort((kinds, -ages, self.table().ravel())).tolist()
+        order: list[int] = _EQUALS[np.argsort(self.table().ravel()[_EQUALS], kind="stable")].tolist()
         return order
