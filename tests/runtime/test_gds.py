@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -130,6 +131,27 @@ def test_from_configuration_to_bytes_and_back(
         np.testing.assert_array_equal(pages.read(elsewhere), before)
         assert fallbacks(stack) == {}
     assert library.calls["write"] == CHUNKS + 1  # and the self-test's
+    assert library.is_clean, library.breaches
+
+
+@pytest.mark.parametrize("name", ["longshore-runtime", "longshore-events"])
+def test_a_stack_without_threads_to_spare_leaves_nothing_behind(
+    pages: Pages, tmp_path: Path, library: StandInCuFile, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            opened(pages, tmp_path / "tier", library, background=True, events_path=tmp_path / "events")
+    assert set(threading.enumerate()) == before
+    opened(pages, tmp_path / "tier", library).close()
     assert library.is_clean, library.breaches
 
 

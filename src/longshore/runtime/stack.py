@@ -183,10 +183,18 @@ def _start(
     file: Tier | None,
     arena: Arena | None,
 ) -> Stack:
-    loop = BackgroundLoop(runtime) if config.background else None
     events = None
-    if config.events_path is not None:
-        events = EventRecorder(runtime, config.events_path, config.events_size)
+    with contextlib.ExitStack() as undo:
+        if arena is not None and host is not None:
+            undo.callback(arena.close)
+            undo.callback(host.close)
+        undo.callback(runtime.close, 0.0)
+        loop = BackgroundLoop(runtime) if config.background else None
+        if loop is not None:
+            undo.callback(loop.close)
+        if config.events_path is not None:
+            events = EventRecorder(runtime, config.events_path, config.events_size)
+        undo.pop_all()
     return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events)
 
 
