@@ -401,7 +401,7 @@ def test_what_the_machine_does_not_call_is_called_elsewhere() -> None:
 def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]], methods_called: set[str]) -> None:
     profile = settings()
     run_state_machine_as_test(
-        Tiers, settings=settings(profile, max_examples=7 * profile.max_examples, stateful_step_count=70)
+        Tiers, settings=settings(profile, max_examples=4 * profile.max_examples, stateful_step_count=70)
     )
     assert set(edges_taken) == set(EDGES), "a legal edge was never taken, or an illegal one was"
     assert methods_called == PUBLIC - set(ELSEWHERE), "a public method has no rule, or has one that is not listed"

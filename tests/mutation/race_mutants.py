@@ -222,4 +222,5 @@ if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)
+    os.environ["STORIES"] = "all"
     sys.exit(main())

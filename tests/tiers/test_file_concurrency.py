@@ -122,7 +122,7 @@ def test_eight_threads_get_back_what_they_put(tmp_path: Path) -> None:
     soak(shared, 0)  # all that is made on first use has been made
     before, memory = resources(), resident()
     soak(shared, float(os.environ.get("FILE_SOAK_SECONDS", "0")))
-    assert resources() == before
+    assert all(after <= former for after, former in zip(resources(), before, strict=True))
     assert resident() - memory < 32 << 20
     assert min(shared.done[what] for what in ("put", "get", "evict", "remove")) > THREADS
     shared.tier.close()
@@ -144,6 +144,6 @@ def test_opening_and_closing_leaves_nothing_behind(tmp_path: Path) -> None:
         with pytest.raises(TierInUseError, match="in use"):
             shared.open()
         tier.close()
-    assert resources() == before
+    assert all(after <= former for after, former in zip(resources(), before, strict=True))
     assert resident() - memory < 16 << 20
     shared.arena.close()

@@ -128,7 +128,8 @@ class VllmManager:
 
 def makers_of_rivals() -> list[Callable[[int], Rival]]:
     """How to make, for a number of slots, vLLM's two managers where it is installed; else the ordered dictionary."""
-    if find_spec("vllm") is None:
+    found = find_spec("vllm")
+    if found is None or found.origin is None:  # a directory of that name is no package
         return [PlainLRU]
     try:
         VllmManager(64, "lru")
