@@ -128,10 +128,12 @@ class Many:
     def _held_chain(self, node: int, tier: int, policy: EvictionPolicy) -> list[int]:
         """`node`, and those of its ancestors that may go right after it, as long as they are held."""
         store, index = self._store, self._store.index
-        parent, reach, slots = index.parent, index.reach[0], index.slot[tier]
+        parent, reach, slots, is_held = index.parent, index.reach[0], index.slot[tier], policy.is_held
+        pins, state = store.pins, store.pools[tier].state
         chain = [node]
-        while policy.is_held(node) and node not in store.pins and (node := parent[node]) and reach[node] == 1:
-            if slots[node] < 0 or not index.is_ready(node, tier):
+        while is_held(node) and node not in pins and (node := parent[node]) and reach[node] == 1:
+            slot = slots[node]
+            if slot < 0 or state[slot] != READY:
                 break
             chain.append(node)
         return chain
