@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from longshore.boundary import Status
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import FILLING, READY
 from longshore.errors import CacheError, CapacityError
@@ -111,3 +112,14 @@ def test_a_pool_has_no_fewer_slots_than_none() -> None:
     with pytest.raises(CacheError, match="got -1"):
         pool.resize(-1)
     assert pool.capacity == 3
+
+
+def test_slots_that_are_freed_together_are_nobodys_and_without_fault() -> None:
+    pool = SlotPool(3)
+    taken = pool.allocate(2)
+    pool.move_all(taken, FILLING, READY)
+    pool.node[0], pool.fault[1] = 7, Status.CORRUPT
+    pool.free_all(taken)
+    assert pool.node[0] == 0
+    assert not pool.fault
+    pool.check_integrity()
