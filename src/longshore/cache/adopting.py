@@ -1,24 +1,44 @@
-"""What a persistent tier holds at start: taken in whole, parents first, and put in order of age.
+"""What a persistent tier holds at start: taken in at once, by whole arrays, and put in order of age.
 
 Where there are several, the coldest comes first: what lies in a warmer one may be behind a chunk of a colder one.
 
 found    slot 0: b, after a     slot 1: a     slot 2: d, after c         c is gone: d cannot be reached
 taken    a, b                                                            FREE -> READY
+
+Parents are positions in what was found, so ancestors are found by doubling: who stands two before each, four, eight.
+A chunk is as new as the newest that is behind it: tails go before heads. Nothing counts as used: a policy learns what
+comes back from what does come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from longshore.boundary import Key
+from longshore.cache.columns import column
 from longshore.cache.index import ROOT
 from longshore.cache.store import Store
 from longshore.errors import CacheError
 
+_Numbers = npt.NDArray[np.int64]
+
+_TOP, _LOST = -2, -1
+"""The position of a parent: a chunk needs none that was found; it has none. The last two of an array."""
+
+
+Chunk = tuple[int, Key, Key | None, int]
+"""A chunk found at start: its slot, its key, its parent's, and the pool of the slot."""
+
 
 class Found(NamedTuple):
-    """A chunk found at start: its slot, its key, its parent's, and the pool of the slot."""
+    """The same with names; pool 0 unless said."""
 
     slot: int
     key: Key
@@ -26,90 +46,138 @@ class Found(NamedTuple):
     pool: int = 0
 
 
-def adopt(store: Store, tier: int, found: Sequence[Found]) -> int:
+def adopt(store: Store, tier: int, found: Sequence[Chunk]) -> int:
     """Take in chunks found in slots of `tier`, oldest first, all that can be reached or none; says how many.
 
     Raises `CacheError` for two chunks in one slot, two of one key, or one that is known otherwise.
     """
-    reachable = _parents_first(store, tier, _of_one_size(store.pools[tier].slabs.stride, found))
-    _check(store, tier, reachable)
-    store.pools[tier].claim([each.slot for each in reachable], [each.pool for each in reachable])
+    slots, pools = (_numbers(map(itemgetter(field), found)) for field in (0, 3))
+    if store.several_sizes:
+        last = _of_the_last_size(slots // store.pools[tier].slabs.stride, pools)
+        found, slots, pools = list(compress(found, last)), slots[last], pools[last]
+    known = _numbers(map(store.index.get, map(itemgetter(1), found)))
+    before, above = _parents(store, tier, found, pools)
+    rows = _newest_first(before)
+    shared = rows[known[rows] > 0]
+    _check(store, tier, [found[row] for row in shared.tolist()])
+    store.pools[tier].claim(slots[rows].tolist(), pools[rows].tolist())
+    nodes = _enter(store, tier, rows, found, slots, known, before, above)
+    _settle(store, tier, nodes, known[shared].tolist())
+    return len(nodes)
+
+
+def _numbers(numbers: Iterable[int]) -> _Numbers:
+    """`numbers` as int64. Raises `CacheError` for what is none."""
+    try:
+        return np.frombuffer(array("q", numbers), np.int64)
+    except (TypeError, OverflowError) as error:
+        raise CacheError(f"slots and pools are integers: {error}") from None
+
+
+def _of_the_last_size(slabs: _Numbers, pools: _Numbers) -> npt.NDArray[np.bool_]:
+    """Which chunks are not left of the former size of their slab: that of its newest chunk is the last."""
+    last = dict(zip(slabs.tolist(), pools.tolist(), strict=True))
+    kept: npt.NDArray[np.bool_] = np.fromiter(map(last.__getitem__, slabs.tolist()), np.int64, len(slabs)) == pools
+    return kept
+
+
+def _parents(
+    store: Store, tier: int, found: Sequence[Chunk], pools: _Numbers
+) -> tuple[_Numbers, npt.NDArray[np.int32]]:
+    """The position in `found` of the parent of each chunk, or `_TOP` or `_LOST`; and the node of one that is known.
+
+    A parent of another size is none.
+    """
+    index, count = store.index, len(found)
+    places: dict[Key | None, int] = dict(zip(map(itemgetter(1), found), range(count), strict=True))
+    if len(places) < count:
+        raise CacheError(f"the {count} chunks to adopt have different keys, only {len(places)} differ")
+    places[None] = _TOP
+    try:
+        before = np.array([places.get(parent, _LOST) for _, _, parent, _ in found], np.int64)
+    except TypeError as error:
+        raise CacheError(f"a parent is a digest in bytes: {error}") from None
+    inside = before >= 0
+    before[inside] = np.where(pools[before[inside]] == pools[inside], before[inside], _LOST)
+    above = np.full(count, ROOT, np.int32)
+    for row in np.flatnonzero(~inside & (before == _LOST)).tolist():
+        _, _, parent, pool = found[row]
+        node = index.get(parent)  # type: ignore[arg-type]  # which is not None here, as that has a place
+        if node and index.accepts(node, tier) and index.pool_of(node) == pool:
+            before[row], above[row] = _TOP, node
+    return before, above
+
+
+def _newest_first(before: _Numbers) -> _Numbers:
+    """The positions of all that can be reached: the newest with what is before it, head first, and so on."""
+    count = len(before)
+    up = np.concatenate([before % (count + 2), [count, count + 1]])
+    depth, newest = np.ones(count + 2, np.int64), np.arange(count + 2)
+    depth[count:] = 0
+    for _ in range(count.bit_length()):  # whoever has not arrived by then goes in a circle
+        if (up >= count).all():
+            break
+        np.maximum.at(newest, up, newest.copy())
+        depth += depth[up]
+        up = up[up]
+    reached = np.flatnonzero(up[:count] == count)
+    return reached[np.lexsort((depth[reached], -newest[reached]))]
+
+
+def _check(store: Store, tier: int, known: Sequence[Chunk]) -> None:
+    """Raise `CacheError` where what is known of chunks is not what was found."""
     index = store.index
-    for path in _paths(store, reachable):
-        _, key, parent, _ = path[0]
-        node, slots = index.get(key), [each.slot for each in path]
-        if node:
-            index.add_copy(node, tier, slots[0])
-            nodes = [node]
-        else:
-            above = ROOT if parent is None else index.get(parent)
-            nodes = index.extend(above, [each.key for each in path], tier, slots)
-        store.settle_in(nodes, tier)
-    adopted = {each.key for each in reachable}
-    _age(store, tier, [each.key for each in found if each.key in adopted])
-    return len(adopted)
-
-
-def _of_one_size(stride: int, found: Sequence[Found]) -> list[Found]:
-    """`found` without what is left of the former size of a slab: that of its newest chunk is the last."""
-    pools = {each.slot // stride: each.pool for each in found}
-    return [each for each in found if pools[each.slot // stride] == each.pool]
-
-
-def _check(store: Store, tier: int, found: Sequence[Found]) -> None:
-    index = store.index
-    for _, key, parent, pool in found:
+    for _, key, parent, pool in known:
         node = index.get(key)
         store.check_pool([node], pool)
-        if node and (index.slot[tier][node] >= 0 or index.key[index.parent[node]] != parent):
+        if index.slot[tier][node] >= 0 or index.key[index.parent[node]] != parent:
             raise CacheError(f"chunk {key.hex()[:12]} is known already, in tier {tier} or as another's child")
-    if len({each.key for each in found}) != len(found):
-        raise CacheError(f"the {len(found)} chunks to adopt have different keys, two of these have the same")
 
 
-def _age(store: Store, tier: int, keys: Sequence[Key]) -> None:
-    """Put adopted chunks in order of age, oldest first; but tails before heads, as `touch` does."""
-    newest_first: dict[int, None] = {}
-    for key in reversed(keys):
-        path: list[int] = []
-        node = store.index.get(key)
-        while node and node not in newest_first:
-            path.append(node)
-            node = store.index.parent[node]
-        newest_first.update(dict.fromkeys(reversed(path)))
-    slots = store.index.slot[tier]
-    store.policies[tier].touch([node for node in reversed(newest_first) if slots[node] >= 0])
+def _enter(
+    store: Store,
+    tier: int,
+    rows: _Numbers,
+    found: Sequence[Chunk],
+    slots: _Numbers,
+    known: _Numbers,
+    before: _Numbers,
+    above: npt.NDArray[np.int32],
+) -> list[int]:
+    """Nodes of the chunks at `rows`, parents first, each with its copy."""
+    index, new = store.index, rows[known[rows] == 0]
+    for row in rows[known[rows] > 0].tolist():
+        node = int(known[row])
+        index.add_copy(node, tier, int(slots[row]))
+        index.reveal([node])
+    place, parent = np.full(len(found) + 2, -1), before[new]  # of each among those that are new
+    place[new] = np.arange(len(new))
+    outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], above[new]).astype(np.int32)
+    keys = [found[row][1] for row in new.tolist()]
+    nodes = known.copy()
+    nodes[new] = index.graft(keys, place[parent], outside, tier, slots[new].tolist())
+    adopted: list[int] = nodes[rows].tolist()
+    return adopted
 
 
-def _parents_first(store: Store, tier: int, found: Sequence[Found]) -> list[Found]:
-    """`found` in an order in which `tier` can adopt it; orphans are left out, and a parent of another size is none."""
-    children: dict[tuple[Key | None, int], list[Found]] = {}
-    for each in found:
-        children.setdefault((each.parent, each.pool), []).append(each)
-    reachable: list[Found] = []
-    tops = [(key, pool) for key, pool in children if key is None or _is_parent(store, tier, key, pool)]
-    next_ones = [each for top in tops for each in children.pop(top)]
-    while next_ones:
-        each = next_ones.pop()
-        reachable.append(each)
-        next_ones += children.pop((each.key, each.pool), [])
-    return reachable
+def _settle(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> None:
+    """Tell all books of the copies of `nodes`, the newest first, of which other tiers have `known`."""
+    if store.log.on:
+        store.log_arrivals(nodes, tier)
+    store.policies[tier].insert(nodes[::-1])
+    if store.several_sizes:
+        _age_slabs(store, tier, nodes)
+    store.sliding.settle(nodes, tier)
+    if store.last:
+        # What only the coldest tier has is not dirty, and nothing waits for it.
+        store.tell_backlog(known if tier == store.last else nodes[::-1], tier)
+        store.reconsider(np.array(known, np.int32), apart_from=tier)
 
 
-def _paths(store: Store, found: Sequence[Found]) -> Iterator[list[Found]]:
-    """`found`, parents first, as paths of chunks that are all new; one that is known is a path by itself."""
-    path: list[Found] = []
-    for each in found:
-        known = bool(store.index.get(each.key))
-        if path and (known or each.parent != path[-1].key or bool(store.index.get(path[-1].key))):
-            yield path
-            path = []
-        path.append(each)
-    if path:
-        yield path
-
-
-def _is_parent(store: Store, tier: int, key: Key, pool: int) -> bool:
-    """Whether `key` is known, and can have children of `pool` in `tier`."""
-    node = store.index.get(key)
-    return bool(node) and store.index.accepts(node, tier) and store.index.pool_of(node) == pool
+def _age_slabs(store: Store, tier: int, nodes: Sequence[int]) -> None:
+    """Each slab was last used when the newest of its chunks was."""
+    stride = store.pools[tier].slabs.stride
+    slabs = column(store.index.slot[tier])[np.array(nodes, np.int32)] // stride
+    _, newest = np.unique(slabs, return_index=True)
+    for slab in slabs[np.sort(newest)[::-1]].tolist():
+        store.pools[tier].note_use([slab * stride])

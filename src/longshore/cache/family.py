@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.cache.columns import column, zeros
 
@@ -73,6 +74,20 @@ class Family:
         if elder:
             self.younger[elder] = last
         self.child[_NOBODY] = nodes[0]
+
+    def graft(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
+        """Each of `nodes`, which are new, follows that of `parents`; of siblings the first is the youngest."""
+        order = np.argsort(parents, kind="stable")
+        at, above = nodes[order], parents[order]
+        first = np.concatenate([[True], above[1:] != above[:-1]])
+        youngest, eldest = at[first], at[np.concatenate([first[1:], [True]])]
+        child, older, younger = column(self.child), column(self.older), column(self.younger)
+        column(self.parent)[at], child[at] = above, _NOBODY
+        older[at[:-1]], younger[at[1:]] = at[1:], at[:-1]
+        elders = child[above[first]]
+        older[eldest], younger[youngest] = elders, _NOBODY
+        younger[elders[elders > 0]] = eldest[elders > 0]
+        child[above[first]] = youngest
 
     def leave(self, node: int, parent: int) -> None:
         """`node` is no child of `parent` any more."""

@@ -269,6 +269,32 @@ class Index:
             self.reach[each][ROOT] += len(nodes)
         return nodes
 
+    def graft(
+        self,
+        keys: Sequence[Key],
+        before: npt.NDArray[np.int64],
+        above: npt.NDArray[np.int32],
+        tier: int,
+        slots: Sequence[int],
+    ) -> npt.NDArray[np.int32]:
+        """New nodes for `keys`, paths that branch as they like, parents first, in `slots` of `tier`, which are ready.
+
+        Each follows the key at position `before`, int64, shape `(len(keys),)`; or, where that is -1, the node `above`,
+        int32 and of the same shape, which accepts it. The caller has seen to it that all keys are new and distinct.
+        """
+        at = self._enter(keys, self._numbers(len(keys)), tier, slots)
+        if not len(at):
+            return at
+        parents = np.where(before >= 0, at[before], above)
+        self._family.graft(parents, at)
+        for reach in self.reach[: tier + 1]:
+            np.add.at(column(reach), parents, 1)
+        depth, reachable = self.depth, self.reachable
+        for node, parent in zip(at.tolist(), parents.tolist(), strict=True):
+            depth[node] = depth[parent] + 1
+            reachable[node] = reachable[parent]
+        return at
+
     def add_copy(self, node: int, tier: int, slot: int) -> None:
         """Another copy of `node`, in `slot` of `tier`. Raises `CacheError` for a second one, or an orphan."""
         if self.slot[tier][node] >= 0:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from longshore.boundary import Command, Key, ProbeResult, Result, TransferResult
-from longshore.cache.adopting import Found, adopt
+from longshore.cache.adopting import Chunk, Found, adopt
 from longshore.cache.events import Event
 from longshore.cache.moving import make_way
 from longshore.cache.offering import Offering
@@ -30,13 +30,14 @@ class TieredCache(Reading, Offering):
 
     # ------------------------------------------------------------------ life
 
-    def adopt(self, tier: str, found: Iterable[Found | tuple[int, Key, Key | None]]) -> int:
+    def adopt(self, tier: str, found: Iterable[Chunk | tuple[int, Key, Key | None]]) -> int:
         """Take in what a persistent tier holds at start: (slot, key, parent, pool), oldest first; says how many.
 
         Chunks whose parents are gone cannot be reached: their slots stay free. Two chunks in one slot, or two of one
         key, are a `CacheError`, and nothing is taken in.
         """
-        return adopt(self._store, self._tier(tier), [Found(*each) for each in found])
+        chunks = [each if len(each) == 4 else Found(*each) for each in found]
+        return adopt(self._store, self._tier(tier), chunks)
 
     def sleep(self) -> bool:
         """The device's memory is about to be freed: cancel what touches it, and take no orders that would.

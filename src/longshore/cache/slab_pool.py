@@ -14,8 +14,10 @@ import heapq
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import zeros
+from longshore.cache.columns import marks, zeros
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import FREE
 from longshore.errors import CacheError
@@ -206,22 +208,26 @@ class SlabPool(SlotPool):
         self._spare.append(slab)
 
     def _claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
-        owners: dict[int, int] = {}
-        wanted: dict[int, set[int]] = {}
-        for index, pool in zip(indices, pools, strict=True):
-            slab, position = divmod(index, self.slabs.stride)
-            if not 0 <= pool < len(self.slabs.images) or position >= self.slabs.images[pool]:
-                raise CacheError(f"pool {pool} has no slot {index}")
-            if owners.setdefault(slab, pool) != pool or self.owner[slab] not in (NOBODY, pool):
-                raise CacheError(f"slab {slab} has images of one size, slot {index} is of pool {pool}")
-            wanted.setdefault(slab, set()).add(index)
-        fresh = [slab for slab in owners if self.owner[slab] == NOBODY]
-        gone = set(fresh)
-        self._spare = array("i", [slab for slab in self._spare if slab not in gone])
-        for slab in fresh:
-            self._begin(slab, owners[slab])
-        for slab, slots in wanted.items():
-            self._take_exactly(slab, slots)
+        at, of, images = np.array(indices, np.int64), np.array(pools, np.int64), np.array(self.slabs.images)
+        slab, position = np.divmod(at, self.slabs.stride)
+        bad = (of < 0) | (of >= len(images))
+        bad |= position >= images[np.where(bad, 0, of)]
+        if bad.any():
+            raise CacheError(f"pool {of[bad.argmax()]} has no slot {at[bad.argmax()]}")
+        slabs, first, slab_of = np.unique(slab, return_index=True, return_inverse=True)
+        owner = marks(self.owner)[slab]
+        bad = (of != of[first][slab_of]) | ((owner != NOBODY) & (owner != of))
+        if bad.any():
+            raise CacheError(f"slab {slab[bad.argmax()]} has images of one size, slot {at[bad.argmax()]} has another")
+        begun = np.sort(first[owner[first] == NOBODY])
+        fresh = dict(zip(slab[begun].tolist(), of[begun].tolist(), strict=True))
+        self._spare = array("i", [each for each in self._spare if each not in fresh])
+        for each, pool in fresh.items():
+            self._begin(each, pool)
+        ends = np.cumsum(np.bincount(slab_of, minlength=len(slabs))).tolist()
+        slots = np.sort(at).tolist()
+        for each, start, end in zip(slabs.tolist(), [0, *ends], ends, strict=False):
+            self._take_exactly(each, set(slots[start:end]))
 
     def _take_exactly(self, slab: int, wanted: set[int]) -> None:
         pool = self.owner[slab]

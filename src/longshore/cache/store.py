@@ -163,7 +163,7 @@ class Store:
     def settle_in(self, nodes: Sequence[int], tier: int) -> None:
         """Copies have become ready; parents come before children."""
         if self.log.on:
-            self._log_arrivals(nodes, tier)
+            self.log_arrivals(nodes, tier)
         self.policies[tier].insert(nodes[::-1], leaf=bool(nodes) and not any(self.index.children(nodes[-1])))
         if self.several_sizes:
             slots = self.index.slot[tier]
@@ -171,13 +171,18 @@ class Store:
         self.index.reveal(nodes)
         self.sliding.settle(nodes, tier)
         if self.last:
-            for node in nodes:
-                self.backlog.note(node)
-                if tier:
-                    self.backlog.backed_up(node, tier)
+            self.tell_backlog(nodes, tier)
             self.reconsider(np.array(nodes, np.int32), apart_from=tier)
 
-    def _log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
+    def tell_backlog(self, nodes: Sequence[int], tier: int) -> None:
+        """Copies have become ready: what is dirty, and what may be copied down, may have changed."""
+        for node in nodes:
+            self.backlog.note(node)
+            if tier:
+                self.backlog.backed_up(node, tier)
+
+    def log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
+        """Record that copies have become ready."""
         index, names = self.index, [level.name for level in self.levels]
         for node in nodes:
             others = [t for t in index.tiers if t != tier and index.is_ready(node, t)]

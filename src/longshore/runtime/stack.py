@@ -17,7 +17,6 @@ from typing import NamedTuple, Self
 
 from longshore.boundary import FILE, HOST, Mover
 from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, WriteRule
-from longshore.cache.adopting import Found
 from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError, DeviceError
 from longshore.keys import Scope
@@ -255,7 +254,7 @@ def _make_cache(
     cache = TieredCache(tiers, settings, generation=file.generation if file is not None else 0)
     if file is not None:
         found = file.recover()
-        adopted = cache.adopt(FILE, (Found(each.slot, each.key, each.parent, each.pool) for each in found))
+        adopted = cache.adopt(FILE, found)
         _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
     return cache
 

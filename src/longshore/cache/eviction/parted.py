@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from longshore.boundary import Key
+from longshore.cache.columns import marks
 from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
 from longshore.errors import CacheError
 
@@ -43,13 +46,12 @@ class Parted(EvictionPolicy):
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` became resident, each where it is wanted."""
-        for node in nodes:
-            if self._part[node] != _OUT:
-                raise known(node)
+        here = marks(self._part)[np.array(nodes, np.int32)] != _OUT
+        if here.any():
+            raise known(nodes[int(here.argmax())])
         for number, ours in self._split(nodes, self.wanted):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
-            for node in ours:
-                self._part[node] = number
+            marks(self._part)[np.array(ours, np.int32)] = number
 
     def touch(self, nodes: Sequence[int]) -> None:
         """`nodes` were used."""

@@ -1,0 +1,196 @@
+"""Adopting what a tier holds at start, beside a plain model of it: who can be reached, and who goes first."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+from cache_setup import key, parent, path_of
+from group_kit import end, orders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longshore.boundary import FILE, HOST, Key
+from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
+from longshore.cache.adopting import Found
+from longshore.cache.eviction import POLICIES
+from longshore.errors import CacheError
+from longshore.slabs import Slabs
+
+THIRD = "third"
+SMALL, LARGE = 0, 1
+SLABS = Slabs(12, (3, 12), 40)
+
+paths = st.text("abc", min_size=1, max_size=9)
+
+
+class Copy(NamedTuple):
+    """A copy that a restart finds, by its path; the first branch says the image size, where there are several."""
+
+    slot: int
+    path: str
+    pool: int = 0
+
+    @property
+    def found(self) -> Found:
+        return Found(self.slot, key(self.path), parent(key(self.path)), self.pool)
+
+
+def taken(found: list[Copy], colder: set[str]) -> list[str]:
+    """Model: paths of what is reached, in the order of eviction, if `colder` are in colder tiers already.
+
+    From the newest to the oldest, each with all that is right before it, heads first; but none twice.
+    """
+    there = {copy.path for copy in found}
+
+    def is_reached(path: str) -> bool:
+        return len(path) == 1 or path[:-1] in colder or (path[:-1] in there and is_reached(path[:-1]))
+
+    newest: list[str] = []
+    for copy in reversed(found):
+        row = [copy.path]
+        while row[0][:-1] in there:
+            row.insert(0, row[0][:-1])
+        newest += [each for each in row if is_reached(each) and each not in newest]
+    return newest[::-1]
+
+
+def order_of(cache: TieredCache, tier: int) -> list[str]:
+    store = cache._store
+    return [path_of(store.index.key[node]) for node in store.policies[tier].order()]
+
+
+def where(cache: TieredCache, tier: str) -> dict[str, int]:
+    return {path_of(each.key): each.slot.index for each in cache.residents() if each.slot.tier == tier}
+
+
+def check(cache: TieredCache, tier: int, found: list[Copy], expected: list[str]) -> None:
+    name = (HOST, FILE, THIRD)[tier]
+    cache.check_integrity()
+    assert order_of(cache, tier) == expected
+    assert where(cache, name) == {copy.path: copy.slot for copy in found if copy.path in expected}
+
+
+def check_matches(cache: TieredCache, served: set[str], asked: set[str]) -> None:
+    for path in asked:
+        keys = [key(path[:end]) for end in range(1, len(path) + 1)]
+        length = next((end for end in range(len(path)) if path[: end + 1] not in served), len(path))
+        match = cache.match(keys, 0.0)
+        assert match.length == length
+        if match.hold is not None:
+            cache.release(match.hold)
+
+
+@st.composite
+def lists_found(draw: st.DrawFn, slots: int = 40) -> list[Copy]:
+    """Different paths, with and without what is before them, in any slots and any order."""
+    some = draw(st.lists(paths, max_size=8))
+    whole = {path[:end] for path in some for end in range(1, len(path) + 1)}
+    kept = draw(st.permutations(sorted(whole)))[:slots]
+    gone = draw(st.sets(st.sampled_from(kept), max_size=3)) if kept else set()
+    kept = [path for path in kept if path not in gone]
+    return [Copy(slot, path) for slot, path in zip(draw(st.permutations(range(slots))), kept, strict=False)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=30, deadline=None)
+@given(found=lists_found())
+def test_what_can_be_reached_is_taken_in_and_the_oldest_goes_first(policy: str, found: list[Copy]) -> None:
+    tiers = [TierSpec(HOST, 4, 4096, POLICIES[policy]), TierSpec(FILE, 40, 4096, POLICIES[policy])]
+    cache = TieredCache(tiers, CacheSettings())
+    expected = taken(found, set())
+    assert cache.adopt(FILE, [copy.found for copy in found]) == len(expected)
+    check(cache, 1, found, expected)
+    check_matches(cache, set(expected), {copy.path for copy in found})
+
+
+@settings(max_examples=40, deadline=None)
+@given(third=lists_found(), file=lists_found(), policy=st.sampled_from(sorted(POLICIES)))
+def test_a_warmer_tier_may_hold_the_same_chunks_or_what_is_behind_them(
+    third: list[Copy], file: list[Copy], policy: str
+) -> None:
+    tiers = [TierSpec(name, 40, 4096, POLICIES[policy]) for name in (HOST, FILE, THIRD)]
+    cache = TieredCache(tiers, CacheSettings(backup=WritePolicy.THROUGH))
+    below = taken(third, set())
+    assert cache.adopt(THIRD, [copy.found for copy in third]) == len(below)
+    expected = taken(file, set(below))
+    assert cache.adopt(FILE, [copy.found for copy in file]) == len(expected)
+    check(cache, 2, third, below)
+    check(cache, 1, file, expected)
+    check_matches(cache, {*below, *expected}, {copy.path for copy in (*third, *file)})
+    cache.flush()
+    moved = [path_of(item.key) for each in cache.take() for item in getattr(each, "items", ())]
+    assert sorted(moved) == sorted(set(expected) - set(below))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), policy=st.sampled_from(sorted(POLICIES)))
+def test_images_of_several_sizes_are_taken_in_each_into_its_order(data: st.DataObject, policy: str) -> None:
+    found = []
+    free = {SMALL: list(range(0, 20 * 4)), LARGE: list(range(20 * 4, 40 * 4, 4))}
+    for copy in data.draw(lists_found(20)):
+        pool = LARGE if copy.path[0] == "a" else SMALL
+        found.append(Copy(free[pool].pop(data.draw(st.integers(0, len(free[pool]) - 1))), copy.path, pool))
+    tiers = [TierSpec(name, SLABS, policy=POLICIES[policy]) for name in (HOST, FILE)]
+    cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)))
+    expected = taken(found, set())
+    assert cache.adopt(FILE, [copy.found for copy in found]) == len(expected)
+    cache.check_integrity()
+    pools = [[path for path in expected if (path[0] == "a") == (pool == LARGE)] for pool in (SMALL, LARGE)]
+    assert order_of(cache, 1) == [*pools[SMALL], *pools[LARGE]]
+    assert where(cache, FILE) == {copy.path: copy.slot for copy in found if copy.path in expected}
+    slots = {copy.path: copy.slot for copy in found}
+    last_used = list(dict.fromkeys(slots[path] // SLABS.stride for path in reversed(expected)))[::-1]
+    by_age = {pool: [slots[path] // SLABS.stride for path in pools[pool]] for pool in (SMALL, LARGE)}
+    for pool, other in ((SMALL, LARGE), (LARGE, SMALL)):
+        ages = [slab for slab, _ in cache._store.pools[1].slabs_of_others(other)]  # type: ignore[attr-defined]
+        assert ages == [slab for slab in last_used if slab in by_age[pool]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("length", [1, 100, 5000], ids=["alone", "prompts", "one path"])
+def test_many_chunks_go_in_the_order_in_which_they_were_found(policy: str, length: int) -> None:
+    count = 5000
+    keys: list[Key] = [b"%032d" % (each * 7919 % count) for each in range(count)]
+    parents = [None if each % length == 0 else keys[each - 1] for each in range(count)]
+    cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, count, policy=POLICIES[policy])], CacheSettings())
+    oldest_first = list(range(count))[::-1]
+    assert cache.adopt(FILE, ((each, keys[each], parents[each]) for each in oldest_first)) == count
+    cache.check_integrity()
+    store = cache._store
+    assert [store.index.slot[1][node] for node in store.policies[1].order()] == oldest_first
+    assert cache.match(keys[-length:], 0.0).length == length
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_what_was_found_has_no_advantage_over_what_comes_after_it(policy: str) -> None:
+    cache = TieredCache([TierSpec(HOST, 4, 4096, POLICIES[policy])], CacheSettings())
+    cache.adopt(HOST, [Copy(slot, path).found for slot, path in enumerate("ab")])
+    for path in "cdef":
+        cache.commit([key(path)], [0])
+        end(cache, orders(cache))
+    assert set(where(cache, HOST)) == set("cdef")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [(0, key("a"), None, 0), (1, key("a"), key("gone"), 0)],
+        [(0, "a", None, 0)],
+        [(0, [1], None, 0)],
+        [(0, key("a"), [1], 0)],
+        [(0, key("a"), 7, 0)],
+        [("0", key("a"), None, 0)],
+        [(0.5, key("a"), None, 0)],
+        [(1 << 70, key("a"), None, 0)],
+        [(0, key("a"), None, 1)],
+    ],
+    ids=["key twice", "no key", "list", "no parent", "number", "text", "fraction", "huge", "no pool"],
+)
+def test_what_is_no_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any, Any, Any, Any]]) -> None:
+    cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, 4)], CacheSettings())
+    before = pickle.dumps(cache)
+    with pytest.raises(CacheError):
+        cache.adopt(FILE, [(3, key("b"), None, 0), *bad])
+    assert pickle.dumps(cache) == before
