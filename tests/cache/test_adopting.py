@@ -189,7 +189,7 @@ def test_what_was_found_has_no_advantage_over_what_comes_after_it(policy: str) -
     ids=["key twice", "no key", "list", "no parent", "number", "text", "fraction", "huge", "no pool"],
 )
 def test_what_is_no_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any, Any, Any, Any]]) -> None:
-    cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, 4)], CacheSettings())
+    cache = TieredCache([TierSpec(name, 4, policy=POLICIES["lru"]) for name in (HOST, FILE)], CacheSettings())
     before = pickle.dumps(cache)
     with pytest.raises(CacheError):
         cache.adopt(FILE, [(3, key("b"), None, 0), *bad])
