@@ -177,6 +177,21 @@ def test_another_process_finds_what_the_first_one_stored_and_another_model_does_
     rig.close()
 
 
+def test_a_request_whose_load_failed_gets_no_other(rigs: Any) -> None:
+    rig, keys = rigs(), keys_of(2)
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    unlucky = rig.request("unlucky", keys)
+    assert rig.lookup(keys, unlucky) == [HIT, HIT]
+    spec = rig.manager.prepare_load(keys, unlucky)
+    rig.workers[0].reports_failures = True
+    rig.run("submit_load", spec, rig._theirs(spec, [BLOCKS, BLOCKS + 1]))  # blocks that there are not
+    assert rig.workers[0].take_failed({0, 1, 2, 3}) == {1}
+    rig.manager.complete_load(set(keys), unlucky)
+    assert rig.lookup(keys, unlucky) == [MISS, MISS]
+    assert rig.lookup(keys, rig.request("another", keys)) == [HIT, HIT]
+    assert rig.cache.jobs_in_flight == 0
+
+
 def test_what_cannot_be_served_is_refused_at_start() -> None:
     with pytest.raises(EngineError, match="pipeline"):
         Rig(parallel={"pp_size": 2})

@@ -12,6 +12,7 @@ remembered guides guesses, and no more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -47,6 +48,15 @@ class Departed:
         self._tags, self._before = np.zeros(places, np.uint32).data, np.zeros(places, np.uint32).data
         self._when, self._uses = np.zeros(places, np.int32).data, np.zeros(places, np.uint8).data
         self._heads = np.zeros(heads, np.uint32).data
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As arrays, for views cannot be pickled."""
+        state = {name: getattr(self, name) for name in self.__slots__}
+        return {name: np.asarray(each) if isinstance(each, memoryview) else each for name, each in state.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, each in state.items():
+            setattr(self, name, each.data if isinstance(each, np.ndarray) else each)
 
     def add(self, key: Key, when: int, uses: int) -> None:
         """`key`, which is not remembered, left: it takes the place of the oldest."""

@@ -49,6 +49,7 @@ class _Request:
         holds: What was brought up for it, until it is loaded.
         origin: Chunks that came from a colder tier.
         loan: The ticket of what workers read for it.
+        barred: A load for it has failed: it gets no other, or it might fail for ever.
         finished: Nothing will be asked for it any more.
     """
 
@@ -59,6 +60,7 @@ class _Request:
     holds: list[Hold] = field(default_factory=list)
     origin: set[OffloadKey] = field(default_factory=set)
     loan: _Ticket | None = None
+    barred: bool = False
     finished: bool = False
 
 
@@ -133,6 +135,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request = self._requests.get(req_context.req_id)
         if request is not None and request.loan is not None:
             ticket, request.loan = request.loan, None
+            request.barred |= self._store.stamps.has_failed(ticket.number)
             with self._runtime.control() as cache:
                 _end(cache, ticket, {}, self._runtime.clock())
             self._forget_if_done(req_context.req_id, request)
@@ -233,7 +236,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             late = request.since is not None and now - request.since > self._patience
             brought = bool(request.holds) and all(cache.prefetched(hold) is not None for hold in request.holds)
             for each in keys:
-                presence = cache.peek(self._key(each))
+                presence = Presence.ABSENT if request.barred else cache.peek(self._key(each))
                 if presence is Presence.READY:
                     request.answers[each] = HIT
                 elif presence is Presence.ABSENT or late or (presence is Presence.COLDER and brought):

@@ -90,9 +90,9 @@ class Stamps:
         self._slots[np.array(bad, np.int64), rank] = 2 * ticket
         self._slots[np.array(good, np.int64), rank] = 2 * ticket + 1
 
-    def loaded(self, ticket: int, rank: int) -> None:
-        """`rank` reads no slot for `ticket` any more."""
-        self._loads[ticket % self.LOADS, rank] = ticket
+    def loaded(self, ticket: int, rank: int, *, good: bool) -> None:
+        """`rank` reads no slot for `ticket` any more; `good`: it has read them all."""
+        self._loads[ticket % self.LOADS, rank] = 2 * ticket + good
 
     def said(self, ticket: int, slots: Sequence[int]) -> U64:
         """What each rank said of `slots`, by `ticket`: 0 nothing, 1 bad, 2 good; shape `(len(slots), ranks)`."""
@@ -103,7 +103,11 @@ class Stamps:
 
     def has_loaded(self, ticket: int) -> bool:
         """Whether no rank reads for `ticket` any more."""
-        return bool((self._loads[ticket % self.LOADS] == ticket).all())
+        return bool((self._loads[ticket % self.LOADS] >> np.uint64(1) == ticket).all())
+
+    def has_failed(self, ticket: int) -> bool:
+        """Whether some rank could not read all slots of `ticket`."""
+        return bool((self._loads[ticket % self.LOADS] == 2 * ticket).any())
 
     def close(self) -> None:
         """Give the memory back."""

@@ -151,14 +151,14 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                 return
             self._end_badly(job)
             return
-        self.stamps.loaded(job.spec.job, self._rank)
+        self.stamps.loaded(job.spec.job, self._rank, good=True)
         self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
 
     def _end_badly(self, job: _Job) -> None:
         if job.is_store:
             self.stamps.stored(job.spec.job, self._rank, [], [index for _, index in job.spec.slots])
         else:
-            self.stamps.loaded(job.spec.job, self._rank)
+            self.stamps.loaded(job.spec.job, self._rank, good=False)
             if not self.reports_failures:
                 raise EngineError(
                     f"blocks that vLLM was promised could not be loaded (job {job.spec.job}): use LongshoreConnector, "
