@@ -166,6 +166,7 @@ class Tiers(RuleBasedStateMachine):
         self.world.commit(path, 0, True)
         self.world.settle_all()
 
+    @precondition(lambda self: not self.world.asleep)
     @rule(path=paths, first=st.sampled_from((0, 0, 1)))
     def offer(self, path: str, first: int) -> None:
         self.world.offer(path, first)
@@ -269,6 +270,7 @@ class Tiers(RuleBasedStateMachine):
         asleep = [
             (CacheError, "copy_inside", ([Slot(DEVICE, 0, 0)], (1,)), {}),
             (CacheError, "commit", (keys, tuple(range(3 * per_chunk))), {}),
+            (CacheError, "offer", (keys,), {}),
         ]
         calls: list[tuple[type[CacheError], str, tuple[Any, ...], dict[str, Any]]] = [
             *(asleep if world.asleep else ()),
