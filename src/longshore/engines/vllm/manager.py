@@ -76,13 +76,12 @@ class _Ticket:
 class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     """Tiers for one engine."""
 
-    def __init__(self, store: Store, groups: Sequence[int], patience: float, *, weights_are_fixed: bool) -> None:
+    def __init__(self, store: Store, groups: Sequence[int], patience: float) -> None:
         """`groups` are vLLM's numbers of the KV cache groups, in our order; `patience` is in seconds."""
         self._store = store
         self._runtime = store.runtime
         self._groups = {number.to_bytes(_GROUP_BYTES, "big"): index for index, number in enumerate(groups)}
         self._patience = patience
-        self._weights_are_fixed = weights_are_fixed
         self._requests: dict[str, _Request] = {}
         self._asked: list[_Request] = []
         self._last_ticket = 0

@@ -66,7 +66,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         store = open_store(self.settings, note, scope, self.config.groups)
         withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
-        return LongshoreManager(store, numbers, self.settings.load_timeout, weights_are_fixed=False)
+        return LongshoreManager(store, numbers, self.settings.load_timeout)
 
     def get_worker(self, kv_caches: Any) -> LongshoreWorker:
         """A rank's side; the first rank makes the memory."""
