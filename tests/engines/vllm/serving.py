@@ -73,11 +73,6 @@ class Engine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset")
 
-    def reset_all(self) -> None:
-        """Forget what the device and the tiers have."""
-        if not self.llm.reset_prefix_cache(reset_connector=True):
-            raise RuntimeError("the prefix cache was not reset")
-
     def settle(self) -> None:
         """Wait until all that was stored is safe in every tier."""
         self.manager._runtime.flush(30.0)

@@ -43,60 +43,9 @@ def _gemma() -> Any:
     )
 
 
-def _deepseek() -> Any:
-    """Latent attention: one tensor for a layer."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    return DeepseekV2ForCausalLM(
-        DeepseekV2Config(
-            **_COMMON,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            kv_lora_rank=512,
-            q_lora_rank=None,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=64,
-            v_head_dim=32,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
-        )
-    )
-
-
-def _qwen_next() -> Any:
-    """Linear attention, whose state is a block of its own kind, beside full attention."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            **_COMMON,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=32,
-            linear_value_head_dim=32,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-        )
-    )
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "gemma": _gemma,
-    "deepseek": _deepseek,
-    "qwen-next": _qwen_next,
 }
 
 
