@@ -162,6 +162,24 @@ def test_what_only_the_file_tier_has_is_brought_up_and_then_loaded(rigs: Any, tm
     assert rig.cache.held == 0
 
 
+def test_what_turns_out_rotten_while_another_request_waits_for_it_is_a_miss(rigs: Any, tmp_path: Path) -> None:
+    rig, keys = rigs(**file_settings(tmp_path)), keys_of(2)
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    assert rig.manager._runtime.flush(10.0)
+    with rig.manager._runtime.control() as cache:
+        assert cache.discard([rig.manager._key(key) for key in keys], "host") == 2
+    segment = tmp_path / "tier" / "segment"
+    segment.write_bytes(bytes(byte ^ 255 for byte in segment.read_bytes()))
+    first, second = rig.request("first", keys), rig.request("second", keys)
+    with rig.manager._runtime.observe():  # results wait outside
+        assert rig.lookup(keys, first) == [PENDING] * 2
+        assert [rig.manager.lookup(key, second) for key in keys] == [PENDING] * 2
+    assert rig.manager._runtime._wait(lambda: not rig.cache.jobs_in_flight, 10.0)
+    rig.end_step()  # which brings up what the second one was promised
+    assert rig.cache.counters.lost["file"] == 2
+    assert rig.lookup(keys, second) == [MISS] * 2
+
+
 def test_another_process_finds_what_the_first_one_stored_and_another_model_does_not(tmp_path: Path) -> None:
     keys, settings = keys_of(2), file_settings(tmp_path)
     for expected in (MISS, PENDING):

@@ -253,7 +253,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.since = self._runtime.clock()
         if not request.wanted or request.holds:
             return
-        for group, mine in self._by_group(request.wanted):
+        # What was read for another request meanwhile, and found rotten, is not there any more.
+        there = [key for key in request.wanted if cache.peek(self._key(key)) in (Presence.READY, Presence.COLDER)]
+        for group, mine in self._by_group(there):
             hold = cache.keep([self._key(key) for key in mine], group=group)
             cache.prefetch(hold, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
             request.holds.append(hold)

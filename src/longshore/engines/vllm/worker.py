@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import cast
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.base import TransferResult as VllmResult
@@ -103,11 +104,20 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
     def _begin(self, job: _Job, blocks: GPULoadStoreSpec) -> None:
         try:
             job.transfer = self._transfer(job, blocks)
-            self.engine.submit(job.transfer)
-            self._jobs[job.spec.job] = job
         except LongshoreError as error:
-            _log.error("job %d was not copied: %s", job.spec.job, error)
+            _log.error("job %d cannot be copied: %s", job.spec.job, error)
+        if job.transfer is None or not self._try(job):
             self._end_badly(job)
+
+    def _try(self, job: _Job) -> bool:
+        """Submit what is to be copied; says whether it was taken."""
+        try:
+            self.engine.submit(cast(Transfer, job.transfer))
+        except LongshoreError as error:
+            _log.error("job %d was not taken: %s", job.spec.job, error)
+            return False
+        self._jobs[job.spec.job] = job
+        return True
 
     def _transfer(self, job: _Job, blocks: GPULoadStoreSpec) -> Transfer:
         """What is to be copied. Raises `EngineError` where part of a chunk that is to be stored was freed."""
@@ -144,12 +154,9 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _loaded(self, job: _Job, result: TransferResult) -> None:
         if any(status is not OK for status in result.statuses):
-            if not job.retried and job.transfer is not None:
-                job.retried = True
-                self.engine.submit(job.transfer)
-                self._jobs[job.spec.job] = job
-                return
-            self._end_badly(job)
+            if job.retried or not self._try(job):
+                self._end_badly(job)
+            job.retried = True
             return
         self.stamps.loaded(job.spec.job, self._rank, good=True)
         self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
