@@ -159,9 +159,6 @@ class SlotPool:
     def clear(self) -> None:
         """Nobody wants any slot any more: those that jobs touch drain, the others are free, the lowest first."""
         busy = {*self.writer, *(i for i, count in enumerate(self.readers) if count)}
-        for index in sorted(busy):
-            if self.state[index] != DRAINING:
-                self.move(index, DRAINING)
         self.node = zeros(self.capacity)
         self.state = bytearray(self.capacity)
         for index in busy:
