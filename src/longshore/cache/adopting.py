@@ -163,7 +163,7 @@ def _enter(
 def _settle(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> None:
     """Tell all books of the copies of `nodes`, the newest first, of which other tiers have `known`."""
     if store.log.on:
-        store.log_arrivals(nodes, tier)
+        store.watching.log_arrivals(nodes, tier)
     store.policies[tier].insert(nodes[::-1])
     if store.several_sizes:
         _age_slabs(store, tier, nodes)

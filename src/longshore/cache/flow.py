@@ -225,10 +225,12 @@ class Flow:
     ) -> Sequence[Item]:
         """In columns, unless slots of several sizes are among them."""
         sides = [side for side in (source, destination) if side is not None]
-        if all(self.store.is_of_one_pool(*side) for side in sides):
+        watching = self.store.watching
+        if all(watching.is_of_one_pool(*side) for side in sides):
             return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid)
         begins, ends = (
-            [None] * len(keys) if side is None else self.store.addresses(*side) for side in (source, destination)
+            [None] * len(keys) if side is None else self.store.watching.addresses(*side)
+            for side in (source, destination)
         )
         rows = zip(keys, parents, begins, ends, strict=True)
         return tuple(Item(key, above, begin, end, self._valid) for key, above, begin, end in rows)

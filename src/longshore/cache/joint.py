@@ -101,9 +101,9 @@ class Joint:
         store = self._store
         if path.group.alone:
             for key in path.keys[max(need.end, path.last_window) :]:
-                store.counters.misses[store.miss(key)] += 1
+                store.counters.misses[store.watching.miss(key)] += 1
         else:
-            store.count_misses(path.keys, need.end)
+            store.watching.count_misses(path.keys, need.end)
         if store.log.on:
             asked: tuple[Key, ...] = tuple(path.keys[need.first :])
             store.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)

@@ -85,7 +85,7 @@ class Loading:
             cut = cold[room]
             self._cut(load, tiers[cut:], slots[cut:])
             path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
-        load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
+        load.cut += [store.watching.miss(key) for key in keys[len(path) + len(load.cut) :]]
         above = store.index.key[store.index.parent[path[0]]] if path else None
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
@@ -117,7 +117,7 @@ class Loading:
         store = self._store
         load, wait = self._begin(timeout)
         if len(nodes) < len(keys):
-            load.cut = [store.miss(key) for key in keys]
+            load.cut = [store.watching.miss(key) for key in keys]
             return load
         tiers, slots, warm = self._pin(nodes)
         cold = [i for i, tier in enumerate(tiers) if tier]
@@ -150,7 +150,7 @@ class Loading:
         job = self._flow.new_id()
         store.counters.hits[store.levels[0].name] += len(nodes)
         self._flow.order(job, held.keys, [None] * len(nodes), Side(0, slots), None, command=False)
-        return Loan(job, tuple(store.addresses(0, slots)))
+        return Loan(job, tuple(store.watching.addresses(0, slots)))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Pin the copy that each reachable node is read from, or will be.

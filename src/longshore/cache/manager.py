@@ -119,11 +119,11 @@ class TieredCache(Reading, Offering):
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
-        return self._store.stats()
+        return self._store.watching.stats()
 
     def residents(self) -> list[Resident]:
         """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
-        return self._store.residents()
+        return self._store.watching.residents()
 
     def events(self, limit: int | None = None) -> list[Event]:
         """What happened since the last call, in order, as far as it was kept (`CacheSettings.events`).
@@ -146,7 +146,7 @@ class TieredCache(Reading, Offering):
 
     def check_integrity(self) -> None:
         """Walk every structure; raise `CacheError` where two of them disagree."""
-        self._store.check_integrity()
+        self._store.watching.check_integrity()
         self._flow.check_integrity()
         self._holds.check_integrity()
         self._exchange.check_integrity()

@@ -141,4 +141,4 @@ class Many:
     def _log(self, nodes: Sequence[int], tier: int) -> None:
         if self._store.log.on:
             for node in nodes:
-                self._store.log_loss(node, tier, EVICTED)
+                self._store.watching.log_loss(node, tier, EVICTED)

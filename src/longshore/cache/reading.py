@@ -59,7 +59,7 @@ class Reading(Core):
         partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
         self._advance(now)
         foreign, probes = self._exchange.look(keys, end) if self._exchange else (0, ())
-        self._store.count_misses(keys, end, foreign)
+        self._store.watching.count_misses(keys, end, foreign)
         if self._store.log.on:
             asked, found = tuple(keys), end - start
             self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
@@ -103,11 +103,11 @@ class Reading(Core):
 
     def runs(self, hold: Hold) -> tuple[Run, ...]:
         """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""
-        return self._store.runs(self._holds.get(hold).keys)
+        return self._store.watching.runs(self._holds.get(hold).keys)
 
     def slots(self, hold: Hold) -> list[Slot]:
         """The slot that each held chunk can be read from, the warmest; fewer than held if some were lost."""
-        return self._store.warmest_slots(self._holds.get(hold).nodes(self._store.index))
+        return self._store.watching.warmest_slots(self._holds.get(hold).nodes(self._store.index))
 
     def peek(self, key: Key) -> Presence:
         """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`.

@@ -8,7 +8,7 @@ Everything above (`flow`, `manager`) goes through these few verbs; each leaves t
     unread   a reader has let go of it                        DRAINING -> FREE when it was the last
     make_room   evict until a number of slots is free, as far as that can be
 
-A chunk is a node of the index here, a copy is (node, tier), and jobs know slots.
+A chunk is a node of the index here, a copy is (node, tier), and jobs know slots. What changes nothing is in `watching`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, repeat
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Key, Slot, Status, addresses
+from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.beginnings import Beginnings
 from longshore.cache.columns import column, marks
@@ -35,8 +35,9 @@ from longshore.cache.keeping import Keeping
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.sliding import Sliding
-from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES
-from longshore.cache.types import Counters, MissReason, Resident, Run, SizeStats, TierStats
+from longshore.cache.states import DRAINING, FILLING, FREE, READY
+from longshore.cache.types import Counters
+from longshore.cache.watching import Watching
 from longshore.errors import CacheError
 
 
@@ -79,6 +80,7 @@ class Store:
         self.last = len(levels) - 1
         """The coldest tier."""
         self.log = EventLog(events)
+        self.watching = Watching(self)
         self._token_width = token_width
         self._begin()
 
@@ -163,7 +165,7 @@ class Store:
     def settle_in(self, nodes: Sequence[int], tier: int) -> None:
         """Copies have become ready; parents come before children."""
         if self.log.on:
-            self.log_arrivals(nodes, tier)
+            self.watching.log_arrivals(nodes, tier)
         self.policies[tier].insert(nodes[::-1], leaf=bool(nodes) and not any(self.index.children(nodes[-1])))
         if self.several_sizes:
             slots = self.index.slot[tier]
@@ -180,17 +182,6 @@ class Store:
             self.backlog.note(node)
             if tier:
                 self.backlog.backed_up(node, tier)
-
-    def log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
-        """Record that copies have become ready."""
-        index, names = self.index, [level.name for level in self.levels]
-        for node in nodes:
-            others = [t for t in index.tiers if t != tier and index.is_ready(node, t)]
-            kind = EventKind.MOVED if others else EventKind.STORED
-            # A copy goes down from the tier above, and comes up from the warmest that had it.
-            source = names[max((t for t in others if t < tier), default=others[0])] if others else ""
-            parent = index.key[index.parent[node]]
-            self.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
 
     def moved(self, tier: int, source: int, target: int, status: Status) -> None:
         """A job has copied a chunk from slot `source` to slot `target` of the same tier, or not."""
@@ -286,21 +277,6 @@ class Store:
         self._begin()
 
     # ------------------------------------------------------------------ use
-
-    def miss(self, key: Key) -> MissReason:
-        """Why a request that got no further than to some chunk before `key` does without it."""
-        node = self.index.get(key)
-        if not node:
-            return MissReason.ABSENT
-        return MissReason.IN_FLIGHT if self.index.warmest_ready(node) < 0 else MissReason.BEHIND
-
-    def count_misses(self, keys: Sequence[Key], end: int, foreign: int = 0) -> None:
-        """A request got no further than to before `keys[end]`; so many of the rest a foreign tier is known to have."""
-        known, misses = self.index.known_prefix(keys, end), self.counters.misses
-        for key in keys[end:known]:
-            misses[self.miss(key)] += 1
-        misses[MissReason.ABSENT] += len(keys) - known - foreign
-        misses[MissReason.FOREIGN] += foreign
 
     def pin(self, node: int) -> Pin:
         """Keep `node` from eviction until `unpin`."""
@@ -399,7 +375,7 @@ class Store:
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
         if self.log.on:
-            self.log_loss(node, tier, cause)
+            self.watching.log_loss(node, tier, cause)
         if pool.state[slot] == READY:
             self.policies[tier].remove(node, evicted=index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)
@@ -426,93 +402,7 @@ class Store:
         if self.beginnings.on:
             self.beginnings.forget(nodes)
 
-    def log_loss(self, node: int, tier: int, cause: str) -> None:
-        """Record that a copy leaves, or will not come."""
-        kind = EventKind.REMOVED if self.index.is_ready(node, tier) else EventKind.FAILED
-        by = self.log.by if cause == EVICTED else None
-        self.log.record(kind, [self.index.key[node]], tier=self.levels[tier].name, cause=cause, by=by)
-
     def _settle(self, tier: int, slot: int) -> None:
         """Free a slot that drains, once no job touches it any more."""
         if not self.pools[tier].is_busy(slot):
             self.pools[tier].move(slot, FREE)
-
-    # ------------------------------------------------------------------ watching
-
-    def slot(self, tier: int, index: int) -> Slot:
-        """The address of a slot."""
-        return Slot(self.levels[tier].name, self.pools[tier].pool_of(index), index)
-
-    def addresses(self, tier: int, slots: Sequence[int]) -> list[Slot]:
-        """The addresses of many slots of one tier."""
-        name, pool_of = self.levels[tier].name, self.pools[tier].pool_of
-        if self.several_sizes:
-            return [Slot(name, pool_of(slot), slot) for slot in slots]
-        return list(addresses(name, 0, slots))
-
-    def is_of_one_pool(self, tier: int, slots: Sequence[int]) -> bool:
-        """Whether no two of these slots are of different pools."""
-        return not self.several_sizes or len(set(map(self.pools[tier].pool_of, slots))) < 2
-
-    def stats(self) -> tuple[TierStats, ...]:
-        """Occupancy per tier, warmest first."""
-        return tuple(
-            TierStats(
-                level.name,
-                pool.capacity,
-                pool.used,
-                len(policy),
-                pool.slabs.nbytes,
-                pool.used_bytes,
-                tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
-            )
-            for level, pool, policy in zip(self.levels, self.pools, self.policies, strict=True)
-        )
-
-    def warmest_slots(self, nodes: Sequence[int]) -> list[Slot]:
-        """The slot that each of `nodes`, which are ready somewhere, can be read from."""
-        index = self.index
-        if len(index.tiers) == 1:
-            return self.addresses(0, [index.slot[0][node] for node in nodes])
-        tiers = [index.warmest_ready(node) for node in nodes]
-        return [self.slot(tier, index.slot[tier][node]) for tier, node in zip(tiers, nodes, strict=True)]
-
-    def runs(self, keys: Sequence[Key]) -> tuple[Run, ...]:
-        """Where `keys` are, as runs by the warmest tier that has them; those that are in none are left out."""
-        tiers = [self.index.warmest_ready(self.index.get(key)) for key in keys]
-        runs = ((tier, len(list(run))) for tier, run in groupby(tiers))
-        return tuple(Run(self.levels[tier].name, chunks) for tier, chunks in runs if tier >= 0)
-
-    def residents(self) -> list[Resident]:
-        """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
-        index = self.index
-        return [
-            Resident(
-                index.key[node],
-                index.key[index.parent[node]],
-                self.slot(tier, slot),
-                STATES[index.pools[tier].state[slot]],
-            )
-            for node in index
-            for tier in index.tiers
-            if (slot := index.slot[tier][node]) >= 0
-        ]
-
-    def check_integrity(self) -> None:
-        """Walk all books; raise `CacheError` where two of them disagree."""
-        self.index.check_integrity()
-        self.backlog.check_integrity()
-        self.beginnings.check_integrity()
-        for tier, (level, pool, policy) in enumerate(zip(self.levels, self.pools, self.policies, strict=True)):
-            pool.check_integrity()
-            policy.check_integrity()
-            live = [node for node in self.index if self.index.slot[tier][node] >= 0]
-            targets = sum(state == FILLING and not node for state, node in zip(pool.state, pool.node, strict=True))
-            if len(live) + len(pool.draining()) + targets != pool.used:
-                raise CacheError(f"{level.name}: {len(live)} copies own {pool.used} slots")
-            ready = [node for node in live if self.index.is_ready(node, tier)]
-            if len(policy) != len(ready) or not all(node in policy for node in ready):
-                raise CacheError(f"{level.name}: the eviction policy knows {len(policy)} of {len(ready)} chunks")
-        for node, pins in self.pins.items():
-            if self.index.key[node] is None or not pins or any(pin.node != node for pin in pins):
-                raise CacheError(f"node {node} is pinned, and gone")

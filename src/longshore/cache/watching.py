@@ -1,0 +1,149 @@
+"""What can be seen of the books: where chunks are, how full tiers are, what is missing and why, what has happened.
+
+Nothing here changes them; `Watching.check_integrity` looks whether they still agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from longshore.boundary import Key, Slot, addresses
+from longshore.cache.events import EVICTED, EventKind
+from longshore.cache.states import FILLING, STATES
+from longshore.cache.types import MissReason, Resident, Run, SizeStats, TierStats
+from longshore.errors import CacheError
+
+if TYPE_CHECKING:
+    from longshore.cache.store import Store
+
+
+class Watching:
+    """Views of one `Store`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    # ------------------------------------------------------------------ where
+
+    def slot(self, tier: int, index: int) -> Slot:
+        """The address of a slot."""
+        store = self._store
+        return Slot(store.levels[tier].name, store.pools[tier].pool_of(index), index)
+
+    def addresses(self, tier: int, slots: Sequence[int]) -> list[Slot]:
+        """The addresses of many slots of one tier."""
+        name, pool_of = self._store.levels[tier].name, self._store.pools[tier].pool_of
+        if self._store.several_sizes:
+            return [Slot(name, pool_of(slot), slot) for slot in slots]
+        return list(addresses(name, 0, slots))
+
+    def is_of_one_pool(self, tier: int, slots: Sequence[int]) -> bool:
+        """Whether no two of these slots are of different pools."""
+        return not self._store.several_sizes or len(set(map(self._store.pools[tier].pool_of, slots))) < 2
+
+    def warmest_slots(self, nodes: Sequence[int]) -> list[Slot]:
+        """The slot that each of `nodes`, which are ready somewhere, can be read from."""
+        index = self._store.index
+        if len(index.tiers) == 1:
+            return self.addresses(0, [index.slot[0][node] for node in nodes])
+        tiers = [index.warmest_ready(node) for node in nodes]
+        return [self.slot(tier, index.slot[tier][node]) for tier, node in zip(tiers, nodes, strict=True)]
+
+    def runs(self, keys: Sequence[Key]) -> tuple[Run, ...]:
+        """Where `keys` are, as runs by the warmest tier that has them; those that are in none are left out."""
+        index, levels = self._store.index, self._store.levels
+        tiers = [index.warmest_ready(index.get(key)) for key in keys]
+        runs = ((tier, len(list(run))) for tier, run in groupby(tiers))
+        return tuple(Run(levels[tier].name, chunks) for tier, chunks in runs if tier >= 0)
+
+    def residents(self) -> list[Resident]:
+        """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
+        index = self._store.index
+        return [
+            Resident(
+                index.key[node],
+                index.key[index.parent[node]],
+                self.slot(tier, slot),
+                STATES[index.pools[tier].state[slot]],
+            )
+            for node in index
+            for tier in index.tiers
+            if (slot := index.slot[tier][node]) >= 0
+        ]
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Occupancy per tier, warmest first."""
+        store = self._store
+        return tuple(
+            TierStats(
+                level.name,
+                pool.capacity,
+                pool.used,
+                len(policy),
+                pool.slabs.nbytes,
+                pool.used_bytes,
+                tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
+            )
+            for level, pool, policy in zip(store.levels, store.pools, store.policies, strict=True)
+        )
+
+    # ------------------------------------------------------------------ what is missing
+
+    def miss(self, key: Key) -> MissReason:
+        """Why a request that got no further than to some chunk before `key` does without it."""
+        index = self._store.index
+        node = index.get(key)
+        if not node:
+            return MissReason.ABSENT
+        return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.BEHIND
+
+    def count_misses(self, keys: Sequence[Key], end: int, foreign: int = 0) -> None:
+        """A request got no further than to before `keys[end]`; so many of the rest a foreign tier is known to have."""
+        known, misses = self._store.index.known_prefix(keys, end), self._store.counters.misses
+        for key in keys[end:known]:
+            misses[self.miss(key)] += 1
+        misses[MissReason.ABSENT] += len(keys) - known - foreign
+        misses[MissReason.FOREIGN] += foreign
+
+    # ------------------------------------------------------------------ what has happened
+
+    def log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
+        """Record that copies have become ready."""
+        store, index, names = self._store, self._store.index, [level.name for level in self._store.levels]
+        for node in nodes:
+            others = [t for t in index.tiers if t != tier and index.is_ready(node, t)]
+            kind = EventKind.MOVED if others else EventKind.STORED
+            # A copy goes down from the tier above, and comes up from the warmest that had it.
+            source = names[max((t for t in others if t < tier), default=others[0])] if others else ""
+            parent = index.key[index.parent[node]]
+            store.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
+
+    def log_loss(self, node: int, tier: int, cause: str) -> None:
+        """Record that a copy leaves, or will not come."""
+        store = self._store
+        kind = EventKind.REMOVED if store.index.is_ready(node, tier) else EventKind.FAILED
+        by = store.log.by if cause == EVICTED else None
+        store.log.record(kind, [store.index.key[node]], tier=store.levels[tier].name, cause=cause, by=by)
+
+    # ------------------------------------------------------------------ whether all agree
+
+    def check_integrity(self) -> None:
+        """Walk all books; raise `CacheError` where two of them disagree."""
+        store, index = self._store, self._store.index
+        for book in (index, store.backlog, store.beginnings):
+            book.check_integrity()
+        for tier, (level, pool, policy) in enumerate(zip(store.levels, store.pools, store.policies, strict=True)):
+            pool.check_integrity()
+            policy.check_integrity()
+            live = [node for node in index if index.slot[tier][node] >= 0]
+            targets = sum(state == FILLING and not node for state, node in zip(pool.state, pool.node, strict=True))
+            if len(live) + len(pool.draining()) + targets != pool.used:
+                raise CacheError(f"{level.name}: {len(live)} copies own {pool.used} slots")
+            ready = [node for node in live if index.is_ready(node, tier)]
+            if len(policy) != len(ready) or not all(node in policy for node in ready):
+                raise CacheError(f"{level.name}: the eviction policy knows {len(policy)} of {len(ready)} chunks")
+        for node, pins in store.pins.items():
+            if index.key[node] is None or not pins or any(pin.node != node for pin in pins):
+                raise CacheError(f"node {node} is pinned, and gone")
