@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from longshore.bench import managers
 from longshore.bench.harness import counts_of
-from longshore.bench.managers import Load, Ours
+from longshore.bench.ours import Ours
+from longshore.bench.prompts import Load
 from longshore.bench.rivals import PlainLRU
 from longshore.boundary import HOST
 from longshore.cli.app import app

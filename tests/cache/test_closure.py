@@ -5,7 +5,8 @@ from cache_model import World
 from cache_setup import Setup, chunks, key, path_of
 
 from longshore.boundary import FILE, HOST, Status
-from longshore.cache.index import ROOT, Index
+from longshore.cache.index import Index
+from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError
 

@@ -9,7 +9,8 @@ from cache_setup import chunks, key, path_of
 from longshore.boundary import HOST, Key, Status, TransferResult
 from longshore.cache import TieredCache, TierSpec
 from longshore.cache.eviction import LRU
-from longshore.cache.index import ROOT, Index
+from longshore.cache.index import Index
+from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError
 

@@ -28,133 +28,18 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
 
 from longshore.bench.harness import Case, chosen, compare
+from longshore.bench.ours import Ours, Two
+from longshore.bench.prompts import Load, lengths
 from longshore.bench.rivals import Rival, makers_of_rivals
-from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
+from longshore.boundary import Key
 from longshore.errors import BenchError
 from longshore.keys import Scope, chain
 
-T = TypeVar("T")
-
-LONGEST = 8192
-_PIECE = 1024
 _TOKENS = 131_072
 _BLOCK = 16
 _PER_SIZE = ("match", "commit", "offload", "evict", "below", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
-
-
-class Ours:
-    """`TieredCache` with one tier of `slots` slots, and the longest call so far."""
-
-    name = "longshore"
-
-    def __init__(self, slots: int) -> None:
-        self.cache = TieredCache([TierSpec(HOST, slots, 1)], CacheSettings(max_writes=_PIECE))
-        self.longest = 0.0
-
-    def match(self, keys: Sequence[Key]) -> None:
-        """Match, hold and release."""
-        hold = self._call(lambda: self.cache.match(keys, 0.0)).hold
-        if hold is not None:
-            self._call(lambda: self.cache.release(hold))
-
-    def known(self, keys: Sequence[Key]) -> None:
-        """A commit of which nothing is taken."""
-        self._call(lambda: self.cache.commit(keys, range(len(keys))))
-
-    def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
-        """A commit, its command, and its result."""
-        for start in range(first, len(keys), _PIECE):
-            path, blocks = keys[: start + _PIECE], range(min(_PIECE, len(keys) - start))
-            commit = partial(self.cache.commit, path, blocks, first=start)
-            offload = commit() if evicting else self._call(commit)
-            if offload.job is None or len(offload.slots) != len(blocks):
-                raise BenchError(f"{len(offload.slots)} of {len(blocks)} blocks were taken")
-            self._call(self.cache.take)
-            result = TransferResult(offload.job, (Status.OK,) * len(blocks))
-            self._call(partial(self.cache.apply, (result,), 0.0))
-
-    def onboard(self, keys: Sequence[Key]) -> float:
-        """Order the loading of a resident prompt, and let it arrive; the seconds that the order took."""
-        hold = self.cache.match(keys, 0.0).hold
-        if hold is None:
-            raise BenchError("a resident prompt was not found")
-        begun = time.thread_time()
-        parts = self._call(partial(self.cache.onboard, hold, range(len(keys)))).parts
-        self.cache.take()
-        taken = time.thread_time() - begun
-        results = [TransferResult(part.job, (Status.OK,) * part.chunks) for part in parts]
-        self._call(partial(self.cache.apply, results, 0.0))
-        self._call(partial(self.cache.release, hold))
-        return taken
-
-    def _call(self, method: Callable[[], T]) -> T:
-        begun = time.thread_time()
-        answer = method()
-        self.longest = max(self.longest, time.thread_time() - begun)
-        return answer
-
-
-class Two(Ours):
-    """The same with a tier of as many slots below, into which everything is written through."""
-
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots)
-        tiers = [TierSpec(name, slots, 1) for name in (HOST, FILE)]
-        self.cache = TieredCache(tiers, CacheSettings(max_writes=_PIECE, backup=WritePolicy.THROUGH))
-
-    def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
-        """A commit, and all that follows from it."""
-        for start in range(first, len(keys), _PIECE):
-            path = keys[: start + _PIECE]
-            self.cache.commit(path, range(len(path) - start), first=start)
-            while orders := [command for command in self.cache.take() if isinstance(command, Transfer)]:
-                self.cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
-
-
-class Load:
-    """Prompts that share prefixes, `blocks` different keys in all: what both sides are filled with and asked for."""
-
-    def __init__(self, blocks: int, seed: int = 0) -> None:
-        self._dice = random.Random(seed)  # noqa: S311 - keys to measure with, not to keep
-        self.blocks = blocks
-        self.prompts: list[list[Key]] = []
-        """Every prompt that is resident after the fill; each begins with a part of an earlier one, or afresh."""
-        self.shared: list[int] = []
-        """How many of its leading blocks a prompt shares with an earlier one."""
-        left = blocks
-        while left:
-            prompt, shared = self._prompt()
-            del prompt[shared + left :]
-            self.prompts.append(prompt)
-            self.shared.append(shared)
-            left -= len(prompt) - shared
-        self.longest = max(self.prompts, key=len)
-
-    def _prompt(self) -> tuple[list[Key], int]:
-        """A new prompt of 8 to 8,192 blocks (but at most a quarter of all), all sizes alike; how much it shares."""
-        longest = max(8, min(LONGEST, self.blocks // 4))
-        if not self.prompts:
-            return self.fresh(longest), 0
-        length, shared = int(8 * (longest / 8) ** self._dice.random()), 0
-        elder = self._dice.choice(self.prompts)
-        if self._dice.random() < 0.5:
-            shared = self._dice.randrange(min(len(elder), length))
-        return [*elder[:shared], *self.fresh(length - shared)], shared
-
-    def fresh(self, count: int) -> list[Key]:
-        """Keys that nobody has seen."""
-        return [self._dice.randbytes(32) for _ in range(count)]
-
-    def sample(self, blocks: int) -> list[list[Key]]:
-        """Resident prompts of about so many blocks in all."""
-        picked: list[list[Key]] = []
-        while sum(map(len, picked)) < blocks:
-            picked.append(self._dice.choice(self.prompts))
-        return picked
 
 
 def run(*, blocks: Sequence[int], repeats: int = 5, only: Sequence[str] = ()) -> Iterator[Case]:
@@ -235,7 +120,7 @@ def _below(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: 
 
 def _evict(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int, name: str = "evict") -> Case:
     """Fresh prompts into a full tier: as many blocks in each repeat, never more than a quarter of the tier."""
-    batches = [[load.fresh(n) for n in _lengths(min(size // 4, 30_000))] for _ in range(repeats)]
+    batches = [[load.fresh(n) for n in lengths(min(size // 4, 30_000))] for _ in range(repeats)]
     total = sum(map(len, batches[0]))
     sides: list[Callable[[Sequence[Key]], None]] = [
         lambda keys: ours.store(keys, evicting=True),
@@ -253,17 +138,6 @@ def _evict(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: 
     return _per_block(
         f"{name}/{size}", medians[0], list(zip(medians[1:], [o.name for o in others], strict=True)), total
     )
-
-
-def _lengths(total: int) -> list[int]:
-    """Prompt lengths from 8 on, doubling, over and over until there are `total` blocks."""
-    lengths: list[int] = []
-    length = 8
-    while total:
-        lengths.append(min(length, total))
-        total -= lengths[-1]
-        length = 8 if length >= LONGEST else 2 * length
-    return lengths
 
 
 def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import column
-from longshore.cache.index import ROOT
+from longshore.cache.nodes import ROOT
 from longshore.cache.store import Store
 from longshore.errors import CacheError
 

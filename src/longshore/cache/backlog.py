@@ -21,7 +21,8 @@ import numpy as np
 
 from longshore.cache.chains import LISTS, Chains
 from longshore.cache.columns import marks
-from longshore.cache.index import ROOT, Index
+from longshore.cache.index import Index
+from longshore.cache.nodes import ROOT
 from longshore.errors import CacheError
 
 _CLEAN = 0

@@ -16,8 +16,8 @@ from itertools import groupby
 from longshore.boundary import Key, ProbeResult, Status
 from longshore.cache.flow import Flow
 from longshore.cache.foreign import Foreign
-from longshore.cache.index import ROOT
 from longshore.cache.jobs import Job, Side
+from longshore.cache.nodes import ROOT
 from longshore.cache.sightings import Sightings
 from longshore.cache.types import DropReason, MissReason
 from longshore.cache.writing import WriteRule

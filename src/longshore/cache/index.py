@@ -13,220 +13,27 @@ ready prefix of a path is found by bisection, whatever its length.
 Chunks that are of use without those before them, as in sliding-window groups, stand *alone*: each is a child of the
 root, so nothing needs it to be reached, and it may outlive whatever came before it.
 
-Nodes live in arrays (24 bytes each, and 8 for each tier): a million of them are some twenty objects, not a million,
-which is what the garbage collector and the memory bill see. Keys find their node in 256 dictionaries, by their first
-byte (keys are digests), so that none of them ever takes long to grow.
+The index stands in three modules: `nodes` (the columns), `lookup` (questions about paths) and this one, for changes.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.chains import LISTS
-from longshore.cache.columns import column, marks, zeros
-from longshore.cache.family import Family
-from longshore.cache.pool import SlotPool
-from longshore.cache.states import READY
+from longshore.cache.columns import column, marks
+from longshore.cache.lookup import Lookup
+from longshore.cache.nodes import NONE, ROOT
 from longshore.errors import CacheError
 
-ROOT = 0
-"""The parent of every first chunk; also "no node"."""
 
-NONE = -1
-"""No slot."""
-
-_SHARDS = 256
-
-
-class Index:
+class Index(Lookup):
     """Nodes by key over the slots of `pools`, warmest tier first, kept closed over prefixes."""
 
-    __slots__ = (
-        "_count",
-        "_family",
-        "_free",
-        "_others",
-        "_shards",
-        "children",
-        "depth",
-        "key",
-        "parent",
-        "path",
-        "pools",
-        "reach",
-        "reachable",
-        "size",
-        "slot",
-        "tiers",
-    )
-
-    def __init__(self, pools: Sequence[SlotPool]) -> None:
-        self.pools = list(pools)
-        self.tiers = range(len(pools))
-        self._others = [tuple(t for t in reversed(self.tiers) if t != tier) for tier in self.tiers]
-        self.size = LISTS + sum(pool.capacity for pool in pools)
-        """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
-        # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
-        self.key = np.empty(self.size, object)
-        self._family = Family(self.size)
-        self.parent, self.children, self.path = self._family.parent, self._family.children, self._family.path
-        self.depth = zeros(self.size)
-        self.slot = [array("i", [NONE]) * self.size for _ in pools]
-        self.reach = [zeros(self.size) for _ in pools]
-        self.reachable = bytearray(self.size)
-        self.depth[ROOT] = -1
-        self.reachable[ROOT] = 1
-        self._free = array("i", range(self.size - 1, LISTS - 1, -1))
-        self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[int]:
-        """All nodes, in order of their numbers."""
-        return (node for node in range(LISTS, self.size) if self.key[node] is not None)
-
-    def get(self, key: Key) -> int:
-        """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` for what cannot be a key."""
-        try:
-            return self._shards[key[0]].get(key, ROOT)
-        except (IndexError, TypeError):
-            raise _no_key(key) from None
-
-    # ------------------------------------------------------------------ one node
-
-    def coldest(self, node: int) -> int:
-        """The coldest tier with a live copy; -1 without one."""
-        for tier in reversed(self.tiers):
-            if self.slot[tier][node] >= 0:
-                return tier
-        return -1
-
-    def coldest_without(self, node: int, tier: int) -> int:
-        """The coldest tier that `node` is in, apart from `tier`; -1 without one."""
-        for other in self._others[tier]:
-            if self.slot[other][node] >= 0:
-                return other
-        return -1
-
-    def is_ready(self, node: int, tier: int) -> bool:
-        """Whether `node` has a ready copy in `tier`."""
-        slot = self.slot[tier][node]
-        return slot >= 0 and self.pools[tier].state[slot] == READY
-
-    def pool_of(self, node: int) -> int:
-        """The pool that the slots of `node` are in, in whatever tier."""
-        for tier in self.tiers:
-            slot = self.slot[tier][node]
-            if slot >= 0:
-                return self.pools[tier].pool_of(slot)
-        raise CacheError(f"node {node} has no slot")
-
-    def warmest_ready(self, node: int) -> int:
-        """The warmest tier with a ready copy; -1 without one."""
-        for tier in self.tiers:
-            if self.is_ready(node, tier):
-                return tier
-        return -1
-
-    # ------------------------------------------------------------------ a path of keys
-
-    def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
-        """How many of `keys` lead without a gap to the deepest that can be read, but at least `first`; by bisection.
-
-        Raises `CacheError` if what is found shows that `keys` is no path.
-        """
-        low, high, reachable = first, len(keys), self.reachable
-        while low < high:
-            middle = (low + high) // 2
-            node = self._at(keys, middle)
-            if node and reachable[node]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def known_prefix(self, keys: Sequence[Key], first: int) -> int:
-        """The same for chunks that some tier has, or will have."""
-        low, high = first, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            if self._at(keys, middle):
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def follow(self, keys: Sequence[Key], first: int) -> list[int]:
-        """Nodes of the leading chunks of `keys[first:]` that some tier has, or will have.
-
-        Raises `CacheError` unless these follow one another, and the key before them, and the rest is new and distinct.
-        """
-        try:
-            before = self._at(keys, first - 1) if first else ROOT
-            end = self.known_prefix(keys, first)
-            path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else []
-            rest, shards = keys[end:], self._shards
-            for key in rest:
-                if key in shards[key[0]]:
-                    raise _broken(keys, keys.index(key, first))
-        except (IndexError, TypeError):
-            raise CacheError("the keys of a path are digests in bytes") from None
-        if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
-            raise _broken(keys, first)
-        if len(set(rest)) != len(rest):
-            raise CacheError(f"the {len(rest)} new keys of a path differ, only {len(set(rest))} do")
-        return path
-
-    def readable(self, keys: Sequence[Key]) -> list[int]:
-        """Nodes of the leading chunks of `keys` that can be read, or that can be once a copy on its way has arrived."""
-        shards, reachable = self._shards, self.reachable
-        path: list[int] = []
-        for key in keys:
-            node = shards[key[0]].get(key, ROOT)
-            if not node or not reachable[node]:
-                break
-            path.append(node)
-        return path
-
-    def is_readable(self, key: Key) -> bool:
-        """Whether `key`, and all that it needs to be reached, can be read."""
-        return bool(self.reachable[node] if (node := self.get(key)) else 0)
-
-    def find_alone(self, keys: Sequence[Key]) -> list[int]:
-        """The node of each of `keys`, which stand alone; `ROOT` for those that no tier has, or will have.
-
-        Raises `CacheError` if they are not distinct, or one is known as the child of another.
-        """
-        nodes = [self.get(key) for key in keys]
-        if len(set(keys)) != len(keys):
-            raise CacheError(f"the {len(keys)} keys of a path differ, only {len(set(keys))} do")
-        child = next((key for key, node in zip(keys, nodes, strict=True) if self.parent[node]), None)
-        if child is not None:
-            raise CacheError(f"chunk {child.hex()[:12]} was stored behind another, and does not stand alone")
-        return nodes
-
-    def check_link(self, keys: Sequence[Key], position: int) -> int:
-        """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""
-        node = self._at(keys, position)
-        if node and position and self.key[self.parent[node]] != keys[position - 1]:
-            raise _broken(keys, position)
-        return node
-
-    def _at(self, keys: Sequence[Key], position: int) -> int:
-        key = keys[position]
-        node = self.get(key)
-        if node and self.depth[node] != position:
-            raise _broken(keys, position)
-        return node
-
-    # ------------------------------------------------------------------ changes
+    __slots__ = ()
 
     def accepts(self, parent: int, tier: int) -> bool:
         """Whether a child of `parent` may get a copy in `tier` without becoming an orphan."""
@@ -382,53 +189,6 @@ class Index:
                 queue.append((child, warm[-1] if warm else -1))
         return lost
 
-    def _enter(
-        self, keys: Sequence[Key], nodes: Sequence[int], tier: int, slots: Sequence[int]
-    ) -> npt.NDArray[np.int32]:
-        """`nodes` are those of `keys`, in `slots` of `tier`."""
-        shards = self._shards
-        for key, node in zip(keys, nodes, strict=True):
-            shards[key[0]][key] = node
-        at = np.array(nodes, np.int32)
-        self.key[at] = keys
-        column(self.slot[tier])[at] = slots
-        column(self.pools[tier].node)[slots] = at
-        self._count += len(nodes)
-        return at
-
-    def _numbers(self, count: int) -> list[int]:
-        free = self._free
-        if len(free) < count:
-            raise CacheError(f"the index has room for {self.size - LISTS} chunks, one for each slot")
-        if count == 0:
-            return []
-        nodes = free[-count:].tolist()[::-1]
-        del free[-count:]
-        return nodes
-
-    def _forget(self, node: int, key: Key, parent: int) -> None:
-        del self._shards[key[0]][key]
-        self._family.leave(node, parent)
-        self.key[node] = None
-        self.reachable[node] = 0
-        self._free.append(node)
-        self._count -= 1
-
-    # ------------------------------------------------------------------ checks
-
-    def resize(self) -> None:
-        """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
-        more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
-        self.key = np.concatenate([self.key, np.empty(more, object)])
-        self._family.grow(more)
-        for numbers in (self.depth, *self.reach):
-            numbers.extend(zeros(more))
-        for slots in self.slot:
-            slots.extend(array("i", [NONE]) * more)
-        self.reachable.extend(bytes(more))
-        self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
-        self.size += more
-
     def check_integrity(self) -> None:
         """Raise `CacheError` unless family links, reach counts and closure hold everywhere."""
         nodes = list(self)
@@ -460,11 +220,3 @@ class Index:
             counted = sum(self.coldest(c) >= tier for c in self.children(node))
             if counted != self.reach[tier][node]:
                 raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
-
-
-def _no_key(key: object) -> CacheError:
-    return CacheError(f"a key is a digest in bytes, got {key!r}")
-
-
-def _broken(keys: Sequence[Key], position: int) -> CacheError:
-    return CacheError(f"key {position} of a path, {keys[position].hex()[:12]}, does not follow the one before it")

@@ -16,8 +16,8 @@ import numpy as np
 from longshore.boundary import Key, Section
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.flow import Flow
-from longshore.cache.index import ROOT
 from longshore.cache.jobs import Held, Load, Side
+from longshore.cache.nodes import ROOT
 from longshore.cache.states import READY
 from longshore.cache.types import Loan, MissReason
 from longshore.cache.waiting import Wait

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.events import EVICTED
-from longshore.cache.index import ROOT
+from longshore.cache.nodes import ROOT
 from longshore.cache.states import READY
 
 if TYPE_CHECKING:

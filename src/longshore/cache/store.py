@@ -30,8 +30,9 @@ from longshore.cache.events import EVICTED, EventKind, EventLog
 from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.sized import Sized
-from longshore.cache.index import ROOT, Index
+from longshore.cache.index import Index
 from longshore.cache.keeping import Keeping
+from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.sliding import Sliding

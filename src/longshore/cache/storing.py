@@ -19,8 +19,8 @@ from longshore.cache.beginnings import Text
 from longshore.cache.budget import WriteBudget
 from longshore.cache.flow import Flow
 from longshore.cache.groups import runs_of
-from longshore.cache.index import ROOT
 from longshore.cache.jobs import Side
+from longshore.cache.nodes import ROOT
 from longshore.cache.retention import Retention, priority_of
 from longshore.cache.sightings import Sightings
 from longshore.cache.types import DropReason, Offload

@@ -1,0 +1,86 @@
+"""The cache manager as the benchmark drives it: the same verbs as its rivals', and the longest single call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
+from longshore.errors import BenchError
+
+T = TypeVar("T")
+
+PIECE = 1024
+"""Blocks that are stored at a time."""
+
+
+class Ours:
+    """`TieredCache` with one tier of `slots` slots, and the longest call so far."""
+
+    name = "longshore"
+
+    def __init__(self, slots: int) -> None:
+        self.cache = TieredCache([TierSpec(HOST, slots, 1)], CacheSettings(max_writes=PIECE))
+        self.longest = 0.0
+
+    def match(self, keys: Sequence[Key]) -> None:
+        """Match, hold and release."""
+        hold = self._call(lambda: self.cache.match(keys, 0.0)).hold
+        if hold is not None:
+            self._call(lambda: self.cache.release(hold))
+
+    def known(self, keys: Sequence[Key]) -> None:
+        """A commit of which nothing is taken."""
+        self._call(lambda: self.cache.commit(keys, range(len(keys))))
+
+    def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
+        """A commit, its command, and its result."""
+        for start in range(first, len(keys), PIECE):
+            path, blocks = keys[: start + PIECE], range(min(PIECE, len(keys) - start))
+            commit = partial(self.cache.commit, path, blocks, first=start)
+            offload = commit() if evicting else self._call(commit)
+            if offload.job is None or len(offload.slots) != len(blocks):
+                raise BenchError(f"{len(offload.slots)} of {len(blocks)} blocks were taken")
+            self._call(self.cache.take)
+            result = TransferResult(offload.job, (Status.OK,) * len(blocks))
+            self._call(partial(self.cache.apply, (result,), 0.0))
+
+    def onboard(self, keys: Sequence[Key]) -> float:
+        """Order the loading of a resident prompt, and let it arrive; the seconds that the order took."""
+        hold = self.cache.match(keys, 0.0).hold
+        if hold is None:
+            raise BenchError("a resident prompt was not found")
+        begun = time.thread_time()
+        parts = self._call(partial(self.cache.onboard, hold, range(len(keys)))).parts
+        self.cache.take()
+        taken = time.thread_time() - begun
+        results = [TransferResult(part.job, (Status.OK,) * part.chunks) for part in parts]
+        self._call(partial(self.cache.apply, results, 0.0))
+        self._call(partial(self.cache.release, hold))
+        return taken
+
+    def _call(self, method: Callable[[], T]) -> T:
+        begun = time.thread_time()
+        answer = method()
+        self.longest = max(self.longest, time.thread_time() - begun)
+        return answer
+
+
+class Two(Ours):
+    """The same with a tier of as many slots below, into which everything is written through."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        tiers = [TierSpec(name, slots, 1) for name in (HOST, FILE)]
+        self.cache = TieredCache(tiers, CacheSettings(max_writes=PIECE, backup=WritePolicy.THROUGH))
+
+    def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
+        """A commit, and all that follows from it."""
+        for start in range(first, len(keys), PIECE):
+            path = keys[: start + PIECE]
+            self.cache.commit(path, range(len(path) - start), first=start)
+            while orders := [command for command in self.cache.take() if isinstance(command, Transfer)]:
+                self.cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)

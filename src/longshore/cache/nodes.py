@@ -1,0 +1,170 @@
+"""Nodes: one small number per key that some tier has, or will have, and what is known of each.
+
+Nodes live in arrays (24 bytes each, and 8 for each tier): a million of them are some twenty objects, not a million,
+which is what the garbage collector and the memory bill see. Keys find their node in 256 dictionaries, by their first
+byte (keys are digests), so that none of them ever takes long to grow.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.boundary import Key
+from longshore.cache.chains import LISTS
+from longshore.cache.columns import column, zeros
+from longshore.cache.family import Family
+from longshore.cache.pool import SlotPool
+from longshore.cache.states import READY
+from longshore.errors import CacheError
+
+ROOT = 0
+"""The parent of every first chunk; also "no node"."""
+
+NONE = -1
+"""No slot."""
+
+_SHARDS = 256
+
+
+class Nodes:
+    """Nodes by key over the slots of `pools`, warmest tier first."""
+
+    __slots__ = (
+        "_count",
+        "_family",
+        "_free",
+        "_others",
+        "_shards",
+        "children",
+        "depth",
+        "key",
+        "parent",
+        "path",
+        "pools",
+        "reach",
+        "reachable",
+        "size",
+        "slot",
+        "tiers",
+    )
+
+    def __init__(self, pools: Sequence[SlotPool]) -> None:
+        self.pools = list(pools)
+        self.tiers = range(len(pools))
+        self._others = [tuple(t for t in reversed(self.tiers) if t != tier) for tier in self.tiers]
+        self.size = LISTS + sum(pool.capacity for pool in pools)
+        """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
+        # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
+        self.key = np.empty(self.size, object)
+        self._family = Family(self.size)
+        self.parent, self.children, self.path = self._family.parent, self._family.children, self._family.path
+        self.depth = zeros(self.size)
+        self.slot = [array("i", [NONE]) * self.size for _ in pools]
+        self.reach = [zeros(self.size) for _ in pools]
+        self.reachable = bytearray(self.size)
+        self.depth[ROOT] = -1
+        self.reachable[ROOT] = 1
+        self._free = array("i", range(self.size - 1, LISTS - 1, -1))
+        self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        """All nodes, in order of their numbers."""
+        return (node for node in range(LISTS, self.size) if self.key[node] is not None)
+
+    def get(self, key: Key) -> int:
+        """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` for what cannot be a key."""
+        try:
+            return self._shards[key[0]].get(key, ROOT)
+        except (IndexError, TypeError):
+            raise _no_key(key) from None
+
+    def coldest(self, node: int) -> int:
+        """The coldest tier with a live copy; -1 without one."""
+        for tier in reversed(self.tiers):
+            if self.slot[tier][node] >= 0:
+                return tier
+        return -1
+
+    def coldest_without(self, node: int, tier: int) -> int:
+        """The coldest tier that `node` is in, apart from `tier`; -1 without one."""
+        for other in self._others[tier]:
+            if self.slot[other][node] >= 0:
+                return other
+        return -1
+
+    def is_ready(self, node: int, tier: int) -> bool:
+        """Whether `node` has a ready copy in `tier`."""
+        slot = self.slot[tier][node]
+        return slot >= 0 and self.pools[tier].state[slot] == READY
+
+    def pool_of(self, node: int) -> int:
+        """The pool that the slots of `node` are in, in whatever tier."""
+        for tier in self.tiers:
+            slot = self.slot[tier][node]
+            if slot >= 0:
+                return self.pools[tier].pool_of(slot)
+        raise CacheError(f"node {node} has no slot")
+
+    def warmest_ready(self, node: int) -> int:
+        """The warmest tier with a ready copy; -1 without one."""
+        for tier in self.tiers:
+            if self.is_ready(node, tier):
+                return tier
+        return -1
+
+    def resize(self) -> None:
+        """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
+        more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
+        self.key = np.concatenate([self.key, np.empty(more, object)])
+        self._family.grow(more)
+        for numbers in (self.depth, *self.reach):
+            numbers.extend(zeros(more))
+        for slots in self.slot:
+            slots.extend(array("i", [NONE]) * more)
+        self.reachable.extend(bytes(more))
+        self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
+        self.size += more
+
+    def _enter(
+        self, keys: Sequence[Key], nodes: Sequence[int], tier: int, slots: Sequence[int]
+    ) -> npt.NDArray[np.int32]:
+        """`nodes` are those of `keys`, in `slots` of `tier`."""
+        shards = self._shards
+        for key, node in zip(keys, nodes, strict=True):
+            shards[key[0]][key] = node
+        at = np.array(nodes, np.int32)
+        self.key[at] = keys
+        column(self.slot[tier])[at] = slots
+        column(self.pools[tier].node)[slots] = at
+        self._count += len(nodes)
+        return at
+
+    def _numbers(self, count: int) -> list[int]:
+        free = self._free
+        if len(free) < count:
+            raise CacheError(f"the index has room for {self.size - LISTS} chunks, one for each slot")
+        if count == 0:
+            return []
+        nodes = free[-count:].tolist()[::-1]
+        del free[-count:]
+        return nodes
+
+    def _forget(self, node: int, key: Key, parent: int) -> None:
+        del self._shards[key[0]][key]
+        self._family.leave(node, parent)
+        self.key[node] = None
+        self.reachable[node] = 0
+        self._free.append(node)
+        self._count -= 1
+
+
+def _no_key(key: object) -> CacheError:
+    return CacheError(f"a key is a digest in bytes, got {key!r}")
