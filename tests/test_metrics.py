@@ -52,7 +52,7 @@ def test_every_label_is_there_at_zero() -> None:
     assert found.get_sample_value("longshore_capacity_bytes", {"tier": "file"}) == 8 * IMAGE_BYTES
     assert found.get_sample_value("longshore_holds") == 0
     assert found.get_sample_value("longshore_jobs_in_flight") == 0
-    for name in ("guard_waits", "guard_wait_seconds", "late_blocks"):
+    for name in ("guard_waits", "guard_wait_seconds", "late_blocks", "recomputed_chunks"):
         assert found.get_sample_value(f"longshore_{name}_total") == 0
 
 

@@ -58,6 +58,7 @@ class Config(BaseModel):
     write_timeout: float = Field(
         60.0, gt=0, le=86_400, description="seconds after which a write that has not begun is dropped"
     )
+    gate: bool = Field(True, description="compute what would take longer to read from a file; off: load what is found")
     max_writes: int = Field(1024, ge=1, description="chunks in flight per write route")
     file_threads: int = Field(16, ge=1, le=256, description="threads of the file tier")
     background: bool = Field(True, description="move blocks between the engine's steps, in a thread")

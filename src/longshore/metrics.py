@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from longshore.cache import Counters, TierStats
 from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime.loop import Guarded
+from longshore.runtime.weighing import Weighing
 from longshore.tiers.arena import ArenaReport
 from longshore.tiers.base import Tier
 from longshore.tiers.host import HostTier
@@ -49,7 +50,8 @@ class LongshoreCollector(Collector):
         transfers = [] if self._engine is None else _transfers(self._engine.stats())
         events = [] if self._events is None else _recorded(self._events)
         file = [] if self._file is None else _filed(self._file)
-        return [*books, *_guarded(self._runtime.guarded), *arena, *transfers, *events, *file]
+        waits = [*_guarded(self._runtime.guarded), _weighed(self._runtime.weighing)]
+        return [*books, *waits, *arena, *transfers, *events, *file]
 
 
 def _counters(counters: Counters) -> Iterable[Metric]:
@@ -95,6 +97,11 @@ def _guarded(guarded: Guarded) -> Iterable[Metric]:
     yield CounterMetricFamily("longshore_guard_waits", about, guarded.waits)
     yield CounterMetricFamily("longshore_guard_wait_seconds", "Seconds of these", guarded.seconds)
     yield CounterMetricFamily("longshore_late_blocks", "Device blocks that were not free in time", guarded.late)
+
+
+def _weighed(weighing: Weighing | None) -> Metric:
+    about = "Chunks that were found, and computed all the same, because that is quicker"
+    return CounterMetricFamily("longshore_recomputed_chunks", about, weighing.refused if weighing is not None else 0)
 
 
 def _recorded(events: EventRecorder) -> Iterable[Metric]:

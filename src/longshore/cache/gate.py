@@ -69,6 +69,11 @@ class Gate:
         self._prefill = _Fit(3)
         self._spare = 0.0
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names, the warmest first."""
+        return tuple(self._routes)
+
     # ------------------------------------------------------------------ what was seen
 
     def observe_load(self, tier: str, nbytes: int, seconds: float, queued_seconds: float, now: float) -> None:

@@ -36,6 +36,7 @@ from longshore.boundary import (
 from longshore.cache import Hold, Outcome, TieredCache
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.tier_mover import truncated
+from longshore.runtime.weighing import Weighing
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
@@ -82,11 +83,14 @@ class Runtime:
         tiers: Sequence[Tier] = (),
         *,
         probers: Sequence[Prober] = (),
+        weighing: Weighing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Without `weighing`, whatever is found is worth loading."""
         self.clock = clock
         self.wakeup = threading.Event()
         self.guarded = Guarded()
+        self.weighing = weighing
         self._cache = cache
         self._movers = list(movers)
         self._by_route: dict[Route, Mover] = {route: mover for mover in movers for route in mover.routes}
@@ -139,6 +143,23 @@ class Runtime:
         self._wait(lambda: self._cache.prefetched(hold) is not None, math.inf)
         with self._lock:
             return self._cache.prefetched(hold) or 0
+
+    def worth_loading(self, hold: Hold, context: int) -> int:
+        """How many leading chunks of `hold` to onboard; the rest is computed sooner.
+
+        `context` are the tokens before them, which the device has.
+        """
+        with self._lock:
+            runs = self._cache.runs(hold)
+            if self.weighing is None:
+                return sum(run.chunks for run in runs)
+            return self.weighing.worth_loading(context, runs, self.clock())
+
+    def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
+        """The engine computed `tokens` of a prompt behind `context` others in a step of so many `seconds`."""
+        with self._lock:
+            if self.weighing is not None:
+                self.weighing.saw_prefill(context, tokens, seconds)
 
     def in_flight(self, job: int) -> bool:
         """Whether `job` has not ended; nothing is, once the runtime is closed."""
@@ -314,6 +335,8 @@ class Runtime:
 
     def _collect(self, result: TransferResult) -> None:
         running = self._running[result.job]
+        if self.weighing is not None:
+            self.weighing.saw_load(running.transfer.route, result, self.clock())
         statuses = result.statuses
         if running.expired:  # it was cancelled because its time was up
             statuses = tuple(Status.DEADLINE if s is Status.CANCELLED else s for s in statuses)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from longshore.boundary import FILE, HOST, Mover
-from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, WriteRule
+from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
 from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError, DeviceError
 from longshore.keys import Scope
@@ -27,6 +27,7 @@ from longshore.runtime.host_mover import HostMover
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
 from longshore.runtime.tier_mover import TierMover
+from longshore.runtime.weighing import Weighing
 from longshore.slabs import Slabs, by_size
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
@@ -205,7 +206,16 @@ def _make_runtime(
     file: Tier | None,
     movers: list[Mover],
 ) -> Runtime:
-    return Runtime(_make_cache(config, layout, grouping, host, file), movers, [] if file is None else [file])
+    cache, tiers = _make_cache(config, layout, grouping, host, file), [] if file is None else [file]
+    return Runtime(cache, movers, tiers, weighing=_make_weighing(config, layout, host, file))
+
+
+def _make_weighing(config: Config, layout: KVLayout, host: HostTier | None, file: Tier | None) -> Weighing | None:
+    """A gate, where something has to be read first, and all chunks are alike."""
+    if not config.gate or file is None or len(layout.groups) > 1:
+        return None
+    tiers = [FILE] if host is None else [HOST, FILE]
+    return Weighing(Gate(tiers, layout.groups[0].block_size * config.blocks_per_chunk, layout.image_bytes))
 
 
 def _open_file(

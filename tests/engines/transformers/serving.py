@@ -52,7 +52,9 @@ def write_workload(path: Path) -> Path:
 
 def make_demo(tmp_path: Path, **options: Any) -> Demo:
     small = {"layers": 2, "width": 128, "block_tokens": 16, "max_new_tokens": 4, "host_share": 0.3, "device": "cpu"}
-    return Demo(DemoOptions(**{"workload": write_workload(tmp_path / "workload.jsonl"), **small, **options}))
+    workload = write_workload(tmp_path / "workload.jsonl")
+    settings = {"gate": False}  # a model as small as this one computes sooner than it loads
+    return Demo(DemoOptions(**{"workload": workload, "settings": settings, **small, **options}))
 
 
 def serve(

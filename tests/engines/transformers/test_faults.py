@@ -61,7 +61,7 @@ def test_every_write_fails(tmp_path: Path, fault: Fault) -> None:
 
 
 def test_reads_slower_than_the_deadline(tmp_path: Path) -> None:
-    served, faulty = run(tmp_path, later(Op.READ, Fault.DELAY, seconds=0.5), load_timeout=0.1)
+    served, faulty = run(tmp_path, later(Op.READ, Fault.DELAY, seconds=0.6), load_timeout=0.25)
     assert faulty.fired[Fault.DELAY] > 0
     assert served.counters.misses[MissReason.DEADLINE] > 0
     assert served.tiered.restored_blocks["file"] == 0
@@ -83,3 +83,14 @@ def test_silent_corruption_is_what_only_the_oracle_can_see(tmp_path: Path) -> No
     served, faulty = run(tmp_path, later(Op.READ, Fault.SILENT))
     assert faulty.fired[Fault.SILENT] > 0
     assert not served.equal
+
+
+def test_what_is_slow_to_read_is_computed_instead(tmp_path: Path) -> None:
+    slow = Rule(Op.READ, Fault.DELAY, probability=1.0, seconds=0.25)
+    free, _ = run(tmp_path / "free", slow)
+    gated, faulty = run(tmp_path / "gated", slow, gate=True)
+    assert faulty.fired[Fault.DELAY] > 0
+    assert gated.tiered.restored_blocks["file"] < free.tiered.restored_blocks["file"] / 2
+    assert gated.tiered.restored_blocks["host"] > 0
+    assert gated.equal
+    assert gated.held == 0

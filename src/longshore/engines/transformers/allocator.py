@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
@@ -27,6 +25,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 
 from longshore.boundary import DEVICE, Key
 from longshore.engines.transformers.contract import check_allocator
+from longshore.engines.transformers.prompts import Prompts
 from longshore.errors import EngineError, LongshoreError
 from longshore.keys import KeyChain, chain
 from longshore.runtime.guard import BlockGuard
@@ -134,8 +133,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self._key_of: dict[int, Key] = {}
         self.records: deque[PromptRecord] = deque(maxlen=4096)
         self.lookups = 0
-        self._prompts: deque[list[int]] = deque(maxlen=1024)
-        """Prompts that were looked up, and of which no block was completed since."""
+        self._prompts = Prompts()
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -167,12 +165,12 @@ class TieredAllocator(FullAttentionCacheAllocator):
         sources = [DEVICE] * len(blocks)
         request = f"prompt-{self.lookups}"
         if self._stack is not None:
-            self._prompts.append(prompt_ids)
             try:
                 onboarded, tiers = self._onboard(self._stack, request, prompt_ids, blocks)
                 blocks, sources = blocks + onboarded, sources + tiers
             except LongshoreError:
                 _log.exception("a prompt is recomputed: its blocks could not be looked up")
+            self._prompts.looked_up(prompt_ids, len(blocks) * self.tokens_per_page, self._stack.runtime.clock())
         self.lookups += 1
         self.records.append(PromptRecord(len(prompt_ids), self.tokens_per_page, tuple(sources), request))
         return blocks
@@ -228,7 +226,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
         blocks: list[int] = []
         filled: list[str] = []
         try:
-            wanted = min(match.length * per_chunk - skip, limit - len(present))
+            chunks = stack.runtime.worth_loading(match.hold, len(present) * self.tokens_per_page)
+            wanted = min(chunks * per_chunk - skip, limit - len(present))
             blocks = self._take_blocks(wanted, reserve=self._blocks_for(len(prompt)) - len(present), keep=present)
             if not blocks:
                 return [], []
@@ -286,7 +285,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         per_chunk = stack.config.blocks_per_chunk
         chunk_tokens = per_chunk * self.tokens_per_page
         if request_id not in self._chains:
-            prompt = self._prompt_of(token_ids) // chunk_tokens
+            prompt = self._begin(stack, token_ids, complete) // chunk_tokens
             self._chains[request_id] = KeyChain(stack.scope.root, chunk_tokens), prompt
         keys, prompt = self._chains[request_id]
         known = len(keys.keys)
@@ -299,13 +298,17 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._remember(_Chunk(keys.keys, position, prompt, blocks))
         self._commit(stack, keys.keys[:whole], table[: whole * per_chunk], 0, prompt, evicting=False)
 
-    def _prompt_of(self, token_ids: list[int]) -> int:
-        """How many of a request's tokens are its prompt: it begins with one that was looked up."""
-        for prompt in self._prompts:
-            if token_ids[: len(prompt)] == prompt:
-                self._prompts.remove(prompt)
-                return len(prompt)
-        return len(token_ids)
+    def _begin(self, stack: Stack, token_ids: list[int], complete: int) -> int:
+        """The first blocks of a request are complete; returns how many of its tokens are its prompt.
+
+        What the step took tells the gate how quick computing is: never too little, as others were computed with it.
+        """
+        told = self._prompts.began(token_ids)
+        if told is None:
+            return len(token_ids)
+        computed = min(complete * self.tokens_per_page, told.tokens) - told.context
+        stack.runtime.saw_prefill(told.context, max(0, computed), stack.runtime.clock() - told.at)
+        return told.tokens
 
     def _remember(self, chunk: _Chunk) -> None:
         key = chunk.path[chunk.position]
@@ -389,19 +392,3 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def _reclaim(self) -> None:
         if self._stack is not None and (freed := self._guard.reclaim()):
             self.pool.free_blocks(self.index, freed)
-
-
-class RowBlocks:
-    """The allocator's tensor as the self-test sees it: rows of bytes."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self._rows = rows
-
-    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
-        data: npt.NDArray[np.uint8] = self._rows[list(blocks)].cpu().numpy()
-        return data
-
-    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Set them."""
-        self._rows[list(blocks)] = torch.from_numpy(data).to(self._rows.device)

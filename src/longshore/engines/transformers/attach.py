@@ -10,8 +10,9 @@ from typing import Any
 from longshore.boundary import DEVICE
 from longshore.config import Config
 from longshore.engines.transformers import contract
-from longshore.engines.transformers.allocator import PromptRecord, RowBlocks, TieredAllocator
+from longshore.engines.transformers.allocator import PromptRecord, TieredAllocator
 from longshore.engines.transformers.registry import replaced_allocator
+from longshore.engines.transformers.rows import RowBlocks
 from longshore.engines.transformers.scope import model_scope
 from longshore.errors import EngineError, LongshoreError, SelfTestError
 from longshore.layout import from_rows

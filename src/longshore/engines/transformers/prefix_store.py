@@ -15,8 +15,8 @@ import torch
 from transformers import DynamicCache
 
 from longshore.config import Config
-from longshore.engines.transformers.allocator import RowBlocks
 from longshore.engines.transformers.attach import refuse
+from longshore.engines.transformers.rows import RowBlocks
 from longshore.engines.transformers.scope import model_scope
 from longshore.errors import CacheError, EngineError
 from longshore.keys import chain

@@ -1,0 +1,45 @@
+"""`Weighing`: load or recompute, for the loop around one cache.
+
+    job ends ──► what it took ──┐
+    step ends ─► what it took ──┴─► cache.gate ──► how many leading chunks of a hold are worth loading
+
+What lies in host memory is always loaded. For what has to be read first the gate decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from longshore.boundary import DEVICE, HOST, Route, TransferResult
+from longshore.cache import Gate, Run
+
+
+class Weighing:
+    """A gate, what it is told by finished loads, and what it has refused.
+
+    Attributes:
+        refused: Chunks that were there and are computed all the same, because that is quicker.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self.refused = 0
+        self._gate = gate
+
+    def saw_load(self, route: Route, result: TransferResult, now: float) -> None:
+        """A job has ended; those that did not bring chunks up are of no interest."""
+        if result.bytes and route.source in self._gate.tiers and route.destination in (HOST, DEVICE):
+            self._gate.observe_load(route.source, result.bytes, result.seconds, result.queued_seconds, now)
+
+    def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
+        """A step computed `tokens` of a prompt, behind `context` others."""
+        self._gate.observe_prefill(context, tokens, seconds)
+
+    def worth_loading(self, context: int, runs: Sequence[Run], now: float) -> int:
+        """How many leading chunks of `runs` to load for a request that has `context` tokens before them."""
+        total = sum(run.chunks for run in runs)
+        at_hand = runs[0].chunks if runs and runs[0].tier == HOST else 0
+        if at_hand == total:
+            return total
+        count = max(at_hand, self._gate.chunks_to_load(context, runs, now))
+        self.refused += total - count
+        return count
