@@ -60,10 +60,15 @@ class Story:
         self._report()
 
     def write(self, slot: int, number: int) -> None:
-        self.arena.array[: self._image_bytes] = self._bytes(number)
-        (status,) = self._run([self._op(Op.WRITE, slot, number, 0)])
-        assert status is Status.OK
-        self._holds[slot] = number
+        self.write_together({slot: number})
+
+    def write_together(self, images: dict[int, int]) -> None:
+        """Slots and numbers, as one batch."""
+        batch = [self._op(Op.WRITE, slot, number, place) for place, (slot, number) in enumerate(images.items())]
+        for op, number in zip(batch, images.values(), strict=True):
+            self.arena.array[op.offset : op.offset + op.length] = self._bytes(number)
+        assert set(self._run(batch)) == {Status.OK}
+        self._holds.update(images)
         self._report()
 
     def checkpoint(self) -> None:

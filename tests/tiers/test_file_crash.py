@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -51,6 +51,15 @@ def long_story() -> Story:
     return story
 
 
+def joint_story() -> Story:
+    """Two records that lie one behind the other, written in one call, twice."""
+    story = Story()
+    story.write_together({0: 1, 1: 2})
+    story.checkpoint()
+    story.write_together({0: 3, 1: 4})
+    return story
+
+
 def finished(story: Story) -> list[Moment]:
     """The moments of a story, also those of its close."""
     story.close()
@@ -62,9 +71,11 @@ def most_important(moment: Moment, random: Random) -> list[Image]:
     return [*moment.one_file_at_a_time(40), *moment.sample(12, random)]
 
 
-@pytest.mark.parametrize("story", [short_story, long_story])
-def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_listed_is_served(story: object) -> None:
-    told = short_story() if story is short_story else long_story()
+@pytest.mark.parametrize("story", [short_story, long_story, joint_story])
+def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_listed_is_served(
+    story: Callable[[], Story],
+) -> None:
+    told = story()
     moments = finished(told)
     for number, moment in enumerate(moments, 1):
         holds, generation = next(
@@ -93,6 +104,18 @@ def test_every_state_that_a_crash_of_the_machine_can_leave_serves_no_wrong_byte(
     assert sum(pairs == {(0, 2)} for pairs in served) > 10
     assert set(itertools.chain(*served)) == {(0, 1), (0, 2)}
     assert {pair for each in judged for pair in each.listed} == {(0, 1), (0, 2)}
+
+
+def test_records_that_were_written_in_one_call_are_torn_apart_and_none_is_served_wrong() -> None:
+    before = finished(joint_story())[-1].killed()
+    story = Story(before)
+    story.write_together({0: 5, 1: 1})
+    (write,) = [moment for moment in story.disk.moments if moment.call == "write segment"]
+    served = [after(image).served for image in Distinct()(write.one_file_at_a_time(2**8))]
+    story.close()
+    assert {(0, 3), (1, 1)} in served
+    assert {(0, 5), (1, 4)} in served
+    assert set(itertools.chain(*served)) == {(0, 3), (1, 4), (0, 5), (1, 1)}
 
 
 class BelievesEverything(FileTier):

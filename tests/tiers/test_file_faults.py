@@ -155,10 +155,10 @@ def test_an_unexpected_error_is_logged_and_ends_one_operation(
 
 
 def test_workers_that_were_closed_take_nothing_more() -> None:
-    workers = Workers(lambda op, serial, worker: Status.OK, 2, "test")
+    workers = Workers(lambda run, worker: [Status.OK] * len(run), 2, "test")
     workers.close()
     with pytest.raises(TierClosedError):
-        workers.submit([], math.inf)
+        workers.submit([], [], math.inf)
 
 
 class StuckIo(SystemIo):

@@ -119,8 +119,13 @@ class GdsPayload:
         """Bytes of the device's memory."""
         return self._memory.nbytes
 
-    def write(self, op: TierOp, lane: Lane, place: int, seal: Seal) -> None:
+    def joins(self, op: TierOp) -> bool:
+        """Never: cuFile moves images one by one."""
+        return False
+
+    def write(self, ops: Sequence[TierOp], lane: Lane, place: int, seal: Seal) -> None:
         """The image first: a header must not stand before bytes that are not there yet for longer than it has to."""
+        (op,) = ops
         file = self._file_for(op)
         if file is not None:
             try:
@@ -129,17 +134,18 @@ class GdsPayload:
             except DeviceError as error:
                 self._fell_back("gds_write", error)
             else:
-                lane.header[:] = seal(MIX64, found)
+                lane.header[:] = seal(0, MIX64, found)
                 self._segment.write([lane.header], place)
                 return
         body = padded(lane, op.length)
         self._memory.load(op.offset, body[: op.length])
         algorithm = XXH3_64 if self._file is None else MIX64  # the one that who reads it here computes fast
-        lane.header[:] = seal(algorithm, checksum(algorithm, body[: op.length]))
+        lane.header[:] = seal(0, algorithm, checksum(algorithm, body[: op.length]))
         self._segment.write([lane.header, body], place)
 
-    def read(self, op: TierOp, lane: Lane, place: int) -> Arrived:
+    def read(self, ops: Sequence[TierOp], lane: Lane, place: int) -> Arrived:
         """Header and image, in two calls."""
+        (op,) = ops
         file = self._file_for(op)
         if file is not None:
             found = self._segment.read([lane.header], place)

@@ -1,9 +1,10 @@
-"""Whether the disk is still good for anything: what fails again and again is left alone, and said once.
+"""What went wrong, and whether the disk is still good for anything: what fails again and again is left alone.
 
     on ──► read-only     so many writes in a row failed: the disk is full, or worn out
        ──► off           so many reads in a row failed
 
-One that succeeds begins the count anew; a tier that is read-only or off stays so until it is opened again.
+One that succeeds begins the count anew; a tier that is read-only or off stays so until it is opened again, and the log
+says so once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+from collections import Counter
 
 from longshore.boundary import Status
 from longshore.tiers.base import Op
@@ -21,6 +23,10 @@ PATIENCE = 8
 """Failures in a row, of one kind, that end it."""
 
 _FAILED = frozenset({Status.IO_ERROR, Status.NO_SPACE})
+
+_UNREADABLE = (Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR)
+_WRONG = (*((Op.READ, each) for each in _UNREADABLE), (Op.WRITE, Status.IO_ERROR), (Op.WRITE, Status.NO_SPACE))
+"""What can go wrong with an operation that was tried."""
 
 
 class State(enum.Enum):
@@ -42,17 +48,27 @@ class Health:
         self.state = State.ON
         self._name = name
         self._failures = dict.fromkeys(Op, 0)
+        self._wrong: Counter[tuple[Op, Status]] = Counter()
         self._lock = threading.Lock()
 
     def allows(self, op: Op) -> bool:
         """Whether operations of this kind may be tried."""
         return self.state is State.ON or (self.state is State.READ_ONLY and op is Op.READ)
 
+    @property
+    def troubles(self) -> dict[str, int]:
+        """How often each thing went wrong, whether the tier is read-only, and whether it is off."""
+        with self._lock:
+            wrong = {f"{op.value}_{status.value}": self._wrong[op, status] for op, status in _WRONG}
+            return {**wrong, **{state.value: int(state is self.state) for state in (State.READ_ONLY, State.OFF)}}
+
     def note(self, op: Op, status: Status) -> None:
         """One was tried, and ended so."""
-        if status not in _FAILED and not self._failures[op]:
+        if status is Status.OK and not self._failures[op]:
             return
         with self._lock:
+            if status is not Status.OK:
+                self._wrong[op, status] += 1
             self._failures[op] = self._failures[op] + 1 if status in _FAILED else 0
             if self._failures[op] >= PATIENCE and self.allows(op):
                 self.state = State.OFF if op is Op.READ else State.READ_ONLY

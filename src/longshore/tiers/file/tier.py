@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,10 +27,11 @@ from longshore.tiers.file.health import Health, State
 from longshore.tiers.file.index_format import Entries
 from longshore.tiers.file.keeper import Keeper
 from longshore.tiers.file.opening import open_files, slots_within
-from longshore.tiers.file.payload import HostPayload, Lane, Payload, make_lane
+from longshore.tiers.file.payload import Arrived, HostPayload, Lane, Payload, make_lane
+from longshore.tiers.file.runs import RUN_RECORDS, cut
 from longshore.tiers.file.segment import Segment
 from longshore.tiers.file.system import RawIo
-from longshore.tiers.file.workers import Workers
+from longshore.tiers.file.workers import Order, Workers
 from longshore.tiers.ops import check_batch, check_digest, check_generation
 
 _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, StoredChunk)
@@ -41,9 +41,8 @@ _log = logging.getLogger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-
-_UNREADABLE = (Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR)
-_WRONG = (*((Op.READ, each) for each in _UNREADABLE), (Op.WRITE, Status.IO_ERROR), (Op.WRITE, Status.NO_SPACE))
+_NOT_MOVED = frozenset({Status.IO_ERROR, Status.NO_SPACE, Status.SHORT})
+"""Of a call that did not move all that it should."""
 
 
 class FileTier(Tier):
@@ -88,7 +87,6 @@ class FileTier(Tier):
         self._scope = scope
         self._closed = False
         self._health = Health(str(directory))
-        self._failed: Counter[tuple[Op, Status]] = Counter()
         with contextlib.ExitStack() as resources:
             self._directory = Directory(directory, io)
             resources.callback(self._directory.close)
@@ -105,7 +103,7 @@ class FileTier(Tier):
             resources.callback(self._payload.close)
             self._keeper = Keeper(self._index, f"longshore-{self.name}-index")
             resources.callback(self._keeper.close)
-            self._lanes = [make_lane(largest) for _ in range(threads)]
+            self._lanes = [make_lane(largest, RUN_RECORDS) for _ in range(threads)]
             self._workers = Workers(self._execute, threads, f"longshore-{self.name}")
             resources.callback(self._workers.close)
             self._resources = resources.pop_all()
@@ -128,9 +126,7 @@ class FileTier(Tier):
     @property
     def troubles(self) -> dict[str, int]:
         """How often something went wrong, by what it was; everything that can is there from the start."""
-        failed = {f"{op.value}_{status.value}": self._failed[op, status] for op, status in _WRONG}
-        closed = {state.value: int(state is self.state) for state in (State.READ_ONLY, State.OFF)}
-        return {**failed, **closed, "checkpoint": self._keeper.failures}
+        return {**self._health.troubles, "checkpoint": self._keeper.failures}
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Queue `batch`. Generations above `generation` are refused: they have not been made known by `forget`."""
@@ -144,7 +140,7 @@ class FileTier(Tier):
         # All at once, which is one call of the system's; `_write` strikes what was entered since.
         if self._health.allows(Op.WRITE):
             self._index.strike([op.slot for op in batch if op.op is Op.WRITE])
-        return self._workers.submit(batch, deadline)
+        return self._workers.submit(batch, cut(batch, self._place, self._payload.joins), deadline)
 
     def poll(self) -> list[TierResult]:
         """Results since the last call. What they say was written, the next process knows of."""
@@ -222,75 +218,89 @@ class FileTier(Tier):
         if self._closed:
             raise TierClosedError(f"{self._directory.path}: the file tier was closed")
 
-    @property
-    def _stride(self) -> int:
-        return self.slabs.slab_bytes
+    def _place(self, op: TierOp) -> int:
+        """The byte of the segment where the record of `op` begins."""
+        return op.slot * self.slabs.slab_bytes
 
-    def _execute(self, op: TierOp, serial: int, worker: int) -> Status:
+    def _execute(self, run: Sequence[Order], worker: int) -> Sequence[Status]:
+        """All records of `run` in one call; where that fails, each in a call of its own, so that one fails alone."""
+        op, lane = run[0].op, self._lanes[worker]
         if op.generation < self.generation:
-            return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
+            return [Status.MISMATCH if op.op is Op.READ else Status.CANCELLED] * len(run)
         if not self._health.allows(op.op):
-            return Status.TIER_OFF
-        lane = self._lanes[worker]
+            return [Status.TIER_OFF] * len(run)
+        claims = [self._index.claimed(each.slot, each.key, self._scope) for each, _ in run if each.op is Op.READ]
         try:
-            status = self._write(op, serial, lane) if op.op is Op.WRITE else self._serve(op, lane)
+            statuses = self._carry_out(run, lane)
         except DeviceError as error:  # of the device where images are: what the disk holds is as good as before
             _log.debug("%s of slot %d: %s", op.op.value, op.slot, error)
-            status = Status.IO_ERROR
-        self._health.note(op.op, status)
-        if status is not Status.OK:
-            self._failed[op.op, status] += 1
+            statuses, claims = [Status.IO_ERROR] * len(run), []
+        if len(run) > 1 and not _NOT_MOVED.isdisjoint(statuses):
+            return [status for order in run for status in self._execute([order], worker)]
+        if claims:
+            statuses = self._served(run, claims, statuses)
+        for status in statuses:
+            self._health.note(op.op, status)
         self._keeper.nudge()
-        return status
+        return statuses
 
-    def _serve(self, op: TierOp, lane: Lane) -> Status:
-        """Read, and tell the index: what was served was used, what is no good is not to be found again."""
-        claimed = self._index.claimed(op.slot, op.key, self._scope)
+    def _carry_out(self, run: Sequence[Order], lane: Lane) -> list[Status]:
+        """Move the records of `run`, in one call, and verify what was read."""
+        op = run[0].op
         try:
-            status = self._read(op, lane)
+            return self._write(run, lane) if op.op is Op.WRITE else self._read([op for op, _ in run], lane)
         except OSError as error:
-            status = _status_of(op, error)
-        if status is Status.OK:
-            self._index.touch(op.slot)
-        elif claimed and status.condemns_source:
-            self._index.condemn(op.slot, claimed)
-        forgotten_meanwhile = status is Status.OK and op.generation < self.generation
-        return Status.MISMATCH if forgotten_meanwhile else status
+            _log.debug("%s of %d slots from %d on: %s", op.op.value, len(run), op.slot, error)
+            return [Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR] * len(run)
 
-    def _write(self, op: TierOp, serial: int, lane: Lane) -> Status:
-        header = fmt.RecordHeader(
-            key=op.key,
-            parent=op.parent,
-            scope=self._scope,
-            slot=op.slot,
-            generation=op.generation,
-            length=op.length,
-            sequence=fmt.sequence(self._superblock.opens, serial),
-            payload_checksum=0,
-        )
+    def _served(self, run: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> list[Status]:
+        """Tell the index: what was served was used, what is no good is not to be found again."""
+        for (op, _), claimed, status in zip(run, claims, statuses, strict=True):
+            if status is Status.OK:
+                self._index.touch(op.slot)
+            elif claimed and status.condemns_source:
+                self._index.condemn(op.slot, claimed)
+        forgotten_meanwhile = run[0].op.generation < self.generation
+        return [Status.MISMATCH if how is Status.OK and forgotten_meanwhile else how for how in statuses]
 
-        def seal(algorithm: int, checksum: int) -> bytes:
-            return fmt.pack_header(header._replace(payload_checksum=checksum, algorithm=algorithm))
+    def _write(self, run: Sequence[Order], lane: Lane) -> list[Status]:
+        headers = [
+            fmt.RecordHeader(
+                key=op.key,
+                parent=op.parent,
+                scope=self._scope,
+                slot=op.slot,
+                generation=op.generation,
+                length=op.length,
+                sequence=fmt.sequence(self._superblock.opens, serial),
+                payload_checksum=0,
+            )
+            for op, serial in run
+        ]
 
-        self._index.strike([op.slot])
-        try:
-            self._payload.write(op, lane, op.slot * self._stride, seal)
-        except OSError as error:
-            return _status_of(op, error)
-        self._index.enter(header)
-        return Status.OK
+        def seal(at: int, algorithm: int, checksum: int) -> bytes:
+            return fmt.pack_header(headers[at]._replace(payload_checksum=checksum, algorithm=algorithm))
 
-    def _read(self, op: TierOp, lane: Lane) -> Status:
-        arrived = self._payload.read(op, lane, op.slot * self._stride)
-        if arrived.nbytes < PAGE + op.length:
-            return Status.SHORT
-        wanted = fmt.Wanted(op.key, self._scope, op.slot, op.generation, op.length)
-        verdict = fmt.judge(bytes(lane.header), wanted)
+        ops = [op for op, _ in run]
+        self._index.strike([op.slot for op in ops])
+        self._payload.write(ops, lane, self._place(ops[0]), seal)
+        for header in headers:
+            self._index.enter(header)
+        return [Status.OK] * len(run)
+
+    def _read(self, ops: Sequence[TierOp], lane: Lane) -> list[Status]:
+        arrived = self._payload.read(ops, lane, self._place(ops[0]))
+        if arrived.nbytes < sum(PAGE + op.length for op in ops):
+            return [Status.SHORT] * len(ops)
+        return [self._verify(op, bytes(header), lane, arrived) for op, header in zip(ops, lane.headers, strict=False)]
+
+    def _verify(self, op: TierOp, header: bytes, lane: Lane, arrived: Arrived) -> Status:
+        """What arrived for `op`; delivered, if it is right."""
+        verdict = fmt.judge(header, fmt.Wanted(op.key, self._scope, op.slot, op.generation, op.length))
         if verdict.status is not Status.OK:
             return verdict.status
-        if not self._payload_is_intact(
-            self._payload.checksum(op, lane, arrived, verdict.algorithm), verdict.payload_checksum
-        ):
+        found = self._payload.checksum(op, lane, arrived, verdict.algorithm)
+        if not self._payload_is_intact(found, verdict.payload_checksum):
             return Status.CORRUPT
         self._payload.deliver(op, lane, arrived)
         return Status.OK
@@ -306,8 +316,3 @@ def _chunks(entries: Entries, sizes: Sequence[int]) -> list[StoredChunk]:
         parents[at] = None
     pools = np.searchsorted(np.array(sizes), entries["length"]).tolist()
     return list(map(_new_chunk, zip(slots, keys, parents, pools, strict=True)))
-
-
-def _status_of(op: TierOp, error: OSError) -> Status:
-    _log.debug("%s of slot %d: %s", op.op.value, op.slot, error)
-    return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR

@@ -1,4 +1,4 @@
-"""Threads that carry out the operations of submitted batches, and the books that say how each one ended.
+"""Threads that carry out the operations of submitted batches, run by run, and the books that say how each one ended.
 
     submit ──► reads  ─┐                      ┌──► ended batches ──► poll
                writes ─┴─► worker 0 .. n-1 ───┘
@@ -14,34 +14,57 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from longshore.boundary import Status
 from longshore.errors import TierClosedError, TierError
 from longshore.tiers.base import Op, TierOp, TierResult
+from longshore.tiers.file.runs import Run
 from longshore.tiers.ops import Batch
 
 _log = logging.getLogger(__name__)
 
 _READS_IN_A_ROW = 7
 
-Execute = Callable[[TierOp, int, int], Status]
-"""Carries out an operation, given its serial number in order of submission and the index of the worker."""
+
+class Order(NamedTuple):
+    """An operation, and its serial number in order of submission."""
+
+    op: TierOp
+    serial: int
+
+
+Execute = Callable[[Sequence[Order], int], Sequence[Status]]
+"""Carries out a run of operations, given the index of the worker; a status for each."""
 
 
 class _Job(NamedTuple):
+    """A run of a batch whose first operation has serial number `first`."""
+
     batch: Batch
-    position: int
-    serial: int
+    first: int
+    run: Run
 
     @property
     def pending(self) -> bool:
-        return self.batch.pending(self.position)
+        return self.batch.pending(self.run[0])  # a run begins, or is ended from outside, as a whole
+
+    @property
+    def orders(self) -> list[Order]:
+        return [Order(self.batch.ops[at], self.first + at) for at in self.run]
+
+    def begin(self, now: float) -> None:
+        for at in self.run:
+            self.batch.begin(at, now)
+
+    def end(self, statuses: Iterable[Status], now: float) -> None:
+        for at, status in zip(self.run, statuses, strict=True):
+            self.batch.end(at, status, now)
 
 
 class Workers:
-    """`threads` workers that call `execute`, each one operation at a time. Raises `TierError` if there are fewer."""
+    """`threads` workers that call `execute`, each with one run at a time. Raises `TierError` if there are fewer."""
 
     def __init__(self, execute: Execute, threads: int, name: str) -> None:
         self._execute = execute
@@ -67,8 +90,8 @@ class Workers:
                 self.close()
                 raise TierError(f"expected {threads} threads, the system gave {started}: {error}") from error
 
-    def submit(self, ops: Sequence[TierOp], deadline: float) -> int:
-        """Queue checked `ops`; a ticket."""
+    def submit(self, ops: Sequence[TierOp], runs: Sequence[Run], deadline: float) -> int:
+        """Queue checked `ops`, all of them in `runs`, each of one kind; a ticket."""
         with self._changed:
             if self._closed:
                 raise TierClosedError("the tier was closed")
@@ -78,9 +101,9 @@ class Workers:
             self._open[batch.ticket] = batch
             if batch.late(now):
                 batch.end_pending(Status.DEADLINE, now)
-            self._enqueue(batch)
+            self._enqueue(batch, runs)
             self._settle(batch)
-            self._changed.notify(len(batch.ops))
+            self._changed.notify(len(runs))
             return batch.ticket
 
     def poll(self) -> list[TierResult]:
@@ -108,12 +131,12 @@ class Workers:
         for thread in self._threads:
             thread.join()
 
-    def _enqueue(self, batch: Batch) -> None:
-        for index, op in enumerate(batch.ops):
-            queue = self._reads if op.op is Op.READ else self._writes
-            if batch.pending(index):
-                queue.append(_Job(batch, index, self._serials))
-            self._serials += 1
+    def _enqueue(self, batch: Batch, runs: Sequence[Run]) -> None:
+        for job in (_Job(batch, self._serials, run) for run in runs):
+            if job.pending:
+                queue = self._reads if batch.ops[job.run[0]].op is Op.READ else self._writes
+                queue.append(job)
+        self._serials += len(batch.ops)
 
     def _end_pending(self, batch: Batch, status: Status) -> None:
         if batch.end_pending(status, time.monotonic()):
@@ -136,9 +159,9 @@ class Workers:
             job = self._next()
             now = time.monotonic()
             if not job.batch.late(now):
-                job.batch.begin(job.position, now)
+                job.begin(now)
                 return job
-            job.batch.end(job.position, Status.DEADLINE, now)
+            job.end([Status.DEADLINE] * len(job.run), now)
             self._settle(job.batch)
 
     def _next(self) -> _Job:
@@ -153,13 +176,14 @@ class Workers:
         with self._changed:
             job = self._begin_next()
         while job is not None:
-            op = job.batch.ops[job.position]
+            orders = job.orders
             try:
-                status = self._execute(op, job.serial, worker)
+                statuses = self._execute(orders, worker)
             except Exception:  # noqa: BLE001 - a worker that died would leave its batch without a result
-                _log.exception("unexpected error in %s of slot %d", op.op.value, op.slot)
-                status = Status.IO_ERROR
+                op = orders[0].op
+                _log.exception("unexpected error in %s of %d slots from %d on", op.op.value, len(orders), op.slot)
+                statuses = [Status.IO_ERROR] * len(orders)
             with self._changed:  # once for the end of one and the begin of the next: threads are many, images short
-                job.batch.end(job.position, status, time.monotonic())
+                job.end(statuses, time.monotonic())
                 self._settle(job.batch)
                 job = self._begin_next()

@@ -1,0 +1,208 @@
+"""Records that lie one behind the other move in one system call, and each of them still succeeds or fails alone."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.boundary import Status
+from longshore.testing import TierHarness, TierTests
+from longshore.testing.tier_harness import image, key
+from longshore.tiers.arena import PAGE
+from longshore.tiers.base import Op, TierOp
+from longshore.tiers.file import FileTier, SystemIo
+from longshore.tiers.file.health import State
+from longshore.tiers.file.runs import RUN_BYTES, RUN_RECORDS, cut
+
+IMAGE = TierTests.image_bytes
+STRIDE = PAGE + IMAGE
+SLOTS = 8
+
+
+class Sectors(SystemIo):
+    """A disk that keeps where each call began and how much it asked for; any call that touches a bad byte fails."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.bad: dict[int, int] = {}
+        self.fired = 0
+        self.short: list[int] = []
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+        self._note(buffers, offset)
+        return self.short.pop() if self.short else super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+        self._note(buffers, offset)
+        return super().pwritev(fd, buffers, offset)
+
+    def _note(self, buffers: Sequence[memoryview], offset: int) -> None:
+        nbytes = sum(map(len, buffers))
+        self.calls.append((offset, nbytes))
+        for place, number in self.bad.items():
+            if offset <= place < offset + nbytes:
+                self.fired += 1
+                raise OSError(number, os.strerror(number))
+
+
+@pytest.fixture
+def io() -> Sectors:
+    return Sectors()
+
+
+@pytest.fixture
+def harness(io: Sectors, harness_of: Callable[..., TierHarness]) -> Iterator[TierHarness]:
+    harness = harness_of(io=io, threads=1, slots=SLOTS)
+    io.calls.clear()
+    yield harness
+
+
+def batch(harness: TierHarness, kind: Op, slots: Sequence[int], first: int = 0) -> list[TierOp]:
+    """Slot `s` and image `first + s`, at places in another order than the slots."""
+    return [harness.op(kind, slot, first + slot, place=len(slots) - 1 - at) for at, slot in enumerate(slots)]
+
+
+def store(harness: TierHarness, slots: Sequence[int], first: int = 0) -> tuple[Status, ...]:
+    ops = batch(harness, Op.WRITE, slots, first)
+    for op, slot in zip(ops, slots, strict=True):
+        harness.bytes_of(op)[:] = image(first + slot, op.length)
+    return harness.run(*ops)
+
+
+def load(harness: TierHarness, slots: Sequence[int], first: int = 0) -> tuple[Status, ...]:
+    """Statuses; what was served is what was written."""
+    ops = batch(harness, Op.READ, slots, first)
+    for op in ops:
+        harness.bytes_of(op)[:] = 0xCC
+    statuses = harness.run(*ops)
+    for op, slot, status in zip(ops, slots, statuses, strict=True):
+        if status is Status.OK:
+            np.testing.assert_array_equal(harness.bytes_of(op), image(first + slot, op.length))
+    return statuses
+
+
+def test_neighbours_are_written_and_read_in_one_call_whatever_their_order(harness: TierHarness, io: Sectors) -> None:
+    assert set(store(harness, [3, 1, 7, 2])) == {Status.OK}
+    assert io.calls == [(1 * STRIDE, 3 * STRIDE), (7 * STRIDE, STRIDE)]
+    io.calls.clear()
+    assert set(load(harness, [2, 7, 3, 1])) == {Status.OK}
+    assert io.calls == [(1 * STRIDE, 3 * STRIDE), (7 * STRIDE, STRIDE)]
+
+
+def test_a_rotten_record_between_others_is_a_miss_and_they_are_served(
+    harness: TierHarness, io: Sectors, directory: Path
+) -> None:
+    store(harness, range(4))
+    for slot, at in ((1, PAGE + 17), (2, 3)):  # an image, and a header
+        with (directory / "segment").open("r+b") as segment:
+            segment.seek(slot * STRIDE + at)
+            byte = segment.read(1)
+            segment.seek(-1, os.SEEK_CUR)
+            segment.write(bytes([byte[0] ^ 1]))
+    io.calls.clear()
+    assert load(harness, range(4)) == (Status.OK, Status.CORRUPT, Status.CORRUPT, Status.OK)
+    assert len(io.calls) == 1
+    assert {chunk.slot for chunk in harness.tier.recover()} == {0, 3}
+
+
+def test_another_key_in_a_slot_between_others_is_a_miss_and_they_are_served(harness: TierHarness) -> None:
+    store(harness, range(3))
+    harness.store(1, 99)
+    assert load(harness, range(3)) == (Status.OK, Status.MISMATCH, Status.OK)
+
+
+@pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
+def test_a_bad_sector_fails_the_record_that_it_is_in(harness: TierHarness, io: Sectors, kind: Op) -> None:
+    store(harness, range(4))
+    io.bad = {2 * STRIDE + PAGE: errno.EIO}
+    io.calls.clear()
+    run = load if kind is Op.READ else store
+    assert run(harness, range(4)) == (Status.OK, Status.OK, Status.IO_ERROR, Status.OK)
+    assert io.fired == 2, "together, and then alone"
+    assert [nbytes for _, nbytes in io.calls] == [4 * STRIDE, *[STRIDE] * 4]
+    io.bad = {}
+    assert {chunk.slot for chunk in harness.tier.recover()} == {0, 1, 3}
+    assert load(harness, [0, 1, 3]) == (Status.OK,) * 3
+
+
+def test_a_disk_without_room_for_one_of_them_takes_the_others(harness: TierHarness, io: Sectors) -> None:
+    io.bad = {STRIDE: errno.ENOSPC}
+    assert store(harness, range(3)) == (Status.OK, Status.NO_SPACE, Status.OK)
+    assert io.fired == 2
+    assert cast(FileTier, harness.tier).troubles["write_no_space"] == 1
+
+
+def test_a_file_that_ends_within_them_serves_those_before_its_end(
+    harness: TierHarness, io: Sectors, directory: Path
+) -> None:
+    store(harness, range(4))
+    os.truncate(directory / "segment", 2 * STRIDE + PAGE)
+    assert load(harness, range(4)) == (Status.OK, Status.OK, Status.SHORT, Status.SHORT)
+    assert len(io.calls) > 1 + 4
+
+
+def test_a_call_that_moves_a_part_goes_on_from_there(harness: TierHarness, io: Sectors) -> None:
+    store(harness, range(3))
+    io.short = [0, STRIDE]  # a record, and then nothing: from the end of the list
+    assert load(harness, range(3)) == (Status.OK,) * 3
+    assert not io.short
+
+
+def test_a_disk_that_fails_is_left_alone_after_as_many_failures_as_ever(harness: TierHarness, io: Sectors) -> None:
+    io.bad = {slot * STRIDE: errno.EIO for slot in range(SLOTS)}
+    assert set(store(harness, range(4))) == {Status.IO_ERROR}
+    assert cast(FileTier, harness.tier).state is State.ON
+    assert set(store(harness, range(4))) == {Status.IO_ERROR}
+    assert cast(FileTier, harness.tier).state is State.READ_ONLY
+    assert cast(FileTier, harness.tier).troubles["write_io_error"] == 8
+
+
+def test_what_ends_within_a_slot_and_what_has_no_page_of_its_own_goes_alone(harness: TierHarness, io: Sectors) -> None:
+    ops = batch(harness, Op.WRITE, range(4))
+    ops[1] = ops[1]._replace(length=IMAGE - PAGE)
+    ops[3] = ops[3]._replace(offset=ops[3].offset + 512)
+    assert set(harness.run(*ops)) == {Status.OK}
+    direct = cast(FileTier, harness.tier).direct
+    assert [nbytes for _, nbytes in io.calls] == [2 * STRIDE - PAGE, STRIDE, STRIDE] if direct else [2 * STRIDE] * 2
+
+
+def test_a_reset_between_two_writes_keeps_them_apart(harness: TierHarness, io: Sectors) -> None:
+    harness.tier.forget(1)
+    old, new = batch(harness, Op.WRITE, range(2))
+    assert harness.run(old._replace(generation=0), new) == (Status.CANCELLED, Status.OK)
+
+
+@given(
+    slots=st.lists(st.tuples(st.integers(0, 300), st.sampled_from(Op), st.sampled_from([PAGE, 16 * PAGE])), max_size=80)
+)
+def test_each_operation_is_in_one_run_and_each_run_is_one_piece(slots: list[tuple[int, Op, int]]) -> None:
+    ops = [TierOp(op, slot, key(slot), None, 0, length, 0) for slot, op, length in slots]
+    stride = 17 * PAGE
+    runs = cut(ops, lambda op: op.slot * stride, lambda op: op.slot % 10 != 9)
+    assert sorted(at for run in runs for at in run) == list(range(len(ops)))
+    for run in runs:
+        assert len(run) <= RUN_RECORDS
+        assert len(run) == 1 or sum(ops[at].length for at in run) <= RUN_BYTES
+        assert len({ops[at].op for at in run}) == 1
+        for before, after in itertools.pairwise(run):
+            assert ops[after].slot == ops[before].slot + 1
+            assert ops[before].length == 16 * PAGE
+            assert ops[before].slot % 10 != 9
+            assert ops[after].slot % 10 != 9
+
+
+def test_many_neighbours_make_few_runs() -> None:
+    ops = [TierOp(Op.READ, slot, key(slot), None, 0, 16 * PAGE, 0) for slot in range(64)]
+    random.Random(0).shuffle(ops)
+    runs = cut(ops, lambda op: op.slot * 17 * PAGE, lambda op: True)
+    assert [len(run) for run in runs] == [RUN_BYTES // (16 * PAGE)] * 4
