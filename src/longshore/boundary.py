@@ -245,6 +245,7 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun, or not done, in time
     CANCELLED = "cancelled"  # the requester went away first
     TIER_OFF = "tier_off"  # the tier was closed or turned off
+    AWAY = "away"  # the process that moves the bytes died; what it was to move is as good as before
     LAPSED = "lapsed"  # a foreign tier has it no longer, or never had
     QUEUE_FULL = "queue_full"  # a bounded queue had no room: nothing was begun
 

@@ -62,6 +62,9 @@ class Config(BaseModel):
     max_writes: int = Field(1024, ge=1, description="chunks in flight per write route")
     file_threads: int = Field(16, ge=1, le=256, description="threads of the file tier")
     background: bool = Field(True, description="move blocks between the engine's steps, in a thread")
+    fixed_weights: bool = Field(
+        False, description="a reset never means other weights: what is stored after one may be served after a restart"
+    )
     salt: str = Field("", description="part of every key: tenants with different salts never share blocks")
     events_path: Path | None = Field(None, description="file of events for `longshore explain`; without one, none")
     events_size: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, in two files")

@@ -31,6 +31,7 @@ class MissReason(enum.Enum):
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     TIER_OFF = "tier_off"
+    AWAY = "away"
     LAPSED = "lapsed"
     QUEUE_FULL = "queue_full"
 

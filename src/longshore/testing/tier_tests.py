@@ -52,6 +52,10 @@ class TierTests:
         """An open tier; the same one again, if it is persistent and `directory` was used before."""
         raise NotImplementedError
 
+    def make_arena(self, nbytes: int) -> Arena:
+        """Memory for the tests; a tier in another process asks for shared memory."""
+        return Arena(nbytes)
+
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Iterator[TierHarness]:
         """An open tier, in a directory of its own."""
@@ -272,8 +276,8 @@ class TierTests:
         harness = self._open_harness(tmp_path / "tier")
         harness.store(0, 0)
         harness.tier.close()
-        assert resources() == before
         harness.arena.close()
+        assert resources() == before
 
     # What outlives the process
 
@@ -322,7 +326,7 @@ class TierTests:
         harness.assert_serves(1, 1)
 
     def _open_harness(self, directory: Path) -> TierHarness:
-        arena = Arena(self.reserved_bytes + _PLACES * span(self.image_bytes))
+        arena = self.make_arena(self.reserved_bytes + _PLACES * span(self.image_bytes))
         return TierHarness(lambda: self.open_tier(arena, directory), arena, self.reserved_bytes)
 
     def _only_if_persistent(self) -> None:

@@ -1,6 +1,6 @@
 """The scheduler's side of the tiers: the control plane over the arena that the workers made, and the file tier.
 
-TieredCache ── Runtime ── TierMover ── FileTier
+TieredCache ── Runtime ── TierMover ── HostedFileTier ══ tier host, a process that reads and writes files
                               └─────── HostTier over the shared arena        (device <-> host is the workers' work)
 """
 
@@ -17,10 +17,10 @@ from longshore.config import Config
 from longshore.engines.vllm.meeting import Note, Stamps, attach
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.tier_host import HostedFileTier
 from longshore.runtime.tier_mover import TierMover
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
-from longshore.tiers.file import FileTier
 from longshore.tiers.host import HostTier
 
 _log = logging.getLogger(__name__)
@@ -59,13 +59,14 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any) -> 
         host = HostTier(arena, note.layout)
         file: Tier | None = None
         if config.file_path is not None and scope is not None:
-            file = FileTier(
+            file = HostedFileTier(
                 config.file_path,
                 capacity=config.file_size,
                 image_bytes=note.slab_bytes,
                 arena=arena,
                 scope=scope.root,
                 threads=config.file_threads,
+                fixed_weights=config.fixed_weights,
             )
             undo.callback(file.close)
         cache = _make_cache(config, note, host, file, groups)
@@ -91,6 +92,6 @@ def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, g
     cache = TieredCache(tiers, settings, generation=0 if file is None else file.generation)
     if file is not None:
         found = file.recover()
-        adopted = cache.adopt(FILE, ((chunk.slot, chunk.key, chunk.parent) for chunk in found))
+        adopted = cache.adopt(FILE, found)
         _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
     return cache

@@ -39,7 +39,7 @@ _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, S
 
 _log = logging.getLogger(__name__)
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 _NOT_MOVED = frozenset({Status.IO_ERROR, Status.NO_SPACE, Status.SHORT})
 """Of a call that did not move all that it should."""
@@ -169,19 +169,24 @@ class FileTier(Tier):
         else:
             self._resources.close()
 
-    def forget(self, generation: int) -> None:
+    def forget(self, generation: int, scope: bytes | None = None) -> None:
         """Serve nothing older than `generation`; that is on the medium when this returns.
+
+        Given a `scope`, this process writes, and serves, under that one from then on.
 
         Raises `TierError` when it cannot be stored. Then this process still serves nothing older, and takes nothing
         newer, but a later one might serve it: until a second try succeeds, the directory must not be opened again.
         """
         self._check_open()
         check_generation(generation)
+        check_digest("a scope", self._scope if scope is None else scope)
         if generation > self._stored_generation:
             self._superblock = self._superblock._replace(generation=max(generation, self.generation))
             self._directory.write_superblock(self._superblock)
             self._stored_generation = self.generation
             self._index.forget(self.generation)
+        if scope is not None:
+            self._scope = scope
 
     def recover(self) -> list[StoredChunk]:
         """Chunks of our scope, least recently used first; of two with one key, the one that was written later.

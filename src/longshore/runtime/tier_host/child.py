@@ -1,0 +1,176 @@
+"""The tier host: `python -m longshore.runtime.tier_host.child FD`, started by `HostedFileTier` and by nobody else.
+
+    standard input   orders                    FD   the host arena's memory
+    standard output  answers
+
+The end of the orders is this process's end: it comes whoever dies, and however. Signals that are meant for the engine
+do not end it: a terminal's interrupt goes to all processes, and what the engine still wants written comes after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longshore import __version__
+from longshore.errors import LongshoreError, TierError, TierInUseError
+from longshore.runtime.tier_host import wire
+from longshore.runtime.tier_host.wire import Kind, frame
+from longshore.tiers.arena import Arena
+from longshore.tiers.file import FileTier
+
+LOCK_PATIENCE = 10.0
+"""Seconds to wait for the directory: the tier host of an engine that was killed may still be closing it."""
+
+_NAPS = (50e-6, 1e-3)
+"""Seconds between two looks at what has ended, while anything is under way: from, and growing to."""
+
+_AT_ONCE = 1 << 20
+
+Order = Mapping[str, Any]
+
+
+class Host:
+    """Carries out orders until nobody is left to give them."""
+
+    def __init__(self, orders: int, answers: int) -> None:
+        self._orders = orders
+        self._answers = answers
+        self._frames = wire.Frames()
+        self._tickets: dict[int, int] = {}
+        """Theirs, by the file tier's."""
+        self._told: dict[str, int] = {}
+
+    def run(self, memory: int) -> int:
+        """Open what the first order says, and serve; the exit status."""
+        order = self._first_order()
+        if order is None:
+            return 0
+        try:
+            arena = Arena.attach(memory, order["arena_bytes"])
+            os.close(memory)
+            tier = open_tier(order, arena)
+        except LongshoreError as error:
+            self._say(Kind.REFUSED, wire.pack_json([type(error).__name__, str(error)]))
+            return 1
+        try:
+            self._serve(tier, recover=order["recover"])
+        finally:
+            tier.close()
+        self._report(tier)
+        return 0
+
+    def _first_order(self) -> Order | None:
+        """OPEN; `None` if nobody is there to give it."""
+        while data := os.read(self._orders, _AT_ONCE):
+            for _, body in self._frames.feed(data):
+                order: Order = wire.parse_json(body)
+                return order
+        return None
+
+    def _serve(self, tier: FileTier, *, recover: bool) -> None:
+        self._told = dict(tier.troubles)
+        found = tier.recover() if recover else []
+        self._say(
+            Kind.OPENED,
+            wire.pack_opened(wire.Opened(tier.slabs, tier.generation, dict(tier.fallbacks), self._told, found)),
+        )
+        nap, longest = _NAPS
+        while True:
+            if select.select([self._orders], [], [], nap if self._tickets else None)[0]:
+                data = os.read(self._orders, _AT_ONCE)
+                if not data:
+                    return
+                for kind, body in self._frames.feed(data):
+                    self._obey(tier, kind, body)
+            nap = _NAPS[0] if self._report(tier) else min(2 * nap, longest)
+
+    def _obey(self, tier: FileTier, kind: Kind, body: bytes) -> None:
+        match kind:
+            case Kind.SUBMIT:
+                ticket, deadline, ops = wire.parse_submit(body)
+                self._tickets[tier.submit(ops, deadline)] = ticket
+            case Kind.CANCEL:
+                theirs = wire.parse_cancel(body)
+                for ours in [ours for ours, ticket in self._tickets.items() if ticket == theirs]:
+                    tier.cancel(ours)
+            case Kind.FORGET:
+                self._say(Kind.FORGOTTEN, _why_not(tier, *wire.parse_forget(body)).encode())
+            case _:
+                raise TierError(f"{kind.name} is no order")
+
+    def _report(self, tier: FileTier) -> bool:
+        """Tell what has ended, and what went wrong; says whether anything has ended."""
+        results = tier.poll()
+        for result in results:
+            self._say(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
+        troubles = tier.troubles
+        if troubles != self._told:
+            self._told = troubles
+            self._say(Kind.TROUBLES, wire.pack_json(troubles))
+        return bool(results)
+
+    def _say(self, kind: Kind, body: bytes) -> None:
+        left = memoryview(frame(kind, body))
+        while left:
+            left = left[os.write(self._answers, left) :]
+
+
+def open_tier(order: Order, arena: Arena) -> FileTier:
+    """What OPEN asks for. Raises as `FileTier` does, and `TierError` when the other side is of another version."""
+    if order["version"] != __version__:
+        raise TierError(f"the engine runs Longshore {order['version']}, installed is {__version__}: restart the engine")
+    deadline = time.monotonic() + LOCK_PATIENCE
+    while True:
+        try:
+            tier = FileTier(
+                Path(order["directory"]),
+                capacity=order["capacity"],
+                image_bytes=order["image_bytes"],
+                arena=arena,
+                scope=bytes.fromhex(order["scope"]),
+                threads=order["threads"],
+            )
+            break
+        except TierInUseError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+    with contextlib.ExitStack() as undo:
+        undo.callback(tier.close)
+        tier.forget(order["generation"])
+        undo.pop_all()
+    return tier
+
+
+def _why_not(tier: FileTier, generation: int, scope: bytes) -> str:
+    """Forget; why that could not be done, or nothing."""
+    try:
+        tier.forget(generation, scope)
+    except TierError as error:
+        return str(error)
+    return ""
+
+
+def main() -> int:
+    """Take over the standard streams; what others print goes to standard error, as the log does."""
+    logging.basicConfig(level=logging.WARNING, format="longshore tier host: %(levelname)s: %(message)s")
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    with contextlib.suppress(BrokenPipeError):  # who would hear it is gone
+        return Host(0, answers).run(int(sys.argv[1]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""One tier host as its engine sees it: a process, orders to it, answers from it. Nothing here waits, but where it says.
+
+    running ──(its end of the answers is closed)──► hung up ──kill, reap──► reaped
+
+Only a process that was reaped is known to touch no memory any more: until then a read that it had begun may still land.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import longshore
+from longshore.runtime.tier_host.wire import Frames, Kind
+
+PROGRAM = (sys.executable, "-P", "-m", "longshore.runtime.tier_host.child")
+"""What is started; the descriptor of the arena's memory is its argument."""
+
+_AT_ONCE = 1 << 20
+
+
+class HostProcess:
+    """A tier host that was just started. Raises `OSError` when that cannot be done; nothing stays behind then.
+
+    Attributes:
+        pid: Of the process.
+        hung_up: Whether nothing will be heard from it any more.
+    """
+
+    def __init__(self, program: Sequence[str], memory: int) -> None:
+        self.hung_up = False
+        self._unsent = bytearray()
+        self._frames = Frames()
+        theirs, self._orders = os.pipe()
+        self._answers, to_us = os.pipe()
+        try:
+            self._popen = subprocess.Popen(
+                [*program, str(memory)], stdin=theirs, stdout=to_us, pass_fds=(memory,), env=_environment()
+            )
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(theirs)
+            os.close(to_us)
+        os.set_blocking(self._orders, False)
+        os.set_blocking(self._answers, False)
+        self.pid = self._popen.pid
+
+    @property
+    def reaped(self) -> bool:
+        """Whether the process has ended, all its threads included."""
+        return self._popen.poll() is not None
+
+    @property
+    def ending(self) -> str:
+        """How a process that was reaped has ended."""
+        status = self._popen.returncode
+        return f"by signal {-status}" if status is not None and status < 0 else f"with status {status}"
+
+    def send(self, data: bytes) -> None:
+        """Give an order; what the pipe does not take now goes with the next `receive`."""
+        self._unsent += data
+        self._flush()
+
+    def receive(self) -> list[tuple[Kind, bytes]]:
+        """Answers since the last call."""
+        self._flush()
+        heard: list[tuple[Kind, bytes]] = []
+        while not self.hung_up:
+            try:
+                data = os.read(self._answers, _AT_ONCE)
+            except BlockingIOError:
+                break
+            self.hung_up = not data
+            heard += self._frames.feed(data)
+        return heard
+
+    def wait(self, timeout: float | None) -> None:
+        """Block until there is something to hear, or an order can go on, at most `timeout` seconds."""
+        select.select([self._answers], [self._orders] if self._unsent else [], [], timeout)
+
+    def hang_up(self) -> None:
+        """No more orders, nor those that have not gone: it ends when it has finished what it has begun."""
+        self._unsent.clear()
+        if self._orders >= 0:
+            os.close(self._orders)
+            self._orders = -1
+
+    def kill(self) -> None:
+        """End it, unless it has ended."""
+        self._popen.kill()
+
+    def wait_reaped(self, timeout: float) -> bool:
+        """Block until the process has ended, at most `timeout` seconds; says whether it has."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout)
+        return self.reaped
+
+    def close(self) -> None:
+        """Give the pipes back. Idempotent."""
+        self.hang_up()
+        if self._answers >= 0:
+            os.close(self._answers)
+            self._answers = -1
+
+    def _flush(self) -> None:
+        """Send what the pipe takes."""
+        while self._unsent:
+            try:
+                with memoryview(self._unsent) as unsent:
+                    sent = os.write(self._orders, unsent)
+            except BlockingIOError:
+                return
+            except BrokenPipeError:  # its last answers may still be there to hear
+                self._unsent.clear()
+                return
+            del self._unsent[:sent]
+
+
+def _environment() -> dict[str, str]:
+    """Ours, by which the very same package is found."""
+    root = str(Path(longshore.__file__).parents[1])
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": root if known is None else f"{root}{os.pathsep}{known}"}

@@ -1,0 +1,213 @@
+"""What the engine's process and its tier host say to each other: frames of packed numbers, a few of them JSON.
+
+    engine                                            tier host
+    OPEN       what to open (JSON)             ──►
+                                               ◄──    OPENED     what is there, and all chunks found
+                                               ◄──    REFUSED    why it cannot be opened (JSON), and the end
+    SUBMIT     ticket, deadline, operations    ──►
+    CANCEL     ticket                          ──►
+                                               ◄──    RESULT     ticket, bytes, seconds, statuses: one for each SUBMIT
+    FORGET     generation, scope               ──►
+                                               ◄──    FORGOTTEN  why it could not be done; nothing if it was
+                                               ◄──    TROUBLES   counts by reason (JSON), whenever they change
+    end of file                                ──►    it finishes what it has begun, and ends
+
+Nothing is ordered before OPENED. Both sides are of one version, which OPEN names. Clocks are `CLOCK_MONOTONIC`, which
+all processes share. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longshore.boundary import Status
+from longshore.slabs import Slabs
+from longshore.tiers.base import Op, StoredChunk, TierOp, TierResult
+
+_HEAD = struct.Struct("<BQ")
+_SUBMIT = struct.Struct("<Qd")
+_OP = struct.Struct("<BBHIQQQQ32s32s")  # kind, whether it has a parent, pool, 0, slot, offset, length, generation, keys
+_CANCEL = struct.Struct("<Q")
+_FORGET = struct.Struct("<Q32s")
+_RESULT = struct.Struct("<QQdd")
+_LENGTH = struct.Struct("<Q")
+_FOUND = np.dtype([("slot", "<u8"), ("pool", "<u2"), ("has_parent", "?"), ("key", "V32"), ("parent", "V32")])
+
+_OPS = tuple(Op)
+_OP_NUMBERS = {op: number for number, op in enumerate(_OPS)}
+_STATUSES = tuple(Status)
+_STATUS_NUMBERS = {status: number for number, status in enumerate(_STATUSES)}
+_NO_PARENT = bytes(32)
+
+
+class Kind(enum.IntEnum):
+    """What a frame says."""
+
+    OPEN = 1
+    SUBMIT = 2
+    CANCEL = 3
+    FORGET = 4
+    OPENED = 5
+    REFUSED = 6
+    RESULT = 7
+    FORGOTTEN = 8
+    TROUBLES = 9
+
+
+class Opened(NamedTuple):
+    """What a tier host has opened: as in `Tier`, and what was found there, least recently used first."""
+
+    slabs: Slabs
+    generation: int
+    fallbacks: dict[str, int]
+    troubles: dict[str, int]
+    found: list[StoredChunk]
+
+
+class Frames:
+    """Takes bytes as they come, and gives whole frames."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
+        """The frames that `data` completes. Raises `ValueError` for a kind that there is not."""
+        self._pending += data
+        begin, frames = 0, []
+        while len(self._pending) - begin >= _HEAD.size:
+            kind, length = _HEAD.unpack_from(self._pending, begin)
+            end = begin + _HEAD.size + length
+            if len(self._pending) < end:
+                break
+            frames.append((Kind(kind), bytes(self._pending[begin + _HEAD.size : end])))
+            begin = end
+        del self._pending[:begin]
+        return frames
+
+
+def frame(kind: Kind, body: bytes = b"") -> bytes:
+    """One frame."""
+    return _HEAD.pack(kind, len(body)) + body
+
+
+def pack_json(value: Any) -> bytes:
+    """The body of OPEN, REFUSED and TROUBLES."""
+    return json.dumps(value).encode()
+
+
+def parse_json(body: bytes) -> Any:
+    """What `pack_json` was given."""
+    return json.loads(body)
+
+
+def pack_submit(ticket: int, deadline: float, ops: Sequence[TierOp]) -> bytes:
+    """The body of SUBMIT; the operations have been checked."""
+    parts = [_SUBMIT.pack(ticket, deadline)]
+    for op, slot, key, parent, offset, length, generation, pool in ops:
+        above, has_parent = (_NO_PARENT, 0) if parent is None else (parent, 1)
+        number = _OP_NUMBERS[op]
+        parts.append(_OP.pack(number, has_parent, pool, 0, slot, offset, length, generation, key, above))
+    return b"".join(parts)
+
+
+def parse_submit(body: bytes) -> tuple[int, float, list[TierOp]]:
+    """Ticket, deadline and operations."""
+    ticket, deadline = _SUBMIT.unpack_from(body)
+    ops = [
+        TierOp(_OPS[op], slot, key, above if has_parent else None, offset, length, generation, pool)
+        for op, has_parent, pool, _, slot, offset, length, generation, key, above in _OP.iter_unpack(
+            memoryview(body)[_SUBMIT.size :]
+        )
+    ]
+    return ticket, deadline, ops
+
+
+def pack_cancel(ticket: int) -> bytes:
+    """The body of CANCEL."""
+    return _CANCEL.pack(ticket)
+
+
+def parse_cancel(body: bytes) -> int:
+    """The ticket."""
+    return int(_CANCEL.unpack(body)[0])
+
+
+def pack_forget(generation: int, scope: bytes) -> bytes:
+    """The body of FORGET."""
+    return _FORGET.pack(generation, scope)
+
+
+def parse_forget(body: bytes) -> tuple[int, bytes]:
+    """Generation and scope."""
+    generation, scope = _FORGET.unpack(body)
+    return generation, scope
+
+
+def pack_result(result: TierResult) -> bytes:
+    """The body of RESULT."""
+    numbers = _RESULT.pack(result.ticket, result.bytes, result.seconds, result.queued_seconds)
+    return numbers + bytes(_STATUS_NUMBERS[status] for status in result.statuses)
+
+
+def parse_result(body: bytes) -> TierResult:
+    """How a batch ended."""
+    ticket, nbytes, seconds, queued = _RESULT.unpack_from(body)
+    return TierResult(ticket, tuple(_STATUSES[number] for number in body[_RESULT.size :]), nbytes, seconds, queued)
+
+
+def pack_opened(opened: Opened) -> bytes:
+    """The body of OPENED: a JSON object, and behind it a table of the chunks."""
+    slabs = opened.slabs
+    about = pack_json(
+        {
+            "slabs": [slabs.slab_bytes, slabs.image_bytes, slabs.slabs],
+            "generation": opened.generation,
+            "fallbacks": opened.fallbacks,
+            "troubles": opened.troubles,
+        }
+    )
+    return _LENGTH.pack(len(about)) + about + _pack_found(opened.found)
+
+
+def parse_opened(body: bytes) -> Opened:
+    """What a tier host has opened."""
+    (length,) = _LENGTH.unpack_from(body)
+    end = _LENGTH.size + length
+    about = parse_json(body[_LENGTH.size : end])
+    slab_bytes, image_bytes, slabs = about["slabs"]
+    return Opened(
+        Slabs(slab_bytes, tuple(image_bytes), slabs),
+        about["generation"],
+        about["fallbacks"],
+        about["troubles"],
+        _parse_found(body[end:]),
+    )
+
+
+def _pack_found(found: Sequence[StoredChunk]) -> bytes:
+    table = np.zeros(len(found), _FOUND)
+    if found:
+        slots, keys, parents, pools = zip(*found, strict=True)
+        table["slot"], table["pool"] = slots, pools
+        table["key"] = _column(keys)
+        table["parent"] = _column(_NO_PARENT if parent is None else parent for parent in parents)
+        table["has_parent"] = [parent is not None for parent in parents]
+    return table.tobytes()
+
+
+def _column(digests: Iterable[bytes]) -> Any:
+    return np.frombuffer(b"".join(digests), "V32")
+
+
+def _parse_found(body: bytes) -> list[StoredChunk]:
+    table = np.frombuffer(body, _FOUND)
+    slots, keys, parents, pools = (table[name].tolist() for name in ("slot", "key", "parent", "pool"))
+    for at in np.flatnonzero(~table["has_parent"]).tolist():
+        parents[at] = None
+    return list(map(StoredChunk, slots, keys, parents, pools))

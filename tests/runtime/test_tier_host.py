@@ -1,0 +1,321 @@
+"""A tier host dies, is stopped, or loses its disk: misses in between, never a wrong byte, and it comes back."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
+
+from longshore.boundary import Status
+from longshore.errors import FormatError, TierClosedError, TierError, TierInUseError
+from longshore.runtime.tier_host import HostedFileTier, tier, watch
+from longshore.runtime.tier_host.process import HostProcess
+from longshore.testing.tier_harness import image, key
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import Op
+
+Opener = Callable[..., HostedHarness]
+
+
+@pytest.fixture
+def opener(tmp_path: Path) -> Iterator[Opener]:
+    """Opens tiers in one directory, and closes them."""
+    opened: list[HostedHarness] = []
+
+    def open_one(**settings: object) -> HostedHarness:
+        opened.append(HostedHarness(tmp_path / "tier", **settings))
+        return opened[-1]
+
+    yield open_one
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture
+def harness(opener: Opener) -> HostedHarness:
+    return opener()
+
+
+def reads(harness: HostedHarness) -> list[int]:
+    """Read slots 0 to 3 into places of their own; tickets."""
+    return [harness.tier.submit([harness.op(Op.READ, slot, slot, slot)], math.inf) for slot in range(4)]
+
+
+def test_what_a_killed_process_was_doing_ends_and_another_one_serves_it(harness: HostedHarness) -> None:
+    for slot in range(SLOTS):
+        harness.store(slot, slot)
+    first = harness.pid
+    harness.signal(signal.SIGSTOP)
+    tickets = reads(harness)
+    assert harness.tier.poll() == []
+    harness.kill()
+    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.AWAY,)] * 4
+    assert harness.run(harness.op(Op.READ, 0, 0), harness.op(Op.WRITE, 1, 1)) == (Status.AWAY, Status.AWAY)
+    harness.until_open()
+    assert harness.pid != first
+    for slot in range(SLOTS):
+        harness.assert_serves(slot, slot)
+    assert harness.tier.troubles["tier_host"] == 1
+
+
+def test_no_result_before_the_process_is_reaped(harness: HostedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.store(0, 0)
+    harness.signal(signal.SIGSTOP)
+    tickets = reads(harness)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostProcess, "reaped", False)
+        harness.signal(signal.SIGKILL)
+        process = harness.tier._watch.process
+        assert process is not None
+        harness.until(lambda: process.hung_up)
+        assert [harness.tier.poll() for _ in range(5)] == [[]] * 5
+    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.AWAY,)] * 4
+
+
+def test_kills_at_any_instant_never_leave_a_wrong_byte(opener: Opener) -> None:
+    harness, dice, away, served = opener(), random.Random(4), 0, 0
+    known = [(slot, number) for slot in range(SLOTS) for number in range(4)]
+    for _ in range(6):
+        harness.until_open()
+        tickets = {}
+        for _ in range(dice.randrange(1, 60)):
+            slot, number = dice.randrange(SLOTS), dice.randrange(4)
+            write = harness.op(Op.WRITE, slot, number, number)
+            harness.bytes_of(write)[:] = image(number, IMAGE)
+            tickets[harness.tier.submit([write], math.inf)] = slot
+        for _ in range(dice.randrange(20)):
+            harness.until(lambda: True)
+            harness._unclaimed.update({result.ticket: result for result in harness.tier.poll()})
+        harness.kill()
+        away += sum(harness.wait(ticket).statuses == (Status.AWAY,) for ticket in tickets)
+        harness.until_open()
+        wanted = [harness.op(Op.READ, *each, place) for place, each in enumerate(known)]
+        for read, status in zip(wanted, harness.run(*wanted), strict=True):
+            served += status is Status.OK
+            right = harness.bytes_of(read) == image(known[wanted.index(read)][1], IMAGE)
+            assert status is not Status.OK or right.all()
+    assert away > 0
+    assert served > 0
+
+
+def test_orders_that_the_pipe_does_not_take_at_once_are_not_lost(harness: HostedHarness) -> None:
+    harness.store(0, 0)
+    harness.signal(signal.SIGSTOP)
+    batch = [harness.op(Op.READ, 0, 0)] * 400
+    tickets = [harness.tier.submit(batch, math.inf) for _ in range(8)]
+    assert harness.tier._watch.process is not None
+    assert harness.tier._watch.process._unsent
+    harness.signal(signal.SIGCONT)
+    assert {harness.wait(ticket).statuses for ticket in tickets} == {(Status.OK,) * 400}
+
+
+def test_signals_meant_for_the_engine_do_not_end_it(harness: HostedHarness) -> None:
+    harness.store(0, 0)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        harness.signal(each)
+    harness.assert_serves(0, 0)
+    assert harness.tier.troubles["tier_host"] == 0
+
+
+def test_pauses_grow_and_begin_anew_after_a_good_process(tmp_path: Path) -> None:
+    now, started = 0.0, 0
+
+    def start() -> HostProcess:
+        nonlocal started
+        started += 1
+        if started != 12:
+            raise OSError("no more processes")
+        return HostProcess(("true",), os.open(os.devnull, os.O_RDONLY))
+
+    guard = watch.Watch(start, lambda: now)
+    with pytest.raises(OSError, match="no more"):
+        guard.begin()
+    pauses = []
+    for death in range(1, 11):
+        guard.look()
+        assert guard.deaths == death
+        pauses.append(guard._restart_at - now)
+        now = guard._restart_at - 0.01
+        guard.look()
+        assert guard.deaths == death
+        now = guard._restart_at
+    assert pauses == pytest.approx([min(0.1 * 2**death, watch.LONGEST_PAUSE) for death in range(10)])
+    guard.look()
+    assert guard.process is not None
+    now += watch.STABLE
+    while not guard.look().died:
+        pass
+    assert guard._restart_at - now == pytest.approx(watch.FIRST_PAUSE)
+
+
+# ---------------------------------------------------------------------- resets
+
+
+def test_a_reset_reaches_the_files_also_when_the_process_is_away(opener: Opener) -> None:
+    harness = opener(fixed_weights=True)
+    harness.store(0, 0)
+    harness.kill()
+    harness.tier.forget(1)
+    harness.until_open()
+    harness.assert_misses(0, 0, generation=0)
+    harness.store(1, 1)
+    harness.reopen()
+    assert harness.tier.generation == 1
+    assert [chunk.key for chunk in harness.tier.recover()] == [key(1)]
+
+
+def test_a_process_that_does_not_forget_in_time_is_ended_and_the_next_one_does(
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "FORGET_PATIENCE", 0.05)
+    harness.store(0, 0)
+    harness.signal(signal.SIGSTOP)
+    harness.tier.forget(1)
+    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    harness.until_open()
+    harness.assert_misses(0, 0, generation=0)
+    harness.assert_misses(0, 0, generation=1)
+
+
+def test_what_is_written_after_a_reset_is_for_this_engine_alone(opener: Opener) -> None:
+    harness = opener()
+    harness.tier.forget(1)
+    harness.store(0, 0)
+    harness.kill()
+    harness.until_open()
+    harness.assert_serves(0, 0)  # to this one, also by the next process
+    harness.reopen()
+    assert harness.tier.recover() == []
+    harness.assert_misses(0, 0)
+
+
+def test_unless_weights_do_not_change(opener: Opener) -> None:
+    harness = opener(fixed_weights=True)
+    harness.tier.forget(1)
+    harness.store(0, 0)
+    harness.reopen()
+    assert [chunk.key for chunk in harness.tier.recover()] == [key(0)]
+    harness.assert_serves(0, 0)
+
+
+def test_a_reset_that_cannot_be_made_durable_is_an_error(opener: Opener) -> None:
+    harness = opener()
+    resource.prlimit(harness.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    with pytest.raises(TierError, match="superblock"):
+        harness.tier.forget(1)
+
+
+# ---------------------------------------------------------------------- disks
+
+
+def test_a_full_disk_is_counted_and_what_was_written_is_served(harness: HostedHarness) -> None:
+    harness.store(0, 0)
+    resource.prlimit(harness.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.NO_SPACE,)
+    assert harness.tier.troubles["write_no_space"] == 1
+    harness.assert_serves(0, 0)
+    harness.kill()
+    harness.until_open()
+    harness.store(1, 1)
+    assert harness.tier.troubles["write_no_space"] == 1  # what the dead one counted is not lost
+
+
+def test_a_directory_that_goes_away_costs_what_was_in_it(harness: HostedHarness) -> None:
+    harness.store(0, 0)
+    shutil.rmtree(harness.directory)
+    harness.assert_serves(0, 0)  # files that are open
+    harness.kill()
+    harness.until_open()
+    harness.assert_misses(0, 0)
+    harness.store(0, 0)
+    harness.assert_serves(0, 0)
+
+
+def test_a_directory_that_cannot_be_opened_again_is_tried_again(harness: HostedHarness) -> None:
+    harness.store(0, 0)
+    aside = harness.directory.rename(harness.directory.with_name("aside"))
+    harness.directory.write_text("in the way")
+    harness.kill()
+    harness.until(lambda: harness.tier.troubles["tier_host"] >= 2)
+    assert harness.run(harness.op(Op.READ, 0, 0)) == (Status.AWAY,)
+    harness.directory.unlink()
+    aside.rename(harness.directory)
+    harness.until_open()
+    harness.assert_serves(0, 0)
+
+
+# ---------------------------------------------------------------------- the beginning and the end
+
+
+def test_why_it_cannot_be_opened_is_said(opener: Opener, tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=r"room for .* the file system has"):
+        HostedHarness(tmp_path / "large", capacity=1 << 50, image_bytes=1 << 28)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match="Not a directory"):
+        HostedHarness(tmp_path / "file" / "tier")
+    with pytest.raises(TierError, match="/proc/"):
+        HostedHarness(Path("/proc/longshore"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "superblock").write_bytes(b"not ours" * 512)
+    with pytest.raises(FormatError, match="other"):
+        HostedHarness(tmp_path / "other")
+    opener()
+    with pytest.raises(TierInUseError, match="sub-directory"):
+        HostedHarness(tmp_path / "tier", program("child.LOCK_PATIENCE = 0"))
+
+
+def test_a_process_that_says_nothing_is_an_error_and_ended(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    with pytest.raises(TierError, match="by signal 9, before it had opened"):
+        HostedHarness(tmp_path, ("sh", "-c", f"echo $$ > {note}; exec sleep 100 >&-"))
+    assert not is_running(int(note.read_text()))
+    with pytest.raises(TierError, match="could not be started"):
+        HostedHarness(tmp_path, ("/no/such/program",))
+
+
+def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "__version__", "0.0")
+    with pytest.raises(TierError, match=r"runs Longshore 0\.0, .* restart the engine"):
+        HostedHarness(tmp_path)
+
+
+def test_a_private_arena_is_refused(tmp_path: Path) -> None:
+    arena = Arena(IMAGE)
+    with pytest.raises(TierError, match="shared"):
+        HostedFileTier(tmp_path, capacity=1 << 20, image_bytes=IMAGE, arena=arena, scope=bytes(32))
+    arena.close()
+
+
+def test_a_process_that_does_not_end_is_killed_when_the_tier_is_closed(
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "CLOSE_PATIENCE", 0.1)
+    harness.store(0, 0)
+    pid = harness.pid
+    harness.signal(signal.SIGSTOP)
+    tickets = reads(harness)
+    harness.tier.close()
+    assert not is_running(pid)
+    assert sorted(result.ticket for result in harness.tier.poll() if result.statuses == (Status.TIER_OFF,)) == tickets
+
+
+def test_a_forked_child_leaves_the_process_alone(harness: HostedHarness) -> None:
+    harness.store(0, 0)
+    pid = os.fork()
+    if not pid:
+        try:
+            harness.tier.poll()
+        except TierClosedError:
+            harness.tier.close()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    harness.assert_serves(0, 0)
