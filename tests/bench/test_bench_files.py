@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from longshore.bench import file_sides, files
-from longshore.bench.file_sides import FileTierSide, Fio, Images, PerFile, PlainLoop, Side
+from longshore.bench.file_sides import SCATTERED, FileTierSide, Fio, Images, PerFile, PlainLoop, Side
 from longshore.errors import BenchError
 
 SIZE, COUNT = 16 << 10, 32
@@ -48,31 +48,41 @@ def side(request: pytest.FixtureRequest, tmp_path: Path, images: Images, direct:
 
 def test_what_is_written_is_read(side: Side, images: Images) -> None:
     expected = np.random.default_rng(0).integers(0, 256, images.nbytes, dtype=np.uint8)
-    for kind in ("write", "overwrite"):
+    for kind, again in (("write", "read"), ("overwrite", SCATTERED)):
         images.arena.array[:] = expected
         assert side.move(kind) > 0
         images.arena.array[:] = 0
-        assert side.move("read") > 0
+        assert side.move(again) > 0
         np.testing.assert_array_equal(images.arena.array, expected)
 
 
 @pytest.mark.parametrize("name", ["tier", "plain"])
 def test_mixed_reads_one_half_and_writes_the_other(name: str, tmp_path: Path, images: Images, direct: bool) -> None:
     side = MAKERS[name](tmp_path / "side", images, direct)
-    rows = images.arena.array.reshape(COUNT, SIZE)
-    rows[:] = 1
+    whole = images.arena.array
+    whole[:] = 1
     side.move("overwrite")
-    rows[:] = 2
+    whole[:] = 2
     side.move("mixed")
-    assert set(rows[0::2].ravel()) == {1}
+    read = {image for image in range(COUNT) if images.view(image)[0] == 1}
+    assert read == set(range(COUNT // 2))
     side.move("read")
-    assert set(rows[0::2].ravel()) == {1}
-    assert set(rows[1::2].ravel()) == {2}
+    assert all(set(images.view(image)) == {1 if image in read else 2} for image in range(COUNT))
     side.close()
 
 
+def test_a_prompt_is_asked_for_together_and_lies_in_one_piece_in_the_tier_alone(images: Images) -> None:
+    prompts = images.batches("read")
+    assert [len(prompt) for prompt in prompts] == [16, 16]
+    assert all(image == prompt[0] + at for prompt in prompts for at, image in enumerate(prompt))
+    assert [len(batch) for batch in images.batches(SCATTERED)] == [1] * COUNT
+    assert sorted(images.order("read")) == sorted(images.order(SCATTERED)) == list(range(COUNT))
+    neighbours = sum(images.offset(image + 1) == images.offset(image) + SIZE for image in range(COUNT - 1))
+    assert neighbours < 5, "in memory they lie anywhere"
+
+
 @pytest.mark.skipif(not Fio.is_installed(), reason="fio is not installed")
-@pytest.mark.parametrize("kind", ["write", "overwrite", "read", "mixed"])
+@pytest.mark.parametrize("kind", ["write", "overwrite", "read", "mixed", SCATTERED])
 def test_fio_runs_over_the_file(kind: str, tmp_path: Path, images: Images, direct: bool) -> None:
     fio = Fio(tmp_path / "fio", images, direct=direct)
     assert fio.move(kind) > 0
@@ -113,7 +123,7 @@ def test_the_functions_of_vllm_are_used_where_they_are_installed(
     side = PerFile(tmp_path / "side", images, direct=True)
     assert side.name.startswith("vLLM's file tier")
     side.move("overwrite")
-    assert sorted(moved) == [(f"{image:08x}", image * SIZE, SIZE, True) for image in range(COUNT)]
+    assert sorted(moved) == [(f"{image:08x}", images.offset(image), SIZE, True) for image in range(COUNT)]
 
 
 def test_a_reference_that_fails_is_not_measured(tmp_path: Path, images: Images) -> None:

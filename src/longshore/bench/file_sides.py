@@ -5,7 +5,9 @@
     Fio            the same by fio: libaio, direct, 16 at once
     PerFile        a file for each image: temporary file, rename; vLLM's own code for that where it is installed
 
-All move the same bytes in the same random order, between the same memory (fio: its own) and the same disk.
+All move the same bytes in the same order, between the same memory (fio: its own, at random) and the same disk. Images
+belong to prompts: those of one lie one behind the other, as they were written, and are asked for together; prompts come
+at random, and images lie anywhere in memory. `SCATTERED` asks for single images instead, at random.
 """
 
 from __future__ import annotations
@@ -34,12 +36,25 @@ from longshore.tiers.file import FileTier, capacity_for
 THREADS = 16
 """Of everything here that is not the file tier, and images that fio has under way."""
 
+PROMPT = 16
+"""Images of one prompt that are asked for together: a batch of the control plane's (`cache.loading.LOAD_BATCH`)."""
+
+SCATTERED = "scattered"
+"""Read every image, each by itself."""
+
+_READS = frozenset({"read", SCATTERED})
 _DEADLINE = 600.0
-_FIO_KINDS = {"write": "randwrite", "overwrite": "randwrite", "read": "randread", "mixed": "randrw"}
+_FIO_KINDS = {
+    "write": "randwrite",
+    "overwrite": "randwrite",
+    "read": "randread",
+    "mixed": "randrw",
+    SCATTERED: "randread",
+}
 
 
 class Images:
-    """`count` images of `image_bytes` in an arena, and the random order in which they are moved."""
+    """`count` images of `image_bytes` in an arena, and the order in which they are moved."""
 
     def __init__(self, image_bytes: int, total_bytes: int) -> None:
         self.count = total_bytes // image_bytes
@@ -47,17 +62,36 @@ class Images:
             raise BenchError(f"expected at least {2 * image_bytes} bytes to move, got {total_bytes}")
         self.image_bytes = image_bytes
         self.nbytes = self.count * image_bytes
-        self.order = random.Random(0).sample(range(self.count), self.count)  # noqa: S311 - no secret
+        self.prompt = min(PROMPT, self.count // 2)
+        chance = random.Random(0)  # noqa: S311 - no secret
+        self._places = chance.sample(range(self.count), self.count)
+        self._scattered = chance.sample(range(self.count), self.count)
+        firsts = range(0, self.count, self.prompt)
+        self._prompts = [
+            list(range(first, min(first + self.prompt, self.count))) for first in chance.sample(firsts, len(firsts))
+        ]
         self.arena = Arena(self.nbytes)
         self.arena.array[:] = 0x5A
 
+    def batches(self, kind: str) -> list[list[int]]:
+        """All images, as they are asked for."""
+        return [[image] for image in self._scattered] if kind == SCATTERED else self._prompts
+
+    def order(self, kind: str) -> list[int]:
+        """The same, one after the other."""
+        return [image for batch in self.batches(kind) for image in batch]
+
     def writes(self, kind: str, image: int) -> bool:
-        """Whether `kind` writes this image: `mixed` writes every other one, and reads the rest."""
-        return image % 2 == 1 if kind == "mixed" else kind != "read"
+        """Whether `kind` writes this image: `mixed` writes every other prompt, and reads the rest."""
+        return image // self.prompt % 2 == 1 if kind == "mixed" else kind not in _READS
+
+    def offset(self, image: int) -> int:
+        """Where it lies in the arena."""
+        return self._places[image] * self.image_bytes
 
     def view(self, image: int) -> memoryview:
         """Its bytes."""
-        return self.arena.view(image * self.image_bytes, self.image_bytes)
+        return self.arena.view(self.offset(image), self.image_bytes)
 
 
 class Side(Protocol):
@@ -88,33 +122,34 @@ class FileTierSide:
         return self._tier.direct
 
     def move(self, kind: str) -> float:
-        """One batch, from `submit` to its result."""
-        images, size = self._images, self._images.image_bytes
+        """A batch for each prompt, from the first `submit` to the last result."""
         if kind == "write":
             self._tier.close()
             shutil.rmtree(self._directory)
             self._tier = self._open()
-        batch = [
-            TierOp(
-                Op.WRITE if images.writes(kind, slot) else Op.READ,
-                slot,
-                slot.to_bytes(32, "little"),
-                None,
-                slot * size,
-                size,
-                0,
-            )
-            for slot in images.order
-        ]
+        batches = [[self._op(kind, image) for image in batch] for batch in self._images.batches(kind)]
         begun = time.perf_counter()
-        self._tier.submit(batch, time.monotonic() + _DEADLINE)
-        while not (results := self._tier.poll()):
-            time.sleep(0.0005)
+        for batch in batches:
+            self._tier.submit(batch, time.monotonic() + _DEADLINE)
+        ends: set[Status] = set()
+        open_batches = len(batches)
+        while open_batches:
+            results = self._tier.poll()
+            open_batches -= len(results)
+            ends.update(status for result in results for status in result.statuses)
+            if not results:
+                time.sleep(0.0005)
         seconds = time.perf_counter() - begun
-        if set(results[0].statuses) != {Status.OK}:
-            ends = sorted({status.value for status in results[0].statuses})
-            raise BenchError(f"{kind} of {images.count} images ended as {', '.join(ends)}")
+        if ends != {Status.OK}:
+            raise BenchError(
+                f"{kind} of {self._images.count} images ended as {', '.join(sorted(e.value for e in ends))}"
+            )
         return seconds
+
+    def _op(self, kind: str, image: int) -> TierOp:
+        images = self._images
+        op = Op.WRITE if images.writes(kind, image) else Op.READ
+        return TierOp(op, image, image.to_bytes(32, "little"), None, images.offset(image), images.image_bytes, 0)
 
     def close(self) -> None:
         """Close the tier."""
@@ -156,7 +191,7 @@ class PlainLoop:
             if moved != images.image_bytes:
                 raise BenchError(f"plain I/O moved only {moved} bytes of image {image}")
 
-        return in_threads(one, images.order)
+        return in_threads(one, images.order(kind))
 
     def close(self) -> None:
         """Close the file."""
@@ -215,16 +250,17 @@ class PerFile:
 
     def move(self, kind: str) -> float:
         """`overwrite` removes what is there first, which takes no time here: such stores never overwrite."""
-        if kind != "read":
+        images, storing = self._images, kind not in _READS
+        if storing:
             for path in self._directory.iterdir():
                 path.unlink()
-        images, move = self._images, self._load if kind == "read" else self._store
-        whole = images.arena.view(0, images.nbytes)
+        move = self._store if storing else self._load
+        whole, order = images.arena.view(0, images.nbytes), images.order(kind)
 
         def some(share: int) -> None:
-            mine = images.order[share::THREADS]
+            mine = order[share::THREADS]
             paths = [str(self._directory / f"{image:08x}") for image in mine]
-            offsets = [image * images.image_bytes for image in mine]
+            offsets = [images.offset(image) for image in mine]
             if mine:
                 move(paths, whole, offsets, images.image_bytes, use_o_direct=self._direct)
 

@@ -3,8 +3,9 @@
     write       into slots that were allocated, and never written          ┐ beside the better of fio and of plain
     overwrite   into slots that hold an image                              │ threads, which move the same bytes without
     read        all images; direct I/O leaves nothing in the page cache    │ records
-    mixed       every other image read, the others overwritten             ┘
-    vs-per-file-write, vs-per-file-read                                      beside a store of one file for each image
+    mixed       every other prompt read, the others overwritten            │
+    scattered   all images read, each asked for by itself                  ┘
+    vs-per-file-write, -read, -scattered                                     beside a store of one file for each image
     cpu         core-seconds per GB, of an overwrite and a read              beside those of the plain threads
 
 Sides take turns, in another order each time.
@@ -20,15 +21,15 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from longshore.bench.file_sides import FileTierSide, Fio, Images, PerFile, PlainLoop, Side
+from longshore.bench.file_sides import SCATTERED, FileTierSide, Fio, Images, PerFile, PlainLoop, Side
 from longshore.bench.harness import Case, Seconds, chosen, medians, rate, size_of
 from longshore.bench.machine import check_direct
 
 SIZES = ("256KiB", "2MiB")
-KINDS = ("write", "overwrite", "read", "mixed", "vs-per-file-write", "vs-per-file-read", "cpu")
-NAMES = tuple(f"{kind}/{size}" for size in SIZES for kind in KINDS)
-
 _PER_FILE = "vs-per-file-"
+_OF_PER_FILE = {f"{_PER_FILE}write": "overwrite", f"{_PER_FILE}read": "read", f"{_PER_FILE}{SCATTERED}": SCATTERED}
+KINDS = ("write", "overwrite", "read", "mixed", SCATTERED, *_OF_PER_FILE, "cpu")
+NAMES = tuple(f"{kind}/{size}" for size in SIZES for kind in KINDS)
 
 
 def run(
@@ -68,12 +69,10 @@ def _measure(
 ) -> Case:
     if kind == "cpu":
         return _cpu(name, ours, plain, images, repeats)
-    if kind.startswith(_PER_FILE):
+    if kind in _OF_PER_FILE:
         with _scratch(directory) as scratch:
             files = PerFile(scratch / "images", images, direct=ours.direct)
-            if kind == "vs-per-file-read":
-                return _beside(name, "read", ours, [files], images, repeats)
-            return _beside(name, "overwrite", ours, [files], images, repeats)
+            return _beside(name, _OF_PER_FILE[kind], ours, [files], images, repeats)
     references: list[Side] = [plain]
     if Fio.is_installed():
         references.append(Fio(directory / "fio", images, direct=ours.direct))
@@ -84,7 +83,7 @@ def _beside(name: str, kind: str, ours: FileTierSide, references: list[Side], im
     """Ours, and the best of `references`."""
     sides: list[Side] = [ours, *references]
     for side in sides:
-        if kind in ("read", "mixed"):  # whatever was measured before: there is something to read
+        if kind in ("read", "mixed", SCATTERED):  # whatever was measured before: there is something to read
             side.move("overwrite")
     taken = medians([functools.partial(side.move, kind) for side in sides], repeats=repeats)
     best, seconds = min(zip(references, taken[1:], strict=True), key=lambda reference: reference[1])
