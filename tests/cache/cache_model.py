@@ -182,7 +182,8 @@ class World:
         return found.hold
 
     def peek(self, of: Key) -> str:
-        answer = str(self.call("peek", of).value)
+        (found,) = self.call("peek", [of]).presences
+        answer = str(found.value)
         if all(map(self.is_ready, above(of))):
             self.peeks.append((of, False))
             assert answer == ("ready" if self.is_ready(of, HOST) else "colder")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 
-from longshore.boundary import Key, Status, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, Presence, TieredCache, TierSpec
+from longshore.boundary import Key, Status, Transfer, TransferResult
+from longshore.cache import CacheGroup, CacheSettings, Presence, TieredCache, TierSpec, WritePolicy
 from longshore.errors import CacheError, HoldError, JobError
 
 ALONE = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40), CacheGroup(block_size=4)))
@@ -21,12 +22,20 @@ def cache_of(slots: int) -> TieredCache:
     return TieredCache([TierSpec("host", slots, 4096)], ALONE)
 
 
+def two_tiers(slots: int) -> TieredCache:
+    """All that is stored is copied to the file tier at once."""
+    settings = replace(ALONE, backup=WritePolicy.THROUGH)
+    return TieredCache([TierSpec("host", slots, 4096), TierSpec("file", 64, 4096)], settings)
+
+
 def store(cache: TieredCache, keys: list[Key]) -> int:
     """Offer `keys`, and report them as stored; says how many were taken."""
     offload = cache.offer(keys)
     if offload.job is None:
         return 0
     cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
+    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
+        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
     return len(offload.slots)
 
 
@@ -39,7 +48,7 @@ def test_what_is_lent_stays_until_it_is_reported() -> None:
     cache.check_integrity()
     cache.apply([TransferResult(loan.job, (Status.OK, Status.OK))], 1.0)
     assert store(cache, [c, d]) == 2
-    assert [cache.peek(key) for key in (a, b, c, d)] == [Presence.ABSENT] * 2 + [Presence.READY] * 2
+    assert cache.peek([a, b, c, d]).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
     cache.end_step()
     cache.check_integrity()
 
@@ -50,7 +59,7 @@ def test_a_loan_is_a_use() -> None:
     store(cache, [b])
     cache.apply([TransferResult(cache.lend([a]).job, (Status.OK,))], 1.0)
     assert store(cache, [c]) == 1
-    assert cache.peek(a) is Presence.READY and cache.peek(b) is Presence.ABSENT
+    assert cache.peek([a, b]).presences == [Presence.READY, Presence.ABSENT]
     assert cache.counters.hits["host"] == 1
 
 
@@ -59,7 +68,7 @@ def test_a_loan_outlives_a_reset() -> None:
     store(cache, [a])
     loan = cache.lend([a])
     cache.reset()
-    assert cache.peek(a) is Presence.ABSENT
+    assert cache.peek([a]).presences == [Presence.ABSENT]
     assert store(cache, [b]) == 0  # the slot is still being read
     cache.apply([TransferResult(loan.job, (Status.OK,))], 1.0)
     assert store(cache, [b]) == 1
@@ -73,7 +82,61 @@ def test_what_is_given_back_unread_is_there_as_before() -> None:
     cache.withdraw(loan.job)
     with pytest.raises(JobError):
         cache.withdraw(loan.job)
-    assert cache.peek(a) is Presence.READY
+    assert cache.peek([a]).presences == [Presence.READY]
+
+
+def test_what_was_looked_at_stays_in_the_warmest_tier_until_the_step_is_over() -> None:
+    """With a copy below, too: a host that was told that a chunk is ready may borrow it in the same step."""
+    cache, (a, b, c) = two_tiers(2), keys_of("a", "b", "c")
+    store(cache, [a, b])
+    assert cache.peek([a]).presences == [Presence.READY]
+    assert store(cache, [c]) == 1
+    assert cache.peek([a, b, c]).presences == [Presence.READY, Presence.COLDER, Presence.READY]
+    assert len(cache.lend([a]).slots) == 1
+    assert cache.held == 4
+    cache.end_step()
+    assert cache.held == 0
+    cache.check_integrity()
+
+
+def test_a_part_of_what_was_seen_can_be_borrowed_also_when_others_have_gone_meanwhile() -> None:
+    cache, keys = cache_of(4), keys_of(*"abcd")
+    store(cache, keys)
+    sight = cache.peek(keys)
+    loan = cache.lend(sight.part(1, 3))
+    assert list(loan.slots) == list(cache.lend(keys[1:3]).slots)
+    cache.end_step()
+    new = keys_of("x", "y")
+    assert store(cache, new) == 2  # a and d have made way, and their numbers may be taken
+    with pytest.raises(CacheError, match="2 of 4 chunks are not ready"):
+        cache.lend(sight)
+    assert list(cache.lend(sight.part(1, 3)).slots) == list(loan.slots)
+    cache.reset()
+    with pytest.raises(CacheError, match="not ready"):
+        cache.lend(sight.part(1, 3))
+    cache.check_integrity()
+
+
+def test_a_reset_forgets_what_was_looked_at() -> None:
+    cache, (a, b, c) = cache_of(1), keys_of("a", "b", "c")
+    store(cache, [a])
+    cache.peek([a])
+    cache.reset()
+    assert store(cache, [b]) == 1
+    assert store(cache, [c]) == 1  # nobody has looked at b
+    cache.peek([c])
+    assert store(cache, [a]) == 0
+    cache.end_step()
+    assert store(cache, [a]) == 1
+    cache.check_integrity()
+
+
+def test_what_is_no_key_is_refused() -> None:
+    cache = cache_of(1)
+    assert not cache.peek([]).presences
+    for wrong in ([b""], [None], keys_of("a")[0]):
+        with pytest.raises(CacheError, match="digests"):
+            cache.peek(wrong)  # type: ignore[arg-type]
 
 
 def test_what_is_kept_is_not_evicted() -> None:

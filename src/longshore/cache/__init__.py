@@ -9,6 +9,7 @@ from longshore.cache.groups import CacheGroup, Need, Wanted
 from longshore.cache.manager import TieredCache
 from longshore.cache.retention import DEFAULT_PRIORITY, Retention
 from longshore.cache.settings import CacheSettings, TierSpec
+from longshore.cache.sight import Sight
 from longshore.cache.states import EDGES, State
 from longshore.cache.types import (
     Counters,
@@ -64,6 +65,7 @@ __all__ = [
     "Retention",
     "RouteTotals",
     "Run",
+    "Sight",
     "SizeStats",
     "State",
     "Text",

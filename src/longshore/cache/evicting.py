@@ -46,11 +46,11 @@ class Eviction:
     def may_go(self, node: int, tier: int) -> bool:
         """Whether nothing works on this ready copy, holds it, or needs it to be reached."""
         store, index = self._store, self._store.index
-        if store.pools[tier].readers[index.slot[tier][node]]:
+        if store.pools[tier].readers[index.slot[tier][node]] or (tier == 0 and store.seen[node]):
             return False
         above = index.coldest_without(node, tier)
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
-        if last and (above >= 0 or node in store.pins):
+        if last and (above >= 0 or store.is_kept(node)):
             return False
         return above >= tier or not index.reach[above + 1][node]
 
@@ -60,7 +60,9 @@ class Eviction:
         above = index.coldest_without(node, tier)
         if not index.is_ready(node, tier) or store.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if (above < 0 and node in store.pins) or (above >= 0 and not index.is_ready(node, above)):
+        if tier == 0 and store.seen[node]:
+            return False
+        if (above < 0 and store.is_kept(node)) or (above >= 0 and not index.is_ready(node, above)):
             return False
         return above >= tier or all(
             index.coldest_without(child, tier) <= above and (child in going or index.slot[tier][child] < 0)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from longshore.cache.columns import column, marks
 from longshore.cache.jobs import Held, Load
 from longshore.cache.jobs import Hold as Record
-from longshore.cache.store import Pin, Store
+from longshore.cache.store import Store
 from longshore.cache.types import Hold
 from longshore.errors import CacheError, HoldError
 
@@ -17,7 +22,8 @@ class Holds:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._records: dict[int, Record] = {}
-        self._step: list[Pin] = []
+        self._step = array("i")
+        """Nodes that were looked at in this step, some of them twice."""
 
     def __len__(self) -> int:
         """Holds that were not released, those of `peek` included."""
@@ -72,20 +78,25 @@ class Holds:
         """The holds that were taken for `request`."""
         return [Hold(identity) for identity, record in self._records.items() if record.request == request]
 
-    def protect(self, node: int) -> None:
-        """Keep `node` until `end_step`."""
-        self._step.append(self._store.pin(node))
+    def protect(self, at: npt.NDArray[np.int32]) -> None:
+        """Keep the nodes `at` until `end_step`, and where they are in the warmest tier, there."""
+        marks(self._store.seen)[at] = 1
+        self._step.frombytes(at.tobytes())
 
     def end_step(self) -> None:
         """What was protected no longer is."""
-        for pin in self._step:
-            self._store.unpin(pin)
-        self._step.clear()
+        if self._step:
+            at, self._step = column(self._step), array("i")
+            marks(self._store.seen)[at] = 0
+            self._store.reconsider(at)
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless the pins that are in place are those of holds and peeks."""
         held = [pin for record in self for part in record.parts for pin in part.pins]
-        ours = {pin for pin in (*held, *self._step) if pin.node}
+        ours = {pin for pin in held if pin.node}
         theirs = {pin for pins in self._store.pins.values() for pin in pins}
         if ours != theirs:
-            raise CacheError(f"{len(theirs)} pins are in place, holds and peeks have {len(ours)}")
+            raise CacheError(f"{len(theirs)} pins are in place, holds have {len(ours)}")
+        seen = {node for node, mark in enumerate(self._store.seen) if mark}
+        if not seen <= set(self._step):
+            raise CacheError(f"{len(seen)} nodes are marked as seen, {len(set(self._step))} were")

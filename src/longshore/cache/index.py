@@ -143,6 +143,7 @@ class Index(Lookup):
         marks(self.reachable)[at] = 0
         self._free.frombytes(at.tobytes())
         self._count -= len(at)
+        self.gone += len(at)
         return parents
 
     def drop_copy(self, node: int, tier: int) -> bool:

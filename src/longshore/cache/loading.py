@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from longshore.boundary import Key, Section
+from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.flow import Flow
-from longshore.cache.jobs import Held, Load, Side
+from longshore.cache.jobs import Load, Side
 from longshore.cache.nodes import ROOT
 from longshore.cache.states import READY
 from longshore.cache.types import Loan, MissReason
@@ -137,20 +138,23 @@ class Loading:
         self._flow.waits.begin(wait)
         return load, wait
 
-    def lend(self, held: Held) -> Loan:
-        """Let the host read what is held, from the warmest tier; a use of it. `CacheError` unless it is ready there."""
-        store, nodes = self._store, held.nodes(self._store.index)
-        if not all(store.index.is_ready(node, 0) for node in nodes):
+    def lend(self, keys: Sequence[Key], at: npt.NDArray[np.int32]) -> Loan:
+        """Let the host read `keys`, which are distinct and have the nodes `at`, from the warmest tier; a use of them.
+
+        Raises `CacheError` unless all are ready there.
+        """
+        store, nodes = self._store, at.tolist()
+        if not store.index.are_ready(at, 0).all():
             raise CacheError(f"not all of {len(nodes)} chunks are ready in the warmest tier: bring them up first")
-        slots = [store.index.slot[0][node] for node in nodes]
-        for slot in slots:
-            store.pools[0].readers[slot] += 1
+        taken = column(store.index.slot[0])[at]
+        column(store.pools[0].readers)[taken] += 1
         store.sliding.serve(nodes)
         store.touch(nodes[::-1])
+        slots = taken.tolist()
         job = self._flow.new_id()
         store.counters.hits[store.levels[0].name] += len(nodes)
-        self._flow.order(job, held.keys, [None] * len(nodes), Side(0, slots), None, command=False)
-        return Loan(job, tuple(store.watching.addresses(0, slots)))
+        self._flow.order(job, keys, [None] * len(nodes), Side(0, slots), None, command=False)
+        return Loan(job, Addresses(Slots(store.levels[0].name, store.pools[0].pool_of(slots[0]), tuple(slots))))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Pin the copy that each reachable node is read from, or will be.

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from longshore.boundary import Key
+from longshore.cache.columns import column, numbers
 from longshore.cache.nodes import ROOT, Nodes
 from longshore.errors import CacheError
 
@@ -87,13 +91,19 @@ class Lookup(Nodes):
 
         Raises `CacheError` if they are not distinct, or one is known as the child of another.
         """
-        nodes = [self.get(key) for key in keys]
+        nodes = self.find(keys)
         if len(set(keys)) != len(keys):
             raise CacheError(f"the {len(keys)} keys of a path differ, only {len(set(keys))} do")
-        child = next((key for key, node in zip(keys, nodes, strict=True) if self.parent[node]), None)
-        if child is not None:
-            raise CacheError(f"chunk {child.hex()[:12]} was stored behind another, and does not stand alone")
+        if nodes:
+            self.check_alone(numbers(nodes))
         return nodes
+
+    def check_alone(self, at: npt.NDArray[np.int32]) -> None:
+        """Raise `CacheError` if one of the nodes `at` is the child of another."""
+        behind = at[column(self.parent)[at] != ROOT].tolist()
+        if behind:
+            name = self.key[behind[0]].hex()[:12]
+            raise CacheError(f"chunk {name} was stored behind another, and does not stand alone")
 
     def check_link(self, keys: Sequence[Key], position: int) -> int:
         """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""

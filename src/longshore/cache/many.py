@@ -72,8 +72,15 @@ class Many:
                     colder |= there
         if not others.any():
             return others, ~others
-        idle = column(store.pools[tier].readers)[column(index.slot[tier])[at]] == 0
-        return idle & colder & ready, ~others
+        return self._idle(at, tier) & colder & ready, ~others
+
+    def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
+        """Which copies nothing reads, nor has looked at in this step."""
+        store = self._store
+        idle: Mask = column(store.pools[tier].readers)[column(store.index.slot[tier])[at]] == 0
+        if not tier:
+            idle &= marks(store.seen)[at] == 0
+        return idle
 
     def _leaves(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy) -> tuple[int, int]:
         """How many sole copies lead that may go one after the other, up to the first that sets another free; or cannot.
@@ -85,7 +92,7 @@ class Many:
         parents, reach = column(index.parent)[at], column(index.reach[0])
         behind = np.zeros(len(at), bool)
         np.equal(parents[:-1], at[1:], out=behind[1:])
-        idle = column(store.pools[tier].readers)[column(index.slot[tier])[at]] == 0
+        idle = self._idle(at, tier) & (marks(store.seen)[at] == 0)
         if store.pins:
             idle &= [node not in store.pins for node in nodes]
         below = reach[at]
@@ -129,9 +136,9 @@ class Many:
         """`node`, and those of its ancestors that may go right after it, as long as they are held."""
         store, index = self._store, self._store.index
         parent, reach, slots, is_held = index.parent, index.reach[0], index.slot[tier], policy.is_held
-        pins, state = store.pins, store.pools[tier].state
+        is_kept, state = store.is_kept, store.pools[tier].state
         chain = [node]
-        while is_held(node) and node not in pins and (node := parent[node]) and reach[node] == 1:
+        while is_held(node) and not is_kept(node) and (node := parent[node]) and reach[node] == 1:
             slot = slots[node]
             if slot < 0 or state[slot] != READY:
                 break

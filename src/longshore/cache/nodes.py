@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
-from longshore.cache.columns import column, zeros
+from longshore.cache.columns import column, marks, zeros
 from longshore.cache.family import Family
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import READY
@@ -41,6 +41,7 @@ class Nodes:
         "_shards",
         "children",
         "depth",
+        "gone",
         "key",
         "parent",
         "path",
@@ -71,6 +72,8 @@ class Nodes:
         self._free = array("i", range(self.size - 1, LISTS - 1, -1))
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
         self._count = 0
+        self.gone = 0
+        """Nodes that have been forgotten until now: while no more are, a number stands for the same key."""
 
     def __len__(self) -> int:
         return self._count
@@ -85,6 +88,14 @@ class Nodes:
             return self._shards[key[0]].get(key, ROOT)
         except (IndexError, TypeError):
             raise _no_key(key) from None
+
+    def find(self, keys: Sequence[Key]) -> list[int]:
+        """`get` for many."""
+        shards = self._shards
+        try:
+            return [shards[key[0]].get(key, ROOT) for key in keys]
+        except (IndexError, TypeError):
+            raise CacheError("keys are digests in bytes") from None
 
     def coldest(self, node: int) -> int:
         """The coldest tier with a live copy; -1 without one."""
@@ -104,6 +115,12 @@ class Nodes:
         """Whether `node` has a ready copy in `tier`."""
         slot = self.slot[tier][node]
         return slot >= 0 and self.pools[tier].state[slot] == READY
+
+    def are_ready(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
+        """The same for nodes `at`."""
+        slots = column(self.slot[tier])[at]
+        state = marks(self.pools[tier].state)
+        return (slots >= 0) & (state[slots] == READY) if len(state) else np.zeros(len(at), bool)
 
     def pool_of(self, node: int) -> int:
         """The pool that the slots of `node` are in, in whatever tier."""
@@ -164,6 +181,7 @@ class Nodes:
         self.reachable[node] = 0
         self._free.append(node)
         self._count -= 1
+        self.gone += 1
 
 
 def _no_key(key: object) -> CacheError:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from longshore.boundary import DEVICE, Key, Slot
 from longshore.cache.beginnings import Text
+from longshore.cache.columns import marks
 from longshore.cache.core import Core
 from longshore.cache.jobs import Held
+from longshore.cache.nodes import ROOT
 from longshore.cache.retention import Retention
 from longshore.cache.retention import check as check_retention
+from longshore.cache.sight import At, Sight, nodes_of
 from longshore.cache.types import (
     Hold,
     Loan,
@@ -78,40 +83,40 @@ class Offering(Core):
         self._device.check(())
         return self._storing.store(keys, first, None, evicting=True, retention=retention, group=group)
 
-    def keep(self, keys: Sequence[Key], *, group: int = 0, request: str | None = None) -> Hold:
+    def keep(self, keys: Sequence[Key] | Sight, *, group: int = 0, request: str | None = None) -> Hold:
         """A hold on chunks that stand alone, for hosts that have found them by `peek`.
 
         Raises `CacheError` unless a tier has each of them ready.
         """
-        return self._holds.take(self._flow.new_id(), [self._asked(keys, group)], request)
+        mine, at = self._asked(keys, group)
+        pins = [self._store.pin(node) for node in at.tolist()]
+        held = Held(mine, range(len(mine)), pins, group, alone=True)
+        return self._holds.take(self._flow.new_id(), [held], request)
 
-    def lend(self, keys: Sequence[Key], *, group: int = 0) -> Loan:
+    def lend(self, keys: Sequence[Key] | Sight, *, group: int = 0) -> Loan:
         """The host reads chunks that stand alone from the warmest tier itself, and reports the job.
 
         Their slots stay as they are until every rank has. One that will not be read is given back by `withdraw`.
         Raises `CacheError` unless each of them is ready there.
         """
         self._device.check(())
-        held = self._asked(keys, group)
-        try:
-            return self._loading.lend(held)
-        finally:
-            for pin in held.pins:
-                self._store.unpin(pin)
+        return self._loading.lend(*self._asked(keys, group))
 
-    def _asked(self, keys: Sequence[Key], group: int) -> Held:
-        """Chunks that stand alone, pinned."""
-        if not keys or not self.settings.stands_alone(group):
-            raise CacheError(f"expected chunks of a group that stand alone, got {len(keys)} of group {group}")
+    def _asked(self, keys: Sequence[Key] | Sight, group: int) -> tuple[Sequence[Key], At]:
+        """Keys and nodes of chunks of `group` that stand alone, and can be read from some tier; or `CacheError`."""
         index = self._store.index
-        nodes = index.find_alone(keys)
-        lacking = [
-            key.hex()[:12] for key, node in zip(keys, nodes, strict=True) if not (node and index.reachable[node])
-        ]
+        mine, at = nodes_of(index, keys)
+        if not len(at) or not self.settings.stands_alone(group):
+            raise CacheError(f"expected chunks of a group that stand alone, got {len(at)} of group {group}")
+        lacking = np.flatnonzero((at == ROOT) | (marks(index.reachable)[at] == 0)).tolist()
         if lacking:
-            raise CacheError(f"{len(lacking)} of {len(keys)} chunks are not ready in any tier: {lacking[0]} ...")
-        pins = [self._store.pin(node) for node in nodes]
-        return Held(keys, range(len(keys)), pins, group, alone=True)
+            name = mine[lacking[0]].hex()[:12]
+            raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier: {name} ...")
+        if len(np.unique(at)) < len(at):
+            raise CacheError(f"the {len(at)} chunks differ, only {len(np.unique(at))} do")
+        index.check_alone(at)
+        self._store.check_pool(at.tolist() if self._store.several_sizes else (), self.settings.pool_of(group))
+        return mine, at
 
     def withdraw(self, job: int) -> None:
         """The host will not move what it was offered or lent, on any rank that has not reported."""

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from longshore.boundary import Key, Slot
 from longshore.cache.beginnings import Text
+from longshore.cache.columns import marks
 from longshore.cache.core import Core
 from longshore.cache.events import EventKind
 from longshore.cache.groups import Wanted
 from longshore.cache.jobs import Held
+from longshore.cache.nodes import ROOT
+from longshore.cache.sight import Sight
 from longshore.cache.types import (
     GroupMatch,
     Hold,
@@ -17,7 +20,6 @@ from longshore.cache.types import (
     MissReason,
     Onboarding,
     Outcome,
-    Presence,
     Run,
 )
 from longshore.cache.waiting import PrefetchPolicy, seconds
@@ -109,19 +111,15 @@ class Reading(Core):
         """The slot that each held chunk can be read from, the warmest; fewer than held if some were lost."""
         return self._store.watching.warmest_slots(self._holds.get(hold).nodes(self._store.index))
 
-    def peek(self, key: Key) -> Presence:
-        """Where `key` is, for hosts that ask key by key. What is ready stays so until `end_step`.
+    def peek(self, keys: Sequence[Key]) -> Sight:
+        """Where each of `keys` is, for hosts that ask key by key. What is ready, or colder, stays so until `end_step`.
 
         A chunk that could not be reached yet, because one before it is still on its way, is in flight itself.
         """
-        index = self._store.index
-        node = index.get(key)
-        if not node:
-            return Presence.ABSENT
-        if not index.reachable[node]:
-            return Presence.IN_FLIGHT
-        self._holds.protect(node)
-        return Presence.READY if index.is_ready(node, 0) else Presence.COLDER
+        sight = Sight.take(self._store.index, keys)
+        readable = marks(self._store.index.reachable)[sight.at] != 0
+        self._holds.protect(sight.at[readable & (sight.at != ROOT)])
+        return sight
 
     def knows(self, key: Key) -> bool:
         """Whether a tier has `key`, or will have. Neither a use, nor a hold."""

@@ -94,6 +94,8 @@ class Store:
         self.sliding = Sliding(self)
         self.beginnings = Beginnings(self.index, self._token_width)
         self.eviction = Eviction(self)
+        self.seen = bytearray()
+        """1 for nodes that were peeked at in this step."""
         self.emptying = Emptying(self)
         self.fit()
 
@@ -116,6 +118,7 @@ class Store:
         self.backlog.grow(self.index.size)
         self.sliding.grow(self.index.size)
         self.beginnings.grow(self.index.size)
+        self.seen.extend(bytes(self.index.size - len(self.seen)))
 
     # ------------------------------------------------------------------ arrivals
 
@@ -285,6 +288,10 @@ class Store:
         self.pins.setdefault(node, set()).add(pin)
         return pin
 
+    def is_kept(self, node: int) -> bool:
+        """Whether a hold, or a look at it in this step, keeps the last copy of `node`."""
+        return node in self.pins or bool(self.seen[node])
+
     def unpin(self, pin: Pin) -> None:
         """Let go of a node; one that was lost meanwhile has been let go of."""
         node = pin.node
@@ -387,6 +394,7 @@ class Store:
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
         if gone:
+            self.seen[node] = 0
             self.backlog.forget(node)
         else:
             self.backlog.exposed(node)

@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from longshore.boundary import Key, Slot, Status
+from longshore.boundary import Addresses, Key, Slot, Slots, Status
 from longshore.cache.beginnings import Partial
 from longshore.cache.groups import Need
 from longshore.cache.states import State
@@ -139,7 +139,7 @@ class Loan(NamedTuple):
     """Slots that the host may read until it reports `job`."""
 
     job: int
-    slots: tuple[Slot, ...]
+    slots: Addresses
 
 
 class Placement(NamedTuple):
@@ -159,7 +159,7 @@ class Offload(NamedTuple):
 
     job: int | None
     positions: Sequence[int] = ()
-    slots: Sequence[Slot] = ()
+    slots: Addresses = Addresses(Slots("", 0, ()))
     kept: int = 0
     known: Sequence[int] = ()
 

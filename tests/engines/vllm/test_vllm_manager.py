@@ -11,6 +11,7 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import BLOCKS, Rig, file_settings, keys_of
 
+from longshore.engines.vllm.keys import ours
 from longshore.errors import ConfigError, EngineError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -149,7 +150,7 @@ def test_what_only_the_file_tier_has_is_brought_up_and_then_loaded(rigs: Any, tm
     before = [rig.bytes_of(0, block) for block in range(1, 6)]
     assert rig.manager._runtime.flush(10.0)
     with rig.manager._runtime.control() as cache:
-        assert cache.discard([rig.manager._key(key) for key in keys], "host") == 5
+        assert cache.discard(ours(keys), "host") == 5
     reader = rig.request("reader", keys)
     assert rig.lookup(keys, reader) == [PENDING] * 5
     assert rig.manager._runtime._wait(lambda: not rig.cache.jobs_in_flight, 10.0)
@@ -167,7 +168,7 @@ def test_what_turns_out_rotten_while_another_request_waits_for_it_is_a_miss(rigs
     rig.store(keys, [1, 2], rig.request("writer", keys))
     assert rig.manager._runtime.flush(10.0)
     with rig.manager._runtime.control() as cache:
-        assert cache.discard([rig.manager._key(key) for key in keys], "host") == 2
+        assert cache.discard(ours(keys), "host") == 2
     segment = tmp_path / "tier" / "segment"
     segment.write_bytes(bytes(byte ^ 255 for byte in segment.read_bytes()))
     first, second = rig.request("first", keys), rig.request("second", keys)

@@ -11,9 +11,8 @@ A lookup never blocks. `HIT` means verified bytes in the host tier; what is on i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -26,15 +25,16 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import Key, Slot, Status, TransferResult
-from longshore.cache import Hold, PrefetchPolicy, Presence, TieredCache
+from longshore.boundary import HOST, Key, Slots, Status, TransferResult
+from longshore.cache import Hold, PrefetchPolicy, Presence, Sight, TieredCache
+from longshore.engines.vllm.keys import GROUP_BYTES, ours
+from longshore.engines.vllm.meeting import GOOD
 from longshore.engines.vllm.store import Store
 from longshore.engines.vllm.worker import SlotsSpec
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-
-_KEY_BYTES = 32
-_GROUP_BYTES = 4
+OK = Status.OK
+NO_SLOTS = Slots(HOST, 0, ())
 
 
 @dataclass(slots=True)
@@ -43,6 +43,8 @@ class _Request:
 
     Attributes:
         answers: Those of this step, for all chunks of the request that vLLM has told of.
+        told: These chunks, by vLLM's keys.
+        sight: What the cache has of them.
         colder: What of that is in a colder tier alone.
         wanted: What of that vLLM has asked for.
         since: When it was first told to wait.
@@ -54,6 +56,8 @@ class _Request:
     """
 
     answers: dict[OffloadKey, LookupResult] = field(default_factory=dict)
+    told: list[OffloadKey] = field(default_factory=list)
+    sight: Sight | None = None
     colder: set[OffloadKey] = field(default_factory=set)
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
     since: float | None = None
@@ -63,14 +67,45 @@ class _Request:
     barred: bool = False
     finished: bool = False
 
+    def seen(self, theirs: list[OffloadKey]) -> Sight | list[Key]:
+        """Some chunks: they were seen already if they are a part of what vLLM has told of in this step."""
+        if self.sight is not None and theirs and theirs[0] in self.answers:
+            begin = self.told.index(theirs[0])
+            end = begin + len(theirs)
+            if self.told[begin:end] == theirs:
+                return self.sight.part(begin, end)
+        return ours(theirs)
+
+    def end_step(self) -> None:
+        """What was found in this step may change."""
+        self.answers, self.told, self.sight = {}, [], None
+        self.colder, self.wanted = set(), {}
+
 
 @dataclass(slots=True)
 class _Ticket:
     """Slots that the workers fill, or read: the cache's `jobs`, with the slots of each. Its number is used once."""
 
     number: int
-    jobs: list[tuple[int, list[int]]] = field(default_factory=list)
+    jobs: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     keys: list[OffloadKey] = field(default_factory=list)
+
+    @property
+    def slots(self) -> list[int]:
+        """All of them."""
+        return [slot for _, mine in self.jobs for slot in mine]
+
+    def end(self, cache: TieredCache, good: Sequence[bool], now: float) -> None:
+        """Tell the cache that all jobs have ended, and in which slots well, in order; none stands for all."""
+        if all(good):
+            results = [TransferResult(job, (OK,) * len(mine)) for job, mine in self.jobs]
+        else:
+            said = iter(good)
+            results = [
+                TransferResult(job, tuple(OK if next(said) else Status.IO_ERROR for _ in mine))
+                for job, mine in self.jobs
+            ]
+        cache.apply(results, now)
 
 
 class LongshoreManager(OffloadingManager):  # type: ignore[misc]
@@ -80,13 +115,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """`groups` are vLLM's numbers of the KV cache groups, in our order; `patience` is in seconds."""
         self._store = store
         self._runtime = store.runtime
-        self._groups = {number.to_bytes(_GROUP_BYTES, "big"): index for index, number in enumerate(groups)}
+        self._groups = {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)}
         self._patience = patience
         self._requests: dict[str, _Request] = {}
         self._asked: list[_Request] = []
         self._last_ticket = 0
         self._stores: dict[int, _Ticket] = {}
         self._by_key: dict[OffloadKey, _Ticket] = {}
+        """Stores by their first key: vLLM reports all keys of a store together, in any order."""
         self._stale: list[tuple[_Ticket, bool]] = []
         """Tickets of which nobody will tell any more, and whether they are stores."""
         self._closed = False
@@ -95,12 +131,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """A request has come."""
-        self._requests.setdefault(req_context.req_id, _Request())
+        self._begin(req_context)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Where a chunk is: from the answers of this step, which are had for all chunks of the request at once."""
-        request = self._requests.setdefault(req_context.req_id, _Request())
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
         answer = request.answers.get(key)
         if answer is None:
             self._ask(request, key, req_context)
@@ -117,17 +153,16 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotsSpec:
         """Lend the slots of these chunks to the workers."""
-        request = self._requests.setdefault(req_context.req_id, _Request())
-        ticket, counts, slots = self._ticket(), [0] * len(self._groups), list[Slot]()
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        ticket, runs = self._ticket(), [NO_SLOTS] * len(self._groups)
         with self._runtime.control() as cache:
             for group, mine in self._by_group(keys):
-                loan = cache.lend([self._key(key) for key in mine], group=group)
-                counts[group] = len(loan.slots)
-                slots += loan.slots
-                ticket.jobs.append((loan.job, [slot.index for slot in loan.slots]))
+                loan = cache.lend(request.seen(mine), group=group)
+                runs[group] = loan.slots.of
+                ticket.jobs.append((loan.job, loan.slots.of.indices))
             self._release(request, cache)
         request.loan, request.since = ticket, None
-        return _spec(ticket, counts, slots)
+        return SlotsSpec(ticket.number, tuple(runs))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """The workers have read what they were lent."""
@@ -136,37 +171,34 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             ticket, request.loan = request.loan, None
             request.barred |= self._store.stamps.has_failed(ticket.number)
             with self._runtime.control() as cache:
-                _end(cache, ticket, {}, self._runtime.clock())
+                ticket.end(cache, (), self._runtime.clock())
             self._forget_if_done(req_context.req_id, request)
 
     # ------------------------------------------------------------------ storing
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """Offer slots for what no tier has."""
-        ticket, counts, slots = self._ticket(), [0] * len(self._groups), list[Slot]()
+        ticket, runs = self._ticket(), [NO_SLOTS] * len(self._groups)
         with self._runtime.control() as cache:
             for group, mine in self._by_group(keys):
-                offload = cache.offer([self._key(key) for key in mine], group=group)
-                if offload.job is None:
-                    continue
-                ticket.keys += [mine[place.position] for place in offload.accepted]
-                ticket.jobs.append((offload.job, [slot.index for slot in offload.slots]))
-                counts[group] = len(offload.slots)
-                slots += offload.slots
+                offload = cache.offer(ours(mine), group=group)
+                if offload.job is not None:
+                    ticket.keys += [mine[position] for position in offload.positions]
+                    ticket.jobs.append((offload.job, offload.slots.of.indices))
+                    runs[group] = offload.slots.of
         if ticket.keys:
             self._stores[ticket.number] = ticket
-            self._by_key.update(dict.fromkeys(ticket.keys, ticket))
-        return PrepareStoreOutput(list(ticket.keys), _spec(ticket, counts, slots), [])
+            self._by_key[ticket.keys[0]] = ticket
+        return PrepareStoreOutput(ticket.keys.copy(), SlotsSpec(ticket.number, tuple(runs)), [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """All ranks say that they are done with these chunks; what is published is what they have stamped."""
-        tickets = {ticket.number: ticket for key in keys if (ticket := self._by_key.get(key)) is not None}
+        tickets = [self._by_key.pop(key) for key in sorted(self._by_key.keys() & keys)]
         with self._runtime.control() as cache:
-            for number, ticket in sorted(tickets.items()):
-                _end(cache, ticket, self._statuses(ticket), self._runtime.clock())
-                del self._stores[number]
-                for key in ticket.keys:
-                    del self._by_key[key]
+            for ticket in tickets:
+                good = (self._store.stamps.said(ticket.number, ticket.slots) == GOOD).all(axis=1)
+                ticket.end(cache, good.tolist(), self._runtime.clock())
+                del self._stores[ticket.number]
 
     # ------------------------------------------------------------------ between steps
 
@@ -184,9 +216,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.control() as cache:
             for request in self._asked:
                 self._bring_up(request, cache)
-                request.answers.clear()
-                request.colder.clear()
-                request.wanted.clear()
+                request.end_step()
             self._asked.clear()
             cache.end_step()
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
@@ -208,7 +238,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._stores.clear()
         self._by_key.clear()
         for request in self._asked:
-            request.answers.clear()
+            request.end_step()
         for name in [name for name, request in self._requests.items() if request.finished]:
             del self._requests[name]
 
@@ -229,22 +259,27 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _ask(self, request: _Request, key: OffloadKey, context: ReqContext) -> None:
         """Answers for all chunks of a request that vLLM has told of, `key` among them."""
         told = getattr(context, "_offload_key_positions", {})
-        keys = list(told) if key in told else [key]
+        request.told = list(told) if key in told else [key]
         now = self._runtime.clock()
         with self._runtime.control() as cache:
             late = request.since is not None and now - request.since > self._patience
             brought = bool(request.holds) and all(cache.prefetched(hold) is not None for hold in request.holds)
-            for each in keys:
-                presence = Presence.ABSENT if request.barred else cache.peek(self._key(each))
-                if presence is Presence.READY:
-                    request.answers[each] = HIT
-                elif presence is Presence.ABSENT or late or (presence is Presence.COLDER and brought):
-                    request.answers[each] = MISS
-                else:
-                    request.answers[each] = PENDING
-                    if presence is Presence.COLDER:
-                        request.colder.add(each)
+            request.sight = cache.peek(ours(() if request.barred else request.told))
         self._asked.append(request)
+        if request.barred:
+            request.answers = dict.fromkeys(request.told, MISS)
+            return
+        found = request.sight.presences
+        request.answers = dict.fromkeys(request.told, HIT)
+        if found.count(Presence.READY) == len(found):
+            return
+        # What was brought up for this request, and is colder again, would be so for ever.
+        waits = {Presence.IN_FLIGHT: not late, Presence.COLDER: not late and not brought}
+        for each, presence in zip(request.told, found, strict=True):
+            if presence is not Presence.READY:
+                request.answers[each] = PENDING if waits.get(presence) else MISS
+                if presence is Presence.COLDER and waits[presence]:
+                    request.colder.add(each)
 
     def _bring_up(self, request: _Request, cache: TieredCache) -> None:
         """Order what `request` was told to wait for."""
@@ -254,9 +289,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if not request.wanted or request.holds:
             return
         # What was read for another request meanwhile, and found rotten, is not there any more.
-        there = [key for key in request.wanted if cache.peek(self._key(key)) in (Presence.READY, Presence.COLDER)]
+        wanted = list(request.wanted)
+        found = zip(wanted, cache.peek(ours(wanted)).presences, strict=True)
+        there = [key for key, presence in found if presence in (Presence.READY, Presence.COLDER)]
         for group, mine in self._by_group(there):
-            hold = cache.keep([self._key(key) for key in mine], group=group)
+            hold = cache.keep(ours(mine), group=group)
             cache.prefetch(hold, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
             request.holds.append(hold)
             request.origin.update(mine)
@@ -270,47 +307,26 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if request.finished and request.loan is None:
             self._requests.pop(name, None)
 
-    def _statuses(self, ticket: _Ticket) -> Mapping[int, Status]:
-        """Slots that were not stamped good by all ranks."""
-        slots = [slot for _, mine in ticket.jobs for slot in mine]
-        said = self._store.stamps.said(ticket.number, slots)
-        return {slot: Status.IO_ERROR for slot, ranks in zip(slots, said.tolist(), strict=True) if min(ranks) < 2}
-
     def _is_over(self, ticket: _Ticket, is_store: bool, cache: TieredCache) -> bool:
         """Whether no worker touches the slots of a ticket from before a reset; if so, they are given back."""
         stamps = self._store.stamps
-        slots = [slot for _, mine in ticket.jobs for slot in mine]
-        over = bool(stamps.said(ticket.number, slots).all()) if is_store else stamps.has_loaded(ticket.number)
+        over = bool(stamps.said(ticket.number, ticket.slots).all()) if is_store else stamps.has_loaded(ticket.number)
         if over:
-            _end(cache, ticket, {}, self._runtime.clock())
+            ticket.end(cache, (), self._runtime.clock())
         return over
 
     def _ticket(self) -> _Ticket:
         self._last_ticket += 1
         return _Ticket(self._last_ticket)
 
-    def _by_group(self, keys: Collection[OffloadKey]) -> Iterator[tuple[int, list[OffloadKey]]]:
-        """Keys of each group, by our number; vLLM gives them group after group."""
-        for number, mine in groupby(sorted(keys, key=_group_of), key=_group_of):
-            yield self._groups[number], list(mine)
+    def _begin(self, context: ReqContext) -> _Request:
+        return self._requests.setdefault(context.req_id, _Request())
 
-    @staticmethod
-    def _key(key: OffloadKey) -> Key:
-        """Our key: the end of the hash, and the group. The scope stands in the records of tiers that outlive us."""
-        return bytes(key[-_KEY_BYTES:].rjust(_KEY_BYTES, b"\0"))
-
-
-def _group_of(key: OffloadKey) -> bytes:
-    return bytes(key[-_GROUP_BYTES:])
-
-
-def _spec(ticket: _Ticket, counts: Sequence[int], slots: Sequence[Slot]) -> SlotsSpec:
-    return SlotsSpec(ticket.number, tuple(counts), tuple((slot.pool, slot.index) for slot in slots))
-
-
-def _end(cache: TieredCache, ticket: _Ticket, bad: Mapping[int, Status], now: float) -> None:
-    """Tell the cache that all jobs of a ticket have ended."""
-    cache.apply(
-        [TransferResult(job, tuple(bad.get(slot, Status.OK) for slot in slots)) for job, slots in ticket.jobs],
-        now,
-    )
+    def _by_group(self, keys: Collection[OffloadKey]) -> list[tuple[int, list[OffloadKey]]]:
+        """Keys of each group that has any, by our number of it."""
+        if len(self._groups) == 1:
+            return [(0, list(keys))] if keys else []
+        parts: dict[bytes, list[OffloadKey]] = {}
+        for key in keys:
+            parts.setdefault(key[-GROUP_BYTES:], []).append(key)
+        return sorted((self._groups[number], mine) for number, mine in parts.items())

@@ -29,6 +29,9 @@ from longshore.tiers.arena import Arena, ArenaSettings
 PATIENCE = 300.0
 """Seconds to wait for the rank that makes the memory: it touches every page of it."""
 
+SILENT, BAD, GOOD = range(3)
+"""What a rank has said of a slot."""
+
 U64 = npt.NDArray[np.uint64]
 
 
@@ -95,7 +98,7 @@ class Stamps:
         self._loads[ticket % self.LOADS, rank] = 2 * ticket + good
 
     def said(self, ticket: int, slots: Sequence[int]) -> U64:
-        """What each rank said of `slots`, by `ticket`: 0 nothing, 1 bad, 2 good; shape `(len(slots), ranks)`."""
+        """What each rank said of `slots`, by `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(len(slots), ranks)`."""
         found = self._slots[np.array(slots, np.int64), : self._ranks]
         spoken = found >> np.uint64(1) == ticket
         answers: U64 = np.where(spoken, (found & np.uint64(1)) + np.uint64(1), np.uint64(0))

@@ -18,7 +18,19 @@ from typing import cast
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.base import TransferResult as VllmResult
 
-from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer, TransferResult, Urgency
+from longshore.boundary import (
+    DEVICE,
+    HOST,
+    Item,
+    Route,
+    Section,
+    Slots,
+    Status,
+    Transfer,
+    TransferResult,
+    Urgency,
+    addresses,
+)
 from longshore.engines.vllm.meeting import Stamps
 from longshore.errors import EngineError, LongshoreError
 from longshore.tiers.arena import Arena
@@ -30,17 +42,25 @@ _LOAD_PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
-    """Where the chunks of one job lie in the arena: (pool, slot) of each, group after group.
+    """Where the chunks of one job lie in the arena.
 
     Attributes:
         job: The manager's ticket, a number that no other ever has.
-        counts: Chunks of each KV cache group.
-        slots: All of them, in order.
+        runs: The slots of each KV cache group, in order.
     """
 
     job: int
-    counts: tuple[int, ...]
-    slots: tuple[tuple[int, int], ...]
+    runs: tuple[Slots, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Chunks of each group."""
+        return tuple(len(run.indices) for run in self.runs)
+
+    @property
+    def indices(self) -> list[int]:
+        """Slots of all groups."""
+        return [index for run in self.runs for index in run.indices]
 
 
 @dataclass(slots=True)
@@ -130,7 +150,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                 raise EngineError(f"{size} blocks from {index} on do not make {chunks} whole chunks of group {group}")
             sections.append(Section(group, index, tuple(ids[begin : begin + size])))
             begin += size
-        slots = [Slot(HOST, pool, index) for pool, index in job.spec.slots]
+        slots = [slot for run in job.spec.runs for slot in addresses(*run)]
         return Transfer(
             job=job.spec.job,
             route=Route(DEVICE, HOST) if job.is_store else Route(HOST, DEVICE),
@@ -147,8 +167,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         return (1 << self._per_chunk) - 1
 
     def _stored(self, job: _Job, result: TransferResult) -> None:
-        good = [index for (_, index), status in zip(job.spec.slots, result.statuses, strict=True) if status is OK]
-        bad = [index for (_, index), status in zip(job.spec.slots, result.statuses, strict=True) if status is not OK]
+        good = [index for index, status in zip(job.spec.indices, result.statuses, strict=True) if status is OK]
+        bad = [index for index, status in zip(job.spec.indices, result.statuses, strict=True) if status is not OK]
         self.stamps.stored(job.spec.job, self._rank, good, bad)
         self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
 
@@ -163,7 +183,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _end_badly(self, job: _Job) -> None:
         if job.is_store:
-            self.stamps.stored(job.spec.job, self._rank, [], [index for _, index in job.spec.slots])
+            self.stamps.stored(job.spec.job, self._rank, [], job.spec.indices)
         else:
             self.stamps.loaded(job.spec.job, self._rank, good=False)
             if not self.reports_failures:
