@@ -7,7 +7,7 @@ is as good as its keys alone from the next one on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +24,15 @@ _ABSENT, _IN_FLIGHT, _READY, _COLDER = range(len(_PRESENCES))
 At = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Sight:
     """Where each of `keys` was, in `presences`."""
 
     keys: Sequence[Key]
     presences: Sequence[Presence]
-    at: At
-    index: Index
-    gone: int
+    at: At = field(compare=False, repr=False)
+    index: Index = field(compare=False, repr=False)
+    gone: int = field(compare=False, repr=False)
 
     def part(self, begin: int, end: int) -> Sight:
         """The same of the keys `[begin, end)`."""
