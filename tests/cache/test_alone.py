@@ -259,3 +259,22 @@ def test_a_path_that_repeats_a_key_is_refused() -> None:
     (one,) = keys_of(0, 1)
     with pytest.raises(CacheError, match="differ"):
         cache.commit([one, one], [0, 1])
+
+
+def test_hosts_that_do_not_offer_whole_paths_say_what_has_slid() -> None:
+    cache = grouped(FULL, WINDOW, host=8)
+    store(cache, 0, keys_of(0, 2, "old"))
+    path = keys_of(1, 6)
+    for at in range(6):
+        offer = cache.offer(path[at : at + 1], group=1)
+        assert offer.job is not None
+        cache.apply([TransferResult(offer.job, (Status.OK,))], 0.0)
+        cache.slide([*path[max(0, at - 3) : max(0, at - 2)], *keys_of(1, 1, "unknown")], group=1)
+    store(cache, 0, keys_of(0, 3, "new"))
+    assert resident(cache)[:3] == ["a1.003", "a1.004", "a1.005"]
+    assert len(resident(cache)) == 8
+
+
+def test_no_window_slides_past_a_path() -> None:
+    with pytest.raises(CacheError, match="do not stand alone"):
+        grouped(FULL, WINDOW, host=8).slide(keys_of(0, 1), group=0)

@@ -83,6 +83,15 @@ class Offering(Core):
         self._device.check(())
         return self._storing.store(keys, first, None, evicting=True, retention=retention, group=group)
 
+    def slide(self, keys: Sequence[Key], *, group: int = 0) -> None:
+        """The window of a request has slid past `keys`, for hosts that do not offer whole paths.
+
+        They go first from now on, unless a match was served from them; what no tier has is ignored.
+        """
+        if not self.settings.stands_alone(group):
+            raise CacheError(f"no window slides past chunks of group {group}: they do not stand alone")
+        self._store.sliding.slide([node for node in self._store.index.find_alone(keys) if node])
+
     def keep(self, keys: Sequence[Key] | Sight, *, group: int = 0, request: str | None = None) -> Hold:
         """A hold on chunks that stand alone, for hosts that have found them by `peek`.
 

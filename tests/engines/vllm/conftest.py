@@ -1,9 +1,40 @@
 """These tests run where vLLM is installed: `make vllm` sets up such an environment, and fails where it cannot."""
 
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib.util import find_spec
+
+import pytest
 
 _found = find_spec("vllm")
 _is_installed = (
     _found is not None and _found.origin is not None
 )  # this very directory looks like a package of that name
 collect_ignore_glob = [] if _is_installed else ["test_*"]
+
+if _is_installed:
+    from engine_runs import Answers, Serve, ask_oracle, run_engine
+    from vllm_kit import Rig
+
+    @pytest.fixture
+    def rigs() -> Iterator[Callable[..., Rig]]:
+        """Makes rigs, and closes them."""
+        made: list[Rig] = []
+
+        def make(**settings: object) -> Rig:
+            made.append(Rig(**settings))  # type: ignore[arg-type]
+            return made[-1]
+
+        yield make
+        for rig in made:
+            rig.close()
+
+    @pytest.fixture(scope="session")
+    def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+        """Runs one engine in a process of its own."""
+        return partial(run_engine, tmp_path_factory.mktemp("engines"))
+
+    @pytest.fixture(scope="session")
+    def oracles(serve: Serve) -> Callable[[str], Answers]:
+        """By model, the answers of an engine that keeps everything."""
+        return cache(partial(ask_oracle, serve))

@@ -1,6 +1,6 @@
 """One engine of vLLM in a process of its own: python serving.py ORDERS, where ORDERS is a file of JSON.
 
-{"model": DIRECTORY, "extra": {...}, "blocks": 64, "steps": [["ask", [TOKENS]], ["reset"], ["flip", SLOTS], ...]}
+{"model": DIRECTORY, "extra": {...}, "blocks": 64, "steps": [["ask", [TOKENS]], ["reset"], ["flip"], ...]}
 
 Prints one line of JSON, the last: what each step gave, and the counters of the tiers.
 """
@@ -33,6 +33,12 @@ class Engine:
 
         self.refused = 0
         options = dict(orders.get("options", {}))
+        if orders.get("plain"):
+            options["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"spec_name": "PlainSpec", "spec_module_path": "plain_spec"},
+            }
         if orders.get("extra") is not None:
             options["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
@@ -48,7 +54,7 @@ class Engine:
             model=orders["model"],
             skip_tokenizer_init=True,
             enforce_eager=True,
-            dtype="float32",
+            dtype=orders.get("dtype", "float32"),
             block_size=orders.get("block_size", 32),
             num_gpu_blocks_override=orders["blocks"],
             max_model_len=1024,
@@ -122,6 +128,7 @@ class Engine:
                 "hits": dict(counters.hits),
                 "misses": {reason.value: count for reason, count in counters.misses.items()},
                 "lost": dict(counters.lost),
+                "arrived": {route: totals.chunks for route, totals in counters.routes.items()},
                 "held": cache.held,
                 "refused": self.refused,
             }

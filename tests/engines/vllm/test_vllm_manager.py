@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,6 @@ from longshore.engines.vllm.keys import ours
 from longshore.errors import ConfigError, EngineError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-
-
-@pytest.fixture
-def rigs() -> Iterator[Any]:
-    """Makes rigs, and closes them."""
-    made: list[Rig] = []
-
-    def make(**settings: Any) -> Rig:
-        made.append(Rig(**settings))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 @pytest.mark.parametrize(("world", "per_chunk"), [(1, 1), (1, 4), (2, 1), (2, 2)])

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -18,6 +24,7 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,
     ReqContext,
+    get_offload_group_idx,
     make_offload_key,
 )
 from vllm.v1.kv_offload.config import (
@@ -33,7 +40,37 @@ from longshore.engines.vllm import LongshoreManager, LongshoreSpec, LongshoreWor
 BLOCKS = 16
 PAGE = 192
 TOKENS = 16
+NOT_SETTINGS = ("parallel", "model", "dtype", "vllm", "replicated")
 _engines = itertools.count()
+
+
+@dataclass(frozen=True)
+class Group:
+    """One KV cache group: vLLM's number, tokens of a block, layers (of the two tensors), and how far back it looks."""
+
+    number: int = 0
+    tokens: int = TOKENS
+    layers: int = 2
+    window: int | None = None
+    is_state: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"layer {self.number}.{layer}" for layer in range(self.layers))
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """As vLLM's layers have it."""
+        if self.is_state:
+            return MambaSpec(block_size=self.tokens, shapes=((4,),), dtypes=(torch.float32,))
+        shape = {"block_size": self.tokens, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
+        return (
+            FullAttentionSpec(**shape)
+            if self.window is None
+            else SlidingWindowSpec(sliding_window=self.window, **shape)
+        )
+
+    def get_attn_backend(self) -> type:
+        return Group
 
 
 def keys_of(count: int, group: int = 0, name: str = "prompt") -> list[OffloadKey]:
@@ -42,7 +79,7 @@ def keys_of(count: int, group: int = 0, name: str = "prompt") -> list[OffloadKey
 
 
 def config_of(
-    rank: int, world: int, groups: Sequence[int], engine: str, per_chunk: int, extra: dict[str, Any]
+    rank: int, world: int, groups: Sequence[Group], engine: str, per_chunk: int, extra: dict[str, Any]
 ) -> OffloadingConfig:
     parallel = {
         "rank": rank,
@@ -57,40 +94,84 @@ def config_of(
         "is_parallelism_agnostic": False,
         **extra.get("parallel", {}),
     }
-    ours = {key: value for key, value in extra.items() if key not in ("parallel", "model")}
+    ours = {key: value for key, value in extra.items() if key not in NOT_SETTINGS}
     return OffloadingConfig(
-        groups=tuple(OffloadingGroupConfig(TOKENS, (f"layer {number}",), number) for number in groups),
+        groups=tuple(OffloadingGroupConfig(group.tokens, group.names, group.number) for group in groups),
         worker_kv_bytes_per_block=0,
         enable_kv_cache_events=False,
         extra_config={"host_size": "1MiB", "host_huge_pages": False, **ours},
         engine_id=engine,
-        model=OffloadingModelConfig(extra.get("model", "no such directory"), "float32"),
+        model=OffloadingModelConfig(extra.get("model", "no such directory"), extra.get("dtype", "float32")),
         cache=OffloadingCacheConfig(TOKENS, per_chunk),
         parallel=OffloadingParallelConfig(**parallel),
+        replicated_layout=extra.get("replicated", False),
     )
+
+
+def vllm_config(groups: Sequence[Group], extra: dict[str, Any]) -> Any:
+    """What of vLLM's whole configuration the adapter looks at; `extra["vllm"]` changes some of it."""
+    directory = Path(extra.get("model", "no such directory"))
+    path = directory / "config.json"
+    model = SimpleNamespace(
+        model=str(directory),
+        revision=None,
+        dtype=torch.float32,
+        hf_config=SimpleNamespace(to_dict=lambda: json.loads(path.read_text()) if path.exists() else {}),
+    )
+    whole = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        parallel_config=SimpleNamespace(nnodes_within_dp=1),
+        speculative_config=None,
+        lora_config=None,
+        compilation_config=SimpleNamespace(
+            static_forward_context={name: group for group in groups for name in group.names}
+        ),
+    )
+    for place, value in extra.get("vllm", {}).items():
+        *owners, name = place.split(".")
+        setattr(reduce(getattr, owners, whole), name, value)
+    return whole
 
 
 class Rig:
     """One manager, and a worker for each rank over tensors of its own."""
 
-    def __init__(self, *, world: int = 1, groups: Sequence[int] = (0,), per_chunk: int = 1, **extra: Any) -> None:
+    def __init__(
+        self,
+        *,
+        world: int = 1,
+        groups: Sequence[int | Group] = (0,),
+        per_chunk: int = 1,
+        page: int = PAGE,
+        **extra: Any,
+    ) -> None:
+        """Pages have `page` bytes, of which the last eight are padding; `extra` are settings, or `NOT_SETTINGS`."""
         engine = f"engine {next(_engines)} of {id(self)}"
         generator = torch.Generator().manual_seed(5)
         self.per_chunk = per_chunk
-        self.tensors = [
-            [torch.randint(-128, 127, (BLOCKS, PAGE), dtype=torch.int8, generator=generator) for _ in range(2)]
-            for _ in range(world)
+        self.page = page
+        self.groups = [Group(each) if isinstance(each, int) else each for each in groups]
+        replicated = extra.get("replicated", False)
+        first = [torch.randint(-128, 127, (BLOCKS, page), dtype=torch.int8, generator=generator) for _ in range(2)]
+        self.tensors = [first] + [
+            [each.clone() if replicated else torch.randint_like(each, -128, 127) for each in first]
+            for _ in range(world - 1)
         ]
-        specs = [LongshoreSpec(config_of(rank, world, groups, engine, per_chunk, extra)) for rank in range(world)]
-        self.workers: list[LongshoreWorker] = [
-            spec.get_worker(
-                CanonicalKVCaches(
-                    [CanonicalKVCacheTensor(tensor, PAGE) for tensor in tensors],
-                    [[CanonicalKVCacheRef(index, PAGE - 8) for index in range(len(tensors))] for _ in groups],
+        with set_current_vllm_config(vllm_config(self.groups, extra)):
+            specs = [
+                LongshoreSpec(config_of(rank, world, self.groups, engine, per_chunk, extra)) for rank in range(world)
+            ]
+            self.workers: list[LongshoreWorker] = [
+                spec.get_worker(
+                    CanonicalKVCaches(
+                        [CanonicalKVCacheTensor(tensor, page) for tensor in tensors],
+                        [[CanonicalKVCacheRef(at, page - 8) for at in range(group.layers)] for group in self.groups],
+                    )
                 )
-            )
-            for spec, tensors in zip(specs, self.tensors, strict=True)
-        ]
+                for spec, tensors in zip(specs, self.tensors, strict=True)
+            ]
         self.manager: LongshoreManager = specs[0].get_manager()
         self.cache: Any = self.manager._runtime._cache
         self._jobs = itertools.count()
@@ -100,7 +181,8 @@ class Rig:
         context = ReqContext(req_id=name)
         self.manager.on_new_request(context)
         for position, key in enumerate(keys):
-            context.set_offload_key_position(key, (position + 1) * TOKENS * self.per_chunk)
+            (tokens,) = (each.tokens for each in self.groups if each.number == get_offload_group_idx(key))
+            context.set_offload_key_position(key, (position + 1) * tokens * self.per_chunk)
         return context
 
     def lookup(self, keys: Sequence[OffloadKey], context: ReqContext) -> list[LookupResult]:
@@ -149,7 +231,7 @@ class Rig:
 
     def bytes_of(self, rank: int, block: int) -> list[torch.Tensor]:
         """What a rank has of a block, without padding."""
-        return [tensor[block, : PAGE - 8].clone() for tensor in self.tensors[rank]]
+        return [tensor[block, : self.page - 8].clone() for tensor in self.tensors[rank]]
 
     def close(self) -> None:
         for worker in self.workers:
@@ -168,8 +250,9 @@ class Rig:
 
 
 def file_settings(path: Path) -> dict[str, Any]:
-    """A file tier, for a model whose directory `path` has room for."""
+    """A file tier, and a model whose directory lies in `path`."""
     model = path / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + bytes(64))
     return {"file_path": str(path / "tier"), "file_size": "1MiB", "model": str(model)}

@@ -51,6 +51,7 @@ class _Request:
         holds: What was brought up for it, until it is loaded.
         origin: Chunks that came from a colder tier.
         loan: The ticket of what workers read for it.
+        windows: Of each group that slides, by our number, the chunks of its last window that were offered.
         barred: A load for it has failed: it gets no other, or it might fail for ever.
         finished: Nothing will be asked for it any more.
     """
@@ -64,6 +65,7 @@ class _Request:
     holds: list[Hold] = field(default_factory=list)
     origin: set[OffloadKey] = field(default_factory=set)
     loan: _Ticket | None = None
+    windows: dict[int, list[OffloadKey]] = field(default_factory=dict)
     barred: bool = False
     finished: bool = False
 
@@ -178,10 +180,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """Offer slots for what no tier has."""
-        ticket, runs = self._ticket(), [NO_SLOTS] * len(self._groups)
+        ticket, runs, request = self._ticket(), [NO_SLOTS] * len(self._groups), self._begin(req_context)
         with self._runtime.control() as cache:
             for group, mine in self._by_group(keys):
                 offload = cache.offer(ours(mine), group=group)
+                self._slide(request, group, mine, req_context, cache)
                 if offload.job is not None:
                     ticket.keys += [mine[position] for position in offload.positions]
                     ticket.jobs.append((offload.job, offload.slots.of.indices))
@@ -298,6 +301,17 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.holds.append(hold)
             request.origin.update(mine)
 
+    def _slide(
+        self, request: _Request, group: int, keys: list[OffloadKey], context: ReqContext, cache: TieredCache
+    ) -> None:
+        """`keys` have been offered behind the last window of `request`, which slides past what it leaves."""
+        window, before = self._store.windows[group], request.windows.get(group, [])
+        if window is None or (before and _position(keys[0], context) <= _position(before[-1], context)):
+            return  # offered once more, when the request ends
+        path = before + keys
+        request.windows[group] = path[-window:]
+        cache.slide(ours(before[: max(0, len(path) - window)]), group=group)
+
     def _release(self, request: _Request, cache: TieredCache) -> None:
         for hold in request.holds:
             cache.release(hold)
@@ -330,3 +344,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         for key in keys:
             parts.setdefault(key[-GROUP_BYTES:], []).append(key)
         return sorted((self._groups[number], mine) for number, mine in parts.items())
+
+
+def _position(key: OffloadKey, context: ReqContext) -> int:
+    """Tokens up to the end of a chunk."""
+    return context.get_offload_key_position(key) or 0

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from longshore.engines.vllm.model import Model
 from longshore.errors import EngineError
 from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena, ArenaSettings
@@ -45,10 +46,12 @@ class Note:
         slab_bytes: As in `Slabs`, as are the next two.
         image_bytes: Sizes of images, by pool.
         slabs: Number of slabs.
+        pools: The pool of each KV cache group's images.
         ranks: Ranks whose parts make an image.
         world: Ranks that there are.
         fingerprint: Of the layout.
         device: What computes the bytes.
+        model: What the workers know of the model.
     """
 
     arena: str
@@ -56,10 +59,19 @@ class Note:
     slab_bytes: int
     image_bytes: tuple[int, ...]
     slabs: int
+    pools: tuple[int, ...]
     ranks: int
     world: int
     fingerprint: str
     device: str
+    model: Model
+
+    @classmethod
+    def read(cls, text: str) -> Note:
+        """What `publish` wrote."""
+        told = json.loads(text)
+        sequences = {name: tuple(told[name]) for name in ("image_bytes", "pools")}
+        return cls(**{**told, **sequences, "model": Model.told(told["model"])})
 
     @property
     def layout(self) -> Slabs:
@@ -143,8 +155,7 @@ def find(engine: str, patience: float = PATIENCE, *, nap: Callable[[float], None
     path, deadline = note_path(engine), time.monotonic() + patience
     while True:
         with contextlib.suppress(FileNotFoundError):
-            told = json.loads(path.read_text())
-            note = Note(**{**told, "image_bytes": tuple(told["image_bytes"])})
+            note = Note.read(path.read_text())
             if Path(note.arena).exists():  # else it is left over from an engine that was killed
                 return note
         if time.monotonic() > deadline:

@@ -29,11 +29,13 @@ def read(extra: Mapping[str, Any], blocks_per_chunk: int, replica: int = 0, repl
     return config
 
 
-def refuse(parallel: Any) -> None:
-    """Raise `EngineError` for engines that are not served."""
+def refuse(parallel: Any, nodes: int) -> None:
+    """Raise `EngineError` for engines that are not served; a replica's workers are on so many `nodes`."""
     served = {"pp_size": "pipeline", "pcp_size": "prefill context", "dcp_size": "decode context"}
     for field, name in served.items():
         if getattr(parallel, field) > 1:
             raise EngineError(f"{name} parallel engines are not served, got {field}={getattr(parallel, field)}")
     if parallel.world_size != parallel.tp_size:
         raise EngineError(f"expected tensor parallel ranks alone, got {parallel}")
+    if nodes > 1:
+        raise EngineError(f"ranks on several nodes are not served: they share memory; got {nodes} nodes")

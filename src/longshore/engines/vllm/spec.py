@@ -18,14 +18,15 @@ from longshore.engines.vllm import contract
 from longshore.engines.vllm.caches import layout_of
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.meeting import Note, Stamps, attach, find, make_stamps, publish, withdraw
-from longshore.engines.vllm.scope import is_seed_random, scope_of
+from longshore.engines.vllm.model import describe, nodes
+from longshore.engines.vllm.scope import scope_of, why_transient
 from longshore.engines.vllm.settings import read, refuse
 from longshore.engines.vllm.store import open_store
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import ConfigError
 from longshore.layout import KVLayout
 from longshore.runtime.host_memory import open_arena, registrar_for
-from longshore.slabs import Slabs
+from longshore.slabs import Slabs, by_size
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer.device import device_for
@@ -41,7 +42,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         """`config` is vLLM's `OffloadingConfig`. Raises `ConfigError`, `ContractError` or `EngineError`."""
         contract.check()
         super().__init__(config)
-        refuse(config.parallel)
+        refuse(config.parallel, nodes())
         self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
         self.replicated_layout = config.replicated_layout
         parallel = config.parallel
@@ -57,12 +58,11 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         note = find(self.config.engine_id)
         scope = None
         if self.settings.file_path is not None:
-            scope = scope_of(self.config, note, self.settings.salt)
-            if scope is None:
-                _log.error("NO FILE TIER: %s is no directory of a model", self.config.model.name)
-            elif is_seed_random():
-                _log.error("NO FILE TIER: hashes differ in each process; set PYTHONHASHSEED, or hash with sha256")
-                scope = None
+            reason = why_transient(note)
+            if reason:
+                _log.error("NO FILE TIER: %s", reason)
+            else:
+                scope = scope_of(self.config, note, self.settings.salt)
         store = open_store(self.settings, note, scope, self.config.groups)
         withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
@@ -83,23 +83,24 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
                     arena.register(registrar, slabs.slab_bytes)
             undo.callback(arena.close)
             undo.callback(stamps.close)
-            device = device_for(layout)
+            device = device_for(layout, self.settings.calibration)
             device.reach(arena.in_one_piece)
             engine = TransferEngine(layout, device, HostTier(arena, slabs))
             undo.pop_all()
-        return LongshoreWorker(engine, arena, stamps, self.config.parallel.rank, self.config.cache.blocks_per_chunk)
+        rank, per_chunk = self.config.parallel.rank, self.config.cache.blocks_per_chunk
+        return LongshoreWorker(engine, arena, stamps, rank, per_chunk, has_part=rank < layout.ranks)
 
     def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, Slabs]:
         """The arena, as large as configured, and the stamps; the other processes are told."""
         self.settings.check_machine()
-        slots = self.settings.host_size // layout.image_bytes
-        if not slots:
+        sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
+        slabs = Slabs.within(self.settings.host_size, sizes)
+        if not slabs.slabs:
             raise ConfigError(
                 f"host_size is {format_bytes(self.settings.host_size)}, but one block image of this model needs "
                 f"{format_bytes(layout.image_bytes)}"
             )
-        slabs = Slabs.of_one_size(layout.image_bytes, slots)
-        arena = open_arena(self.settings, slots, layout.image_bytes, registrar_for(layout.device))
+        arena = open_arena(self.settings, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
         stamps = make_stamps(slabs.indices, self.config.parallel.world_size, layout.ranks)
         note = Note(
             arena=str(arena.path),
@@ -107,10 +108,12 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             slab_bytes=slabs.slab_bytes,
             image_bytes=slabs.image_bytes,
             slabs=slabs.slabs,
+            pools=pools,
             ranks=layout.ranks,
             world=self.config.parallel.world_size,
             fingerprint=layout.fingerprint,
             device=layout.device,
+            model=describe(self.config.groups, self.settings.salt),
         )
         publish(self.config.engine_id, note)
         return arena, stamps, slabs

@@ -26,7 +26,7 @@ from longshore.tiers.host import HostTier
 _log = logging.getLogger(__name__)
 
 _EVER = 1 << 40
-"""Tokens that no window has slid past. vLLM keeps parents on the device, or drops them there: chunks stand alone."""
+"""Tokens of a window that never slides. vLLM keeps parents on the device, or drops them there: chunks stand alone."""
 
 _MAX_WRITES = 1 << 14
 """Chunks in flight to a tier, unless the configuration says otherwise: vLLM offers long prompts whole, and but once."""
@@ -34,12 +34,17 @@ _MAX_WRITES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """What `open_store` built."""
+    """What `open_store` built.
+
+    Attributes:
+        windows: How many chunks the window of each group has; `None` for those that never slide.
+    """
 
     runtime: Runtime
     stamps: Stamps
     arena: Arena
     loop: BackgroundLoop
+    windows: tuple[int | None, ...]
 
     def close(self) -> None:
         """Write back what a restart would lose, and give everything back. Idempotent."""
@@ -62,7 +67,7 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any) -> 
             file = HostedFileTier(
                 config.file_path,
                 capacity=config.file_size,
-                image_bytes=note.slab_bytes,
+                image_bytes=note.image_bytes,
                 arena=arena,
                 scope=scope.root,
                 threads=config.file_threads,
@@ -74,20 +79,26 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any) -> 
         runtime = Runtime(cache, movers, [] if file is None else [file])
         loop = BackgroundLoop(runtime)
         undo.pop_all()
-    return Store(runtime, stamps, arena, loop)
+    sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
+    windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
+    return Store(runtime, stamps, arena, loop, windows)
 
 
 def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, groups: Any) -> TieredCache:
-    tiers = [TierSpec(HOST, host.slabs.slabs, host.slabs.slab_bytes)]
+    tiers = [TierSpec(HOST, host.slabs)]
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs.slabs, file.slabs.slab_bytes))
+        tiers.append(TierSpec(FILE, file.slabs))
     settings = CacheSettings(
         blocks_per_chunk=config.blocks_per_chunk,
         backup=config.backup,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,
-        groups=tuple(CacheGroup(block_size=group.tokens_per_block, window=_EVER) for group in groups),
+        groups=tuple(
+            CacheGroup(block_size=group.tokens_per_block, window=window or _EVER)
+            for group, window in zip(groups, note.model.windows, strict=True)
+        ),
+        pools=note.pools,
     )
     cache = TieredCache(tiers, settings, generation=0 if file is None else file.generation)
     if file is not None:

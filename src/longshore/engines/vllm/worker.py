@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker
@@ -24,6 +24,7 @@ from longshore.boundary import (
     Item,
     Route,
     Section,
+    Slot,
     Slots,
     Status,
     Transfer,
@@ -69,13 +70,23 @@ class _Job:
     spec: SlotsSpec
     transfer: Transfer | None
     is_store: bool
-    retried: bool = field(default=False)
+    retried: bool = False
 
 
 class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies for one rank."""
 
-    def __init__(self, engine: TransferEngine, arena: Arena, stamps: Stamps, rank: int, blocks_per_chunk: int) -> None:
+    def __init__(
+        self,
+        engine: TransferEngine,
+        arena: Arena,
+        stamps: Stamps,
+        rank: int,
+        blocks_per_chunk: int,
+        *,
+        has_part: bool = True,
+    ) -> None:
+        """`has_part` says whether images have a part of this rank; where all ranks hold the same bytes, one has."""
         self.engine = engine
         self.arena = arena
         self.stamps = stamps
@@ -83,12 +94,16 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         """vLLM's numbers of the loads that failed, if somebody asks for them."""
         self.reports_failures = False
         self._rank = rank
+        self._has_part = has_part
         self._per_chunk = blocks_per_chunk
         self._jobs: dict[int, _Job] = {}
         self._done: list[VllmResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Begin to copy blocks into the arena. Always true: what cannot be copied is not stamped."""
+        if not self._has_part:
+            self._done.append(VllmResult(job_id, True, 0, 0.0))
+            return True
         self._begin(_Job(job_id, dst_spec, None, is_store=True), src_spec)
         return True
 
@@ -126,7 +141,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             job.transfer = self._transfer(job, blocks)
         except LongshoreError as error:
             _log.error("job %d cannot be copied: %s", job.spec.job, error)
-        if job.transfer is None or not self._try(job):
+        if job.transfer is None or not job.transfer.items or not self._try(job):
             self._end_badly(job)
 
     def _try(self, job: _Job) -> bool:
@@ -140,17 +155,22 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _transfer(self, job: _Job, blocks: GPULoadStoreSpec) -> Transfer:
-        """What is to be copied. Raises `EngineError` where part of a chunk that is to be stored was freed."""
-        ids, sections, begin = blocks.block_ids.tolist(), [], 0
+        """What is to be copied.
+
+        A window may have slid past some blocks of chunks that are to be stored. Nobody says which, so that none of the
+        images of that group would be known to be whole: all of them are left out.
+        """
+        ids, begin = blocks.block_ids.tolist(), 0
+        sections: list[Section] = []
+        slots: list[Slot] = []
         for group, (size, index, chunks) in enumerate(
             zip(blocks.group_sizes, blocks.block_indices, job.spec.counts, strict=True)
         ):
-            whole = size == chunks * self._per_chunk and index % self._per_chunk == 0
-            if job.is_store and not whole:
-                raise EngineError(f"{size} blocks from {index} on do not make {chunks} whole chunks of group {group}")
-            sections.append(Section(group, index, tuple(ids[begin : begin + size])))
+            is_whole = size == chunks * self._per_chunk and index % self._per_chunk == 0
+            if size and (is_whole or not job.is_store):
+                sections.append(Section(group, index, tuple(ids[begin : begin + size])))
+                slots += addresses(*job.spec.runs[group])
             begin += size
-        slots = [slot for run in job.spec.runs for slot in addresses(*run)]
         return Transfer(
             job=job.spec.job,
             route=Route(DEVICE, HOST) if job.is_store else Route(HOST, DEVICE),
@@ -167,9 +187,10 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         return (1 << self._per_chunk) - 1
 
     def _stored(self, job: _Job, result: TransferResult) -> None:
-        good = [index for index, status in zip(job.spec.indices, result.statuses, strict=True) if status is OK]
-        bad = [index for index, status in zip(job.spec.indices, result.statuses, strict=True) if status is not OK]
-        self.stamps.stored(job.spec.job, self._rank, good, bad)
+        items = cast(Transfer, job.transfer).items
+        slots = [cast(Slot, item.destination).index for item in items]
+        good = {slot for slot, status in zip(slots, result.statuses, strict=True) if status is OK}
+        self.stamps.stored(job.spec.job, self._rank, list(good), [i for i in job.spec.indices if i not in good])
         self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
 
     def _loaded(self, job: _Job, result: TransferResult) -> None:

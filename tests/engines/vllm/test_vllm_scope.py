@@ -1,0 +1,125 @@
+"""Who is served what an earlier process stored: the same model, computed and cut up alike, and nobody else."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import LookupResult
+from vllm_kit import Group, Rig, file_settings, keys_of
+
+from longshore.errors import EngineError
+
+MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
+
+
+def first_lookup(path: Path, **settings: Any) -> LookupResult:
+    """What an engine on `path` says of a chunk, which it then stores."""
+    rig, keys = Rig(**{**file_settings(path), **settings}), keys_of(1)
+    try:
+        context = rig.request("one", keys)
+        (said,) = rig.lookup(keys, context)
+        rig.store(keys, range(1, 1 + rig.per_chunk), context)
+    finally:
+        rig.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"per_chunk": 2}, id="blocks per chunk"),
+        pytest.param({"groups": [Group(tokens=32)]}, id="tokens per block"),
+        pytest.param({"groups": [Group(layers=1)]}, id="layers"),
+        pytest.param({"groups": [Group(window=64)]}, id="spec of a group"),
+        pytest.param({"dtype": "bfloat16"}, id="dtype of the cache"),
+        pytest.param({"world": 2}, id="ranks"),
+        pytest.param({"salt": "another tenant"}, id="salt"),
+        pytest.param({"page": 256}, id="layout"),
+        pytest.param({"vllm": {"model_config.dtype": torch.float16}}, id="dtype of the model"),
+        pytest.param({"vllm": {"model_config.quantization": "fp8"}}, id="quantisation"),
+        pytest.param({"vllm": {"model_config.max_model_len": 1 << 17}}, id="longer rope"),
+        pytest.param({"vllm": {"cache_config.cache_dtype": "fp8"}}, id="quantised cache"),
+        pytest.param({"vllm": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"}}, id="hash algorithm"),
+        pytest.param(
+            {"vllm": {"model_config.hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 2.0})}}, id="overrides"
+        ),
+    ],
+)
+def test_another_engine_finds_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+    assert first_lookup(tmp_path) is MISS
+    assert first_lookup(tmp_path) is PENDING, "the same engine finds it"
+    assert first_lookup(tmp_path, **change) is MISS
+
+
+def test_other_weights_find_nothing(tmp_path: Path) -> None:
+    assert first_lookup(tmp_path) is MISS
+    revision = tmp_path / "another"
+    revision.mkdir()
+    (revision / "config.json").write_text("{}")
+    header = b'{"a":{}}'
+    (revision / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(58))
+    assert first_lookup(tmp_path, model=str(revision)) is MISS
+    assert first_lookup(tmp_path, model=str(revision)) is PENDING
+
+
+def test_another_seed_of_hashes_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_lookup(tmp_path) is MISS
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert first_lookup(tmp_path) is MISS
+    assert first_lookup(tmp_path) is PENDING
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"vllm": {"cache_config.prefix_caching_hash_algo": "xxhash"}}, "set PYTHONHASHSEED"),
+        ({"vllm": {"cache_config.calculate_kv_scales": True}}, "turn calculate_kv_scales off"),
+        ({"vllm": {"load_config.load_format": "dummy"}}, "come from no file"),
+        ({"vllm": {"lora_config": SimpleNamespace()}}, "set salt"),
+        ({"model": "nobody/nothing"}, "download them first"),
+    ],
+)
+def test_what_means_nothing_later_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], remedy: str
+) -> None:
+    with caplog.at_level(logging.ERROR, "longshore"):
+        assert first_lookup(tmp_path, **change) is MISS
+    (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("NO FILE TIER")]
+    assert remedy in said
+    assert first_lookup(tmp_path, **change) is MISS
+    assert not (tmp_path / "tier").exists()
+
+
+def test_remedies_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = {"vllm": {"lora_config": SimpleNamespace()}, "salt": "adapters of today"}
+    assert [first_lookup(tmp_path, **adapters) for _ in range(2)] == [MISS, PENDING]
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    hashing = {"vllm": {"cache_config.prefix_caching_hash_algo": "xxhash"}}
+    assert [first_lookup(tmp_path, **hashing) for _ in range(2)] == [MISS, PENDING]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"parallel": {"pp_size": 2, "world_size": 2}}, "pipeline parallel"),
+        ({"parallel": {"pcp_size": 2}}, "prefill context parallel"),
+        ({"parallel": {"dcp_size": 2}}, "decode context parallel"),
+        ({"vllm": {"parallel_config.nnodes_within_dp": 2}}, "several nodes"),
+    ],
+)
+def test_what_is_not_served_is_refused_at_start(change: dict[str, Any], what: str) -> None:
+    with pytest.raises(EngineError, match=what):
+        Rig(**change)
+
+
+def test_replicas_have_directories_of_their_own(tmp_path: Path) -> None:
+    for replica in (0, 1):
+        parallel = {"data_parallel_index": replica, "data_parallel_size": 2}
+        assert [first_lookup(tmp_path, parallel=parallel) for _ in range(2)] == [MISS, PENDING]
+    assert sorted(path.name for path in (tmp_path / "tier").iterdir()) == ["replica-0", "replica-1"]
