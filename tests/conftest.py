@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from longshore.cache import EDGES, State
 
-pytest.register_assert_rewrite("cache_model", "cache_movers")
+pytest.register_assert_rewrite(
+    "cache_model", "cache_movers", "cache_stage", "cache_reading", "cache_storing", "cache_life", "cache_groups"
+)
 
 Edge = tuple[State, State]
 

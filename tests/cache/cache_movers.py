@@ -1,12 +1,13 @@
-"""Simulated movers below a `TieredCache`: what lies in every slot of every tier and in every device block, by rank.
+"""Simulated movers below a `TieredCache`: what lies in all bytes of every tier and in every device block, by rank.
 
 A tag (key, generation) is written where a transfer delivers it; while one is under way, or after it failed, there is
 poison. A reader that finds bytes bad makes them so for good: `secret` until the cache has been told, `fault` after.
+Foreign tiers keep what they are given by key, and lose it when a test says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cache_setup import IMAGE_BYTES, Setup, above, parent
@@ -24,6 +25,26 @@ class Tag(NamedTuple):
 
 BAD = "bytes that a reader found unusable"
 POISON = "no bytes, or half-written ones"
+
+
+class Place(NamedTuple):
+    """Where one device block of a transfer belongs: to an item, as its sub-block `sub`, and to a `chunk` of a group."""
+
+    item: int
+    group: int
+    sub: int
+    chunk: int
+    block: int
+
+
+def places(t: Transfer, per_chunk: int) -> Iterator[Place]:
+    """All device blocks of a transfer whose sections have its items, in order."""
+    item = -1
+    for section in t.sections:
+        for i, block in enumerate(section.blocks):
+            chunk, sub = divmod(section.first_block + i, per_chunk)
+            item += not i or not sub
+            yield Place(item, section.group, sub, chunk, block)
 
 
 class Job:
@@ -47,23 +68,44 @@ class Job:
         return not self.untold
 
 
+class Memory:
+    """The bytes of all tiers on one rank, in units; each remembers which part of which image it is."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._units: dict[tuple[str, int], tuple[Any, int]] = {}
+
+    def write(self, slot: Slot, what: Any) -> None:
+        """Put an image, or `BAD`, or `POISON`, into `slot`, over whatever lay in any part of it."""
+        for i, unit in enumerate(self._setup.units(slot)):
+            self._units[slot.tier, unit] = what, i
+
+    def read(self, slot: Slot) -> Any:
+        """What lies in `slot`, which is `POISON` unless all its parts belong together."""
+        parts = [self._units.get((slot.tier, unit), (POISON, 0)) for unit in self._setup.units(slot)]
+        whole = all(part == (parts[0][0], i) for i, part in enumerate(parts))
+        return parts[0][0] if whole else POISON
+
+
 class Movers:
     """Everything below the cache. `results` are those that it has not been told of."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.content: dict[tuple[str, int, int], Any] = {}
+        self.memory = [Memory(setup) for _ in range(setup.ranks)]
         self.secret: set[tuple[str, int, int]] = set()
         self.fault: dict[tuple[str, int], Status] = {}
         self.device = [[POISON] * setup.device_blocks for _ in range(setup.ranks)]
+        self.stores: dict[str, set[tuple[Key, int, int]]] = {name: set() for name in setup.foreign}
+        """What each foreign tier has: key, generation and rank."""
         self.jobs: dict[int, Job] = {}
         self.ended: dict[int, Job] = {}
         self.results: list[TransferResult] = []
         keys = {found for _, found, _ in setup.found}
         for slot, found, its_parent in setup.found:
             if keys.issuperset(above(found)) and parent(found) == its_parent:
-                for rank in range(setup.ranks):
-                    self.content[FILE, slot, rank] = Tag(found, setup.generation)
+                for memory in self.memory:
+                    memory.write(Slot(FILE, 0, slot), Tag(found, setup.generation))
 
     def begin(self, t: Transfer) -> None:
         """`t` is under way: what it writes is poison from now on."""
@@ -71,16 +113,17 @@ class Movers:
         for item in t.items:
             if item.destination is not None:
                 self.spoil(item.destination)
-        if t.route.destination == DEVICE and t.sections:
+        if t.route.destination == DEVICE:
             for rank in self.device:
-                for block in t.sections[0].blocks:
-                    rank[block] = POISON
+                for section in t.sections:
+                    for block in section.blocks:
+                        rank[block] = POISON
 
     def spoil(self, slot: Slot) -> None:
         """`slot` is about to be written."""
         self.fault.pop((slot.tier, slot.index), None)
-        for rank in range(self.setup.ranks):
-            self.content[slot.tier, slot.index, rank] = POISON
+        for rank, memory in enumerate(self.memory):
+            memory.write(slot, POISON)
             self.secret.discard((slot.tier, slot.index, rank))
 
     def runnable(self) -> list[tuple[Job, int]]:
@@ -108,13 +151,16 @@ class Movers:
             if status is Status.OK:
                 self.copy(t, i, item, rank)
             elif self.reads_slot(t) and status.condemns_source and item.source is not None:
-                at = (item.source.tier, item.source.index, rank)
-                if isinstance(self.content[at], Tag):
-                    self.content[at] = BAD
-                    self.secret.add(at)
+                self.blame(item.source, rank)
         job.moving.discard(rank)
         job.happened[rank] = tuple(statuses)
         self.results.append(TransferResult(t.job, tuple(statuses), statuses.count(Status.OK) * IMAGE_BYTES, rank=rank))
+
+    def blame(self, slot: Slot, rank: int) -> None:
+        """A reader finds the bytes in `slot` unusable, and so they are from now on."""
+        if isinstance(self.memory[rank].read(slot), Tag):
+            self.memory[rank].write(slot, BAD)
+            self.secret.add((slot.tier, slot.index, rank))
 
     def behind_failures(self, job: Job) -> list[Status]:
         """What the runtime reports for the items that it does not submit: those from the first failure upstream on."""
@@ -137,14 +183,16 @@ class Movers:
         """
         if t.route == (DEVICE, DEVICE):
             return wanted
+        if t.route.source in self.stores:
+            there = (item.key, t.generation, rank) in self.stores[t.route.source]
+            return wanted if there or wanted is not Status.OK else Status.LAPSED
         if item.source is None:
-            for sub, block in self.blocks_of(t, index):
-                assert self.device[rank][block] == Tag(item.key, t.generation, sub)
+            for place in self.places_of(t, index):
+                assert self.device[rank][place.block] == Tag(item.key, t.generation, place.sub)
             return wanted
-        at = (item.source.tier, item.source.index, rank)
-        content = self.content[at]
+        content = self.memory[rank].read(item.source)
         if content == BAD:
-            noticed = at in self.secret or item.source.tier != HOST
+            noticed = (item.source.tier, item.source.index, rank) in self.secret or item.source.tier != HOST
             return Status.CORRUPT if noticed and wanted is Status.OK else wanted
         assert content == Tag(item.key, t.generation), f"{t} reads {content!r} from {item.source}"
         return wanted
@@ -153,22 +201,17 @@ class Movers:
         """The bytes of one item go over, whatever they are; inside the device nobody asks what they were."""
         if t.route == (DEVICE, DEVICE):
             return
-        source = None if item.source is None else self.content[item.source.tier, item.source.index, rank]
+        source = Tag(item.key, t.generation) if item.source is None else self.memory[rank].read(item.source)
         if item.destination is not None:
-            tag = Tag(item.key, t.generation) if source is None else source
-            self.content[item.destination.tier, item.destination.index, rank] = tag
-            return
-        for sub, block in self.blocks_of(t, index):
-            self.device[rank][block] = source._replace(sub=sub) if isinstance(source, Tag) else BAD
+            self.memory[rank].write(item.destination, source)
+        elif t.route.destination in self.stores:
+            self.stores[t.route.destination].add((item.key, t.generation, rank))
+        for place in self.places_of(t, index) if t.route.destination == DEVICE else ():
+            self.device[rank][place.block] = source._replace(sub=place.sub) if isinstance(source, Tag) else BAD
 
-    def blocks_of(self, t: Transfer, index: int) -> list[tuple[int, int]]:
-        """(sub-block, device block) of item `index`."""
-        if not t.sections:
-            return []
-        per_chunk, section = self.setup.per_chunk, t.sections[0]
-        skip = section.first_block % per_chunk
-        places = range(index * per_chunk, (index + 1) * per_chunk)
-        return [(p % per_chunk, section.blocks[p - skip]) for p in places if 0 <= p - skip < len(section.blocks)]
+    def places_of(self, t: Transfer, index: int) -> list[Place]:
+        """The device blocks of item `index`."""
+        return [place for place in places(t, self.setup.per_chunk) if place.item == index]
 
     @staticmethod
     def reads_slot(t: Transfer) -> bool:

@@ -1,6 +1,11 @@
 """Keys that can be read, caches that can be built twice, and calls that can be made again.
 
-A key is the path of branches from the root, padded to 32 bytes: `chunks("aba")` are the keys of a prompt.
+A key is the path of branches from the root, padded to 32 bytes: `chunks("aba")` are the keys of a prompt. What it is
+padded with says which KV cache group it is of:
+
+    .   group 0   full attention     a chunk for each letter, which needs those before it
+    ~   group 1   sliding window     a chunk for each letter, which stands alone
+    =   group 2   recurrent          a chunk for every two letters, which stands alone
 """
 
 from __future__ import annotations
@@ -9,46 +14,62 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from longshore.boundary import FILE, HOST, Key
-from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy, WriteRule
+from longshore.boundary import FILE, HOST, Key, Slot
+from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, WritePolicy, WriteRule
 from longshore.cache.eviction import ARC, LRU
 from longshore.errors import CacheError
+from longshore.slabs import Slabs
 
 IMAGE_BYTES = 4096
-LOAD, WRITE, PREFETCH = 10.0, 60.0, 2.0
+LOAD, WRITE, PREFETCH, PROBE, PROBE_LIFE = 10.0, 60.0, 2.0, 0.5, 6.0
+GROUPS = (CacheGroup(block_size=4), CacheGroup(block_size=4, window=6), CacheGroup(block_size=8, recurrent=True))
+IMAGE_UNITS, SLAB_UNITS = (2, 3), 6
+"""Where images have two sizes: theirs, and a slab's, in units of `IMAGE_BYTES`. Group 1 has the large one."""
+PADS = b".~="
 COLDER = ("third", "fourth", "fifth")
 """Names of tiers below the file tier."""
 FRESH = "zyxwvuts"
 """A path that no rule uses, for the end of a run."""
 
 
-def key(path: str) -> Key:
+def key(path: str, group: int = 0) -> Key:
     """The key of the chunk at the end of `path`."""
-    return path.encode().ljust(32, b".")
+    return path.encode().ljust(32, PADS[group : group + 1])
 
 
-def chunks(path: str) -> list[Key]:
+def letters(group: int) -> int:
+    """How many letters of a prompt one chunk has."""
+    return GROUPS[group].block_size // GROUPS[0].block_size
+
+
+def chunks(path: str, group: int = 0) -> list[Key]:
     """The keys of a prompt, head first."""
-    return [key(path[: i + 1]) for i in range(len(path))]
+    step = letters(group)
+    return [key(path[:end], group) for end in range(step, len(path) + 1, step)]
 
 
 def path_of(of: Key) -> str:
     """The path that a key stands for."""
-    return of.rstrip(b".").decode()
+    return of.rstrip(PADS).decode()
+
+
+def group_of(of: Key) -> int:
+    """The group that a key is of."""
+    return max(0, PADS.find(of[-1:]))
 
 
 def depth(of: Key) -> int:
     """How many chunks come before."""
-    return len(path_of(of)) - 1
+    return len(path_of(of)) // letters(group_of(of)) - 1
 
 
 def above(of: Key) -> list[Key]:
-    """`of` and all its ancestors, head first."""
-    return chunks(path_of(of))
+    """`of` and all that it needs to be reached, head first."""
+    return chunks(path_of(of)) if not group_of(of) else [of]
 
 
 def parent(of: Key) -> Key | None:
-    """The chunk before `of`."""
+    """The chunk before `of`, if it needs that."""
     path = above(of)
     return path[-2] if len(path) > 1 else None
 
@@ -74,17 +95,21 @@ class Setup(NamedTuple):
     prompt_only: bool = False
     priority_floor: int = 0
     events: int = 0
+    groups: int = 0
+    slabs: bool = False
+    foreign: tuple[str, ...] = ()
+    max_probes: int = 8192
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Slots of each tier, warmest first."""
+        """Slots of each tier, or slabs if images have two sizes, warmest first."""
         slots = (self.host, *((self.file, *self.more) if self.file is not None else ()))
         return dict(zip((HOST, FILE, *COLDER), slots, strict=False))
 
     def build(self) -> TieredCache:
         """A new cache, with what was found in its file tier."""
         policy = {"lru": LRU, "arc": ARC}[self.policy]
-        tiers = [TierSpec(name, slots, IMAGE_BYTES, policy) for name, slots in self.sizes.items()]
+        tiers = [TierSpec(name, self.layout(slots), IMAGE_BYTES, policy) for name, slots in self.sizes.items()]
         backup = WriteRule(WritePolicy(self.backup), self.threshold, self.budget)
         settings = CacheSettings(
             blocks_per_chunk=self.per_chunk,
@@ -104,11 +129,33 @@ class Setup(NamedTuple):
             write_timeout=WRITE,
             max_writes=self.max_writes,
             device_blocks=self.device_blocks,
+            groups=GROUPS[: self.groups],
+            pools=(0, 1, 0) if self.slabs else (),
+            probe_timeout=PROBE,
+            probe_life=PROBE_LIFE,
+            max_probes=self.max_probes,
         )
-        cache = TieredCache(tiers, settings, generation=self.generation)
+        cache = TieredCache(tiers, settings, foreign=self.foreign, generation=self.generation)
         if self.found:
             cache.adopt(FILE, self.found)
         return cache
+
+    def layout(self, slots: int) -> int | Slabs:
+        """What a `TierSpec` is told of so many slots, or slabs."""
+        sizes = tuple(units * IMAGE_BYTES for units in IMAGE_UNITS)
+        return Slabs(SLAB_UNITS * IMAGE_BYTES, sizes, slots) if self.slabs else slots
+
+    def indices(self, slots: int) -> range:
+        """The indices that slots have in a tier of so many slots, or slabs."""
+        return range(slots * (SLAB_UNITS // min(IMAGE_UNITS) if self.slabs else 1))
+
+    def units(self, slot: Slot) -> range:
+        """Which units of a tier's bytes the image in `slot` has."""
+        if not self.slabs:
+            return range(slot.index, slot.index + 1)
+        slab, position = divmod(slot.index, SLAB_UNITS // min(IMAGE_UNITS))
+        start = slab * SLAB_UNITS + position * IMAGE_UNITS[slot.pool]
+        return range(start, start + IMAGE_UNITS[slot.pool])
 
 
 class Call(NamedTuple):

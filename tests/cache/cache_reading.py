@@ -1,0 +1,150 @@
+"""What a prompt asks of the cache, and what it must get: match, onboard, prefetch, release."""
+
+from __future__ import annotations
+
+from itertools import groupby, takewhile
+
+from cache_holds import ModelHold
+from cache_setup import LOAD, PREFETCH, chunks, group_of
+from cache_stage import Stage
+
+from longshore.boundary import HOST, Key, Urgency
+from longshore.cache import Hold, MissReason, Onboarding, PrefetchPolicy
+
+
+class Reading(Stage):
+    """Calls of one request after the other."""
+
+    def match(self, path: str, start: int, request: str | None) -> Hold | None:
+        keys = chunks(path)
+        length = 0
+        while start + length < len(keys) and self.is_readable(keys[start + length]):
+            length += 1
+        self.misses.update(self.reason(each) for each in keys[start + length :])
+        found = self.call("match", keys, self.now, start=start, request=request)
+        assert (found.start, found.length) == (start, length)
+        if length:
+            assert [run.tier for run in self.call("runs", found.hold) for _ in range(run.chunks)] == [
+                self.warmest(each) for each in keys[start : start + length]
+            ]
+            slots = [self.resident[each, self.warmest(each)].slot for each in keys[start : start + length]]
+            assert self.call("slots", found.hold) == slots
+            assert found.hold not in self.holds
+            self.holds[found.hold] = ModelHold(keys[start : start + length], request, start=start)
+        else:
+            assert found.hold is None
+        self.settle()
+        return found.hold
+
+    def peek(self, of: Key) -> str:
+        answer = str(self.call("peek", of).value)
+        if self.is_readable(of):
+            self.peeks.append((of, False))
+            assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
+        else:
+            assert answer == ("absent" if self.is_absent(of) else "in_flight")
+        self.settle()
+        return answer
+
+    def onboard(self, hold: Hold, count: int, skip: int, short: int, timeout: float | None = None) -> None:
+        """Onboard the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
+        model, per_chunk = self.holds[hold], self.setup.per_chunk
+        blocks = self.take_blocks(count * per_chunk - skip - short)
+        if not blocks:
+            return
+        keys = model.keys[:count]
+        readable = [self.is_readable(each) for each in keys]
+        leading = next((i for i, each in enumerate(readable) if not each), count)
+        sources = [self.warmest(each) for each in keys[:leading]]
+        before, free = dict(self.resident), self.free(HOST)
+        self.load_timeout = timeout or LOAD
+        model.deadline = self.now + self.load_timeout
+        answer: Onboarding = self.call("onboard", hold, tuple(blocks), skip=skip, timeout=timeout)
+        assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
+        for each in keys[answer.chunks : leading]:
+            model.cut.append(MissReason.BEHIND if (each, HOST) in before else MissReason.NO_ROOM)
+        model.cut += [self.reason(each) for each in keys[leading:]]
+        cold = [each for each in keys[:leading] if (each, HOST) not in before]
+        assert answer.chunks == leading or free < len(cold), "chunks were left out although there was room"
+        model.onboarded, model.blocks = True, blocks
+        model.sources = sources[: answer.chunks]
+        self.lenders.append(model)
+        self.carry()
+        model.parts = [self.jobs[part.job] for part in answer.parts]
+        for part, job in zip(answer.parts, model.parts, strict=True):
+            assert len(job.transfer.items) == part.chunks
+        assert [i.key for job in model.parts for i in job.transfer.items] == keys[: answer.chunks]
+        used = [b for job in model.parts for s in job.transfer.sections for b in s.blocks]
+        assert used == blocks[: max(0, answer.chunks * per_chunk - skip)]
+        first = [job.transfer.sections[0].first_block for job in model.parts[:1]]
+        assert first in ([], [model.start * per_chunk + skip])
+        if not model.parts:
+            self.conclude(model, MissReason.CANCELLED)
+        self.check()
+
+    def prefetch(
+        self, hold: Hold, policy: PrefetchPolicy | None = None, timeout: float | None = None
+    ) -> tuple[int, ...]:
+        """Held chunks come up from colder tiers, what only these have, and nothing else. What is coming is joined."""
+        model = self.holds[hold]
+        known = self.known(model)
+        cold = [each for each in known if (each, HOST) not in self.resident]
+        coming = {each for each in known if not self.is_ready(each, HOST) and (each, HOST) in self.resident}
+        before = set(self.jobs)
+        jobs: tuple[int, ...] = self.call("prefetch", hold, policy=policy, timeout=timeout)
+        model.reading, model.reading_until = jobs, self.now + (timeout or PREFETCH)
+        if policy is not PrefetchPolicy.TIMEOUT:
+            model.reading_until = self.now + LOAD
+        model.patient = policy in (PrefetchPolicy.WAIT, PrefetchPolicy.TIMEOUT)
+        self.carry()
+        ordered = [item.key for job in jobs if job not in before for item in self.jobs[job].transfer.items]
+        joined = {item.key for job in jobs if job in before for item in self.jobs[job].transfer.items}
+        assert sorted(ordered, key=model.keys.index) == cold[: len(ordered)]
+        assert coming <= joined
+        assert all(self.jobs[job].transfer.urgency is Urgency.PREFETCH for job in jobs if job not in before)
+        self.check()
+        return jobs
+
+    def known(self, model: ModelHold) -> list[Key]:
+        """The held chunks of each group, up to the first that was lost."""
+        found: list[Key] = []
+        for _, part in groupby(model.keys, group_of):
+            found += takewhile(lambda each: each not in model.lost and self.is_readable(each), part)
+        return found
+
+    def give_up(self, hold: Hold) -> None:
+        model = self.holds[hold]
+        answer = self.call("give_up", hold)
+        if model.outcome is None:
+            self.conclude(model, MissReason.DEADLINE)
+        assert answer == model.outcome
+        self.settle()
+
+    def release(self, hold: Hold) -> None:
+        self.call("release", hold)
+        self.let_go(hold)
+        self.settle()
+
+    def abort(self, request: str) -> None:
+        mine = [hold for hold, model in self.holds.items() if model.request == request]
+        assert self.call("abort", request) == len(mine)
+        for hold in mine:
+            self.let_go(hold)
+        self.settle()
+
+    def let_go(self, hold: Hold) -> None:
+        model = self.holds.pop(hold)
+        if model.onboarded and model.outcome is None:
+            self.conclude(model, MissReason.CANCELLED)
+
+    # ------------------------------------------------------------------ checks
+
+    def check_books(self) -> None:
+        super().check_books()
+        for hold, model in self.holds.items():
+            if model.onboarded:
+                assert self.cache.outcome(hold) == model.outcome
+            waits = model.patient and self.now < model.reading_until and any(job in self.jobs for job in model.reading)
+            known = self.known(model)
+            leading = next((i for i, each in enumerate(known) if not self.is_ready(each, HOST)), len(known))
+            assert self.cache.prefetched(hold) == (None if waits else leading)

@@ -1,0 +1,394 @@
+"""One cache under test, on a stage: every call is recorded, its commands go to simulated movers, and after each call
+it is checked that what the cache says it has really is there.
+
+What it is asked, and what the answers must be, stands in `cache_reading`, `cache_storing` and `cache_groups`.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from cache_holds import ModelHold
+from cache_movers import BAD, Job, Movers, Tag, places
+from cache_setup import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, parent
+
+from longshore.boundary import (
+    DEVICE,
+    HOST,
+    Cancel,
+    Command,
+    Forget,
+    Item,
+    Key,
+    Probe,
+    Route,
+    Slot,
+    Status,
+    Transfer,
+    TransferResult,
+    Urgency,
+)
+from longshore.cache import Hold, MissReason, Resident, State
+from longshore.errors import CacheError
+
+
+class Stage:
+    """A cache, the movers below it, and what it has been told."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.cache = setup.build()
+        self.calls: list[Call] = []
+        self.answers: list[Any] = []
+        self.now = 0.0
+        self.generation = setup.generation
+        self.sizes = setup.sizes
+        self.free_blocks = list(range(setup.device_blocks))
+        self.movers = Movers(setup)
+        self.jobs, self.ended, self.results = self.movers.jobs, self.movers.ended, self.movers.results
+        self.secret, self.fault = self.movers.secret, self.movers.fault
+        self.runnable, self.on = self.movers.runnable, self.movers.on
+        self.lenders: list[ModelHold] = []  # holds whose device blocks are in use
+        self.holds: dict[Hold, ModelHold] = {}
+        self.peeks: list[tuple[Key, bool]] = []
+        self.misses: Counter[MissReason] = Counter()
+        self.hits: Counter[str] = Counter()
+        self.last_job = 0
+        self.load_timeout = LOAD
+        self.resident: dict[tuple[Key, str], Resident] = {}
+        self.sound = True
+        """Whether the last check went well, so that there is a point in going on."""
+        self.look()
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the cache, and record it."""
+        self.sound = False
+        self.calls.append(Call(method, args, kwargs))
+        answer = getattr(self.cache, method)(*args, **kwargs)
+        self.answers.append(answer)
+        return answer
+
+    def refused(self, error: type[CacheError], method: str, *args: Any, **kwargs: Any) -> None:
+        """Call the cache, which must raise `error` and change nothing at all."""
+        self.sound = False
+        before = pickle.dumps(self.cache)
+        self.calls.append(Call(method, args, kwargs))
+        with pytest.raises(error) as info:
+            getattr(self.cache, method)(*args, **kwargs)
+        assert info.value.args[0], "an error says what was expected and what came"
+        assert pickle.dumps(self.cache) == before, f"{method} raised {info.value!r} and changed something"
+        self.answers.append(f"{type(info.value).__name__}: {info.value}")
+        self.sound = True
+
+    def settle(self) -> None:
+        """Take the commands of the last call, and check everything."""
+        self.carry()
+        self.check()
+
+    def carry(self) -> None:
+        """Take the commands of the last call to the movers."""
+        for command in self.call("take"):
+            self.receive(command)
+        self.look()
+
+    # ------------------------------------------------------------------ commands
+
+    def receive(self, command: Command, *, commanded: bool = True) -> None:
+        """A command of the cache: checked, and under way."""
+        match command:
+            case Cancel():
+                assert 0 < command.job <= self.last_job
+                self.check_cancel(command.job)
+            case Forget():
+                assert command.generation == self.generation
+            case Transfer():
+                self.check_transfer(command, commanded)
+                self.movers.begin(command)
+            case Probe():
+                self.ask(command)
+
+    def ask(self, probe: Probe) -> None:
+        """A question to a foreign tier."""
+        raise AssertionError(f"there is no foreign tier, and it is asked {probe}")
+
+    def check_cancel(self, job: int) -> None:
+        """Nobody waits for what is called off, unless it is of an earlier generation."""
+        if job in self.jobs and self.jobs[job].transfer.generation == self.generation:
+            assert not any(model.wants(job, self.now) for model in self.holds.values())
+
+    def check_transfer(self, t: Transfer, commanded: bool) -> None:
+        assert t.job not in self.jobs
+        self.last_job = max(self.last_job, t.job)
+        assert (t.generation, t.ranks) == (self.generation, self.setup.ranks)
+        if t.route == (DEVICE, DEVICE):
+            assert (t.deadline, t.by_layer, len(t.sections)) == (self.now + LOAD, True, 1)
+            return
+        writing = t.urgency is Urgency.WRITE
+        assert writing == self.check_route(t.route)
+        if commanded:
+            assert t.deadline == self.now + self.timeout(t.route, writing)
+            assert bool(t.sections) == (DEVICE in t.route)
+        assert t.items
+        for place in places(t, self.setup.per_chunk):
+            of = t.items[place.item].key
+            assert (place.group, place.chunk) == (group_of(of), depth(of))
+        for item in t.items:
+            assert item.parent == parent(item.key)
+            self.check_side(item.key, item.source, t.route.source)
+            self.check_side(item.key, item.destination, t.route.destination)
+            self.check_order(t, item)
+        if writing:
+            assert len(t.items) + self.writing(t.route) <= self.setup.max_writes
+
+    def check_route(self, route: Route) -> bool:
+        """There is such a route, and it is counted; says whether it leads down."""
+        order = (DEVICE, *self.sizes)
+        if route.source == route.destination:
+            assert route.source in self.sizes
+            return False
+        assert str(route) in self.cache.counters.routes
+        if route.source in self.setup.foreign or route.destination in self.setup.foreign:
+            assert HOST in route
+            return route.source == HOST
+        down, up = pairwise(order), ((HOST, DEVICE), *((tier, HOST) for tier in order[2:]))
+        assert route in (*down, *up)
+        return order.index(route.source) < order.index(route.destination)
+
+    def timeout(self, route: Route, writing: bool) -> float:
+        """Seconds that a transfer has."""
+        if writing or route.source == route.destination:
+            return WRITE
+        if route.source in self.setup.foreign:
+            return LOAD
+        return self.load_timeout if route.destination == DEVICE else math.inf
+
+    def check_side(self, of: Key, slot: Slot | None, tier: str) -> None:
+        assert (slot is None) == (tier == DEVICE or tier in self.setup.foreign)
+        if slot is not None:
+            assert (slot.tier, slot.pool) == (tier, self.pool_of(of))
+            assert slot.index in self.setup.indices(self.sizes[tier])
+
+    def check_order(self, t: Transfer, item: Item) -> None:
+        """Invariant 4: whoever writes a slot is alone with it, unless the other comes first by `after`."""
+        for other in self.jobs.values():
+            for theirs in other.transfer.items:
+                clash = any(self.overlap(item.destination, each) for each in (theirs.source, theirs.destination))
+                clash |= self.overlap(theirs.destination, item.source)
+                assert not clash or other.transfer.job in t.after, f"{t} and {other.transfer} share a slot"
+
+    def overlap(self, one: Slot | None, other: Slot | None) -> bool:
+        """Whether two slots have bytes in common."""
+        if one is None or other is None or one.tier != other.tier:
+            return False
+        return not set(self.setup.units(one)).isdisjoint(self.setup.units(other))
+
+    def pool_of(self, of: Key) -> int:
+        """The pool that a chunk's images are in."""
+        return int(self.setup.slabs and group_of(of) == 1)
+
+    def writing(self, route: Route) -> int:
+        return sum(
+            len(job.told)
+            for job in self.jobs.values()
+            if job.transfer.route == route and job.transfer.urgency is Urgency.WRITE
+        )
+
+    # ------------------------------------------------------------------ results
+
+    def deliver(self, job: Job, rank: int, wanted: Sequence[Status]) -> None:
+        """One rank of `job` ends; item by item as `wanted`, as far as possible. The result waits for `apply`."""
+        self.sound = False
+        self.movers.deliver(job, rank, wanted)
+        self.sound = True
+
+    def end(self, job: Job, *statuses: Status) -> None:
+        """All ranks of `job` end, item by item as `statuses` (which repeat), and the cache hears of it."""
+        for rank in sorted(job.moving):
+            self.deliver(job, rank, statuses or (Status.OK,))
+        self.apply([result for result in self.results if result.job == job.transfer.job])
+
+    def apply(self, results: Sequence[TransferResult]) -> None:
+        """Tell the cache."""
+        for result in results:
+            self.results.remove(result)
+        self.call("apply", tuple(results), self.now)
+        for result in results:
+            job = self.jobs[result.job]
+            if job.tell(result):
+                self.finish(job)
+        for model in self.holds.values():
+            if model.parts and model.outcome is None and not any(part.untold for part in model.parts):
+                self.conclude(model, MissReason.CANCELLED)
+        self.reclaim()
+        self.settle()
+
+    def finish(self, job: Job) -> None:
+        """All ranks have been told of."""
+        t = job.transfer
+        del self.jobs[t.job]
+        self.ended[t.job] = job
+        for i, item in enumerate(t.items):
+            if item.source is not None:
+                at = (item.source.tier, item.source.index)
+                if job.told[i] is Status.OK and at in self.fault:
+                    job.told[i] = self.fault[at]  # what was read is known to be bad
+                elif self.movers.reads_slot(t) and job.told[i].condemns_source:
+                    self.excuse(item.key)
+                    if any((*at, rank) in self.secret for rank in range(self.setup.ranks)):
+                        self.fault.setdefault(at, job.told[i])
+                    self.secret -= {(*at, rank) for rank in range(self.setup.ranks)}
+            elif job.told[i] is not Status.OK:
+                self.excuse(item.key)
+        self.free_blocks += job.blocks
+
+    def excuse(self, lost: Key) -> None:
+        """Bytes of `lost` are known to be unusable: what is held through it may go."""
+        for model in self.holds.values():
+            model.excused |= lost in model.needs
+        self.peeks = [(each, excused or lost in above(each)) for each, excused in self.peeks]
+
+    def conclude(self, model: ModelHold, unfinished: MissReason) -> None:
+        """The outcome is due: what it claims must lie in the device blocks."""
+        self.misses.update(model.conclude(unfinished))
+        assert model.outcome is not None
+        self.hits.update(model.outcome.sources)
+        before = 0
+        for part in model.parts:
+            for place in places(part.transfer, self.setup.per_chunk):
+                if before + place.item < model.outcome.chunks:
+                    tag = Tag(part.transfer.items[place.item].key, self.generation, place.sub)
+                    assert all(rank[place.block] == tag for rank in self.movers.device)
+            before += len(part.told)
+        self.reclaim()
+
+    def reclaim(self) -> None:
+        """Device blocks come back when the outcome is known and no job writes them any more."""
+        for model in list(self.lenders):
+            if model.outcome is not None and not any(part.untold for part in model.parts):
+                self.free_blocks += model.blocks
+                self.lenders.remove(model)
+
+    # ------------------------------------------------------------------ what the cache says it has
+
+    def look(self) -> None:
+        residents = self.cache.residents()
+        self.resident = {(r.key, r.slot.tier): r for r in residents}
+        assert len(self.resident) == len(residents)
+        for model in self.holds.values():
+            model.lost |= {each for each in model.keys if group_of(each) and self.is_absent(each)}
+
+    def is_ready(self, of: Key, tier: str | None = None) -> bool:
+        tiers = self.sizes if tier is None else (tier,)
+        return any((r := self.resident.get((of, t))) is not None and r.state is State.READY for t in tiers)
+
+    def is_readable(self, of: Key) -> bool:
+        """Whether `of`, and all that it needs to be reached, is ready."""
+        return all(map(self.is_ready, above(of)))
+
+    def warmest(self, of: Key) -> str:
+        """The warmest tier in which `of`, which is ready, is."""
+        return next(tier for tier in self.sizes if self.is_ready(of, tier))
+
+    def is_absent(self, of: Key) -> bool:
+        return not any((of, tier) in self.resident for tier in self.sizes)
+
+    def where(self, path: str) -> dict[str, str]:
+        """States of the chunk at the end of `path`, by tier."""
+        return {t: r.state.value for t in self.sizes if (r := self.resident.get((key(path), t))) is not None}
+
+    def reason(self, of: Key) -> MissReason:
+        if self.is_absent(of):
+            return MissReason.ABSENT
+        return MissReason.BEHIND if self.is_ready(of) else MissReason.IN_FLIGHT
+
+    def free(self, tier: str) -> int:
+        stats = next(s for s in self.cache.stats() if s.name == tier)
+        return stats.slots - stats.used
+
+    def take_blocks(self, count: int) -> list[int]:
+        """Device blocks, in no particular order; none if there are not enough."""
+        if count < 1 or len(self.free_blocks) < count:
+            return []
+        return [self.free_blocks.pop((7 * i) % len(self.free_blocks)) for i in range(count)]
+
+    # ------------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        """Everything that holds after each call."""
+        self.cache.check_integrity()
+        self.check_residents()
+        self.check_capacity()
+        self.check_books()
+        self.sound = True
+
+    def check_residents(self) -> None:
+        for (each, tier), r in self.resident.items():
+            self.check_side(each, r.slot, tier)
+            assert r.parent == parent(each)
+            if r.parent is not None:  # invariant 6, for this tier and all colder ones together
+                order = list(self.sizes)
+                assert any((r.parent, colder) in self.resident for colder in order[order.index(tier) :])
+            if r.state is State.READY:  # invariant 1
+                for rank, memory in enumerate(self.movers.memory):
+                    there = memory.read(r.slot)
+                    assert there == Tag(each, self.generation) or (
+                        there == BAD and (tier, r.slot.index, rank) in self.secret
+                    )
+            else:
+                assert r.state is State.FILLING
+        assert all(self.cache.knows(each) for each, _ in self.resident)
+        for model in self.holds.values():
+            assert model.excused or all(map(self.is_readable, model.keys)), "a held chunk is gone"
+        for each, excused in self.peeks:
+            assert excused or self.is_ready(each), "a chunk that was peeked at is gone"
+
+    def check_capacity(self) -> None:
+        """Invariant 7: what is taken is what is resident, or touched by a job in flight; no byte of it twice."""
+        taken: dict[str, set[Slot]] = {tier: set() for tier in self.sizes}
+        for r in self.resident.values():
+            taken[r.slot.tier].add(r.slot)
+        for job in self.jobs.values():
+            for item in job.transfer.items:
+                for slot in (item.source, item.destination):
+                    if slot is not None and slot.tier != DEVICE:
+                        taken[slot.tier].add(slot)
+        ready = Counter(tier for (_, tier), r in self.resident.items() if r.state is State.READY)
+        for stats in self.cache.stats():
+            slots, theirs = len(self.setup.indices(self.sizes[stats.name])), taken[stats.name]
+            assert (stats.slots, stats.used) == (slots, len(theirs))
+            assert stats.ready == ready[stats.name]
+            units = [unit for slot in theirs for unit in self.setup.units(slot)]
+            assert len(set(units)) == len(units), "two images have bytes in common"
+            assert stats.used_bytes == len(units) * IMAGE_BYTES <= stats.nbytes
+
+    def check_books(self) -> None:
+        assert self.cache.jobs_in_flight == len(self.jobs)
+        assert all(map(self.cache.in_flight, self.jobs))
+        assert self.cache.held == len(self.holds) + len(self.peeks)
+        misses, hits = +self.cache.counters.misses, +self.cache.counters.hits
+        assert misses == +self.misses, f"{misses - self.misses} too many, {self.misses - misses} too few"
+        assert hits == +self.hits
+        for job in self.jobs.values():
+            if job.transfer.urgency is Urgency.WRITE:
+                assert self.writing(job.transfer.route) <= self.setup.max_writes
+
+    # ------------------------------------------------------------------ the end
+
+    def settle_all(self) -> None:
+        """Every job in flight ends well, and whatever that brings about."""
+        for _ in range(100):
+            for job, rank in self.runnable():
+                self.deliver(job, rank, [Status.OK])
+            if self.results:
+                self.apply(list(self.results))
+            elif not self.jobs:
+                return
+        raise AssertionError(f"the cache orders more and more: {list(self.jobs.values())[-1].transfer}")

@@ -1,0 +1,172 @@
+"""What an engine hands over, and what must become of it: commit, offer, withdraw, discard, flush."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from cache_movers import Job, Tag
+from cache_setup import WRITE, Setup, above, chunks, parent
+from cache_stage import Stage
+
+from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
+from longshore.cache import DropReason, Retention
+from longshore.cache.retention import priority_of
+
+
+class Storing(Stage):
+    """Blocks that are complete, or about to be evicted from the device."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.offers: list[Job] = []
+        self.sightings: Counter[Key] = Counter()
+        """How often chunks that no tier had were offered."""
+        super().__init__(setup)
+
+    def commit(
+        self,
+        path: str,
+        first: int,
+        evicting: bool,
+        retention: Sequence[Retention] = (),
+        prompt: int | None = None,
+    ) -> None:
+        keys, per_chunk = chunks(path), self.setup.per_chunk
+        blocks = self.take_blocks((len(keys) - first) * per_chunk)
+        if not blocks:
+            return
+        for i, block in enumerate(blocks):
+            for rank in self.movers.device:
+                rank[block] = Tag(keys[first + i // per_chunk], self.generation, i % per_chunk)
+        wanted = self.setup.offload != "write_back" or evicting
+        before = self.before_store(keys, first, retention, prompt, wanted)
+        offload = self.call(
+            "commit", keys, tuple(blocks), first=first, evicting=evicting, retention=retention, prompt=prompt
+        )
+        accepted = self.after_store(before, offload.accepted) if wanted else 0
+        if not wanted:
+            assert (offload.job, offload.accepted) == (None, ())
+        self.settle()
+        if offload.job is None:
+            self.free_blocks += blocks
+            return
+        job = self.jobs[offload.job]
+        known = before.known - first
+        mine = blocks[known * per_chunk : (known + accepted) * per_chunk]
+        assert job.transfer.sections == (Section(0, before.known * per_chunk, tuple(mine)),)
+        assert tuple(item.destination for item in job.transfer.items) == tuple(p.slot for p in offload.accepted)
+        job.blocks = blocks
+
+    def offer(self, path: str, first: int) -> None:
+        keys = chunks(path)
+        before = self.before_store(keys, first)
+        offload = self.call("offer", keys, first=first)
+        self.after_store(before, offload.accepted)
+        if offload.job is not None:  # the host moves the bytes: the cache gives no command for it
+            items = tuple(Item(keys[p.position], parent(keys[p.position]), None, p.slot, 0) for p in offload.accepted)
+            self.receive(
+                Transfer(
+                    offload.job,
+                    Route(DEVICE, HOST),
+                    items,
+                    urgency=Urgency.WRITE,
+                    deadline=self.now + WRITE,
+                    generation=self.generation,
+                    ranks=self.setup.ranks,
+                ),
+                commanded=False,
+            )
+            self.offers.append(self.jobs[offload.job])
+        self.settle()
+
+    def withdraw(self, job: Job) -> None:
+        """The host will not write what it was offered."""
+        self.call("withdraw", job.transfer.job)
+        job.moving.clear()
+        for rank in sorted(job.untold):
+            statuses = (Status.CANCELLED,) * len(job.told)
+            job.happened[rank] = statuses
+            if job.tell(TransferResult(job.transfer.job, statuses, rank=rank)):
+                self.finish(job)
+        self.settle()
+
+    class Before(NamedTuple):
+        keys: list[Key]
+        known: int
+        orphan: bool
+        must: bool
+        drops: Counter[DropReason]
+        left: Counter[DropReason]
+
+    def before_store(
+        self,
+        keys: list[Key],
+        first: int,
+        retention: Sequence[Retention] = (),
+        prompt: int | None = None,
+        wanted: bool = True,
+    ) -> Storing.Before:
+        known = first
+        while known < len(keys) and not self.is_absent(keys[known]):
+            known += 1
+        left, end = self.left_out(keys, known, retention, prompt) if wanted else (Counter[DropReason](), len(keys))
+        fresh = end - known
+        orphan = fresh > 0 and known > 0 and self.is_absent(keys[known - 1])
+        allowed = fresh <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
+        must = not orphan and allowed and fresh <= self.room_for(keys[:known])
+        return Storing.Before(keys[:end], known, orphan, must, self.cache.counters.drops[HOST].copy(), left)
+
+    def left_out(
+        self, keys: list[Key], known: int, retention: Sequence[Retention], prompt: int | None
+    ) -> tuple[Counter[DropReason], int]:
+        """What the write policy does not take of what no tier has, by reason; and where that begins."""
+        ends = [len(keys)] * 2
+        if self.setup.prompt_only and prompt is not None:
+            ends[1] = max(known, min(prompt, len(keys)))
+        low = (i for i in range(known, ends[-1]) if priority_of(retention, i) < self.setup.priority_floor)
+        ends.append(next(low, ends[-1]))
+        if self.setup.offload == "write_through_selective":
+            fresh = keys[known : ends[-1]]
+            self.sightings.update(fresh)
+            seldom = (known + i for i, each in enumerate(fresh) if self.sightings[each] < self.setup.threshold)
+            ends.append(next(seldom, ends[-1]))
+        reasons = (DropReason.ANSWER, DropReason.PRIORITY, DropReason.SELDOM)
+        return Counter({why: a - b for why, (a, b) in zip(reasons, pairwise(ends), strict=False) if a > b}), ends[-1]
+
+    def after_store(self, before: Storing.Before, accepted: Sequence[Any]) -> int:
+        """What was accepted is the leading part of what no tier had; the rest is counted, for the right reason."""
+        count, fresh = len(accepted), len(before.keys) - before.known
+        assert [p.position for p in accepted] == list(range(before.known, before.known + count))
+        dropped = self.cache.counters.drops[HOST] - before.drops
+        assert {why: dropped[why] for why in before.left} == before.left
+        dropped -= before.left
+        assert dropped.total() == fresh - count
+        assert not before.must or count == fresh, "chunks were dropped although there was room"
+        if before.orphan:
+            assert count == 0
+            assert set(dropped) == {DropReason.ORPHAN}
+        elif count < fresh:
+            assert set(dropped) <= {DropReason.NO_ROOM, DropReason.BACKPRESSURE}
+        return count
+
+    def discard(self, path: str, tier: str) -> int:
+        before = set(self.resident)
+        removed = self.call("discard", chunks(path), tier)
+        self.settle()
+        gone = before - set(self.resident)
+        assert removed == len({(each, where) for each, where in gone if where == tier})
+        assert all(each in chunks(path) for each, where in gone if where == tier)
+        return int(removed)
+
+    def room_for(self, path: Sequence[Key]) -> int:
+        """Host slots that chunks behind `path` can count on: with one tier, all that nothing needs."""
+        if self.setup.file is not None:
+            return self.free(HOST)
+        needed = set(path)
+        needed.update(each for model in self.holds.values() for each in model.needs)
+        needed.update(each for peeked, _ in self.peeks for each in above(peeked))
+        for job in self.jobs.values():
+            needed.update(each for item in job.transfer.items for each in above(item.key))
+        return self.free(HOST) + sum(each not in needed for each, _ in self.resident)
