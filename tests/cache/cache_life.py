@@ -55,20 +55,27 @@ class Life(World):
         assert [item.source for item in self.jobs[job].transfer.items] == sources
         self.check()
 
-    def resize(self, tier: str, slots: int, discard: bool) -> bool:
-        """Have `slots` slots in `tier`, if what lies above may go; says whether that was so."""
-        taken = {slot.index for slot in self.touched(tier)}
-        above = {key for (key, where), each in self.resident.items() if where == tier and each.slot.index >= slots}
-        in_the_way = max(taken, default=-1) >= slots
+    def resize(self, tier: str, slots: int, discard: bool, move: bool = False) -> bool:
+        """Have `slots` slots in `tier`, if what lies above may go, or move; says whether that was so."""
+        in_the_way = [slot for slot in self.touched(tier) if slot.index not in self.setup.indices(slots)]
         before, books = set(self.resident), pickle.dumps(self.cache)
-        kwargs: dict[str, Any] = {"discard": discard}
+        above = {key for (key, where), each in self.resident.items() if where == tier and each.slot in in_the_way}
+        kwargs: dict[str, Any] = {"move": True} if move else {"discard": discard}
         try:
-            self.call("resize", tier, slots, **kwargs)
+            job = self.call("resize", tier, slots, **kwargs)
         except CapacityError as error:
             assert in_the_way, f"{slots} slots of {tier} were refused, and nothing lies above"
+            assert not move or not self.can_move(tier, slots, in_the_way)
             assert pickle.dumps(self.cache) == books
             self.answers.append(f"CapacityError: {error}")
             self.sound = True
+            return False
+        if job is not None:
+            assert move
+            assert self.can_move(tier, slots, in_the_way)
+            self.carry()
+            assert {item.source for item in self.jobs[job].transfer.items} == set(in_the_way)
+            self.check()
             return False
         assert discard or not in_the_way
         self.sizes[tier] = slots
@@ -76,11 +83,25 @@ class Life(World):
         assert {key for key, where in before - set(self.resident) if where == tier} >= above
         return True
 
+    def can_move(self, tier: str, slots: int, in_the_way: Sequence[Slot]) -> bool:
+        """Whether nothing works on what is in the way, and there are as many free slabs below."""
+        busy = self.slots_of_jobs(tier)
+        stride = len(self.setup.indices(1))
+        ready = {each.slot for each in self.resident.values() if each.state is State.READY}
+        taken = {slot.index // stride for slot in self.touched(tier)}
+        below = len(set(range(slots)) - taken)
+        idle = all(slot in ready and slot not in busy for slot in in_the_way)
+        return idle and len({slot.index // stride for slot in in_the_way}) <= below
+
     def touched(self, tier: str) -> list[Slot]:
         """Slots of `tier` that somebody has."""
-        slots = [each.slot for each in self.resident.values()]
-        slots += [s for job in self.jobs.values() for i in job.transfer.items for s in (i.source, i.destination) if s]
-        return [slot for slot in slots if slot.tier == tier]
+        slots = {each.slot for each in self.resident.values() if each.slot.tier == tier}
+        return sorted(slots | self.slots_of_jobs(tier))
+
+    def slots_of_jobs(self, tier: str) -> set[Slot]:
+        """Slots of `tier` that jobs read or write."""
+        ends = {s for job in self.jobs.values() for i in job.transfer.items for s in (i.source, i.destination) if s}
+        return {slot for slot in ends if slot.tier == tier}
 
     def look(self) -> None:
         super().look()

@@ -8,7 +8,7 @@ after each call that what the cache calls ready really is there.
 from __future__ import annotations
 
 from cache_reading import Reading
-from cache_setup import FRESH, path_of
+from cache_setup import FRESH, depth, group_of, path_of
 from cache_storing import Storing
 
 from longshore.boundary import HOST
@@ -29,6 +29,7 @@ class World(Reading, Storing):
             if model.onboarded:
                 model.outcome = Outcome(0, ())
             model.reading = ()
+        self.forget_abroad()
         self.peeks = [(each, True) for each, _ in self.peeks]
         assert not self.cache.residents()
         self.settle()
@@ -71,14 +72,19 @@ class World(Reading, Storing):
 
     def evict_all(self) -> None:
         """Nothing is held: then all of it can make way."""
-        leaves = {path_of(each) for each, _ in self.resident}
+        leaves = {each for each, _ in self.resident}
         for tier in self.sizes:
-            for leaf in sorted(leaves, key=lambda path: (-len(path), path)):
-                self.discard(leaf, tier)
-            assert self.free(tier) == self.sizes[tier], f"something in the {tier} tier cannot be evicted"
+            for leaf in sorted(leaves, key=lambda each: (-depth(each), each)):
+                self.discard(path_of(leaf), tier, group_of(leaf))
+            assert self.free(tier) == len(self.slots(tier)), f"something in the {tier} tier cannot be evicted"
         if self.setup.priority_floor > DEFAULT_PRIORITY:
             return
+        fresh = FRESH[: len(self.slots(HOST))]
         for _ in range(self.setup.threshold if self.setup.offload == "write_through_selective" else 1):
-            self.offer(FRESH[: self.sizes[HOST]], 0)
+            self.offer(fresh, 0)
         self.settle_all()
-        assert not self.resident or self.cache.stats()[0].ready == min(self.sizes[HOST], self.setup.max_writes)
+        assert not self.resident or self.cache.stats()[0].ready == min(len(fresh), self.setup.max_writes)
+
+    def slots(self, tier: str) -> range:
+        """The indices of a tier's slots."""
+        return self.setup.indices(self.sizes[tier])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby, takewhile
 
+from cache_abroad import Abroad
 from cache_holds import ModelHold
 from cache_setup import LOAD, PREFETCH, chunks, group_of
-from cache_stage import Stage
 
 from longshore.boundary import HOST, Key, Urgency
 from longshore.cache import Hold, MissReason, Onboarding, PrefetchPolicy
 
 
-class Reading(Stage):
+class Reading(Abroad):
     """Calls of one request after the other."""
 
     def match(self, path: str, start: int, request: str | None) -> Hold | None:
@@ -20,21 +21,35 @@ class Reading(Stage):
         length = 0
         while start + length < len(keys) and self.is_readable(keys[start + length]):
             length += 1
-        self.misses.update(self.reason(each) for each in keys[start + length :])
+        foreign = self.miss(keys, start + length)
         found = self.call("match", keys, self.now, start=start, request=request)
-        assert (found.start, found.length) == (start, length)
-        if length:
-            assert [run.tier for run in self.call("runs", found.hold) for _ in range(run.chunks)] == [
-                self.warmest(each) for each in keys[start : start + length]
-            ]
-            slots = [self.resident[each, self.warmest(each)].slot for each in keys[start : start + length]]
-            assert self.call("slots", found.hold) == slots
-            assert found.hold not in self.holds
-            self.holds[found.hold] = ModelHold(keys[start : start + length], request, start=start)
-        else:
-            assert found.hold is None
-        self.settle()
+        assert (found.start, found.length, found.foreign) == (start, length, foreign)
+        self.held(found.hold, ModelHold(keys[start : start + length], request, start=start))
+        self.carry()
+        assert found.probes == self.probes()
+        self.check()
         return found.hold
+
+    def miss(self, keys: Sequence[Key], end: int) -> int:
+        """A request gets no further than to before `keys[end]`; how many of the rest are known to be abroad."""
+        begin, foreign = self.beyond(keys, end)
+        abroad = range(begin, begin + foreign)
+        self.misses.update(
+            MissReason.FOREIGN if at in abroad else self.reason(keys[at]) for at in range(end, len(keys))
+        )
+        return foreign
+
+    def held(self, hold: Hold | None, model: ModelHold) -> None:
+        """A match was found, or none; what it holds can be found where the cache says."""
+        assert (hold is None) == (not model.keys)
+        if hold is None:
+            return
+        tiers = [self.warmest(each) for each in model.keys]
+        assert [run.tier for run in self.call("runs", hold) for _ in range(run.chunks)] == tiers
+        slots = [self.resident[each, tier].slot for each, tier in zip(model.keys, tiers, strict=True)]
+        assert self.call("slots", hold) == slots
+        assert hold not in self.holds
+        self.holds[hold] = model
 
     def peek(self, of: Key) -> str:
         answer = str(self.call("peek", of).value)
@@ -87,7 +102,7 @@ class Reading(Stage):
     ) -> tuple[int, ...]:
         """Held chunks come up from colder tiers, what only these have, and nothing else. What is coming is joined."""
         model = self.holds[hold]
-        known = self.known(model)
+        known = self.left_of(model)
         cold = [each for each in known if (each, HOST) not in self.resident]
         coming = {each for each in known if not self.is_ready(each, HOST) and (each, HOST) in self.resident}
         before = set(self.jobs)
@@ -105,7 +120,7 @@ class Reading(Stage):
         self.check()
         return jobs
 
-    def known(self, model: ModelHold) -> list[Key]:
+    def left_of(self, model: ModelHold) -> list[Key]:
         """The held chunks of each group, up to the first that was lost."""
         found: list[Key] = []
         for _, part in groupby(model.keys, group_of):
@@ -145,6 +160,6 @@ class Reading(Stage):
             if model.onboarded:
                 assert self.cache.outcome(hold) == model.outcome
             waits = model.patient and self.now < model.reading_until and any(job in self.jobs for job in model.reading)
-            known = self.known(model)
+            known = self.left_of(model)
             leading = next((i for i, each in enumerate(known) if not self.is_ready(each, HOST)), len(known))
             assert self.cache.prefetched(hold) == (None if waits else leading)

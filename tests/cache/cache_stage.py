@@ -247,7 +247,7 @@ class Stage:
                     self.secret -= {(*at, rank) for rank in range(self.setup.ranks)}
             elif job.told[i] is not Status.OK:
                 self.excuse(item.key)
-        self.free_blocks += job.blocks
+        self.give_blocks(job.blocks)
 
     def excuse(self, lost: Key) -> None:
         """Bytes of `lost` are known to be unusable: what is held through it may go."""
@@ -273,7 +273,7 @@ class Stage:
         """Device blocks come back when the outcome is known and no job writes them any more."""
         for model in list(self.lenders):
             if model.outcome is not None and not any(part.untold for part in model.parts):
-                self.free_blocks += model.blocks
+                self.give_blocks(model.blocks)
                 self.lenders.remove(model)
 
     # ------------------------------------------------------------------ what the cache says it has
@@ -318,6 +318,10 @@ class Stage:
         if count < 1 or len(self.free_blocks) < count:
             return []
         return [self.free_blocks.pop((7 * i) % len(self.free_blocks)) for i in range(count)]
+
+    def give_blocks(self, blocks: Sequence[int]) -> None:
+        """Nobody uses these device blocks any more."""
+        self.free_blocks += blocks
 
     # ------------------------------------------------------------------ checks
 

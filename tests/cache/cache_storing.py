@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from cache_movers import Job, Tag
-from cache_setup import WRITE, Setup, above, chunks, parent
+from cache_setup import Setup, above, chunks, parent
 from cache_stage import Stage
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, Retention
+from longshore.cache import DropReason, Offload, Retention
 from longshore.cache.retention import priority_of
 
 
@@ -37,9 +38,7 @@ class Storing(Stage):
         blocks = self.take_blocks((len(keys) - first) * per_chunk)
         if not blocks:
             return
-        for i, block in enumerate(blocks):
-            for rank in self.movers.device:
-                rank[block] = Tag(keys[first + i // per_chunk], self.generation, i % per_chunk)
+        self.compute(keys[first:], blocks)
         wanted = self.setup.offload != "write_back" or evicting
         before = self.before_store(keys, first, retention, prompt, wanted)
         offload = self.call(
@@ -50,7 +49,7 @@ class Storing(Stage):
             assert (offload.job, offload.accepted) == (None, ())
         self.settle()
         if offload.job is None:
-            self.free_blocks += blocks
+            self.give_blocks(blocks)
             return
         job = self.jobs[offload.job]
         known = before.known - first
@@ -64,25 +63,31 @@ class Storing(Stage):
         before = self.before_store(keys, first)
         offload = self.call("offer", keys, first=first)
         self.after_store(before, offload.accepted)
-        if offload.job is not None:  # the host moves the bytes: the cache gives no command for it
-            items = tuple(Item(keys[p.position], parent(keys[p.position]), None, p.slot, 0) for p in offload.accepted)
-            self.receive(
-                Transfer(
-                    offload.job,
-                    Route(DEVICE, HOST),
-                    items,
-                    urgency=Urgency.WRITE,
-                    deadline=self.now + WRITE,
-                    generation=self.generation,
-                    ranks=self.setup.ranks,
-                ),
-                commanded=False,
-            )
-            self.offers.append(self.jobs[offload.job])
+        self.offered(keys, offload)
         self.settle()
 
+    def compute(self, keys: Sequence[Key], blocks: Sequence[int]) -> None:
+        """The engine has computed these chunks in these blocks."""
+        for i, block in enumerate(blocks):
+            chunk, sub = divmod(i, self.setup.per_chunk)
+            for rank in self.movers.device:
+                rank[block] = Tag(keys[chunk], self.generation, sub)
+
+    def offered(self, keys: Sequence[Key], offload: Offload) -> None:
+        """The host moves what was accepted; the cache gives no command for it."""
+        if offload.job is None:
+            return
+        items = tuple(Item(keys[p.position], parent(keys[p.position]), None, p.slot, 0) for p in offload.accepted)
+        write = Transfer(offload.job, Route(DEVICE, HOST), items, urgency=Urgency.WRITE)
+        self.lent(replace(write, generation=self.generation, ranks=self.setup.ranks))
+
+    def lent(self, transfer: Transfer) -> None:
+        """The host moves bytes itself."""
+        self.receive(transfer, commanded=False)
+        self.offers.append(self.jobs[transfer.job])
+
     def withdraw(self, job: Job) -> None:
-        """The host will not write what it was offered."""
+        """The host will not move what it was offered or lent."""
         self.call("withdraw", job.transfer.job)
         job.moving.clear()
         for rank in sorted(job.untold):
@@ -115,7 +120,7 @@ class Storing(Stage):
         fresh = end - known
         orphan = fresh > 0 and known > 0 and self.is_absent(keys[known - 1])
         allowed = fresh <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
-        must = not orphan and allowed and fresh <= self.room_for(keys[:known])
+        must = not orphan and allowed and not self.setup.slabs and fresh <= self.room_for(keys[:known])
         return Storing.Before(keys[:end], known, orphan, must, self.cache.counters.drops[HOST].copy(), left)
 
     def left_out(
@@ -151,13 +156,13 @@ class Storing(Stage):
             assert set(dropped) <= {DropReason.NO_ROOM, DropReason.BACKPRESSURE}
         return count
 
-    def discard(self, path: str, tier: str) -> int:
-        before = set(self.resident)
-        removed = self.call("discard", chunks(path), tier)
+    def discard(self, path: str, tier: str, group: int = 0) -> int:
+        before, keys = set(self.resident), chunks(path, group)
+        removed = self.call("discard", keys, tier)
         self.settle()
         gone = before - set(self.resident)
         assert removed == len({(each, where) for each, where in gone if where == tier})
-        assert all(each in chunks(path) for each, where in gone if where == tier)
+        assert all(each in keys for each, where in gone if where == tier)
         return int(removed)
 
     def room_for(self, path: Sequence[Key]) -> int:

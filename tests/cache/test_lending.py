@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from dataclasses import replace
 
 import pytest
 
 from longshore.boundary import Key, Status, Transfer, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, Presence, TieredCache, TierSpec, WritePolicy
+from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, HoldError, JobError
 
 ALONE = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40), CacheGroup(block_size=4)))
@@ -153,13 +155,31 @@ def test_what_cannot_be_read_is_refused_and_nothing_has_changed(verb: str) -> No
     cache, (a, b, c) = cache_of(2), keys_of("a", "b", "c")
     store(cache, [a])
     cache.offer([b])
-    for keys in ([], [a, a], [a, b], [a, c]):
+    before = pickle.dumps(cache)
+    for keys, group in (([], 0), ([a, a], 0), ([a, b], 0), ([a, c], 0), ([a], 1)):
         with pytest.raises(CacheError):
-            getattr(cache, verb)(keys)
-    with pytest.raises(CacheError):
-        getattr(cache, verb)([a], group=1)
-    assert cache.held == 0
-    cache.check_integrity()
+            getattr(cache, verb)(keys, group=group)
+        assert pickle.dumps(cache) == before
+
+
+def test_a_loan_that_is_refused_changes_no_order_of_eviction() -> None:
+    cache = TieredCache([TierSpec("host", 2, 4096, LRU), TierSpec("file", 1, 4096, LRU)], ALONE)
+    a, b = keys_of("a", "b")
+    store(cache, [a])
+    cache.flush()
+    (down,) = cache.take()
+    assert isinstance(down, Transfer)
+    cache.apply([TransferResult(down.job, (Status.OK,))], 0.0)
+    assert cache.discard([a], "host") == 1
+    hold = cache.keep([a])
+    assert cache.prefetch(hold)
+    cache.release(hold)  # it is still being read, and so cannot make way for the next
+    cache.apply([TransferResult(cache.offer([b]).job or 0, (Status.OK,))], 0.0)
+    cache.flush()
+    before = pickle.dumps(cache)
+    with pytest.raises(CacheError, match="not all of 1 chunks are ready in the warmest tier"):
+        cache.lend([a])
+    assert pickle.dumps(cache) == before
 
 
 def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:

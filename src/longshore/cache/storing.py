@@ -62,14 +62,14 @@ class Storing:
         """
         store, settings = self._store, self._flow.settings
         alone = settings.stands_alone(group)
-        path = [] if alone else self._follow(keys, first, group)
+        path = self._known_alone(keys, first, group) if alone else self._follow(keys, first, group)
         size = settings.group(group)[1] if store.beginnings.on and text is not None else 0
         text = text.checked(len(keys) * size) if size and text is not None else None
         if not self.wants(evicting=evicting):
             return Offload(None)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
-            offload = self._offload_alone(keys, first, blocks, retention, group=group, prompt=end)
+            offload = self._offload_alone(keys, first, path, blocks, retention, group=group, prompt=end)
         else:
             self._flow.drop(0, len(keys) - max(end, first + len(path)), DropReason.ANSWER)
             path = path[: max(0, end - first)]
@@ -84,6 +84,13 @@ class Storing:
         path = index.follow(keys, first)
         self._store.check_pool([*path[:1], index.get(keys[first - 1]) if first else ROOT], pool)
         return path
+
+    def _known_alone(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
+        """The nodes of `keys`, which stand alone, from those on that the chunk at `first` needs; `ROOT` without one."""
+        kind, size = self._flow.settings.group(group)
+        nodes = self._store.index.find_alone(keys[kind.first_needed(first * size, size) :])
+        self._store.check_pool(nodes, self._flow.settings.pool_of(group))
+        return nodes
 
     def _offload(
         self,
@@ -124,6 +131,7 @@ class Storing:
         self,
         keys: Sequence[Key],
         first: int,
+        nodes: Sequence[int],
         blocks: Sequence[int] | None,
         retention: Sequence[Retention] = (),
         *,
@@ -132,13 +140,11 @@ class Storing:
     ) -> Offload:
         """The same for chunks that stand alone, each for itself; those from position `prompt` on are left out.
 
-        Those in the last window are the last to go, and the first to get room.
+        `nodes` are those of the last of them. Those in the last window are the last to go, and the first to get room.
         """
         store, kind, size = self._store, *self._flow.settings.group(group)
-        begin, in_window = (kind.first_needed(end * size, size) for end in (first, len(keys)))
-        nodes, pool = store.index.find_alone(keys[begin:]), self._flow.settings.pool_of(group)
-        store.check_pool(nodes, pool)
-        known = {begin + i: node for i, node in enumerate(nodes) if node}
+        in_window, pool = kind.first_needed(len(keys) * size, size), self._flow.settings.pool_of(group)
+        known = {at: node for at, node in enumerate(nodes, len(keys) - len(nodes)) if node}
         fresh = [position for position in range(first, len(keys)) if position not in known]
         window = [node for position, node in known.items() if position >= in_window]
         store.touch(window[::-1])

@@ -1,0 +1,203 @@
+"""Foreign tiers beside the cache under test: what it asks them, may think of them, fetches, and stores there.
+
+An answer counts for a time, a transfer tells as much as an answer, and a reset forgets all of it. That is all that the
+model knows; in which order chunks are stored it does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import takewhile
+
+from cache_movers import Job
+from cache_setup import PROBE, PROBE_LIFE, Setup, chunks
+from cache_stage import Stage
+
+from longshore.boundary import HOST, Key, Probe, ProbeResult, Status, Transfer
+from longshore.cache import DropReason, MissReason
+from longshore.cache.types import Answer
+
+
+class Question:
+    """A probe under way."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.waiting = set(range(probe.ranks))
+        self.present = [True] * len(probe.keys)
+        self.answered = True
+
+
+class Abroad(Stage):
+    """What a cache may know of foreign tiers."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.known: dict[str, dict[Key, tuple[bool, float]]] = {name: {} for name in setup.foreign}
+        self.questions: dict[int, Question] = {}
+        self.expected: dict[str, list[Key]] = {}
+        """What each tier is to be asked by the call that is under way."""
+        self.asks_about: Sequence[Key] = ()
+        """What that call wants to know of, asked for already or not."""
+        self.ended_abroad: list[tuple[str, Job]] = []
+        self.heard_of = {name: Counter[Answer]() for name in setup.foreign}
+        self.not_stored = Counter[str]()
+        super().__init__(setup)
+
+    def has(self, name: str, of: Key) -> bool | None:
+        """What may be thought of `of` being in a tier; `None` if nothing."""
+        present, until = self.known[name].get(of, (False, -1.0))
+        return present if self.now < until else None
+
+    def source(self, of: Key) -> str | None:
+        """The first foreign tier that is known to have `of`."""
+        return next((name for name in self.setup.foreign if self.has(name, of)), None)
+
+    def beyond(self, keys: Sequence[Key], end: int) -> tuple[int, int]:
+        """What is on its way behind `keys[:end]` ends here; and how many chunks follow that are known to be abroad.
+
+        What is not known behind these is expected to be asked for.
+        """
+        while end < len(keys) and not self.is_absent(keys[end]):
+            end += 1
+        self.asks_about = ()
+        if end and self.is_absent(keys[end - 1]):
+            return end, 0
+        count = len(list(takewhile(self.source, keys[end:])))
+        self.expect(keys[end + count :])
+        return end, count
+
+    def expect(self, wanted: Sequence[Key]) -> None:
+        """Of `wanted`, what is not known and not asked for yet is to be asked for, as far as that is allowed."""
+        self.asks_about = wanted
+        for name in self.setup.foreign:
+            under_way = self.asked(name)
+            new = [each for each in wanted if self.has(name, each) is None and each not in under_way]
+            room = max(0, self.setup.max_probes - len(under_way))
+            self.heard_of[name][Answer.UNASKED] += len(new[room:])
+            if new[:room]:
+                self.expected[name] = new[:room]
+
+    def asked(self, name: str) -> dict[Key, int]:
+        """Keys that a tier has been asked for, in this generation, without having answered; and the probes."""
+        ours = [q.probe for q in self.questions.values() if q.probe.tier == name]
+        return {each: probe.probe for probe in ours if probe.generation == self.generation for each in probe.keys}
+
+    def probes(self) -> tuple[int, ...]:
+        """The probes whose answers may say more of what the last call wanted to know."""
+        found: list[int] = []
+        for name in self.setup.foreign:
+            asked = self.asked(name)
+            found += sorted({asked[each] for each in self.asks_about if each in asked and self.has(name, each) is None})
+        return tuple(found)
+
+    def ask(self, probe: Probe) -> None:
+        assert list(probe.keys) == self.expected.pop(probe.tier)
+        assert (probe.deadline, probe.generation, probe.ranks) == (self.now + PROBE, self.generation, self.setup.ranks)
+        assert self.cache.in_flight(probe.probe)
+        assert probe.probe not in self.questions
+        self.questions[probe.probe] = Question(probe)
+        self.last_job = max(self.last_job, probe.probe)
+
+    def answer(self, number: int, rank: int, there: bool, status: Status) -> None:
+        """One rank answers; that what it has is `there`, or that it has nothing."""
+        question = self.questions[number]
+        probe, store = question.probe, self.movers.stores[question.probe.tier]
+        present = tuple(there and (each, probe.generation, rank) in store for each in probe.keys)
+        self.call("apply", (ProbeResult(number, present, status, rank),), self.now)
+        question.waiting.discard(rank)
+        question.answered &= status is Status.OK
+        question.present = [one and other for one, other in zip(question.present, present, strict=True)]
+        if not question.waiting:
+            self.end_of(self.questions.pop(number))
+        self.settle()
+
+    def end_of(self, question: Question) -> None:
+        probe, counts = question.probe, self.heard_of[question.probe.tier]
+        if probe.generation != self.generation:
+            return
+        for each, present in zip(probe.keys, question.present, strict=True):
+            if question.answered:
+                self.learn(probe.tier, each, present=present)
+            counts[(Answer.PRESENT if present else Answer.ABSENT) if question.answered else Answer.NONE] += 1
+
+    def learn(self, name: str, of: Key, *, present: bool) -> None:
+        self.known[name][of] = present, self.now + PROBE_LIFE
+
+    def others_store(self, path: str, there: int, name: str) -> None:
+        """Another engine has stored the first chunks of `path`, and what follows has lapsed."""
+        store = self.movers.stores.get(name, set())
+        for at, each in enumerate(chunks(path)):
+            tags = {(each, self.generation, rank) for rank in range(self.setup.ranks)}
+            (store.update if at < there else store.difference_update)(tags)
+
+    def fetch(self, path: str, start: int) -> tuple[int, ...]:
+        """What is known to be abroad behind the ready prefix comes into the host tier, as far as there is room."""
+        keys, before = chunks(path), set(self.jobs)
+        end = start
+        while end < len(keys) and self.is_readable(keys[end]):
+            end += 1
+        begin, count = self.beyond(keys, end)
+        sources = [self.source(each) for each in keys[begin : begin + count]]
+        coming = {each for each in keys[end:begin] if (each, HOST) in self.resident and not self.is_ready(each, HOST)}
+        free = self.free(HOST)
+        jobs: tuple[int, ...] = self.call("fetch", keys, self.now, start=start)
+        self.carry()
+        assert not self.expected
+        joined = {item.key for job in jobs if job in before for item in self.jobs[job].transfer.items}
+        assert coming <= joined
+        new = [self.jobs[job].transfer for job in jobs if job not in before]
+        fetched = [(item.key, t.route.source) for t in new for item in t.items]
+        assert fetched == list(zip(keys[begin:], sources, strict=False))[: len(fetched)]
+        assert len(fetched) == count or self.setup.slabs or free < count, "chunks were left although there was room"
+        self.check()
+        return jobs
+
+    # ------------------------------------------------------------------ transfers
+
+    def check_transfer(self, t: Transfer, commanded: bool) -> None:
+        if t.route.destination in self.known:
+            assert not any(self.has(t.route.destination, item.key) for item in t.items), "it is there already"
+            most = max(1, len(self.setup.indices(self.sizes[HOST])) // 16)
+            assert len(t.items) + self.writing(t.route) <= most
+        super().check_transfer(t, commanded)
+
+    def finish(self, job: Job) -> None:
+        super().finish(job)
+        if job.transfer.generation == self.generation:
+            names = {job.transfer.route.source, job.transfer.route.destination}.intersection(self.known)
+            self.ended_abroad += [(name, job) for name in names]
+
+    def carry(self) -> None:
+        for name, job in sorted(self.ended_abroad, key=lambda each: each[1].transfer.job):
+            self.note(name, job)
+        self.ended_abroad.clear()
+        super().carry()
+
+    def note(self, name: str, job: Job) -> None:
+        """What was fetched or stored is known to be there; what was not is a miss, or a drop."""
+        missed = False
+        for item, status in zip(job.transfer.items, job.told, strict=True):
+            if status is Status.OK:
+                self.learn(name, item.key, present=True)
+                self.misses[MissReason.BEHIND] += missed
+                continue
+            self.known[name].pop(item.key, None)
+            if job.transfer.route.source == HOST:
+                self.not_stored[name] += 1
+            else:
+                self.misses[MissReason(status.value)] += 1
+                missed = True
+
+    def forget_abroad(self) -> None:
+        """A reset: nothing is known any more."""
+        for known in self.known.values():
+            known.clear()
+
+    def check_books(self) -> None:
+        super().check_books()
+        assert not self.expected, "a question was expected"
+        assert all(map(self.cache.in_flight, self.questions))
+        for name in self.setup.foreign:
+            assert +self.cache.counters.probes[name] == +self.heard_of[name]
+            assert self.cache.counters.drops[name][DropReason.WRITE_FAILED] == self.not_stored[name]

@@ -1,0 +1,185 @@
+"""Requests over several KV cache groups, and chunks that stand alone: what they ask of the cache, and must get.
+
+Which prefix is served is found here by trying one length after the other, the longest first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from cache_holds import ModelHold
+from cache_life import Life
+from cache_movers import places
+from cache_setup import GROUPS, LOAD, chunks, group_of, letters
+
+from longshore.boundary import DEVICE, HOST, Item, Key, Route, Transfer
+from longshore.cache import Hold, MissReason, Need, Offload, Wanted
+from longshore.errors import CacheError
+
+
+class Groups(Life):
+    """A world of as many KV cache groups as its setup says."""
+
+    # ------------------------------------------------------------------ match
+
+    def needed(self, group: int, end: int) -> range:
+        """The chunks that the token behind the first `end` chunks of a group sees."""
+        kind = GROUPS[group]
+        size = kind.block_size * self.setup.per_chunk
+        seen = 1 if kind.recurrent else kind.window or end * size
+        return range(min((at for at in range(end) if (at + 1) * size > end * size - seen), default=end), end)
+
+    def match_groups(self, path: str, device: Sequence[Sequence[bool]], request: str | None) -> Hold | None:
+        """A request for `path`, of which the `device` has some chunks of each group, is served as far as can be."""
+        keys = [chunks(path, group) for group in range(self.setup.groups)]
+        there = [[*has, *[False] * len(mine)][: len(mine)] for has, mine in zip(device, keys, strict=False)]
+        end = self.longest(keys, there)
+        needs = []
+        for group, (mine, has) in enumerate(zip(keys, there, strict=True)):
+            needed = self.needed(group, end // letters(group))
+            load = tuple(at for at in needed if not has[at])
+            needs.append(Need(needed.start, needed.stop, load))
+            last = self.needed(group, len(mine))
+            self.misses.update(self.reason(each) for each in mine[max(needed.stop, last.start if group else 0) :])
+        wanted = [Wanted(mine, tuple(has)) for mine, has in zip(keys, there, strict=True)]
+        found = self.call("match_groups", wanted, self.now, request=request)
+        assert found.tokens == end * GROUPS[0].block_size * self.setup.per_chunk
+        assert found.needs == tuple(needs)
+        loads = [mine[at] for mine, need in zip(keys, needs, strict=True) for at in need.load]
+        self.held(found.hold, ModelHold(loads, request, joint=True))
+        self.settle()
+        return found.hold
+
+    def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]]) -> int:
+        """The longest prefix, in letters, of which every group has all that is needed."""
+        unit = math.lcm(*map(letters, range(self.setup.groups)))
+        ends = [len(mine) * letters(group) for group, mine in enumerate(keys)]
+        for end in range(min(ends) // unit * unit, 0, -unit):
+            if all(
+                has[at] or self.is_readable(mine[at])
+                for group, (mine, has) in enumerate(zip(keys, there, strict=True))
+                for at in self.needed(group, end // letters(group))
+            ):
+                return end
+        return 0
+
+    def onboard_groups(self, hold: Hold, by_layer: bool, timeout: float | None = None) -> None:
+        """All that is held is ordered by one job, or nothing is."""
+        model, per_chunk = self.holds[hold], self.setup.per_chunk
+        mine = self.take_blocks(len(model.keys) * per_chunk)
+        if not mine:
+            return
+        blocks, left = [], list(mine)
+        for group in range(self.setup.groups):
+            count = sum(group_of(each) == group for each in model.keys) * per_chunk
+            blocks.append(tuple(left[:count]))
+            left = left[count:]
+        lost = len(self.left_of(model)) < len(model.keys)
+        sources = [] if lost else [self.warmest(each) for each in model.keys]
+        reasons = [self.reason(each) for each in model.keys]
+        before, free = dict(self.resident), self.free(HOST)
+        self.load_timeout = timeout or LOAD
+        model.deadline = self.now + self.load_timeout
+        answer = self.call("onboard_groups", hold, tuple(blocks), by_layer=by_layer, timeout=timeout)
+        model.onboarded, model.blocks = True, mine
+        self.lenders.append(model)
+        self.carry()
+        if answer.parts:
+            assert [part.chunks for part in answer.parts] == [len(model.keys)]
+            model.parts, model.sources = [self.jobs[answer.parts[0].job]], sources
+            self.check_sections(model.parts[0].transfer, model.keys, mine, by_layer)
+        else:
+            cold = [each for each in model.keys if (each, HOST) not in before]
+            assert lost or self.setup.slabs or free < len(cold), "nothing was ordered although there was room"
+            no_room = [MissReason.NO_ROOM if each in cold else MissReason.BEHIND for each in model.keys]
+            model.cut = reasons if lost else no_room
+            self.conclude(model, MissReason.CANCELLED)
+        self.check()
+
+    def check_sections(self, t: Transfer, keys: Sequence[Key], blocks: Sequence[int], by_layer: bool) -> None:
+        """The blocks of each group go to its chunks, in order."""
+        assert [item.key for item in t.items] == list(keys)
+        assert [place.block for place in places(t, self.setup.per_chunk)] == list(blocks)
+        assert t.by_layer == by_layer
+
+    # ------------------------------------------------------------------ chunks that stand alone
+
+    def commit_alone(self, path: str, group: int, first: int, evicting: bool) -> None:
+        """Chunks of a group that stand alone are complete: each is stored for itself, the last window first."""
+        keys, per_chunk = chunks(path, group), self.setup.per_chunk
+        blocks = self.take_blocks((len(keys) - first) * per_chunk)
+        if not blocks:
+            return
+        self.compute(keys[first:], blocks)
+        wanted = self.setup.offload != "write_back" or evicting
+        fresh, drops, free = self.fresh(keys, first), self.drops(), self.free(HOST)
+        offload = self.call("commit", keys, tuple(blocks), first=first, evicting=evicting, group=group)
+        if wanted:
+            self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
+        else:
+            assert offload == Offload(None)
+        self.settle()
+        if offload.job is None:
+            self.give_blocks(blocks)
+            return
+        job = self.jobs[offload.job]
+        job.blocks = blocks
+        assert tuple(item.destination for item in job.transfer.items) == tuple(offload.slots)
+        for place in places(job.transfer, per_chunk):
+            assert place.block == blocks[(place.chunk - first) * per_chunk + place.sub]
+
+    def offer_alone(self, path: str, group: int, first: int) -> None:
+        """The same, of which the host moves the bytes."""
+        keys = chunks(path, group)
+        fresh, drops, free = self.fresh(keys, first), self.drops(), self.free(HOST)
+        offload = self.call("offer", keys, first=first, group=group)
+        self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
+        self.offered(keys, offload)
+        self.settle()
+
+    def fresh(self, keys: Sequence[Key], first: int) -> list[int]:
+        return [at for at in range(first, len(keys)) if self.is_absent(keys[at])]
+
+    def drops(self) -> int:
+        return self.cache.counters.drops[HOST].total()
+
+    def check_alone(
+        self, keys: Sequence[Key], first: int, fresh: list[int], offload: Offload, dropped: int, free: int
+    ) -> None:
+        """What was new was accepted, from the end on, or dropped and counted."""
+        taken = list(offload.positions)
+        often = self.setup.offload == "write_through_selective"
+        assert taken == (sorted(set(taken).intersection(fresh)) if often else fresh[len(fresh) - len(taken) :])
+        assert dropped == len(fresh) - len(taken)
+        allowed = len(fresh) <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
+        assert not dropped or self.setup.slabs or often or free < len(fresh) or not allowed
+        self.look()
+        had = [at for at in range(first, len(keys)) if not self.is_absent(keys[at])]
+        assert sorted([*offload.known, *taken]) == had
+        assert offload.kept == next((at for at in range(first, len(keys)) if at not in had), len(keys))
+
+    def keep(self, keys: Sequence[Key], group: int, request: str | None) -> None:
+        """Chunks that stand alone are held, if all are ready."""
+        if not self.can_ask(keys, group):
+            self.refused(CacheError, "keep", keys, group=group, request=request)
+            return
+        hold = self.call("keep", keys, group=group, request=request)
+        self.held(hold, ModelHold(keys, request))
+        self.settle()
+
+    def lend(self, keys: Sequence[Key], group: int) -> None:
+        """The host reads chunks from the warmest tier, if all are ready there."""
+        if self.asleep or not self.can_ask(keys, group) or not all(self.is_ready(each, HOST) for each in keys):
+            self.refused(CacheError, "lend", keys, group=group)
+            return
+        loan = self.call("lend", keys, group=group)
+        self.hits[HOST] += len(keys)
+        assert list(loan.slots) == [self.resident[each, HOST].slot for each in keys]
+        items = tuple(Item(each, None, slot, None, 0) for each, slot in zip(keys, loan.slots, strict=True))
+        self.lent(Transfer(loan.job, Route(HOST, DEVICE), items, generation=self.generation, ranks=self.setup.ranks))
+        self.settle()
+
+    def can_ask(self, keys: Sequence[Key], group: int) -> bool:
+        """Whether `keep` takes them."""
+        return bool(keys) and bool(group) and len(set(keys)) == len(keys) and all(map(self.is_readable, keys))

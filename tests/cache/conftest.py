@@ -1,0 +1,37 @@
+"""What the random paths over the cache share."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from cache_machine import PUBLIC
+
+from longshore.cache import TieredCache
+from longshore.cache import loading as loading_module
+
+
+@pytest.fixture
+def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts here have five chunks: let them be loaded in several parts, too."""
+    monkeypatch.setattr(loading_module, "LOAD_BATCH", 2)
+
+
+@pytest.fixture
+def methods_called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The public methods and properties of `TieredCache` that this test has used."""
+    called: set[str] = set()
+
+    def spied(name: str, method: Any) -> Any:
+        def spy(self: TieredCache, *args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return method(self, *args, **kwargs)
+
+        return spy
+
+    for name in PUBLIC:
+        member = inspect.getattr_static(TieredCache, name)
+        spy = property(spied(name, member.fget)) if isinstance(member, property) else spied(name, member)
+        monkeypatch.setattr(TieredCache, name, spy)
+    return called

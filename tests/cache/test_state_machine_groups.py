@@ -1,0 +1,188 @@
+"""Random paths over several KV cache groups, images of two sizes, chunks that stand alone, hosts that move bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from cache_machine import OF_GROUPS, REQUESTS, Machine, WrongCall, run, small
+from cache_setup import COLDER, Setup, chunks, key, letters
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from longshore.boundary import FILE, HOST, Status, TransferResult
+from longshore.cache import EDGES, Hold, State, Wanted
+from longshore.errors import CacheError, HoldError, JobError
+
+PROMPTS = ("aaaaaa", "aaaabb", "aabaaa", "bbaaaa")
+
+prompts = st.sampled_from(PROMPTS)
+ends = st.integers(1, 6)
+has = st.lists(st.sampled_from((False, False, False, True)), max_size=6)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    slabs = draw(st.booleans())
+    file = draw(st.sampled_from((None, None, 0, 2, 3, 5) if slabs else (None, None, 0, 3, 8, 12)))
+    return Setup(
+        groups=draw(st.sampled_from((2, 3, 3))),
+        slabs=slabs,
+        host=draw(st.sampled_from((0, 1, 2, 3, 4) if slabs else (0, 2, 4, 6, 9, 12))),
+        file=file,
+        more=draw(st.sampled_from(((), (), (3,)))) if file is not None else (),
+        ranks=draw(st.integers(1, 2)),
+        per_chunk=draw(st.integers(1, 2)),
+        offload=draw(st.sampled_from(("write_through", "write_through", "write_back", "write_through_selective"))),
+        backup=draw(st.sampled_from(("write_through", "write_back"))),
+        events=draw(st.sampled_from((0, 10_000))),
+        max_writes=draw(st.sampled_from((1024, 3))),
+        policy=draw(st.sampled_from(("lru", "arc"))),
+        foreign=draw(st.sampled_from(((), (), ("near",)))),
+        device_blocks=96,
+    )
+
+
+class Several(Machine):
+    """Requests whose layers attend in different ways, and hosts that keep the books of their device themselves."""
+
+    @initialize(setup=setups())
+    def build(self, setup: Setup) -> None:
+        self.begin(setup)
+
+    # requests
+
+    @rule(path=prompts, device=st.lists(has, min_size=3, max_size=3), request=st.sampled_from(REQUESTS))
+    def match_groups(self, path: str, device: list[list[bool]], request: str | None) -> None:
+        self.world.match_groups(path, device, request)
+
+    @precondition(lambda self: not self.world.asleep)
+    @rule(path=prompts, device=has, by_layer=st.booleans(), timeout=st.sampled_from((None, 0.5)))
+    def come_back(self, path: str, device: list[bool], by_layer: bool, timeout: float | None) -> None:
+        """A prompt of which the device has a part in the first group alone."""
+        hold = self.world.match_groups(path, [device, [], []], "one")
+        if hold is not None:
+            self.world.onboard_groups(hold, by_layer, timeout)
+
+    @precondition(lambda self: not self.world.asleep and self.to_load())
+    @rule(pick=small)
+    def onboard_groups(self, pick: int) -> None:
+        holds = self.to_load()
+        self.world.onboard_groups(holds[pick % len(holds)], pick % 2 == 0)
+
+    def to_load(self) -> list[Hold]:
+        return [hold for hold, model in self.world.holds.items() if model.joint and not model.onboarded]
+
+    @rule(path=prompts, group=st.integers(0, 2), end=ends)
+    def peek(self, path: str, group: int, end: int) -> None:
+        if group < self.world.setup.groups:
+            self.world.peek(chunks(path, group)[-(-end // letters(group)) - 1])
+
+    # blocks
+
+    @precondition(lambda self: not self.world.asleep)
+    @rule(path=prompts, end=ends, first=st.sampled_from((0, 0, 1, 2)), evicting=st.booleans())
+    def commit(self, path: str, end: int, first: int, evicting: bool) -> None:
+        """All groups have come so far."""
+        for group in range(self.world.setup.groups):
+            count = end // letters(group)
+            if first < count and group:
+                self.world.commit_alone(path[: count * letters(group)], group, first, evicting)
+            elif first < count:
+                self.world.commit(path[:count], first, evicting)
+
+    @precondition(lambda self: not self.world.asleep)
+    @rule(path=prompts)
+    def commit_and_settle(self, path: str) -> None:
+        self.commit(path, 6, 0, True)
+        self.world.settle_all()
+
+    @precondition(lambda self: not self.world.asleep)
+    @rule(path=prompts, group=st.integers(0, 2), end=ends)
+    def offer(self, path: str, group: int, end: int) -> None:
+        if group and group < self.world.setup.groups:
+            self.world.offer_alone(path[:end], group, 0)
+        elif not group:
+            self.world.offer(path[:end], 0)
+
+    @rule(path=prompts, group=st.integers(1, 2), some=st.sets(st.integers(0, 5)), request=st.sampled_from(REQUESTS))
+    def keep(self, path: str, group: int, some: set[int], request: str | None) -> None:
+        self.world.keep(self.alone(path, group, some), self.known(group), request)
+
+    @rule(path=prompts, group=st.integers(1, 2), some=st.sets(st.integers(0, 5)))
+    def lend(self, path: str, group: int, some: set[int]) -> None:
+        self.world.lend(self.alone(path, group, some), self.known(group))
+
+    def known(self, group: int) -> int:
+        return min(group, self.world.setup.groups - 1)
+
+    def alone(self, path: str, group: int, some: set[int]) -> list[bytes]:
+        """Chunks of a group that stand alone: `some` of those that are ready, or else of all."""
+        keys = chunks(path, self.known(group))
+        ready = [each for each in keys if self.world.is_readable(each)]
+        return [each for at, each in enumerate(ready or keys) if at in some or not some]
+
+    @rule(path=prompts, end=ends, group=st.integers(0, 2), tier=st.sampled_from((HOST, FILE, *COLDER)))
+    def discard(self, path: str, end: int, group: int, tier: str) -> None:
+        if tier in self.world.sizes and group < self.world.setup.groups:
+            self.world.discard(path[:end], tier, group)
+
+    @precondition(lambda self: self.world.setup.foreign)
+    @rule(path=prompts)
+    def fetch(self, path: str) -> None:
+        self.world.fetch(path, 0)
+
+    # misuse
+
+    def wrong_calls(self, pick: int) -> list[WrongCall]:
+        world, keys, per_chunk = self.world, chunks("aab"), self.world.setup.per_chunk
+        groups = world.setup.groups
+        gone = self.gone[pick % len(self.gone)] if self.gone else Hold(10**9)
+        window = chunks("aab", 1)
+        wanted = [Wanted(chunks("aa", group)) for group in range(groups)]
+        calls: list[WrongCall] = [
+            (CacheError, "match_groups", (wanted[1:], world.now), {}),
+            (CacheError, "match_groups", ([], world.now), {}),
+            (CacheError, "match_groups", ([wanted[0]._replace(device=(True,) * 3), *wanted[1:]], world.now), {}),
+            (HoldError, "onboard_groups", (gone, [()] * groups), {}),
+            (CacheError, "commit", (window, tuple(range(3 * per_chunk))), {"group": groups}),
+            (CacheError, "commit", (window, tuple(range(3 * per_chunk))), {"group": -1}),
+            (CacheError, "commit", ([window[0], window[0]], tuple(range(2 * per_chunk))), {"group": 1}),
+            (CacheError, "offer", ([window[0], window[0]],), {"group": 1}),
+            (CacheError, "keep", ([],), {"group": 1}),
+            (CacheError, "keep", (keys,), {"group": 0}),
+            (CacheError, "keep", ([window[0], window[0]],), {"group": 1}),
+            (CacheError, "keep", ([key("y", 1)],), {"group": 1}),
+            (CacheError, "lend", ([key("y", 1)],), {"group": 1}),
+            (CacheError, "lend", (keys,), {"group": 0}),
+            (JobError, "withdraw", (10**9,), {}),
+            (CacheError, "fetch", (window, world.now), {"group": groups}),
+            (CacheError, "fetch", (keys, world.now), {"start": 4}),
+            (JobError, "apply", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
+        ]
+        for hold, model in list(world.holds.items())[:1]:
+            calls += self.wrong_onboards(hold, len(model.keys), model.joint, model.onboarded)
+        if world.jobs:
+            calls += self.wrong_results(list(world.jobs)[pick % len(world.jobs)])
+        return calls[pick % 8 :] + calls[: pick % 8]
+
+    def wrong_onboards(self, hold: Hold, held: int, joint: bool, onboarded: bool) -> list[Any]:
+        groups = self.world.setup.groups
+        if not joint or onboarded:
+            return [(HoldError, "onboard_groups", (hold, [()] * groups), {}), (HoldError, "onboard", (hold, (0,)), {})]
+        return [
+            (HoldError, "onboard", (hold, (0,)), {}),
+            (HoldError, "outcome", (hold,), {}),
+            (CacheError, "onboard_groups", (hold, [()] * groups), {}),
+            (CacheError, "onboard_groups", (hold, [tuple(range(held)), *[()] * groups]), {}),
+        ]
+
+
+@pytest.mark.usefixtures("short_batches")
+def test_random_paths_of_several_groups_keep_every_promise(
+    edges_taken: Counter[tuple[State, State]], methods_called: set[str]
+) -> None:
+    thorough = run(Several, 1.5)
+    assert set(edges_taken) <= set(EDGES), "an illegal edge was taken"
+    assert methods_called >= OF_GROUPS or not thorough, "a public method was never called"
