@@ -95,7 +95,8 @@ race-mutants: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/race_mutants.py
 
 # A sample of COUNT mutants of the control plane (0: all of them), one after the other in this very tree, which is put
-# right again after each: leave it alone meanwhile. The tests must pass without any mutant first. Prints those that no test noticed, and which part of all that is.
+# right again after each: leave it alone meanwhile. The tests must pass without one first. Prints those that no test
+# noticed, and which part of all that is.
 COUNT ?= 100
 SEED ?= 1
 MUTANTS := build/mutants.sqlite
