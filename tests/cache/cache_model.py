@@ -31,6 +31,7 @@ class World(Reading, Storing):
             model.reading = ()
         self.forget_abroad()
         self.peeks = [(each, True) for each, _ in self.peeks]
+        self.warm.clear()
         assert not self.cache.residents()
         self.settle()
         assert self.cache.generation == self.generation
@@ -38,6 +39,7 @@ class World(Reading, Storing):
     def end_step(self) -> None:
         self.call("end_step")
         self.peeks.clear()
+        self.warm.clear()
         self.settle()
 
     def flush(self) -> bool:

@@ -52,9 +52,11 @@ class Reading(Abroad):
         self.holds[hold] = model
 
     def peek(self, of: Key) -> str:
-        answer = str(self.call("peek", of).value)
+        (found,) = self.call("peek", [of]).presences
+        answer = str(found.value)
         if self.is_readable(of):
             self.peeks.append((of, False))
+            self.warm |= {of} if self.is_ready(of, HOST) else set()
             assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
         else:
             assert answer == ("absent" if self.is_absent(of) else "in_flight")

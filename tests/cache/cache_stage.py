@@ -57,6 +57,8 @@ class Stage:
         self.lenders: list[ModelHold] = []  # holds whose device blocks are in use
         self.holds: dict[Hold, ModelHold] = {}
         self.peeks: list[tuple[Key, bool]] = []
+        self.warm: set[Key] = set()
+        """Chunks that a peek has found in the host tier, which they do not leave in this step."""
         self.misses: Counter[MissReason] = Counter()
         self.hits: Counter[str] = Counter()
         self.last_job = 0
@@ -254,6 +256,7 @@ class Stage:
         for model in self.holds.values():
             model.excused |= lost in model.needs
         self.peeks = [(each, excused or lost in above(each)) for each, excused in self.peeks]
+        self.warm = {each for each in self.warm if lost not in above(each)}
 
     def conclude(self, model: ModelHold, unfinished: MissReason) -> None:
         """The outcome is due: what it claims must lie in the device blocks."""
@@ -353,6 +356,7 @@ class Stage:
             assert model.excused or all(map(self.is_readable, model.keys)), "a held chunk is gone"
         for each, excused in self.peeks:
             assert excused or self.is_ready(each), "a chunk that was peeked at is gone"
+        assert all(self.is_ready(each, HOST) for each in self.warm), "a chunk that was said to be ready is not"
 
     def check_capacity(self) -> None:
         """Invariant 7: what is taken is what is resident, or touched by a job in flight; no byte of it twice."""
