@@ -39,7 +39,7 @@ long_paths = st.sampled_from(LEAVES)
 small = st.integers(0, 7)
 
 PUBLIC = frozenset(name for name in dir(TieredCache) if not name.startswith("_"))
-OF_GROUPS = frozenset({"match_groups", "onboard_groups", "keep", "lend"})
+OF_GROUPS = frozenset({"match_groups", "onboard_groups", "keep", "lend", "slide"})
 """Methods of which only the machine of several groups has rules; that of paths has some for all others."""
 
 WrongCall = tuple[type[CacheError], str, tuple[Any, ...], dict[str, Any]]

@@ -278,6 +278,8 @@ def test_hosts_that_do_not_offer_whole_paths_say_what_has_slid() -> None:
 def test_no_window_slides_past_a_path() -> None:
     with pytest.raises(CacheError, match="do not stand alone"):
         grouped(FULL, WINDOW, host=8).slide(keys_of(0, 1), group=0)
+
+
 @pytest.mark.parametrize("offload", list(WritePolicy))
 def test_keys_that_are_not_distinct_are_refused_whatever_the_write_policy(offload: WritePolicy) -> None:
     cache = grouped(WINDOW, offload=offload)

@@ -114,6 +114,12 @@ class Several(Machine):
     def lend(self, path: str, group: int, some: set[int]) -> None:
         self.world.lend(self.alone(path, group, some), self.known(group))
 
+    @rule(path=prompts, group=st.integers(1, 2), end=ends)
+    def slide(self, path: str, group: int, end: int) -> None:
+        """A window has moved on: of what it has slid past all are as ready as before."""
+        self.world.call("slide", chunks(path[:end], self.known(group)), group=self.known(group))
+        self.world.settle()
+
     def known(self, group: int) -> int:
         return min(group, self.world.setup.groups - 1)
 
@@ -150,6 +156,7 @@ class Several(Machine):
             (CacheError, "commit", (window, tuple(range(3 * per_chunk))), {"group": -1}),
             (CacheError, "commit", ([window[0], window[0]], tuple(range(2 * per_chunk))), {"group": 1}),
             (CacheError, "offer", ([window[0], window[0]],), {"group": 1}),
+            (CacheError, "slide", (keys,), {"group": 0}),
             (CacheError, "keep", ([],), {"group": 1}),
             (CacheError, "keep", (keys,), {"group": 0}),
             (CacheError, "keep", ([window[0], window[0]],), {"group": 1}),
