@@ -40,7 +40,7 @@ from longshore.engines.vllm import LongshoreManager, LongshoreSpec, LongshoreWor
 BLOCKS = 16
 PAGE = 192
 TOKENS = 16
-NOT_SETTINGS = ("parallel", "model", "dtype", "vllm", "replicated")
+NOT_SETTINGS = ("parallel", "model", "dtype", "vllm", "replicated", "events")
 _engines = itertools.count()
 
 
@@ -98,7 +98,7 @@ def config_of(
     return OffloadingConfig(
         groups=tuple(OffloadingGroupConfig(group.tokens, group.names, group.number) for group in groups),
         worker_kv_bytes_per_block=0,
-        enable_kv_cache_events=False,
+        enable_kv_cache_events=extra.get("events", False),
         extra_config={"host_size": "1MiB", "host_huge_pages": False, **ours},
         engine_id=engine,
         model=OffloadingModelConfig(extra.get("model", "no such directory"), extra.get("dtype", "float32")),

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from longshore.engines.vllm.tally import zero
 from longshore.engines.vllm.worker import LongshoreWorker
 
 
@@ -23,6 +24,14 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         """The worker is made here: from now on it may report failures instead of stopping the engine."""
         super().register_kv_caches(kv_caches)
         self._ours.reports_failures = True
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> Any:
+        """vLLM's metrics, of which ours are there, at zero, before the engine has worked."""
+        metrics = super().build_prom_metrics(*arguments, **named)
+        for engine in metrics.per_engine_labelvalues:
+            metrics.observe(zero().data, engine)
+        return metrics
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What has ended, and which of the requests that have were not loaded after all."""

@@ -11,11 +11,13 @@ A lookup never blocks. `HIT` means verified bytes in the host tier; what is on i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
+    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -26,10 +28,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from longshore.boundary import HOST, Key, Slots, Status, TransferResult
-from longshore.cache import Hold, PrefetchPolicy, Presence, Sight, TieredCache
+from longshore.cache import Hold, MissReason, PrefetchPolicy, Presence, Sight, TieredCache
+from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.engines.vllm.meeting import GOOD
 from longshore.engines.vllm.store import Store
+from longshore.engines.vllm.tally import Tally
 from longshore.engines.vllm.worker import SlotsSpec
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -54,6 +58,7 @@ class _Request:
         windows: Of each group that slides, by our number, the chunks of its last window that were offered.
         barred: A load for it has failed: it gets no other, or it might fail for ever.
         finished: Nothing will be asked for it any more.
+        counted: What it misses has been counted.
     """
 
     answers: dict[OffloadKey, LookupResult] = field(default_factory=dict)
@@ -68,6 +73,7 @@ class _Request:
     windows: dict[int, list[OffloadKey]] = field(default_factory=dict)
     barred: bool = False
     finished: bool = False
+    counted: bool = False
 
     def seen(self, theirs: list[OffloadKey]) -> Sight | list[Key]:
         """Some chunks: they were seen already if they are a part of what vLLM has told of in this step."""
@@ -89,32 +95,39 @@ class _Ticket:
     """Slots that the workers fill, or read: the cache's `jobs`, with the slots of each. Its number is used once."""
 
     number: int
-    jobs: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    since: float
+    jobs: list[tuple[int, Slots]] = field(default_factory=list)
     keys: list[OffloadKey] = field(default_factory=list)
 
     @property
     def slots(self) -> list[int]:
         """All of them."""
-        return [slot for _, mine in self.jobs for slot in mine]
+        return [slot for _, run in self.jobs for slot in run.indices]
 
-    def end(self, cache: TieredCache, good: Sequence[bool], now: float) -> None:
-        """Tell the cache that all jobs have ended, and in which slots well, in order; none stands for all."""
-        if all(good):
-            results = [TransferResult(job, (OK,) * len(mine)) for job, mine in self.jobs]
-        else:
-            said = iter(good)
-            results = [
-                TransferResult(job, tuple(OK if next(said) else Status.IO_ERROR for _ in mine))
-                for job, mine in self.jobs
-            ]
+    def end(self, cache: TieredCache, good: Sequence[bool], now: float, image_bytes: Sequence[int]) -> None:
+        """Tell the cache that all jobs have ended, and in which slots well, in order; none stands for all.
+
+        `image_bytes` are those of each pool.
+        """
+        said, results = iter(good), []
+        for job, run in self.jobs:
+            if all(good):
+                statuses = (OK,) * len(run.indices)
+            else:
+                statuses = tuple(OK if next(said) else Status.IO_ERROR for _ in run.indices)
+            nbytes = statuses.count(OK) * image_bytes[run.pool]
+            results.append(TransferResult(job, statuses, nbytes, (now - self.since) / len(self.jobs)))
         cache.apply(results, now)
 
 
 class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     """Tiers for one engine."""
 
-    def __init__(self, store: Store, groups: Sequence[int], patience: float) -> None:
-        """`groups` are vLLM's numbers of the KV cache groups, in our order; `patience` is in seconds."""
+    def __init__(self, store: Store, groups: Sequence[int], patience: float, *, announces: bool = False) -> None:
+        """`groups` are vLLM's numbers of the KV cache groups, in our order; `patience` is in seconds.
+
+        With `announces`, KV events tell what the tiers get and give up; `store` must record them.
+        """
         self._store = store
         self._runtime = store.runtime
         self._groups = {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)}
@@ -128,6 +141,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._stale: list[tuple[_Ticket, bool]] = []
         """Tickets of which nobody will tell any more, and whether they are stores."""
         self._closed = False
+        self._tally = Tally()
+        self._announcer = Announcer() if announces else None
+        with self._runtime.observe() as cache:
+            self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
+            self._chunk_tokens = cache.settings.group(0)[1]
 
     # ------------------------------------------------------------------ loading
 
@@ -161,7 +179,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             for group, mine in self._by_group(keys):
                 loan = cache.lend(request.seen(mine), group=group)
                 runs[group] = loan.slots.of
-                ticket.jobs.append((loan.job, loan.slots.of.indices))
+                ticket.jobs.append((loan.job, loan.slots.of))
+                came_up = len(request.origin.intersection(mine)) if request.origin else 0
+                self._tally.loaded(len(mine), came_up, 0 if group else self._chunk_tokens)
             self._release(request, cache)
         request.loan, request.since = ticket, None
         return SlotsSpec(ticket.number, tuple(runs))
@@ -173,7 +193,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             ticket, request.loan = request.loan, None
             request.barred |= self._store.stamps.has_failed(ticket.number)
             with self._runtime.control() as cache:
-                ticket.end(cache, (), self._runtime.clock())
+                ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
             self._forget_if_done(req_context.req_id, request)
 
     # ------------------------------------------------------------------ storing
@@ -183,11 +203,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         ticket, runs, request = self._ticket(), [NO_SLOTS] * len(self._groups), self._begin(req_context)
         with self._runtime.control() as cache:
             for group, mine in self._by_group(keys):
-                offload = cache.offer(ours(mine), group=group)
+                names = ours(mine)
+                offload = cache.offer(names, group=group)
                 self._slide(request, group, mine, req_context, cache)
+                if self._announcer is not None:
+                    self._announcer.name(mine, names)
                 if offload.job is not None:
                     ticket.keys += [mine[position] for position in offload.positions]
-                    ticket.jobs.append((offload.job, offload.slots.of.indices))
+                    ticket.jobs.append((offload.job, offload.slots.of))
                     runs[group] = offload.slots.of
         if ticket.keys:
             self._stores[ticket.number] = ticket
@@ -200,7 +223,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.control() as cache:
             for ticket in tickets:
                 good = (self._store.stamps.said(ticket.number, ticket.slots) == GOOD).all(axis=1)
-                ticket.end(cache, good.tolist(), self._runtime.clock())
+                ticket.end(cache, good.tolist(), self._runtime.clock(), self._image_bytes)
                 del self._stores[ticket.number]
 
     # ------------------------------------------------------------------ between steps
@@ -245,6 +268,20 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         for name in [name for name, request in self._requests.items() if request.finished]:
             del self._requests[name]
 
+    # ------------------------------------------------------------------ watching
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What the counters have gained since the last call; at the first, every one of them."""
+        with self._runtime.observe() as cache:
+            return self._tally.stats(cache)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What tiers have got and given up since the last call, if vLLM publishes KV events."""
+        if self._announcer is None:
+            return ()
+        with self._runtime.observe() as cache:
+            return list(self._announcer.translate(cache.events()))
+
     def shutdown(self) -> None:
         """Write back what a restart would lose, and give everything back. Idempotent."""
         if self._closed:
@@ -271,8 +308,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._asked.append(request)
         if request.barred:
             request.answers = dict.fromkeys(request.told, MISS)
+            self._tally.misses[MissReason.IO_ERROR] += 0 if request.counted else len(request.told)
+            request.counted = True
             return
         found = request.sight.presences
+        self._count_misses(request, key, late=late, brought=brought)
         request.answers = dict.fromkeys(request.told, HIT)
         if found.count(Presence.READY) == len(found):
             return
@@ -283,6 +323,18 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 request.answers[each] = PENDING if waits.get(presence) else MISS
                 if presence is Presence.COLDER and waits[presence]:
                     request.colder.add(each)
+
+    def _count_misses(self, request: _Request, first: OffloadKey, *, late: bool, brought: bool) -> None:
+        """Count what `request`, which asks for chunks from `first` on, does without; once."""
+        if request.counted or request.sight is None:
+            return
+        group, begin = first[-GROUP_BYTES:], request.told.index(first)
+        found = request.sight.presences[begin:]
+        if len(self._groups) > 1:
+            mine = zip(request.told[begin:], found, strict=True)
+            found = [presence for key, presence in mine if key[-GROUP_BYTES:] == group]
+        if self._groups[group] == 0:
+            request.counted = self._tally.missed(found, late=late, brought=brought)
 
     def _bring_up(self, request: _Request, cache: TieredCache) -> None:
         """Order what `request` was told to wait for."""
@@ -326,12 +378,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         stamps = self._store.stamps
         over = bool(stamps.said(ticket.number, ticket.slots).all()) if is_store else stamps.has_loaded(ticket.number)
         if over:
-            ticket.end(cache, (), self._runtime.clock())
+            ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
         return over
 
     def _ticket(self) -> _Ticket:
         self._last_ticket += 1
-        return _Ticket(self._last_ticket)
+        return _Ticket(self._last_ticket, self._runtime.clock())
 
     def _begin(self, context: ReqContext) -> _Request:
         return self._requests.setdefault(context.req_id, _Request())

@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from longshore.config import format_bytes
 from longshore.engines.vllm import contract
+from longshore.engines.vllm.announce import LIMIT
 from longshore.engines.vllm.caches import layout_of
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.meeting import Note, Stamps, attach, find, make_stamps, publish, withdraw
@@ -22,6 +23,7 @@ from longshore.engines.vllm.model import describe, nodes
 from longshore.engines.vllm.scope import scope_of, why_transient
 from longshore.engines.vllm.settings import read, refuse
 from longshore.engines.vllm.store import open_store
+from longshore.engines.vllm.tally import definitions
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import ConfigError
 from longshore.layout import KVLayout
@@ -63,10 +65,16 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
                 _log.error("NO FILE TIER: %s", reason)
             else:
                 scope = scope_of(self.config, note, self.settings.salt)
-        store = open_store(self.settings, note, scope, self.config.groups)
+        announces = self.kv_events_config.enable_kv_cache_events
+        store = open_store(self.settings, note, scope, self.config.groups, events=LIMIT if announces else 0)
         withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
-        return LongshoreManager(store, numbers, self.settings.load_timeout)
+        return LongshoreManager(store, numbers, self.settings.load_timeout, announces=announces)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """The metrics that `LongshoreManager.get_stats` gives figures for."""
+        return definitions()
 
     def get_worker(self, kv_caches: Any) -> LongshoreWorker:
         """A rank's side; the first rank makes the memory."""

@@ -55,8 +55,11 @@ class Store:
         self.arena.close()
 
 
-def open_store(config: Config, note: Note, scope: Scope | None, groups: Any) -> Store:
-    """The tiers of `config` in the memory that `note` tells of; without a `scope` there is no file tier."""
+def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, events: int = 0) -> Store:
+    """The tiers of `config` in the memory that `note` tells of; without a `scope` there is no file tier.
+
+    The cache keeps so many `events` until somebody asks for them.
+    """
     with contextlib.ExitStack() as undo:
         arena, stamps = attach(note)
         undo.callback(arena.close)
@@ -74,7 +77,7 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any) -> 
                 fixed_weights=config.fixed_weights,
             )
             undo.callback(file.close)
-        cache = _make_cache(config, note, host, file, groups)
+        cache = _make_cache(config, note, host, file, groups, events)
         movers: list[Mover] = [] if file is None else [TierMover(file, host)]
         runtime = Runtime(cache, movers, [] if file is None else [file])
         loop = BackgroundLoop(runtime)
@@ -84,12 +87,13 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any) -> 
     return Store(runtime, stamps, arena, loop, windows)
 
 
-def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, groups: Any) -> TieredCache:
+def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, groups: Any, events: int) -> TieredCache:
     tiers = [TierSpec(HOST, host.slabs)]
     if file is not None:
         tiers.append(TierSpec(FILE, file.slabs))
     settings = CacheSettings(
         blocks_per_chunk=config.blocks_per_chunk,
+        events=events,
         backup=config.backup,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,

@@ -1,0 +1,123 @@
+"""What operators see of the tiers on vLLM's own `/metrics`: the names of `longshore.metrics`, as far as they apply.
+
+Every known label is there from the first step on, at zero. vLLM adds up what it is told of, so it is told of changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+from longshore.boundary import DEVICE, FILE, HOST
+from longshore.cache import DropReason, MissReason, Presence, RouteTotals, TieredCache, TierSpec
+
+_COUNTERS = {
+    "longshore_hit_chunks": ("Chunks loaded onto the device, by the tier they came from", ("tier",)),
+    "longshore_hit_tokens": ("Tokens of these, of the first KV cache group", ("tier",)),
+    "longshore_miss_chunks": ("Chunks of the first KV cache group wanted and not loaded", ("reason",)),
+    "longshore_evicted_chunks": ("Copies evicted", ("tier",)),
+    "longshore_lost_chunks": ("Copies found unusable", ("tier",)),
+    "longshore_dropped_chunks": ("Chunks not stored", ("tier", "reason")),
+    "longshore_moved_bytes": ("Bytes that arrived, of all ranks", ("route",)),
+    "longshore_moving_seconds": ("Seconds spent moving; to and from the device, from order to end", ("route",)),
+    "longshore_failed_chunks": ("Chunks that did not arrive", ("route",)),
+}
+_GAUGES = {
+    "longshore_used_bytes": ("Bytes taken, in flight included", ("tier",)),
+    "longshore_capacity_bytes": ("Bytes of the tier", ("tier",)),
+}
+_TIERS = (HOST, FILE)
+_ROUTES = tuple(
+    f"{source}->{target}" for source, target in ((DEVICE, HOST), (HOST, DEVICE), (HOST, FILE), (FILE, HOST))
+)
+
+_NOTHING = RouteTotals()
+
+_Sample = tuple[str, tuple[str, ...]]
+
+
+def definitions() -> dict[str, Any]:
+    """All metrics, as vLLM wants to know of them beforehand."""
+    counters = {name: OffloadingCounterMetadata(*about) for name, about in _COUNTERS.items()}
+    return {**counters, **{name: OffloadingGaugeMetadata(*about) for name, about in _GAUGES.items()}}
+
+
+class Tally:
+    """Counts of what one manager has loaded and missed, and what of all counts vLLM has been told."""
+
+    def __init__(self) -> None:
+        self.hits = Counter(dict.fromkeys(_TIERS, 0))
+        self.tokens = Counter(dict.fromkeys(_TIERS, 0))
+        self.misses = Counter(dict.fromkeys(MissReason, 0))
+        self._told: dict[_Sample, float] = {}
+
+    def loaded(self, chunks: int, of_file: int, tokens: int) -> None:
+        """So many chunks are loaded, some of which came from the file tier; each counts for so many tokens."""
+        for tier, count in ((HOST, chunks - of_file), (FILE, of_file)):
+            self.hits[tier] += count
+            self.tokens[tier] += count * tokens
+
+    def missed(self, found: Sequence[Presence], *, late: bool, brought: bool) -> bool:
+        """A request wants chunks that were found so, and gets no further than to the first that is not ready.
+
+        It waits for that one if it is on its way, or may be brought up: then nothing is counted. Says whether it does
+        not. It is too `late` if it has waited for too long, and what was `brought` up for it once is not again.
+        """
+        first = next((i for i, presence in enumerate(found) if presence is not Presence.READY), None)
+        if first is None:
+            return True
+        reason = MissReason.ABSENT
+        if found[first] is not Presence.ABSENT:
+            if not late and not (brought and found[first] is Presence.COLDER):
+                return False
+            reason = MissReason.DEADLINE if late else MissReason.NO_ROOM
+        behind = found[first + 1 :]
+        absent = behind.count(Presence.ABSENT)
+        self.misses.update({reason: 1})
+        self.misses.update({MissReason.ABSENT: absent, MissReason.BEHIND: len(behind) - absent})
+        return True
+
+    def stats(self, cache: TieredCache) -> OffloadingConnectorStats | None:
+        """What has changed since the last call; at the first, everything."""
+        new = dict(self._samples(cache))
+        changed = [(sample, value) for sample, value in new.items() if self._told.get(sample) != value]
+        if not changed:
+            return None
+        stats = OffloadingConnectorStats()
+        for (name, labels), value in changed:
+            if name in _GAUGES:
+                stats.set_gauge(name, value, labels)
+            else:
+                stats.increase_counter(name, value - self._told.get((name, labels), 0), labels)
+        self._told = new
+        return stats
+
+    def _samples(self, cache: TieredCache) -> Iterator[tuple[_Sample, float]]:
+        counters, sizes = cache.counters, {stats.name: stats for stats in cache.stats()}
+        for tier in _TIERS:
+            at = (tier,)
+            yield ("longshore_hit_chunks", at), self.hits[tier]
+            yield ("longshore_hit_tokens", at), self.tokens[tier]
+            yield ("longshore_evicted_chunks", at), counters.evictions[tier]
+            yield ("longshore_lost_chunks", at), counters.lost[tier]
+            yield ("longshore_used_bytes", at), sizes[tier].used_bytes if tier in sizes else 0
+            yield ("longshore_capacity_bytes", at), sizes[tier].nbytes if tier in sizes else 0
+            drops = counters.drops.get(tier) or Counter[DropReason]()
+            for reason in DropReason:
+                yield ("longshore_dropped_chunks", (tier, reason.value)), drops[reason]
+        for missed, count in self.misses.items():
+            yield ("longshore_miss_chunks", (missed.value,)), count
+        for route in _ROUTES:
+            totals = counters.routes.get(route, _NOTHING)
+            yield ("longshore_moved_bytes", (route,)), totals.bytes
+            yield ("longshore_moving_seconds", (route,)), totals.seconds
+            yield ("longshore_failed_chunks", (route,)), totals.failed
+
+
+def zero() -> OffloadingConnectorStats:
+    """All metrics at zero, for an engine that has not worked yet."""
+    return Tally().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()

@@ -1,0 +1,158 @@
+"""What operators and routers are told: metrics for vLLM's endpoint, KV events, and where a load came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey
+from vllm_kit import TOKENS, Rig, file_settings, keys_of
+
+from longshore.engines.vllm import LongshoreSpec
+from longshore.engines.vllm.keys import ours
+from longshore.engines.vllm.tally import zero
+
+HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+IMAGE = 4096
+
+
+@pytest.fixture
+def rigs() -> Iterator[Any]:
+    """Makes rigs, and closes them."""
+    made: list[Rig] = []
+
+    def make(**settings: Any) -> Rig:
+        made.append(Rig(**settings))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+class Totals:
+    """What vLLM adds up of what it is told."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.stats = zero()
+
+    def __call__(self, name: str, *labels: str) -> float:
+        told = self._rig.manager.get_stats()
+        if told is not None:
+            self.stats.aggregate(told)
+        value: float = self.stats.data["data"][name][labels]
+        return value
+
+
+def read(rig: Rig, keys: list[OffloadKey], name: str) -> None:
+    """A request that finds all of `keys`, and loads them."""
+    context = rig.request(name, keys)
+    while PENDING in rig.lookup(keys, context):
+        assert rig.manager._runtime._wait(lambda: not rig.cache.jobs_in_flight, 10.0)
+    assert rig.lookup(keys, context) == [HIT] * len(keys)
+    rig.load(keys, range(len(keys)), context)
+    rig.manager.on_request_finished(context)
+
+
+def lose_host(rig: Rig, keys: list[OffloadKey]) -> None:
+    """Only the file tier has `keys` from now on."""
+    assert rig.manager._runtime.flush(10.0)
+    with rig.manager._runtime.control() as cache:
+        assert cache.discard(ours(keys), "host") == len(keys)
+
+
+def test_every_label_of_every_metric_is_there_at_first_and_is_declared(rigs: Any) -> None:
+    definitions = LongshoreSpec.build_metric_definitions({})
+    first = rigs().manager.get_stats().data
+    assert set(first["data"]) == set(definitions) == set(zero().data["data"])
+    for name, values in first["data"].items():
+        assert values, name
+        assert all(len(labels) == len(definitions[name].labelnames) for labels in values)
+        assert not any(zero().data["data"][name].values()), name
+    for tier in ("host", "file"):
+        assert first["data"]["longshore_hit_chunks"][(tier,)] == 0
+    assert first["data"]["longshore_miss_chunks"][("corrupt",)] == 0
+
+
+def test_what_has_not_changed_is_not_told_again(rigs: Any) -> None:
+    rig, keys = rigs(), keys_of(2)
+    rig.manager.get_stats()
+    assert rig.manager.get_stats() is None
+    rig.store(keys, [1, 2], rig.request("one", keys))
+    told = rig.manager.get_stats().data["data"]
+    assert told["longshore_moved_bytes"] == {("device->host",): 2 * IMAGE}
+    assert told["longshore_used_bytes"] == {("host",): 2 * IMAGE}
+    assert rig.manager.get_stats() is None
+
+
+def test_hits_are_counted_by_the_tier_that_they_came_from(rigs: Any, tmp_path: Path) -> None:
+    rig, keys = rigs(**file_settings(tmp_path)), keys_of(3)
+    total = Totals(rig)
+    rig.store(keys, [1, 2, 3], rig.request("writer", keys))
+    read(rig, keys, "from host")
+    assert (total("longshore_hit_chunks", "host"), total("longshore_hit_chunks", "file")) == (3, 0)
+    lose_host(rig, keys[:2])
+    read(rig, keys, "from both")
+    assert (total("longshore_hit_chunks", "host"), total("longshore_hit_chunks", "file")) == (4, 2)
+    assert total("longshore_hit_tokens", "file") == 2 * TOKENS
+    assert total("longshore_moved_bytes", "host->file") == 3 * IMAGE
+    assert total("longshore_moved_bytes", "file->host") == 2 * IMAGE
+    assert total("longshore_moved_bytes", "host->device") == 6 * IMAGE
+    assert total("longshore_moving_seconds", "host->device") > 0
+    assert total("longshore_used_bytes", "file") == 3 * (4096 + IMAGE)  # headers lie beside images
+    assert total("longshore_capacity_bytes", "host") == 1 << 20
+
+
+def test_misses_are_counted_once_by_their_reason(rigs: Any) -> None:
+    rig, keys = rigs(load_timeout=0.05), keys_of(6)
+    total = Totals(rig)
+    rig.store(keys[:2], [1, 2], rig.request("writer", keys[:2]))
+    rig.store([keys[4]], [3], rig.request("other", [keys[4]]))
+    reader = rig.request("reader", keys)
+    for _ in range(3):  # a request that waits for blocks of the device is looked up at each step
+        assert [rig.manager.lookup(key, reader) for key in keys[1:3]] == [HIT, MISS]
+        rig.end_step()
+    assert total("longshore_miss_chunks", "absent") == 3  # the third, the fourth and the sixth
+    assert total("longshore_miss_chunks", "behind") == 1
+
+
+def test_what_is_waited_for_in_vain_is_a_miss_by_deadline(rigs: Any) -> None:
+    rig, keys = rigs(load_timeout=0.05), keys_of(2)
+    total = Totals(rig)
+    rig.store(keys, [1, 2], rig.request("writer", keys), complete=False)
+    reader = rig.request("reader", keys)
+    assert rig.lookup(keys, reader) == [PENDING] * 2
+    assert total("longshore_miss_chunks", "deadline") == 0
+    while rig.lookup(keys, reader) != [MISS] * 2:
+        pass
+    assert total("longshore_miss_chunks", "deadline") == 1
+    assert total("longshore_miss_chunks", "behind") == 1
+
+
+def test_events_tell_what_each_tier_has_got_and_given_up(rigs: Any, tmp_path: Path) -> None:
+    rig, keys = rigs(events=True, **file_settings(tmp_path)), keys_of(2)
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    assert rig.manager._runtime.flush(10.0)
+    stored = list(rig.manager.take_events())
+    assert [(each.medium, each.removed) for each in stored] == [(Medium.CPU, False), (Medium.STORAGE, False)]
+    assert all(each.keys == keys for each in stored)
+    assert list(rig.manager.take_events()) == []
+    lose_host(rig, keys)
+    (gone,) = rig.manager.take_events()
+    assert (gone.medium, gone.removed, sorted(gone.keys)) == (Medium.CPU, True, sorted(keys))
+    read(rig, keys, "reader")
+    (back,) = rig.manager.take_events()
+    assert (back.medium, back.removed, back.keys) == (Medium.CPU, False, keys)
+    rig.manager.reset_cache()
+    assert list(rig.manager.take_events()) == []
+    assert not rig.manager._announcer._names  # type: ignore[union-attr]
+
+
+def test_nothing_is_recorded_for_an_engine_that_publishes_no_events(rigs: Any) -> None:
+    rig, keys = rigs(), keys_of(2)
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    assert list(rig.manager.take_events()) == []
+    assert rig.cache.events() == []
