@@ -105,7 +105,7 @@ def test_a_segment_that_ends_early_is_damage(directory: Path) -> None:
         file.truncate(6 * (4096 + IMAGE))
     done = run("fsck", directory, "--repair")
     assert done.exit_code == 1
-    assert "ends 2 slots early" in done.stdout
+    assert "ends 2 slabs early" in done.stdout
 
 
 def test_an_index_that_cannot_be_used_is_said(directory: Path) -> None:
@@ -121,14 +121,14 @@ def test_an_index_that_cannot_be_used_is_said(directory: Path) -> None:
 def test_a_table_of_what_is_there(directory: Path) -> None:
     done = run("inspect", directory)
     assert done.exit_code == 0
-    for words in ("8 of 16.0 KiB", "5 (62.5%)", bytes(range(8)).hex(), "in the last hour", "the index"):
+    for words in ("8 of 20.0 KiB", "16.0 KiB", bytes(range(8)).hex(), "in the last hour", "the index"):
         assert words in done.stdout, words
 
 
 def test_the_same_as_json(directory: Path) -> None:
     facts = told("inspect", directory)
     (scope,) = facts["scopes"]
-    assert (facts["slots"], facts["records"], facts["stale"], facts["from_index"]) == (SLOTS, 5, 0, True)
+    assert (facts["slabs"], facts["records"], facts["stale"], facts["from_index"]) == (SLOTS, 5, 0, True)
     assert (scope["scope"], scope["records"], scope["bytes"]) == (bytes(range(32)).hex(), 5, 5 * IMAGE)
     assert scope["reads"] == 1
     assert sum(age["records"] for age in facts["ages"]) == 5

@@ -33,10 +33,15 @@ def opener(arena: Arena, directory: Path) -> Iterator[Callable[..., FileTier]]:
     opened = []
 
     def open_one(
-        slots: int = TierTests.slots, image_bytes: int = IMAGE, kind: type[FileTier] = FileTier, **changes: Any
+        slots: int = TierTests.slots,
+        image_bytes: int | tuple[int, ...] = IMAGE,
+        kind: type[FileTier] = FileTier,
+        **changes: Any,
     ) -> FileTier:
-        settings = {"capacity": capacity_for(slots, image_bytes), "image_bytes": image_bytes, "scope": SCOPE, **changes}
-        opened.append(kind(directory, arena=arena, **settings))
+        """With several sizes, `capacity` must be said."""
+        if isinstance(image_bytes, int):
+            changes = {"capacity": capacity_for(slots, image_bytes), **changes}
+        opened.append(kind(directory, arena=arena, **{"image_bytes": image_bytes, "scope": SCOPE, **changes}))
         return opened[-1]
 
     yield open_one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -12,13 +13,39 @@ from pathlib import Path
 import numpy as np
 
 from longshore.boundary import Key, Status
+from longshore.slabs import Slabs
 from longshore.testing.simulated_disk import Image, SimulatedDisk
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
-from longshore.tiers.file import FileTier, capacity_for
+from longshore.tiers.file import FileTier, capacity_of
 
-SLOTS, NUMBERS = 2, 6
+NUMBERS = 6
 SCOPE = bytes(range(32))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The slabs of a tier, and the places in them that a story writes to: (slot, pool)."""
+
+    slabs: Slabs
+    places: tuple[tuple[int, int], ...]
+
+    def image_bytes(self, place: int) -> int:
+        return self.slabs.image_bytes[self.places[place][1]] - PAGE
+
+    def meet(self, one: int, other: int) -> bool:
+        """Whether to write to one of two places takes the other's slab from its pool, or is to overwrite it."""
+        (slot, pool), (another, of) = self.places[one], self.places[other]
+        return slot == another or (self.slabs.slab_of(slot) == self.slabs.slab_of(another) and pool != of)
+
+
+def one_size(pages: int = 1) -> Shape:
+    """Two slots."""
+    return Shape(Slabs.of_one_size((1 + pages) * PAGE, 2), ((0, 0), (1, 0)))
+
+
+TWO_SIZES = Shape(Slabs(4 * PAGE, (2 * PAGE, 4 * PAGE), 1), ((0, 0), (1, 0), (0, 1)))
+"""One slab: places 0 and 1 are for images of a page each, place 2, over both, for one of three pages."""
 
 
 def key(number: int) -> Key:
@@ -27,7 +54,7 @@ def key(number: int) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a tier that was opened after a crash listed, and served: (slot, number); and its generation."""
+    """What a tier that was opened after a crash listed, and served: (place, number); and its generation."""
 
     listed: frozenset[tuple[int, int]]
     served: frozenset[tuple[int, int]]
@@ -35,40 +62,54 @@ class Judged:
 
 
 class Story:
-    """A tier of two slots on a simulated disk, what was done to it, and when that was reported as done.
+    """A tier of a few slots on a simulated disk, what was done to it, and when that was reported as done.
 
     An image differs from others in its first and last sector alone, so that all mixtures of two records are few.
     """
 
     def __init__(
-        self, image: Image | None = None, *, kind: type[FileTier] = FileTier, pages: int = 1, remember: bool = True
+        self,
+        image: Image | None = None,
+        *,
+        kind: type[FileTier] = FileTier,
+        shape: Shape | None = None,
+        remember: bool = True,
     ) -> None:
         self.disk = SimulatedDisk(image, remember=remember)
-        self.arena = Arena(SLOTS * NUMBERS * pages * PAGE)
+        self.shape = shape or one_size()
+        self._room = self.shape.slabs.slab_bytes
+        self.arena = Arena(len(self.shape.places) * NUMBERS * self._room)
         self.reported: list[tuple[int, dict[int, int], int]] = []
-        self._image_bytes = pages * PAGE
         self._holds: dict[int, int] = {}
         self.tier = kind(
             Path("/simulated"),
-            capacity=capacity_for(SLOTS, pages * PAGE),
-            image_bytes=pages * PAGE,
+            capacity=capacity_of(self.shape.slabs),
+            image_bytes=[nbytes - PAGE for nbytes in self.shape.slabs.image_bytes],
             arena=self.arena,
             scope=SCOPE,
             threads=1,
             io=self.disk,
         )
+        assert self.tier.slabs == self.shape.slabs
         self._report()
 
-    def write(self, slot: int, number: int) -> None:
-        self.write_together({slot: number})
+    def write(self, place: int, number: int) -> None:
+        self.write_together({place: number})
 
     def write_together(self, images: dict[int, int]) -> None:
-        """Slots and numbers, as one batch."""
-        batch = [self._op(Op.WRITE, slot, number, place) for place, (slot, number) in enumerate(images.items())]
-        for op, number in zip(batch, images.values(), strict=True):
-            self.arena.array[op.offset : op.offset + op.length] = self._bytes(number)
+        """Places and numbers, as one batch."""
+        batch = [self._op(Op.WRITE, *pair, position) for position, pair in enumerate(images.items())]
+        for op, pair in zip(batch, images.items(), strict=True):
+            self.arena.array[op.offset : op.offset + op.length] = self._bytes(*pair)
         assert set(self._run(batch)) == {Status.OK}
+        for place in images:
+            self._holds = {each: held for each, held in self._holds.items() if not self.shape.meet(place, each)}
         self._holds.update(images)
+        self._report()
+
+    def drop(self, place: int) -> None:
+        self.tier.drop([self.shape.places[place][0]])
+        del self._holds[place]
         self._report()
 
     def checkpoint(self) -> None:
@@ -86,10 +127,11 @@ class Story:
         self.arena.close()
 
     def judge(self) -> Judged:
-        """Read every key from every slot: what is served must be what was written under that key."""
-        listed = [(chunk.slot, chunk.key[0]) for chunk in self.tier.recover()]
-        pairs = [(slot, number) for slot in range(SLOTS) for number in range(1, NUMBERS)]
-        reads = [self._op(Op.READ, slot, number, place) for place, (slot, number) in enumerate(pairs)]
+        """Read every key from every place: what is served must be what was written under that key."""
+        places = self.shape.places
+        listed = [(places.index((chunk.slot, chunk.pool)), chunk.key[0]) for chunk in self.tier.recover()]
+        pairs = [(place, number) for place in range(len(places)) for number in range(1, NUMBERS)]
+        reads = [self._op(Op.READ, *pair, position) for position, pair in enumerate(pairs)]
         self.arena.array[:] = 0xCC
         statuses = self._run(reads)
         served = set()
@@ -97,24 +139,25 @@ class Story:
             if status is Status.OK:
                 served.add(pair)
                 found = self.arena.array[read.offset : read.offset + read.length]
-                if not np.array_equal(found, self._bytes(pair[1])):
-                    raise WrongBytesError(f"slot {pair[0]} served something else as {pair[1]}")
+                if not np.array_equal(found, self._bytes(*pair)):
+                    raise WrongBytesError(f"place {pair[0]} served something else as {pair[1]}")
             else:
                 assert status in {Status.CORRUPT, Status.MISMATCH}, status
-        assert len({number for _, number in listed}) == len({slot for slot, _ in listed}) == len(listed)
+        assert len({number for _, number in listed}) == len(listed)
+        assert not any(self.shape.meet(one, other) for (one, _), (other, _) in itertools.combinations(listed, 2))
         return Judged(frozenset(listed), frozenset(served), self.tier.generation)
 
     def _report(self) -> None:
         self.reported.append((len(self.disk.moments), dict(self._holds), self.tier.generation))
 
-    def _bytes(self, number: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        image = np.zeros(self._image_bytes, np.uint8)
+    def _bytes(self, place: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        image = np.zeros(self.shape.image_bytes(place), np.uint8)
         image[0] = image[-1] = number
         return image
 
-    def _op(self, op: Op, slot: int, number: int, place: int) -> TierOp:
-        nbytes = self._image_bytes
-        return TierOp(op, slot, key(number), None, place * nbytes, nbytes, self.tier.generation)
+    def _op(self, op: Op, place: int, number: int, position: int) -> TierOp:
+        (slot, pool), nbytes = self.shape.places[place], self.shape.image_bytes(place)
+        return TierOp(op, slot, key(number), None, position * self._room, nbytes, self.tier.generation, pool)
 
     def _run(self, batch: list[TierOp]) -> tuple[Status, ...]:
         self.tier.submit(batch, math.inf)
@@ -127,9 +170,9 @@ class WrongBytesError(AssertionError):
     """The one thing that must not happen."""
 
 
-def after(image: Image, kind: type[FileTier] = FileTier, pages: int = 1) -> Judged:
+def after(image: Image, kind: type[FileTier] = FileTier, shape: Shape | None = None) -> Judged:
     """What the next process lists and serves."""
-    story = Story(image, kind=kind, pages=pages, remember=False)
+    story = Story(image, kind=kind, shape=shape, remember=False)
     try:
         return story.judge()
     finally:

@@ -4,8 +4,9 @@
 
 After each kill another process opens the tier, and reads every key that was ever written to each slot. What is served
 must be what was written under that key; what the dead process had reported as written, and not begun to overwrite,
-must be listed and served. Most of those processes are killed in turn. The last line is `N kills, R records served, W
-wrong`; the exit status says whether W is 0 and nothing was lost. No torch is loaded.
+must be listed and served. There are two image sizes, and slabs change theirs all the time. Most of those processes are
+killed in turn. The last line is `N kills, R records served, W wrong`; the exit status says whether W is 0 and nothing
+was lost. No torch is loaded.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Status
-from longshore.tiers.arena import Arena
+from longshore.slabs import Slabs
+from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
-from longshore.tiers.file import FileTier, capacity_for
+from longshore.tiers.file import FileTier, capacity_of
 
-SLOTS, KEYS, IMAGE = 24, 32, 32 << 10
-PLACES = 6
+KEYS, PLACES = 32, 6
+SLABS = Slabs(64 << 10, (16 << 10, 64 << 10), 10)
+PLACE = SLABS.slab_bytes
 LONGEST_LIFE = 0.1
 
 _BEGUN, _DONE = 0, 1
@@ -52,9 +55,25 @@ class Verdict(NamedTuple):
     generation: int
 
 
+def pool_of(number: int) -> int:
+    """The image size of the `number`th key."""
+    return number % 2
+
+
 def image(number: int) -> npt.NDArray[np.uint8]:
     """What is written under the `number`th key."""
-    return np.resize(np.frombuffer(struct.pack("<QQ", number, ~number & 2**64 - 1) * 3 + b"longshore", np.uint8), IMAGE)
+    pattern = np.frombuffer(struct.pack("<QQ", number, ~number & 2**64 - 1) * 3 + b"longshore", np.uint8)
+    return np.resize(pattern, SLABS.image_bytes[pool_of(number)] - PAGE)
+
+
+def ended(holds: dict[int, int], slot: int, number: int) -> dict[int, int]:
+    """What is left of `holds` once `number` is being written to `slot`: nothing else there, nor of another size."""
+    slab, pool = SLABS.slab_of(slot), pool_of(number)
+    return {
+        each: held
+        for each, held in holds.items()
+        if each != slot and (SLABS.slab_of(each) != slab or pool_of(held) == pool)
+    }
 
 
 def main() -> int:
@@ -85,7 +104,7 @@ def rounds(kills: int, directory: Path, dice: random.Random) -> tuple[int, int, 
         for kind, slot, number, at in _LINE.iter_unpack(lines[: len(lines) // _LINE.size * _LINE.size]):
             if at > generation:
                 generation, holds = at, {}
-            holds.pop(slot, None)
+            holds = ended(holds, slot, number)
             if kind == _DONE:
                 holds[slot] = number
         verdict = look(directory, holds, generation, close=dice.random() < 0.25)
@@ -101,9 +120,11 @@ def write(directory: Path, seed: int, out: int) -> None:
     with opened(directory) as (tier, arena):
         while True:
             flying: dict[int, tuple[int, int]] = {}
-            for place, slot in enumerate(dice.sample(range(SLOTS), PLACES)):
-                number = dice.randrange(KEYS)
-                arena.array[place * IMAGE : (place + 1) * IMAGE] = image(number)
+            for place, slab in enumerate(dice.sample(range(SLABS.slabs), PLACES)):
+                number = dice.randrange(KEYS // 2) * 2 + (slab + (dice.random() < 0.3)) % 2
+                slot = dice.choice(SLABS.slots_of(slab, pool_of(number)))
+                written = image(number)
+                arena.array[place * PLACE : place * PLACE + len(written)] = written
                 os.write(out, _LINE.pack(_BEGUN, slot, number, tier.generation))
                 flying[tier.submit([operation(tier, Op.WRITE, slot, number, place)], math.inf)] = slot, number
             while flying:
@@ -131,7 +152,12 @@ def judge(directory: Path, holds: dict[int, int], generation: int, *, close: boo
         listed = {chunk.slot: number_of(chunk.key) for chunk in tier.recover()}
         good: set[tuple[int, int]] = set()
         wrong = 0
-        asked = [(slot, number) for slot in range(SLOTS) for number in range(KEYS)]
+        asked = [
+            (slot, number)
+            for slab in range(SLABS.slabs)
+            for number in range(KEYS)
+            for slot in SLABS.slots_of(slab, pool_of(number))
+        ]
         for first in range(0, len(asked), PLACES):
             pairs = asked[first : first + PLACES]
             reads = [operation(tier, Op.READ, *pair, place) for place, pair in enumerate(pairs)]
@@ -141,9 +167,11 @@ def judge(directory: Path, holds: dict[int, int], generation: int, *, close: boo
             for place, (pair, status) in enumerate(zip(pairs, results[0].statuses, strict=True)):
                 if status is Status.OK:
                     good.add(pair)
-                    wrong += not np.array_equal(arena.array[place * IMAGE : (place + 1) * IMAGE], image(pair[1]))
-        expected = holds.items() if tier.generation == generation else set()
-        lost = sum(pair not in good or pair[1] not in listed.values() for pair in expected)
+                    expected = image(pair[1])
+                    found = arena.array[place * PLACE : place * PLACE + len(expected)]
+                    wrong += not np.array_equal(found, expected)
+        reported = holds.items() if tier.generation == generation else set()
+        lost = sum(pair not in good or pair[1] not in listed.values() for pair in reported)
         unserved = sum(pair not in good for pair in listed.items())
         return Verdict(len(good), wrong, lost + unserved, tier.generation)
 
@@ -151,10 +179,11 @@ def judge(directory: Path, holds: dict[int, int], generation: int, *, close: boo
 @contextmanager
 def opened(directory: Path, *, close: bool = False) -> Iterator[tuple[FileTier, Arena]]:
     """The tier, and an arena of `PLACES` images."""
-    arena = Arena(PLACES * IMAGE)
-    tier = FileTier(
-        directory, capacity=capacity_for(SLOTS, IMAGE), image_bytes=IMAGE, arena=arena, scope=bytes(32), threads=4
-    )
+    arena = Arena(PLACES * PLACE)
+    sizes = [nbytes - PAGE for nbytes in SLABS.image_bytes]
+    tier = FileTier(directory, capacity=capacity_of(SLABS), image_bytes=sizes, arena=arena, scope=bytes(32), threads=4)
+    if tier.slabs != SLABS:
+        raise RuntimeError(f"expected {SLABS}, got {tier.slabs}")
     yield tier, arena
     if close:
         tier.close()
@@ -162,7 +191,9 @@ def opened(directory: Path, *, close: bool = False) -> Iterator[tuple[FileTier, 
 
 def operation(tier: FileTier, op: Op, slot: int, number: int, place: int) -> TierOp:
     """Move the image of the `number`th key between `slot` and `place`."""
-    return TierOp(op, slot, number.to_bytes(32, "little"), None, place * IMAGE, IMAGE, tier.generation)
+    pool = pool_of(number)
+    length = SLABS.image_bytes[pool] - PAGE
+    return TierOp(op, slot, number.to_bytes(32, "little"), None, place * PLACE, length, tier.generation, pool)
 
 
 def number_of(key: bytes) -> int:

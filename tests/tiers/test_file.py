@@ -130,7 +130,7 @@ class TestRestart:
         assert harness.tier.recover() == []
         assert harness.load(SLOTS - 1, 0)[0] is Status.MISMATCH
 
-    def test_images_of_another_size_start_empty_but_keep_the_generation(
+    def test_images_of_another_size_start_empty_in_a_generation_of_their_own(
         self, harness: TierHarness, opener: Opener, caplog: pytest.LogCaptureFixture
     ) -> None:
         harness.tier.forget(5)
@@ -140,8 +140,9 @@ class TestRestart:
             harness.tier = opener(image_bytes=2 * PAGE)
         assert [record.getMessage() for record in caplog.records if "starts empty" in record.getMessage()]
         assert len(caplog.records) == 1
-        assert harness.tier.generation == 5
+        assert harness.tier.generation == 6
         assert harness.tier.recover() == []
+        assert harness.load(0, 0, length=PAGE, generation=5)[0] is Status.MISMATCH
         assert harness.load(0, 0, length=PAGE)[0] is Status.MISMATCH
 
     def test_another_version_is_refused_and_nothing_touched(self, opener: Opener, directory: Path) -> None:
@@ -150,7 +151,7 @@ class TestRestart:
         page[8] = 1
         (directory / "superblock").write_bytes(page)
         before = {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
-        with pytest.raises(FormatError, match=r"version 2, got 1.*Nothing was touched; remove the directory"):
+        with pytest.raises(FormatError, match=r"version 3, got 1.*Nothing was touched; remove the directory"):
             opener(slots=2)
         assert {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"} == before
 

@@ -59,10 +59,10 @@ def test_damage_is_named_and_repaired(
     harness.tier.close()
     damage(directory)
     with Audit(directory) as audit:
-        conditions = {finding.slot: finding.condition for finding in audit.records()}
-        assert {slot for slot, each in conditions.items() if each.is_damage} == {2}
-        assert conditions[2] is condition
-        audit.repair([2])
+        findings = {finding.slot: finding for finding in audit.records()}
+        assert {slot for slot, each in findings.items() if each.condition.is_damage} == {2}
+        assert findings[2].condition is condition
+        audit.repair([findings[2]])
     assert found(directory) == [Condition.WHOLE] * 2 + [Condition.EMPTY] + [Condition.WHOLE] * 5
     harness.reopen()
     assert {chunk.slot for chunk in harness.tier.recover()} == set(range(SLOTS)) - {2}
@@ -92,7 +92,7 @@ def test_a_segment_that_ends_early(harness: TierHarness, directory: Path) -> Non
     harness.tier.close()
     os.truncate(directory / "segment", 5 * STRIDE + PAGE + 10)
     with Audit(directory) as audit:
-        assert (audit.slots, audit.missing) == (6, 2)
+        assert (audit.slabs.slabs, audit.missing) == (6, 2)
         assert [finding.condition for finding in audit.records()] == [Condition.WHOLE] * 5 + [Condition.SHORT]
 
 
@@ -154,17 +154,18 @@ class TestRefusals:
     @pytest.mark.parametrize("image_bytes", [2**40, 2**62 // PAGE * PAGE])
     def test_giant_images_take_no_memory(self, harness: TierHarness, directory: Path, image_bytes: int) -> None:
         harness.tier.close()
-        (directory / "superblock").write_bytes(pack_superblock(Superblock(1, image_bytes, 0, 1)))
+        forged = Superblock(1, PAGE + image_bytes, (image_bytes,), 0, 1)
+        (directory / "superblock").write_bytes(pack_superblock(forged))
         with pytest.raises(TierError, match="in a segment of"):
             Audit(directory)
 
     def test_giant_numbers_of_slots_end(self, harness: TierHarness, directory: Path) -> None:
         harness.store(0, 0)
         harness.tier.close()
-        (directory / "superblock").write_bytes(pack_superblock(Superblock(2**60, IMAGE, 0, 1)))
+        (directory / "superblock").write_bytes(pack_superblock(Superblock(2**31, STRIDE, (IMAGE,), 0, 1)))
         with Audit(directory) as audit:
-            assert audit.slots <= SLOTS + 1
-            assert audit.missing > 2**59
+            assert audit.slabs.slabs <= SLOTS + 1
+            assert audit.missing > 2**30
             assert next(audit.records()).condition is Condition.WHOLE
 
     def test_a_header_with_a_giant_length_is_not_followed(self, harness: TierHarness, directory: Path) -> None:
@@ -198,7 +199,7 @@ class TestInspection:
             now = float(entries["written"].max())
             seen = inspect(audit, audit.headers(), now)
             later = inspect(audit, audit.headers(), now + 3 * 24 * 3600)
-        assert (seen.slots, seen.records, seen.stale, seen.from_index) == (SLOTS, 5, 0, True)
+        assert (seen.slabs, seen.records, seen.stale, seen.from_index) == (SLOTS, 5, 0, True)
         assert [(each.records, each.bytes, each.reads) for each in seen.scopes] == [
             (4, 4 * IMAGE - 4 * PAGE, 3),
             (1, IMAGE, 0),

@@ -22,7 +22,7 @@ from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 from longshore.tiers.file.format import RecordHeader, Wanted, judge, pack_header
 
-WANTED = Wanted(bytes(range(32)), bytes(range(64, 96)), 3, 1, 0)
+WANTED = Wanted(bytes(range(32)), bytes(range(64, 96)), slot=3, pool=2, generation=1, length=0)
 
 
 class Record:
@@ -37,7 +37,7 @@ class Record:
         image = random.Random(length).randbytes(length)
         wanted = WANTED._replace(length=length)
         found = checksum(algorithm, memoryview(image))
-        header = RecordHeader(wanted.key, None, wanted.scope, wanted.slot, 1, length, 7, found, algorithm)
+        header = RecordHeader(wanted.key, None, wanted.scope, wanted.slot, 1, length, 7, found, wanted.pool, algorithm)
         return cls(bytearray(pack_header(header) + image), wanted)
 
     def flip(self, bit: int) -> None:
@@ -127,8 +127,8 @@ def test_a_store_serves_no_rotten_bit_of_its_first_record(
     if not harness.tier.direct:  # type: ignore[attr-defined]
         pytest.skip("the disk is read through the page cache")
     harness.store(0, 0)
-    said = [*range(8 * 152), *range(8 * (PAGE - 8), 8 * PAGE)]
-    others = [8 * byte + byte % 8 for byte in range(152, 2 * PAGE)]
+    said = [*range(8 * 160), *range(8 * (PAGE - 8), 8 * PAGE)]
+    others = [8 * byte + byte % 8 for byte in range(160, 2 * PAGE)]
     read = harness.op(Op.READ, 0, 0)
     served_wrong = 0
     with contextlib.closing(Disk(directory / "segment", 2)) as disk:

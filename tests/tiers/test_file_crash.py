@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
-from crash_kit import Distinct, Judged, Story, WrongBytesError, after
+from crash_kit import TWO_SIZES, Distinct, Judged, Story, WrongBytesError, after, one_size
 
 from longshore.testing.simulated_disk import Image, Moment
 from longshore.tiers.file import FileTier
@@ -60,6 +60,34 @@ def joint_story() -> Story:
     return story
 
 
+def given_story() -> Story:
+    """A slab changes its image size twice; records are dropped, and a checkpoint is made, in between."""
+    story = Story(shape=TWO_SIZES)
+    story.write(0, 1)
+    story.write(1, 2)
+    story.checkpoint()
+    story.write(2, 3)
+    story.write(2, 4)
+    story.checkpoint()
+    story.drop(2)
+    story.write(1, 5)
+    story.write(0, 2)
+    story.drop(0)
+    return story
+
+
+def handed_over(first: int, then: int, *, safe: bool) -> Story:
+    """A record in place `first`, a checkpoint, a record of another size over it; `safe`: the first is on the medium."""
+    story = Story(shape=TWO_SIZES)
+    story.write(first, 1)
+    story.checkpoint()
+    if safe:
+        story.close()
+        story = Story(story.disk.moments[-1].killed(), shape=TWO_SIZES)
+    story.write(then, 2)
+    return story
+
+
 def finished(story: Story) -> list[Moment]:
     """The moments of a story, also those of its close."""
     story.close()
@@ -71,7 +99,7 @@ def most_important(moment: Moment, random: Random) -> list[Image]:
     return [*moment.one_file_at_a_time(40), *moment.sample(12, random)]
 
 
-@pytest.mark.parametrize("story", [short_story, long_story, joint_story])
+@pytest.mark.parametrize("story", [short_story, long_story, joint_story, given_story])
 def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_listed_is_served(
     story: Callable[[], Story],
 ) -> None:
@@ -82,12 +110,13 @@ def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_liste
             ((holds, generation) for count, holds, generation in reversed(told.reported) if count <= number), ({}, 0)
         )
         upcoming = next((holds for count, holds, _ in told.reported if count > number), holds)
-        judged = after(moment.killed())
+        judged = after(moment.killed(), shape=told.shape)
         assert judged.listed <= judged.served, moment.call
         assert judged.generation >= generation
         if judged.generation == generation:
             kept = {pair for pair in holds.items() if pair in upcoming.items()}
             assert kept <= judged.listed, f"{moment.call}: {kept} was reported, {judged.listed} listed"
+            assert judged.listed <= holds.items() | upcoming.items(), f"{moment.call}: {judged.listed} listed"
 
 
 def test_every_state_that_a_crash_of_the_machine_can_leave_serves_no_wrong_byte() -> None:
@@ -118,6 +147,27 @@ def test_records_that_were_written_in_one_call_are_torn_apart_and_none_is_served
     assert set(itertools.chain(*served)) == {(0, 3), (1, 4), (0, 5), (1, 1)}
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "safe", "least"), [(0, 2, False, 10_000), (1, 2, True, 150), (2, 1, True, 150), (2, 0, True, 150)]
+)
+def test_every_state_while_a_slab_changes_its_image_size_serves_no_wrong_byte(
+    first: int, then: int, safe: bool, least: int
+) -> None:
+    """Of the machine's crashes, too: a record of either size may be torn by one of the other."""
+    story = handed_over(first, then, safe=safe)
+    distinct = Distinct()
+    judged = [
+        after(image, shape=TWO_SIZES)
+        for moment in story.disk.moments
+        for image in distinct(moment.states(fixed=("lock",)))
+    ]
+    story.close()
+    assert len(judged) > least
+    served = {each.served for each in judged}
+    assert served - {frozenset()} == {frozenset({(first, 1)}), frozenset({(then, 2)})}
+    assert {pair for each in judged for pair in each.listed} == {(first, 1), (then, 2)}
+
+
 class BelievesEverything(FileTier):
     """The negative control: without checksums, torn images are served."""
 
@@ -140,7 +190,7 @@ def test_without_checksums_some_of_these_states_serve_wrong_bytes() -> None:
 def test_without_strikes_a_killed_process_leaves_entries_of_what_it_was_overwriting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Index, "strike", lambda self, slots: None)
+    monkeypatch.setattr(Index, "strike", lambda self, places: None)
     story = short_story()
     listed_only = [judged for moment in finished(story) if (judged := after(moment.killed())).listed - judged.served]
     assert listed_only
@@ -158,6 +208,18 @@ def test_a_longer_story() -> None:
             served |= judged.served
     assert len(distinct.seen) > 400
     assert served == {(0, 1), (1, 2), (0, 3), (1, 4), (0, 5), (1, 1)}
+
+
+def test_a_longer_story_of_two_image_sizes() -> None:
+    story = given_story()
+    random, distinct = Random(4), Distinct()
+    judged = [
+        after(image, shape=TWO_SIZES)
+        for moment in finished(story)
+        for image in distinct(most_important(moment, random))
+    ]
+    assert len(judged) > 400
+    assert set().union(*(each.served for each in judged)) == {(0, 1), (1, 2), (2, 3), (2, 4), (1, 5), (0, 2)}
 
 
 def test_a_crash_while_opening_after_a_crash() -> None:
@@ -180,12 +242,12 @@ def test_a_crash_while_the_image_size_changes() -> None:
     story.write(0, 1)
     story.write(1, 2)
     story.close()
-    larger = Story(story.disk.moments[-1].killed(), pages=2)
+    larger = Story(story.disk.moments[-1].killed(), shape=one_size(2))
     larger.write(0, 3)
     random, distinct = Random(3), Distinct()
     served: set[tuple[int, tuple[int, int]]] = set()
     for moment in finished(larger):
         for image in distinct(most_important(moment, random)):
             for pages in (1, 2):
-                served |= {(pages, pair) for pair in after(image, pages=pages).served}
+                served |= {(pages, pair) for pair in after(image, shape=one_size(pages)).served}
     assert served == {(1, (0, 1)), (1, (1, 2)), (2, (0, 3))}

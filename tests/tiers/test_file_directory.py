@@ -57,7 +57,7 @@ class TestOwnership:
         self, opener: Opener, directory: Path, tmp_path: Path, name: str, kind: str
     ) -> None:
         precious = tmp_path / "precious"
-        precious.write_bytes(pack_superblock(Superblock(SLOTS, IMAGE, 0, 0)))
+        precious.write_bytes(pack_superblock(Superblock(SLOTS, 4096 + IMAGE, (IMAGE,), 0, 0)))
         before = precious.read_bytes()
         directory.mkdir(mode=0o700)
         getattr(directory / name, kind)(precious)

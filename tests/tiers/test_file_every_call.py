@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crash_kit import TWO_SIZES, Shape, one_size
 
 from longshore.boundary import Status
 from longshore.errors import LongshoreError
+from longshore.slabs import Slabs
 from longshore.testing.simulated_disk import Image, SimulatedDisk
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
-from longshore.tiers.file import FileTier, RawIo, capacity_for
+from longshore.tiers.file import FileTier, RawIo, capacity_of
 
-SLOTS, NUMBERS = 2, 4
+NUMBERS = 4
 CALLS = [name for name in vars(RawIo) if not name.startswith("_")]
 
 
@@ -70,15 +72,16 @@ def moves_half(name: str, call: Callable[..., Any], arguments: Any) -> Any:
 
 
 class Machine:
-    """A tier on `io`, and what it was asked for."""
+    """A tier of this `shape` on `io`, and what it was asked for."""
 
-    def __init__(self, io: RawIo) -> None:
-        self.arena = Arena(NUMBERS * PAGE)
+    def __init__(self, io: RawIo, shape: Shape) -> None:
+        self.shape = shape
+        self.arena = Arena(NUMBERS * shape.slabs.slab_bytes)
         try:
             self.tier = FileTier(
                 Path("/simulated"),
-                capacity=capacity_for(SLOTS, PAGE),
-                image_bytes=PAGE,
+                capacity=capacity_of(shape.slabs),
+                image_bytes=[nbytes - PAGE for nbytes in shape.slabs.image_bytes],
                 arena=self.arena,
                 scope=bytes(32),
                 threads=1,
@@ -88,56 +91,67 @@ class Machine:
             self.arena.close()
             raise
 
-    def run(self, op: Op, slot: int, number: int) -> Status:
-        place = self.arena.array[number * PAGE : (number + 1) * PAGE]
-        place[:] = image(number, PAGE) if op is Op.WRITE else 0xCC
-        self.tier.submit([TierOp(op, slot, key(number), None, number * PAGE, PAGE, self.tier.generation)], math.inf)
+    def listed(self) -> set[tuple[int, int]]:
+        """Places and numbers."""
+        numbers = {key(number): number for number in range(NUMBERS)}
+        chunks = self.tier.recover()
+        return {(self.shape.places.index((chunk.slot, chunk.pool)), numbers[chunk.key]) for chunk in chunks}
+
+    def run(self, op: Op, place: int, number: int) -> Status:
+        (slot, pool), nbytes = self.shape.places[place], self.shape.image_bytes(place)
+        offset = number * self.shape.slabs.slab_bytes
+        found = self.arena.array[offset : offset + nbytes]
+        found[:] = image(number, nbytes) if op is Op.WRITE else 0xCC
+        ops = [TierOp(op, slot, key(number), None, offset, nbytes, self.tier.generation, pool)]
+        self.tier.submit(ops, math.inf)
         give_up = time.monotonic() + 30
         while not (results := self.tier.poll()):
             assert time.monotonic() < give_up
             time.sleep(0.0001)
         if op is Op.READ and results[0].statuses == (Status.OK,):
-            assert (place == image(number, PAGE)).all(), "a wrong byte was served"
+            assert (found == image(number, nbytes)).all(), "a wrong byte was served"
         return results[0].statuses[0]
+
+    def write(self, stored: set[tuple[int, int]], place: int, number: int) -> set[tuple[int, int]]:
+        """What is `stored` after this was tried."""
+        ended = self.run(Op.WRITE, place, number)
+        left = {pair for pair in stored if not self.shape.meet(place, pair[0])}
+        return left | {(place, number)} if ended is Status.OK else left
 
     def close(self) -> None:
         self.tier.close()
         self.arena.close()
 
 
-def story(io: RawIo) -> set[tuple[int, int]]:
+def story(io: RawIo, shape: Shape) -> set[tuple[int, int]]:
     """Writes, reads, a checkpoint, a reset; what went well. Raises nothing but errors of our own."""
-    machine = Machine(io)
+    machine = Machine(io, shape)
     stored: set[tuple[int, int]] = set()
+    last = len(shape.places) - 1  # with two image sizes, over all others
     try:
-        for slot, number in ((0, 0), (1, 1), (0, 2)):
-            stored = {pair for pair in stored if pair[0] != slot}
-            if machine.run(Op.WRITE, slot, number) is Status.OK:
-                stored.add((slot, number))
+        for place, number in ((0, 0), (1, 1), (0, 2) if last == 1 else (last, 2)):
+            stored = machine.write(stored, place, number)
         try:
             machine.tier.checkpoint()
         except LongshoreError:
             logging.getLogger(__name__).debug("no checkpoint")
-        for slot, number in sorted(stored):
-            if machine.run(Op.READ, slot, number) is not Status.OK:
-                stored.discard((slot, number))
-        stored = {pair for pair in stored if pair[0] != 1}
-        if machine.run(Op.WRITE, 1, 3) is Status.OK:
-            stored.add((1, 3))
+        for place, number in sorted(stored):
+            if machine.run(Op.READ, place, number) is not Status.OK:
+                stored.discard((place, number))
+        stored = machine.write(stored, 1, 3)
     finally:
         machine.close()
     return stored
 
 
-def judge(disk: Image, stored: set[tuple[int, int]]) -> None:
+def judge(disk: Image, stored: set[tuple[int, int]], shape: Shape) -> None:
     """The next process, on a disk that works, serves all that went well, and what it serves is right."""
-    machine = Machine(SimulatedDisk(disk, remember=False))
-    listed = {(chunk.slot, chunk.key) for chunk in machine.tier.recover()}
-    assert {(slot, key(number)) for slot, number in stored} <= listed
-    for slot, number in itertools.product(range(SLOTS), range(NUMBERS)):
-        status = machine.run(Op.READ, slot, number)
+    machine = Machine(SimulatedDisk(disk, remember=False), shape)
+    assert stored <= machine.listed()
+    for place, number in itertools.product(range(len(shape.places)), range(NUMBERS)):
+        status = machine.run(Op.READ, place, number)
         assert status in {Status.OK, Status.MISMATCH, Status.CORRUPT}
-        assert status is Status.OK or (slot, number) not in stored
+        assert status is Status.OK or (place, number) not in stored
     machine.close()
 
 
@@ -158,28 +172,63 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
-def test_every_call_in_turn(wrong: str, again: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "end"), [(one_size(), {(0, 2), (1, 3)}), (TWO_SIZES, {(1, 3)})], ids=["one size", "two sizes"]
+)
+def test_every_call_in_turn(wrong: str, again: bool, shape: Shape, end: set[tuple[int, int]]) -> None:
     """Until the story is told without a failure, since it has no more calls."""
     before: Image = {}
     if again:
         first = SimulatedDisk()
-        story(first)
+        story(first, shape)
         before = first.moments[-1].killed()
     failed = []
     for nth in itertools.count(1):
         disk = SimulatedDisk(before)
         io = FailsOnce(disk, nth, WRONG[wrong])
         try:
-            stored = story(io)  # type: ignore[arg-type]
+            stored = story(io, shape)  # type: ignore[arg-type]
         except LongshoreError:
             assert io.failed is not None
             stored = set()
         if io.failed is None and io.calls < nth:
-            assert len(stored) == 2
+            assert stored == end
             break
         failed.append(io.failed)
         image_now = disk.moments[-1].killed() if disk.moments else before
-        judge(image_now, stored)
-    # A new disk has nothing to be read at the start, an old one has all its files.
-    elsewhere = {"allocate", "free_bytes"} if again else {"pread"}
+        judge(image_now, stored, shape)
+    elsewhere = {"allocate", "free_bytes"} if again else set()
     assert set(failed) - {None} == set(CALLS) - {"close", "fchmod", "drop_cache"} - elsewhere
+
+
+MORE = Shape(Slabs.of_one_size(2 * PAGE, 5), ((0, 0), (1, 0)))
+FEWER = Shape(Slabs.of_one_size(2 * PAGE, 1), ((0, 0),))
+OTHERS = {"larger images": one_size(pages=2), "two sizes": TWO_SIZES, "more": MORE, "fewer": FEWER}
+
+
+@pytest.mark.parametrize("wrong", ["EIO", "ENOSPC"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_open_that_fails_with_other_slabs_leaves_the_directory_as_it_was(wrong: str, other: str) -> None:
+    """Up to the superblock, which says in one step that they are others; from there on, the tier is the new one."""
+    shape = one_size()
+    first = SimulatedDisk()
+    stored = story(first, shape)
+    before = first.moments[-1].killed()
+    kept, changed = 0, 0
+    for nth in itertools.count(1):
+        disk = SimulatedDisk(before)
+        io = FailsOnce(disk, nth, WRONG[wrong])
+        try:
+            Machine(io, OTHERS[other]).close()  # type: ignore[arg-type]
+        except LongshoreError:
+            image_now = disk.moments[-1].killed() if disk.moments else before
+            if image_now["superblock"] == before["superblock"]:
+                kept += 1
+                judge(image_now, stored, shape)
+            else:
+                changed += 1
+                judge(image_now, set(), OTHERS[other])
+        if io.failed is None and io.calls < nth:
+            break
+    assert kept > 10
+    assert changed > 1

@@ -31,9 +31,10 @@ FILES = ["index.0", "index.1", "journal.0", "journal.1", "segment"]
 
 words = st.integers(0, 2**64 - 1)
 shorts = st.integers(0, 2**32 - 1)
+halves = st.integers(0, 2**16 - 1)
 digests = st.binary(min_size=32, max_size=32)
 entries = st.lists(
-    st.builds(fmt._ENTRY.pack, digests, digests, digests, shorts, shorts, words, words, words, shorts, shorts),
+    st.builds(fmt._ENTRY.pack, digests, digests, digests, shorts, halves, halves, words, words, words, shorts, shorts),
     max_size=6,
 ).map(b"".join)
 
@@ -69,9 +70,14 @@ class TestReaders:
         assert fmt.describes(found).all()
         assert len(np.unique(found["slot"])) == len(found)
 
-    @given(st.lists(st.tuples(words, words, st.integers(0, 3), entries), max_size=4), st.binary(max_size=200), words)
+    @given(
+        st.lists(st.tuples(words, words, st.integers(0, 3), entries), max_size=4),
+        st.binary(max_size=200),
+        words,
+        st.integers(1, 5),
+    )
     def test_notes_that_somebody_sealed(
-        self, notes: list[tuple[int, int, int, bytes]], noise: bytes, epoch: int
+        self, notes: list[tuple[int, int, int, bytes]], noise: bytes, epoch: int, stride: int
     ) -> None:
         size = fmt.ENTRY.itemsize
         data = b"".join(
@@ -80,7 +86,7 @@ class TestReaders:
         found = fmt.parse_notes(epoch, data + noise)
         assert len(found) <= len(notes)
         assert set(found["epoch"].tolist()) <= {epoch}
-        replayed = fmt.replay(np.zeros(0, fmt.ENTRY), found)
+        replayed = fmt.replay(np.zeros(0, fmt.ENTRY), found, stride)
         assert (replayed["length"] > 0).all()
 
     @given(st.binary(max_size=3 * fmt.NOTE.itemsize), words)

@@ -38,6 +38,7 @@ HEADER = RecordHeader(
     length=0x050607,
     sequence=0x08090A0B0C0D,
     payload_checksum=0,
+    pool=3,
 )
 
 # Written once. If these change, the format has: it needs a new version.
@@ -45,22 +46,22 @@ GOLDEN_ENTRY = bytes.fromhex(
     "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"  # key
     "202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f"  # parent
     "404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f"  # scope
-    "02010000" "01000000" "0706050000000000"  # slot, flags, length
+    "02010000" "0100" "0300" "0706050000000000"  # slot, flags, pool, length
     "0403000000000000" "0d0c0b0a09080000"  # generation, sequence
     "04030201" "00000000"  # written, hits
 )  # fmt: skip
 GOLDEN_CHECKPOINT = bytes.fromhex(
-    "4c4e475348494458" "02000000" "88000000"  # magic, version, entry bytes
+    "4c4e475348494458" "03000000" "88000000"  # magic, version, entry bytes
     "0a00000000000000" "0100000000000000" "0b00000000000000"  # epoch, records, known
-    "4c3f8ab66ddf7724"
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("93ed309fffefe310")  # fmt: skip
+    "e2df87c6c0cf0e31"
+).ljust(PAGE - 8, b"\0") + bytes.fromhex("0879d877f799334b")  # fmt: skip
 GOLDEN_JOURNAL = bytes.fromhex(
-    "4c4e4753484a4e4c" "02000000" "a8000000"  # magic, version, note bytes
+    "4c4e4753484a4e4c" "03000000" "a8000000"  # magic, version, note bytes
     "0a00000000000000"  # epoch
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("8757e7bce5563dde")  # fmt: skip
+).ljust(PAGE - 8, b"\0") + bytes.fromhex("2c55e90260c131bb")  # fmt: skip
 GOLDEN_NOTE = (
     bytes.fromhex(
-        "65d7a05e5d6ca5b5"
+        "5bf3a8aa953cfef1"
         "0a00000000000000" "0c00000000000000" "0100000000000000"  # epoch, serial, kind
     )
     + GOLDEN_ENTRY
@@ -93,6 +94,7 @@ def test_golden_bytes_are_read() -> None:
     assert [int(entry[name]) for name in ENTRY.names[3:]] == [  # type: ignore[index]
         HEADER.slot,
         1,
+        HEADER.pool,
         HEADER.length,
         HEADER.generation,
         HEADER.sequence,
@@ -131,7 +133,7 @@ def test_every_flipped_bit_of_a_journal_is_seen() -> None:
     ("offset", "new", "message"),
     [
         (0, b"LNGSHREC", "magic"),
-        (8, b"\x01", "format version 2, got 1"),
+        (8, b"\x01", "format version 3, got 1"),
         (12, b"\x80", "entries of 136 bytes, got 128"),
         (48, b"\x01", "padding"),
     ],
@@ -177,7 +179,7 @@ class TestNotes:
         return [int(serial) for serial in parse_notes(1, data)["serial"]]
 
     def test_they_end_where_nothing_was_written(self) -> None:
-        data = notes((1, 5, ENTERED, self.ENTRIES[1]), (1, 6, STRUCK, pack_strike(1)))
+        data = notes((1, 5, ENTERED, self.ENTRIES[1]), (1, 6, STRUCK, pack_strike(1, 3)))
         assert self.serials(data) == self.serials(data + bytes(3 * NOTE.itemsize)) == [5, 6]
         assert self.serials(data + data[:-1]) == [5, 6]
 
@@ -200,19 +202,19 @@ class TestNotes:
         assert self.serials(notes((1, 1, kind, self.ENTRIES[1]))) == []
 
     def test_sealed_nonsense_ends_them(self) -> None:
-        assert self.serials(notes((1, 1, ENTERED, pack_strike(1)))) == []
+        assert self.serials(notes((1, 1, ENTERED, pack_strike(1, 3)))) == []
         assert self.serials(notes((1, 1, STRUCK, self.ENTRIES[1]))) == []
 
     def test_the_last_word_on_a_slot_counts_and_what_was_entered_last_comes_last(self) -> None:
         data = notes(
             (1, 1, ENTERED, self.ENTRIES[4]),
-            (1, 2, STRUCK, pack_strike(1)),
+            (1, 2, STRUCK, pack_strike(1, 3)),
             (1, 3, ENTERED, self.ENTRIES[0]),
-            (1, 4, STRUCK, pack_strike(4)),
+            (1, 4, STRUCK, pack_strike(4, 3)),
             (1, 5, ENTERED, self.ENTRIES[2]),
-            (1, 6, STRUCK, pack_strike(5)),
+            (1, 6, STRUCK, pack_strike(5, 3)),
         )
-        assert slots_of(replay(entries(0, 1, 2, 3), parse_notes(1, data))) == [3, 0, 2]
+        assert slots_of(replay(entries(0, 1, 2, 3), parse_notes(1, data), 1)) == [3, 0, 2]
 
 
 def test_the_checksum_is_that_of_records() -> None:

@@ -44,12 +44,12 @@ def fsck(
     with Audit(directory) as audit:
         found = Counter(dict.fromkeys(Condition, 0))
         damaged = []
-        for finding in _watched(audit.records(), audit.slots, "verified"):
+        for finding in _watched(audit.records(), audit.most, "verified"):
             found[finding.condition] += 1
             if finding.condition.is_damage:
                 damaged.append(finding)
         if repair:
-            audit.repair([finding.slot for finding in damaged])
+            audit.repair(damaged)
         missing, has_index = audit.missing, audit.entries() is not None
     if as_json:
         counts = {condition.name.lower(): found[condition] for condition in Condition}
@@ -60,7 +60,7 @@ def fsck(
         console = Console(highlight=False)
         _show(console, found, damaged)
         if missing:
-            console.print(f"the segment ends {missing:,} slots early: the next start makes it whole")
+            console.print(f"the segment ends {missing:,} slabs early: the next start makes it whole")
         if not has_index:
             console.print("no index that can be used: the next start reads all headers")
         console.print(_conclusion(directory, len(damaged), repaired=repair), soft_wrap=True)
@@ -93,17 +93,21 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     process serves another scope's records. `longshore fsck` verifies the images.
     """
     with Audit(directory) as audit:
-        found = sum_up(audit, _watched(audit.headers(), audit.slots, "read"), time.time())
+        found = sum_up(audit, _watched(audit.headers(), audit.most, "read"), time.time())
     if as_json:
         typer.echo(json.dumps({"directory": str(directory), **found.as_json()}))
         return
     facts = _table("", "")
-    facts.add_row("slots", f"{found.slots:,} of {format_bytes(found.image_bytes)}")
-    facts.add_row("in use", f"{found.records:,} ({found.records / found.slots:.1%})")
+    facts.add_row("slabs", f"{found.slabs:,} of {format_bytes(found.slab_bytes)}")
+    facts.add_row("records", f"{found.records:,}")
     facts.add_row("of earlier generations", f"{found.stale:,}")
     facts.add_row("on disk", format_bytes(found.bytes_on_disk))
     facts.add_row("generation", f"{found.generation:,}, opened {found.opens:,} times")
     facts.add_row("known from", "the index" if found.from_index else "headers: there is no index that can be used")
+    sizes = _table("images of up to", "slabs", "slots", "records")
+    for size in found.sizes:
+        slots = f"{size.slabs * size.per_slab:,}"
+        sizes.add_row(format_bytes(size.image_bytes), f"{size.slabs:,}", slots, f"{size.records:,}")
     scopes = _table("scope", "records", "bytes", "reads", "newest written")
     for scope in found.scopes:
         written = f"{datetime.fromtimestamp(scope.written):%Y-%m-%d %H:%M}" if scope.written else "not known"
@@ -113,7 +117,7 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     for age in found.ages:
         ages.add_row(age.written, f"{age.records:,}")
     console = Console()
-    for table in (facts, scopes, ages):
+    for table in (facts, sizes, scopes, ages):
         console.print(table)
 
 
@@ -135,5 +139,7 @@ def _watched(work: Iterable[T], total: int, what: str) -> Iterable[T]:
 def _table(*columns: str) -> Table:
     table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in columns:
-        table.add_column(column, justify="right" if column in ("slots", "records", "bytes", "reads") else "left")
+        table.add_column(
+            column, justify="right" if column in ("slabs", "slots", "records", "bytes", "reads") else "left"
+        )
     return table

@@ -10,30 +10,31 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from longshore.errors import TierError
+from longshore.errors import PlanError, TierError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.directory import SEGMENT, SUPERBLOCK
 from longshore.tiers.file.format import parse_superblock
 
 
-def flip_header_bit(directory: Path, slot: int, bit: int) -> None:
+def flip_header_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
     """Flip one bit of the header page of `slot`."""
-    _flip(directory, slot, bit, start=0, nbytes=PAGE)
+    _flip(directory, slot, bit, pool, start=0, nbytes=PAGE)
 
 
-def flip_image_bit(directory: Path, slot: int, bit: int) -> None:
-    """Flip one bit of the image in `slot`."""
-    image_bytes = parse_superblock((directory / SUPERBLOCK).read_bytes()).image_bytes
-    _flip(directory, slot, bit, start=PAGE, nbytes=image_bytes)
+def flip_image_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
+    """Flip one bit of the image in `slot` of `pool`."""
+    image_bytes = parse_superblock((directory / SUPERBLOCK).read_bytes()).image_bytes[pool]
+    _flip(directory, slot, bit, pool, start=PAGE, nbytes=image_bytes)
 
 
-def _flip(directory: Path, slot: int, bit: int, *, start: int, nbytes: int) -> None:
-    superblock = parse_superblock((directory / SUPERBLOCK).read_bytes())
-    if not 0 <= slot < superblock.slots:
-        raise TierError(f"slot {slot} does not lie in [0, {superblock.slots})")
+def _flip(directory: Path, slot: int, bit: int, pool: int, *, start: int, nbytes: int) -> None:
+    slabs = parse_superblock((directory / SUPERBLOCK).read_bytes()).geometry
     if not 0 <= bit < 8 * nbytes:
         raise TierError(f"bit {bit} does not lie in [0, {8 * nbytes})")
-    offset = slot * (PAGE + superblock.image_bytes) + start + bit // 8
+    try:
+        offset = slabs.offset(pool, slot) + start + bit // 8
+    except PlanError as error:
+        raise TierError(str(error)) from None
     fd = os.open(directory / SEGMENT, os.O_RDWR)
     try:
         (byte,) = os.pread(fd, 1, offset)

@@ -1,8 +1,8 @@
 """The file tier: preallocated slots on local NVMe, verified at every read."""
 
 from longshore.tiers.file.gds import DeviceMemory, GdsFileTier
-from longshore.tiers.file.opening import capacity_for
+from longshore.tiers.file.opening import capacity_for, capacity_of
 from longshore.tiers.file.system import RawIo, SystemIo
 from longshore.tiers.file.tier import FileTier
 
-__all__ = ["DeviceMemory", "FileTier", "GdsFileTier", "RawIo", "SystemIo", "capacity_for"]
+__all__ = ["DeviceMemory", "FileTier", "GdsFileTier", "RawIo", "SystemIo", "capacity_for", "capacity_of"]

@@ -1,5 +1,8 @@
 """Every record of a tier directory, verified as a read would: what `longshore fsck` and `longshore inspect` know.
 
+A slab that the index lists records in has the slots of their image size; another, those of the record written last.
+What stands in a slot that the index does not list is free space, whole or not: no process will ask for it.
+
 The directory is locked meanwhile, like that of a running tier. Nothing in it is changed, but for `Audit.repair`.
 """
 
@@ -9,6 +12,8 @@ import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -16,19 +21,20 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from longshore.checksums import checksum
-from longshore.errors import FormatError, TierError
+from longshore.errors import FormatError, PlanError, TierError
 from longshore.tiers.arena import PAGE, align
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import SEGMENT, SUPERBLOCK, Directory
 from longshore.tiers.file.index import Index
-from longshore.tiers.file.index_format import Entries
+from longshore.tiers.file.index_format import Entries, fit, one_size_a_slab
 from longshore.tiers.file.loading import load
 from longshore.tiers.file.payload import Lane, make_lane
+from longshore.tiers.file.scanning import places
 from longshore.tiers.file.system import patiently, write_all
 
 _THREADS = 8
 _AT_ONCE = 256
-"""Slots that are handed out to threads at a time: bounds what is kept of those that are done."""
+"""Slabs that are handed out to threads at a time: bounds what is kept of those that are done."""
 
 
 class Condition(enum.StrEnum):
@@ -37,6 +43,7 @@ class Condition(enum.StrEnum):
     WHOLE = "whole"
     EMPTY = "empty"
     STALE = "stale"  # whole, but of an earlier generation: never served
+    LEFT_OVER = "left over"  # of what was dropped, or of a former size of the slab: free space
     TORN_HEADER = "corrupt header"
     TORN_IMAGE = "corrupt image"
     MISPLACED = "misplaced"  # a header that does not belong to this slot
@@ -46,13 +53,14 @@ class Condition(enum.StrEnum):
     @property
     def is_damage(self) -> bool:
         """Whether this is not as a healthy tier leaves it."""
-        return self not in (Condition.WHOLE, Condition.EMPTY, Condition.STALE)
+        return self not in (Condition.WHOLE, Condition.EMPTY, Condition.STALE, Condition.LEFT_OVER)
 
 
 class Finding(NamedTuple):
     """What is in a slot; `header` where there is one that can be read."""
 
     slot: int
+    pool: int
     condition: Condition
     header: fmt.RecordHeader | None = None
 
@@ -62,8 +70,8 @@ class Audit:
 
     Attributes:
         superblock: Of the tier.
-        slots: Those that the segment has, if only in part.
-        missing: Those that it should have besides.
+        slabs: Those that the segment has, if only in part.
+        missing: How many it should have besides.
         bytes_on_disk: What it takes there.
     """
 
@@ -88,10 +96,13 @@ class Audit:
                 status = self._io.fstat(self._fd)
                 self._io.enable_direct(self._fd)
             self.bytes_on_disk = status.st_blocks * 512
-            self.slots = min(superblock.slots, -(-status.st_size // self._stride))
-            self.missing = superblock.slots - self.slots
-            if superblock.image_bytes > status.st_size:  # a hostile one: no memory for what cannot be there
-                raise TierError(f"{path}: images of {superblock.image_bytes} bytes, in a segment of {status.st_size}")
+            geometry = superblock.geometry
+            if geometry.slab_bytes > status.st_size:  # a hostile one: no memory for what cannot be there
+                raise TierError(f"{path}: slabs of {geometry.slab_bytes} bytes, in a segment of {status.st_size}")
+            self.slabs = replace(geometry, slabs=min(superblock.slabs, -(-status.st_size // geometry.slab_bytes)))
+            self.missing = superblock.slabs - self.slabs.slabs
+            self._entries = self._load()
+            self._listed = None if self._entries is None else set(self._entries["slot"].tolist())
         except BaseException:
             self.close()
             raise
@@ -99,7 +110,12 @@ class Audit:
 
     def entries(self) -> Entries | None:
         """What the index says of the slots, least recently used first; `None` where there is none that can be used."""
-        return load(self._directory).entries
+        return self._entries
+
+    @property
+    def most(self) -> int:
+        """No more slots than this are looked at."""
+        return self.slabs.indices
 
     def headers(self) -> Iterator[Finding]:
         """What the header of each slot says, in order of slots; images are not read."""
@@ -109,18 +125,17 @@ class Audit:
         """The same with every image verified."""
         return self._examine(self._record)
 
-    def repair(self, slots: Sequence[int]) -> None:
-        """Empty `slots`: they hold nothing afterwards, and the index, if there is one, says so; on the medium."""
+    def repair(self, damaged: Sequence[Finding]) -> None:
+        """Empty these slots: they hold nothing afterwards, and the index, if there is one, says so; on the medium."""
         with self._directory.as_tier_errors(SEGMENT):
             empty = make_lane(0).header
-            for slot in slots:
-                write_all(self._io, self._fd, empty, slot * self._stride)
+            for slot, pool, *_ in damaged:
+                write_all(self._io, self._fd, empty, self.slabs.offset(pool, slot))
             self._io.fsync(self._fd)
-        epoch, entries = load(self._directory)
-        if entries is not None and slots:
-            kept = entries[~np.isin(entries["slot"], slots)]
+        if self._entries is not None and damaged:
+            kept = self._entries[~np.isin(self._entries["slot"], [finding.slot for finding in damaged])]
             serial = fmt.sequence(self.superblock.opens, 0)
-            Index(self._directory, self.superblock.slots, kept, epoch, serial).close()
+            Index(self._directory, self.superblock.geometry, kept, self._epoch, serial).close()
 
     def close(self) -> None:
         """Let others use the directory. Idempotent."""
@@ -135,44 +150,82 @@ class Audit:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    @property
-    def _stride(self) -> int:
-        return PAGE + self.superblock.image_bytes
+    def _load(self) -> Entries | None:
+        """What the index says of slots that there may be; notes the epoch of the next checkpoint."""
+        self._epoch, entries = load(self._directory, self.slabs.stride)
+        if entries is None:
+            return None
+        return one_size_a_slab(entries[fit(entries, self.superblock.geometry)], self.slabs.stride)
 
-    def _examine(self, look: Callable[[int], Finding]) -> Iterator[Finding]:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for first in range(0, self.slots, _AT_ONCE):
-                yield from pool.map(look, range(first, min(first + _AT_ONCE, self.slots)))
+    def _examine(self, look: Callable[[int, int], Finding]) -> Iterator[Finding]:
+        pools = self._pools()
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for first in range(0, self.slabs.slabs, _AT_ONCE):
+                slabs = range(first, min(first + _AT_ONCE, self.slabs.slabs))
+                yield from chain.from_iterable(threads.map(lambda slab: self._slab(slab, pools.get(slab), look), slabs))
 
-    def _header(self, slot: int) -> Finding:
+    def _pools(self) -> dict[int, int]:
+        """Whose the slabs are, as far as the index knows."""
+        if len(self.slabs.images) == 1:
+            return dict.fromkeys(range(self.slabs.slabs), 0)
+        if self._entries is None:
+            return {}
+        slabs = self._entries["slot"] // self.slabs.stride
+        return dict(zip(slabs.tolist(), self._entries["pool"].tolist(), strict=True))
+
+    def _slab(self, slab: int, pool: int | None, look: Callable[[int, int], Finding]) -> list[Finding]:
+        """Look at the slots of a slab; of one that is nobody's, whose it was last says the newest header in it."""
+        if pool is None:
+            found = [self._header(*place) for place in places(self.slabs, slab)]
+            owners = [
+                (each.header.sequence, each.pool)
+                for each in found
+                if each.header is not None and each.header.pool == each.pool and not each.condition.is_damage
+            ]
+            if not owners:
+                return [each for each in found if each.pool == 0]
+            _, pool = max(owners)
+        return [look(slot, pool) for slot in self.slabs.slots_of(slab, pool)]
+
+    def _header(self, slot: int, pool: int) -> Finding:
         """Look at the header of `slot` alone."""
-        lane = self._lane()
+        lane, free = self._lane(), self._listed is not None and slot not in self._listed
         try:
-            if self._read(lane.header, slot * self._stride) < PAGE:
-                return Finding(slot, Condition.SHORT)
+            if self._read(lane.header, self.slabs.offset(pool, slot)) < PAGE:
+                return Finding(slot, pool, Condition.SHORT)
         except OSError:
-            return Finding(slot, Condition.UNREADABLE)
+            return Finding(slot, pool, Condition.UNREADABLE)
         page = bytes(lane.header)
         if fmt.is_empty(page):
-            return Finding(slot, Condition.EMPTY)
+            return Finding(slot, pool, Condition.EMPTY)
         try:
             header = fmt.parse_header(page)
         except FormatError:
-            return Finding(slot, Condition.TORN_HEADER)
-        if header.slot != slot or header.length > self.superblock.image_bytes:
-            return Finding(slot, Condition.MISPLACED, header)
-        stale = header.generation < self.superblock.generation
-        return Finding(slot, Condition.STALE if stale else Condition.WHOLE, header)
+            free |= len(self.slabs.images) > 1 and not page.startswith(fmt.RECORD_MAGIC)  # within another's image
+            return Finding(slot, pool, Condition.LEFT_OVER if free else Condition.TORN_HEADER)
+        if not self._belongs(header, slot, pool):
+            return Finding(slot, pool, Condition.LEFT_OVER if free else Condition.MISPLACED, header)
+        if header.generation < self.superblock.generation:
+            return Finding(slot, pool, Condition.STALE, header)
+        return Finding(slot, pool, Condition.LEFT_OVER if free or header.pool != pool else Condition.WHOLE, header)
 
-    def _record(self, slot: int) -> Finding:
+    def _belongs(self, header: fmt.RecordHeader, slot: int, pool: int) -> bool:
+        """Whether `header` names the place where it was found; one of another pool may begin there, too."""
+        try:
+            place = self.slabs.offset(header.pool, header.slot)
+        except PlanError:
+            return False
+        return place == self.slabs.offset(pool, slot) and header.length <= self.slabs.image_bytes[header.pool] - PAGE
+
+    def _record(self, slot: int, pool: int) -> Finding:
         """Look at all of `slot`."""
-        found = self._header(slot)
-        if found.header is None or found.condition.is_damage:
+        found = self._header(slot, pool)
+        if found.header is None or found.condition is not Condition.WHOLE:
             return found
         length = found.header.length
         body = self._lane().bounce[: align(length)]
         try:
-            if self._read(body, slot * self._stride + PAGE) < length:
+            if self._read(body, self.slabs.offset(pool, slot) + PAGE) < length:
                 return found._replace(condition=Condition.SHORT)
         except OSError:
             return found._replace(condition=Condition.UNREADABLE)
@@ -194,5 +247,5 @@ class Audit:
         """Memory of the calling thread's own."""
         lane: Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
-            lane = self._lanes.lane = make_lane(self.superblock.image_bytes)
+            lane = self._lanes.lane = make_lane(self.superblock.image_bytes[-1])
         return lane

@@ -78,22 +78,32 @@ class Directory:
                 raise
         return fd
 
-    def reserve(self, name: str, nbytes: int, *, erase: bool = False) -> int:
-        """A descriptor of file `name`, made exactly `nbytes` long, with every block of it allocated, or as it was.
+    def reserve(self, name: str, nbytes: int) -> int:
+        """A descriptor of file `name`, at least `nbytes` long, with every block of it allocated; or as it was.
 
-        What it held stays, unless it is to be erased; what is new reads as zeros.
+        What it held stays; what is new reads as zeros.
         """
         fd = self.open(name, create=True)
         try:
             with self.as_tier_errors(name):
-                self._allocate(fd, name, nbytes, erase=erase)
+                self._allocate(fd, name, nbytes)
         except BaseException:
             self.io.close(fd)
             raise
         return fd
 
-    def read(self, name: str) -> bytes:
-        """What file `name` holds, as far as blocks are allocated to it; nothing if there is none."""
+    def trim(self, name: str, nbytes: int) -> None:
+        """Let go of what file `name` has beyond its first `nbytes`."""
+        fd = self.open(name)
+        try:
+            with self.as_tier_errors(name):
+                if self.io.fstat(fd).st_size > nbytes:
+                    self.io.ftruncate(fd, nbytes)
+        finally:
+            self.io.close(fd)
+
+    def read(self, name: str, nbytes: int | None = None, offset: int = 0) -> bytes:
+        """`nbytes` of file `name`, or all, as far as blocks are allocated to it; nothing if there is none."""
         try:
             fd = self.open(name)
         except TierError as error:
@@ -103,7 +113,10 @@ class Directory:
         try:
             with self.as_tier_errors(name):
                 status = self.io.fstat(fd)
-                return read_all(self.io, fd, min(status.st_size, status.st_blocks * 512), 0)
+                end = min(status.st_size, status.st_blocks * 512)
+                if nbytes is not None:
+                    end = min(end, offset + nbytes)
+                return read_all(self.io, fd, max(0, end - offset), offset)
         finally:
             self.io.close(fd)
 
@@ -224,25 +237,23 @@ class Directory:
         if stat.S_IMODE(status.st_mode) != 0o600:
             self.io.fchmod(fd, 0o600)
 
-    def _allocate(self, fd: int, name: str, nbytes: int, *, erase: bool) -> None:
+    def _allocate(self, fd: int, name: str, nbytes: int) -> None:
         path, before = self.path / name, self.io.fstat(fd)
-        if before.st_size == nbytes <= before.st_blocks * 512 and not erase:
+        allocated = before.st_blocks * 512
+        if before.st_size >= nbytes and before.st_size <= allocated:
             return
-        free = self.io.free_bytes(fd)
-        missing = nbytes - before.st_blocks * 512
+        free, missing = self.io.free_bytes(fd), nbytes - allocated
         if missing > free:
             raise TierError(
                 f"{path}: expected room for {missing} more bytes (capacity {nbytes}), the file system has {free} free"
             )
-        kept = 0 if erase else min(before.st_size, nbytes)
-        self.io.ftruncate(fd, kept)  # what comes back by allocation reads as zeros
         try:
             self.io.allocate(fd, nbytes)
             self.io.fsync(fd)
         except OSError as error:
-            self.io.ftruncate(fd, kept)
+            self.io.ftruncate(fd, before.st_size)
             raise TierError(
-                f"{path}: could not allocate {nbytes} bytes ({kept} kept, {free} free): {error.strerror}"
+                f"{path}: could not allocate {nbytes} bytes ({before.st_size} kept, {free} free): {error.strerror}"
             ) from error
 
 

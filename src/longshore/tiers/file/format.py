@@ -1,9 +1,13 @@
 """The bytes of the file tier: record headers and the superblock. Pure; no I/O. Exact in docs/file-format.md.
 
-    segment   ┌────────┬──────────────┬────────┬──────────────┬──
-              │ header │    image     │ header │    image     │
-              └────────┴──────────────┴────────┴──────────────┴──
-              0        4096           stride   stride + 4096        stride = 4096 + image_bytes
+    segment   ┌───────────────────────────────────┬───────────────────────────────────┬──
+    slab      │ 0, for images of one size         │ 1, of another                     │
+    slots     │ header │ image   header │ image   │ header │   image                  │
+              └────────┴───────┴────────┴─────────┴────────┴──────────────────────────┴──
+              0        4096                       slab_bytes
+
+Where a slot lies follows from its number, its pool (the number of an image size) and the superblock
+(`longshore.slabs`), and a header names both; so none can be taken for that of another place.
 
 Every page here is 4096 bytes, little-endian, and ends with a checksum of everything before it, so no single bit of
 it can change unseen. An all-zero header page is a slot that was never written.
@@ -17,10 +21,11 @@ from typing import NamedTuple
 from longshore.boundary import Key, Status
 from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
+from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE
 from longshore.tiers.ops import KEY_BYTES
 
-VERSION = 2
+VERSION = 3
 """Of all pages. A superblock of another version is refused; nothing in its directory is touched."""
 
 RECORD_MAGIC = b"LNGSHREC"
@@ -29,14 +34,20 @@ SUPERBLOCK_MAGIC = b"LNGSHSUP"
 OPENS_LIMIT = 2**24
 """A segment can be opened fewer times than this: `opens` is the upper part of a 64-bit write sequence number."""
 
+SIZES_LIMIT = 255
+"""A segment has fewer image sizes than this."""
+
+SLOTS_LIMIT = 2**32
+"""Numbers of slots lie below this one."""
+
 _SERIAL_BITS = 40
 _HAS_PARENT = 1
 _NO_PARENT = bytes(KEY_BYTES)
 _EMPTY = bytes(PAGE)
 
 _PROLOGUE = struct.Struct("<8sI")  # magic, version: the same in every version there will be
-_RECORD = struct.Struct("<8sIHH32s32s32sQQQQQ")
-_SUPERBLOCK = struct.Struct("<8sIIQQQQ")
+_RECORD = struct.Struct("<8sIHH32s32s32sQQQQQQ")
+_SUPERBLOCK = struct.Struct("<8sIIQQQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKED = PAGE - _CHECKSUM.size
 
@@ -52,20 +63,28 @@ class RecordHeader(NamedTuple):
     length: int
     sequence: int
     payload_checksum: int
+    pool: int = 0
     algorithm: int = XXH3_64
 
 
 class Superblock(NamedTuple):
-    """Geometry and generation of a segment.
+    """Geometry and generation of a segment: `slabs` slabs of `slab_bytes`, for images of the sizes `image_bytes`.
 
-    `opens` counts the processes that have opened the segment for writing; it is the upper part of their write sequence
-    numbers, so that those grow across restarts without a scan.
+    The sizes ascend; the pool of each is its place among them. `opens` counts the processes that have opened the
+    segment for writing; it is the upper part of their write sequence numbers, so that those grow across restarts
+    without a scan.
     """
 
-    slots: int
-    image_bytes: int
+    slabs: int
+    slab_bytes: int
+    image_bytes: tuple[int, ...]
     generation: int
     opens: int
+
+    @property
+    def geometry(self) -> Slabs:
+        """Where slots lie, each with its header."""
+        return Slabs(self.slab_bytes, tuple(PAGE + size for size in self.image_bytes), self.slabs)
 
 
 class Wanted(NamedTuple):
@@ -74,6 +93,7 @@ class Wanted(NamedTuple):
     key: Key
     scope: bytes
     slot: int
+    pool: int
     generation: int
     length: int
 
@@ -106,6 +126,7 @@ def pack_header(header: RecordHeader) -> bytes:
         header.length,
         header.sequence,
         header.payload_checksum,
+        header.pool,
     )
     return seal(fields)
 
@@ -118,7 +139,8 @@ def is_empty(page: bytes) -> bool:
 def parse_header(page: bytes) -> RecordHeader:
     """The header in `page`; raises `FormatError` unless every bit of it is as `pack_header` would write it."""
     check_page("record header", page, RECORD_MAGIC)
-    _, _, algorithm, flags, key, parent, scope, slot, generation, length, written, payload = _RECORD.unpack_from(page)
+    _, _, algorithm, flags, key, parent, scope, *numbers = _RECORD.unpack_from(page)
+    slot, generation, length, written, payload, pool = numbers
     if algorithm not in ALGORITHMS:
         raise FormatError(f"record header: expected a checksum algorithm out of {ALGORITHMS}, got {algorithm}")
     if flags & ~_HAS_PARENT:
@@ -128,7 +150,8 @@ def parse_header(page: bytes) -> RecordHeader:
     if not length:
         raise FormatError("record header: an image of length 0")
     check_padding("record header", page, _RECORD.size)
-    return RecordHeader(key, parent if flags else None, scope, slot, generation, length, written, payload, algorithm)
+    before = parent if flags else None
+    return RecordHeader(key, before, scope, slot, generation, length, written, payload, pool, algorithm)
 
 
 def judge(page: bytes, wanted: Wanted) -> Verdict:
@@ -139,29 +162,39 @@ def judge(page: bytes, wanted: Wanted) -> Verdict:
         header = parse_header(page)
     except FormatError:
         return Verdict(Status.CORRUPT)
-    found = Wanted(header.key, header.scope, header.slot, header.generation, header.length)
+    found = Wanted(header.key, header.scope, header.slot, header.pool, header.generation, header.length)
     return Verdict(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum, header.algorithm)
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
     """The superblock page of `superblock`."""
-    return seal(_SUPERBLOCK.pack(SUPERBLOCK_MAGIC, VERSION, PAGE, *superblock))
+    slabs, slab_bytes, sizes, generation, opens = superblock
+    fields = _SUPERBLOCK.pack(SUPERBLOCK_MAGIC, VERSION, PAGE, slabs, slab_bytes, generation, opens, len(sizes))
+    return seal(fields + struct.pack(f"<{len(sizes)}Q", *sizes))
 
 
 def parse_superblock(page: bytes) -> Superblock:
     """The superblock in `page`; raises `FormatError` unless it is whole, and of this version."""
     check_page("superblock", page, SUPERBLOCK_MAGIC)
-    _, _, header_bytes, slots, image_bytes, generation, opens = _SUPERBLOCK.unpack_from(page)
+    _, _, header_bytes, slabs, slab_bytes, generation, opens, count = _SUPERBLOCK.unpack_from(page)
     if header_bytes != PAGE:
         raise FormatError(f"superblock: expected header pages of {PAGE} bytes, got {header_bytes}")
-    if not slots:
-        raise FormatError("superblock: a segment without slots")
-    if not image_bytes or image_bytes % PAGE:
-        raise FormatError(f"superblock: image_bytes must be a positive multiple of {PAGE}, got {image_bytes}")
+    if not 0 < count < SIZES_LIMIT:
+        raise FormatError(f"superblock: expected from 1 to {SIZES_LIMIT - 1} image sizes, got {count}")
+    sizes = struct.unpack_from(f"<{count}Q", page, _SUPERBLOCK.size)
+    if list(sizes) != sorted(set(sizes)) or not sizes[0] or any(size % PAGE for size in sizes):
+        raise FormatError(f"superblock: image_bytes must be positive multiples of {PAGE}, ascending, got {sizes}")
+    if slab_bytes % PAGE or slab_bytes < PAGE + sizes[-1]:
+        raise FormatError(f"superblock: slabs of {slab_bytes} bytes, for images of {sizes[-1]}")
+    if not slabs:
+        raise FormatError("superblock: a segment without slabs")
     if opens >= OPENS_LIMIT:
         raise FormatError(f"superblock: expected fewer than {OPENS_LIMIT} opens, got {opens}")
-    check_padding("superblock", page, _SUPERBLOCK.size)
-    return Superblock(slots, image_bytes, generation, opens)
+    superblock = Superblock(slabs, slab_bytes, sizes, generation, opens)
+    if superblock.geometry.indices > SLOTS_LIMIT:
+        raise FormatError(f"superblock: {superblock.geometry.indices} slots, the most are {SLOTS_LIMIT}")
+    check_padding("superblock", page, _SUPERBLOCK.size + 8 * count)
+    return superblock
 
 
 def seal(fields: bytes) -> bytes:

@@ -7,140 +7,145 @@
     checkpoint  all that is known, in one go, into the older of two files
 
 A strike reaches the system before the first byte of what replaces the record does, so no process that follows is told
-of a record that was being overwritten. Only a crash of the machine can lose that, and reading verifies anyway. What was
-entered may wait, for others to be noted in the same call: a crash before `flush` loses records, and never a strike.
+of a record that was being overwritten: what cannot be struck must not be overwritten. A journal has room for a strike
+of every record that the disk lists, whatever else is noted in it. Only a crash of the machine can lose one, and reading
+verifies anyway. What was entered may wait, for others to be noted in the same call, and is not noted where that would
+take the room of strikes: a crash loses such records until the next checkpoint, and never a strike.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterable
 
 from longshore.boundary import Key
+from longshore.errors import TierError
+from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file import index_format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader
-from longshore.tiers.file.index_format import ENTRY, Entries
+from longshore.tiers.file.index_format import Entries
 from longshore.tiers.file.journal import Journal, journal_name
+from longshore.tiers.file.ledger import Ledger, in_order
 from longshore.tiers.file.loading import checkpoint_name
 from longshore.tiers.file.system import write_all
 
+_log = logging.getLogger(__name__)
+
 _FEW_NOTES, _MANY_NOTES = 256, 65536
-_SIZE = ENTRY.itemsize
-_NOTHING = bytes(_SIZE)
-_KEY, _SCOPE = slice(0, 32), slice(64, 96)  # of an entry
 
 _AT_ONCE = 64
 """Records that are noted together at the latest."""
 
 
 def notes_for(slots: int) -> int:
-    """Notes that a journal of a tier of `slots` slots has room for."""
+    """Notes that call for the next checkpoint of a tier of `slots` slots, at the latest."""
     return min(max(slots, _FEW_NOTES), _MANY_NOTES)
 
 
-def index_bytes(slots: int) -> int:
-    """Bytes on disk of the index of `slots` slots: two checkpoints, two journals."""
-    return 2 * (fmt.checkpoint_bytes(slots) + fmt.journal_bytes(notes_for(slots)))
+def index_files(slots: int) -> dict[str, int]:
+    """The files of the index of `slots` slots, and how long each is: two checkpoints, two journals."""
+    journal = fmt.journal_bytes(_room(slots))
+    checkpoints = {checkpoint_name(epoch): fmt.checkpoint_bytes(slots) for epoch in (0, 1)}
+    return checkpoints | {journal_name(epoch): journal for epoch in (0, 1)}
+
+
+def _room(slots: int) -> int:
+    """Notes of one journal: one strike for each slot, and what calls for a checkpoint."""
+    return slots + notes_for(slots)
 
 
 class Index:
-    """The index of `slots` slots in `directory`. Thread-safe.
+    """The index of the slots of `slabs` in `directory`, where room is reserved for its files. Thread-safe.
 
     It begins with `entries`, least recently used first, which are on the medium, as checkpoint `epoch`, when this
     returns; `loading.load` says which epoch may be next. Notes have serial numbers above `serial`.
     """
 
-    def __init__(self, directory: Directory, slots: int, entries: Entries, epoch: int, serial: int) -> None:
+    def __init__(self, directory: Directory, slabs: Slabs, entries: Entries, epoch: int, serial: int) -> None:
         self._directory = directory
-        self._slots = slots
-        self._table: Entries = np.zeros(slots, ENTRY)
-        self._rows = self._table.view(np.uint8).data
-        self._used: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
-        self._clock = len(entries)
+        self._slots = slabs.indices
+        self._ledger = Ledger(slabs, entries)
         self._touched = 0
-        self._entered: list[bytes] = []  # not yet noted
+        self._entered: dict[int, bytes] = {}  # by slot; not yet noted
+        self._missing = False  # whether something was entered that is not noted, and will not be
         self._changing = threading.Lock()  # what is in memory, and the journal
         self._writing = threading.Lock()  # a checkpoint
-        self._table[entries["slot"]] = entries
-        self._used[entries["slot"]] = np.arange(1, self._clock + 1)
         # Until this checkpoint is whole, the one before it must be: its files are the last to be touched.
         self._write(epoch, entries, serial)
-        self._journal = Journal(directory, epoch, notes_for(slots))
+        self._journal = Journal(directory, epoch, _room(self._slots))
         self._journal.serial = serial
         self._epoch = epoch
-        try:
-            for name, nbytes in (
-                (checkpoint_name(epoch + 1), fmt.checkpoint_bytes(slots)),
-                (journal_name(epoch + 1), fmt.journal_bytes(notes_for(slots))),
-            ):
-                directory.io.close(directory.reserve(name, nbytes))
-        except BaseException:
-            self._journal.close()
-            raise
 
     @property
     def due(self) -> bool:
         """Whether it is time for a checkpoint."""
-        return self._journal.silent or 2 * max(self._journal.written, self._touched) >= notes_for(self._slots)
+        return self._missing or 2 * max(self._journal.written, self._touched) >= notes_for(self._slots)
 
     def entries(self) -> Entries:
         """The entries of all records, least recently used first."""
         with self._changing:
-            return _in_order(self._table.copy(), self._used.copy())
+            everything = self._ledger.entries()
+        return in_order(*everything)
 
-    def claimed(self, slot: int, key: Key, scope: bytes) -> int:
+    def claimed(self, slot: int, pool: int, key: Key, scope: bytes) -> int:
         """The write sequence number of the record in `slot`, if there is one of `key` in `scope`; otherwise 0."""
         with self._changing:
-            record = bytes(self._rows[slot * _SIZE : (slot + 1) * _SIZE])
-            if record[_KEY] != key or record[_SCOPE] != scope or not self._table["length"][slot]:
-                return 0
-            return int(self._table["sequence"][slot])
+            return self._ledger.claimed(slot, pool, key, scope)
 
-    def strike(self, slots: Sequence[int]) -> None:
-        """`slots` hold nothing from now on."""
+    def is_given(self, slot: int, pool: int) -> bool:
+        """Whether the slab of `slot` is that of `pool`: else nothing of it is there."""
+        return self._ledger.pool_of(slot) == pool
+
+    def strike(self, places: Iterable[tuple[int, int]]) -> None:
+        """The slots of `places`, each with its pool, hold nothing from now on, nor do their slabs for other pools.
+
+        Raises `OSError` where the disk does not take that. Nothing has changed then: they must not be written to.
+        """
         with self._changing:
-            self._strike([slot for slot in slots if self._table["length"][slot]])
+            self._strike(list(places))
+
+    def drop(self, slots: Iterable[int]) -> None:
+        """Nobody is to find the records in `slots` any more."""
+        with self._changing:
+            self._drop(slots)
 
     def condemn(self, slot: int, sequence: int) -> None:
-        """The record that was written with this sequence number is unusable: strike it, if `slot` still holds it."""
+        """The record that was written with this sequence number is unusable: drop it, if `slot` still holds it."""
         with self._changing:
-            if self._table["length"][slot] and self._table["sequence"][slot] == sequence:
-                self._strike([slot])
+            if self._ledger.sequence(slot) == sequence:
+                self._drop([slot])
 
     def enter(self, header: RecordHeader) -> None:
-        """A record was written."""
+        """A record was written. If its slab was given to another pool meanwhile, it is not there any more."""
         entry = fmt.pack_entry(header, int(time.time()))
         with self._changing:
-            self._rows[header.slot * _SIZE : (header.slot + 1) * _SIZE] = entry
-            self._use(header.slot)
-            self._entered.append(entry)
-            if len(self._entered) >= _AT_ONCE:
-                self._note()
+            if self._ledger.pool_of(header.slot) == header.pool:
+                self._ledger.enter(header.slot, entry)
+                self._entered[header.slot] = entry
+                if len(self._entered) >= _AT_ONCE:
+                    self._note_entered()
 
     def flush(self) -> None:
         """Note what was entered: the next process knows of it from here on."""
         with self._changing:
             if self._entered:
-                self._note()
+                self._note_entered()
 
     def touch(self, slot: int) -> None:
         """The record in `slot` was served."""
         with self._changing:
-            if self._table["length"][slot]:
-                self._table["hits"][slot] += 1
-                self._use(slot)
+            if self._ledger.sequence(slot):
+                self._ledger.count_hit(slot)
                 self._touched += 1
 
     def forget(self, generation: int) -> None:
         """What is older than `generation` is gone; the superblock says so already."""
         with self._changing:
-            self._table[self._table["generation"] < generation] = np.zeros(1, ENTRY)
+            self._ledger.forget(generation)
 
     def checkpoint(self) -> None:
         """Put all that is known on the medium. Raises `TierError`: then what stood there before still does.
@@ -149,41 +154,76 @@ class Index:
         say the same.
         """
         with self._writing:
-            if self._journal.epoch == self._epoch:  # else an earlier attempt got that far
-                self._turn_over()
+            if self._journal.epoch != self._epoch:
+                # An earlier attempt got that far. What its journal had no room for must wait for the next one.
+                with self._changing:
+                    everything, known = self._ledger.entries(told_only=True), self._journal.serial
+                self._finish(in_order(*everything), known)
+            following = Journal(self._directory, self._epoch + 1, _room(self._slots))
             with self._changing:
-                self._touched = 0
-                known, table, used = self._journal.serial, self._table.copy(), self._used.copy()
-            self._write(self._journal.epoch, _in_order(table, used), known)
-            self._epoch = self._journal.epoch
+                following.serial = known = self._journal.serial
+                self._journal, full = following, self._journal
+                self._touched, self._missing = 0, False
+                self._ledger.tell_all()
+                everything = self._ledger.entries()
+            full.close()
+            self._finish(in_order(*everything), known)
 
     def close(self) -> None:
         """Give the descriptor back, and note nothing: a forked child may call this. Idempotent."""
         self._journal.close()
 
-    def _use(self, slot: int) -> None:
-        self._clock += 1
-        self._used[slot] = self._clock
+    def _drop(self, slots: Iterable[int]) -> None:
+        places = [(slot, self._ledger.pool_of(slot)) for slot in slots]
+        try:
+            self._strike(places)
+        except OSError as error:
+            self._clear(places)
+            self._note_missing(error)
 
-    def _strike(self, live: Sequence[int]) -> None:
-        for slot in live:
-            self._rows[slot * _SIZE : (slot + 1) * _SIZE] = _NOTHING
-        if live:
-            self._note([fmt.pack_strike(slot) for slot in live])
+    def _strike(self, places: list[tuple[int, int]]) -> None:
+        strikes: dict[tuple[int, int], bytes] = {}
+        for slot, pool in places:
+            which = self._ledger.to_strike(slot, pool)
+            if which is not None:
+                strikes.setdefault((which.start, which.stop), fmt.pack_strike(slot, pool))
+        if strikes:
+            self._journal.append([(fmt.STRUCK, entry) for entry in strikes.values()])
+            for start, stop in strikes:
+                self._ledger.note_struck(slice(start, stop))
+        self._clear(places)
 
-    def _note(self, struck: Sequence[bytes] = ()) -> None:
-        """Note what was entered, and then what was struck, in one call."""
-        notes = [(fmt.ENTERED, entry) for entry in self._entered]
+    def _clear(self, places: list[tuple[int, int]]) -> None:
+        for slot, pool in places:
+            for ended in self._ledger.clear(slot, pool):
+                self._entered.pop(ended, None)
+
+    def _note_entered(self) -> None:
+        """Note what was entered, in one call, as far as there is room for that and the strikes to come."""
+        entered, journal = list(self._entered.items()), self._journal
         self._entered.clear()
-        self._journal.append(notes + [(fmt.STRUCK, entry) for entry in struck])
+        some = entered[: max(0, (journal.room - journal.written - self._ledger.strikable) // 2)]
+        self._missing |= len(some) < len(entered)
+        for slot, _ in some:
+            self._ledger.note_entered(slot)  # also where that fails: part of it may lie there
+        try:
+            journal.append([(fmt.ENTERED, entry) for _, entry in some])
+        except OSError as error:
+            self._note_missing(error)
 
-    def _turn_over(self) -> None:
-        """Begin the next journal."""
-        following = Journal(self._directory, self._epoch + 1, notes_for(self._slots))
-        with self._changing:
-            following.serial = self._journal.serial
-            self._journal, full = following, self._journal
-        full.close()
+    def _note_missing(self, error: OSError) -> None:
+        if not self._missing:
+            _log.warning("%s: %s; the next checkpoint makes up for it", journal_name(self._journal.epoch), error)
+        self._missing = True
+
+    def _finish(self, entries: Entries, known: int) -> None:
+        """Write the checkpoint whose journal has begun."""
+        try:
+            self._write(self._journal.epoch, entries, known)
+        except TierError:
+            self._missing = True  # in what is on the medium
+            raise
+        self._epoch = self._journal.epoch
 
     def _write(self, epoch: int, entries: Entries, known: int) -> None:
         name, io = checkpoint_name(epoch), self._directory.io
@@ -197,9 +237,3 @@ class Index:
                 io.fsync(fd)
         finally:
             io.close(fd)
-
-
-def _in_order(table: Entries, used: npt.NDArray[np.int64]) -> Entries:
-    """The entries of `table` that describe a record, least recently used first."""
-    live = np.flatnonzero(table["length"])
-    return table.take(live.take(np.argsort(used.take(live))))  # `take` copies whole entries; indexing, field by field

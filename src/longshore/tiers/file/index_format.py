@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from longshore.checksums import digest
 from longshore.errors import FormatError
+from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE, align
 from longshore.tiers.file.format import VERSION, RecordHeader, check_padding, check_page, seal
 
@@ -33,7 +34,8 @@ ENTRY = np.dtype(
         ("parent", "V32"),  # zeros without one
         ("scope", "V32"),
         ("slot", "<u4"),
-        ("flags", "<u4"),
+        ("flags", "<u2"),
+        ("pool", "<u2"),
         ("length", "<u8"),
         ("generation", "<u8"),
         ("sequence", "<u8"),
@@ -53,12 +55,12 @@ ENTERED = 1
 """Kind of note: the slot holds this record."""
 
 STRUCK = 2
-"""Kind of note: the slot holds nothing."""
+"""Kind of note: the slot holds nothing. As the other kind, it says whose the slab is: what other pools had is gone."""
 
 HAS_PARENT = 1
 NO_PARENT = bytes(32)
 
-_ENTRY = struct.Struct("<32s32s32sIIQQQII")
+_ENTRY = struct.Struct("<32s32s32sIHHQQQII")
 _NOTE = struct.Struct("<QQQ")  # epoch, serial, kind: what stands between the checksum and the entry
 _CHECKSUM = struct.Struct("<Q")
 _CHECKPOINT = struct.Struct("<8sIIQQQQ")
@@ -95,6 +97,7 @@ def pack_entry(header: RecordHeader, written: int) -> bytes:
         header.scope,
         header.slot,
         flags,
+        header.pool,
         header.length,
         header.generation,
         header.sequence,
@@ -144,6 +147,16 @@ def describes(entries: Entries) -> npt.NDArray[np.bool_]:
     return fits & (entries["length"] > 0)
 
 
+def fit(entries: Entries, slabs: Slabs) -> npt.NDArray[np.bool_]:
+    """Which of `entries` are of slots that `slabs` have, whose images include a header page, and not too long."""
+    images, room = np.array(slabs.images), np.array(slabs.image_bytes) - PAGE
+    known = entries["pool"] < len(images)
+    pools = np.where(known, entries["pool"], 0)
+    slab, position = np.divmod(entries["slot"], slabs.stride)
+    inside: npt.NDArray[np.bool_] = known & (slab < slabs.slabs) & (position < images[pools])
+    return inside & (entries["length"] <= room[pools].astype(np.uint64))
+
+
 def pack_journal_header(epoch: int) -> bytes:
     """The first page of the journal of what comes after checkpoint `epoch`."""
     return seal(_JOURNAL.pack(JOURNAL_MAGIC, VERSION, NOTE.itemsize, epoch))
@@ -165,15 +178,16 @@ def pack_note(epoch: int, serial: int, kind: int, entry: bytes) -> bytes:
     return _CHECKSUM.pack(digest(fields)) + fields
 
 
-def pack_strike(slot: int) -> bytes:
-    """The entry of a note that `slot` holds nothing."""
-    return _ENTRY.pack(NO_PARENT, NO_PARENT, NO_PARENT, slot, 0, 0, 0, 0, 0, 0)
+def pack_strike(slot: int, pool: int) -> bytes:
+    """The entry of a note that `slot` of `pool` holds nothing."""
+    return _ENTRY.pack(NO_PARENT, NO_PARENT, NO_PARENT, slot, 0, pool, 0, 0, 0, 0, 0)
 
 
-def parse_notes(epoch: int, data: bytes) -> Notes:
-    """The notes (`NOTE`) of `epoch` that `data` begins with, in the order in which they were made."""
+def parse_notes(epoch: int, data: bytes, after: int = 0) -> Notes:
+    """The notes (`NOTE`) of `epoch` that `data` begins with, in order; the first has a serial number above `after`."""
     notes = np.frombuffer(data, NOTE, count=len(data) // NOTE.itemsize)
     good = notes["epoch"] == epoch
+    good[:1] &= notes["serial"][:1] > after
     good[1:] &= notes["serial"][1:] > notes["serial"][:-1]
     entered, struck = notes["kind"] == ENTERED, notes["kind"] == STRUCK
     good &= (entered & describes(notes["entry"])) | (struck & (notes["entry"]["length"] == 0))
@@ -186,20 +200,58 @@ def parse_notes(epoch: int, data: bytes) -> Notes:
     return notes[:few]
 
 
-def replay(entries: Entries, notes: Notes) -> Entries:
-    """`entries` as they are after `notes`; what was entered last comes last."""
+def replay(entries: Entries, notes: Notes, stride: int) -> Entries:
+    """`entries` as they are after `notes`; what was entered last comes last. A slab has `stride` slots.
+
+    A note about a slot of one pool ends what other pools had in its slab.
+    """
     if not len(notes):
         return entries
     lines = np.empty(len(entries) + len(notes), ENTRY)
     lines[: len(entries)] = entries
     lines[len(entries) :] = notes["entry"]
     slots = np.ascontiguousarray(lines["slot"])
-    by_slot = np.argsort(slots, kind="stable")
-    following = slots.take(by_slot)
-    last = np.append(following[1:] != following[:-1], True)
-    here = np.sort(by_slot[last])
-    replayed: Entries = lines.take(here[lines["length"][here] > 0])
+    last = np.sort(_last_of_each(slots))
+    last = last[last > _ended(slots // stride, np.ascontiguousarray(lines["pool"]))[last]]
+    replayed: Entries = lines.take(last[lines["length"][last] > 0])
     return replayed
+
+
+def one_size_a_slab(entries: Entries, stride: int) -> Entries:
+    """`entries` without what is left of the former sizes of slabs: that of the record written last is the last."""
+    by_age = np.argsort(entries["sequence"], kind="stable")
+    slabs = entries["slot"] // stride
+    ended = np.empty(len(entries), np.int64)
+    ended[by_age] = _ended(slabs[by_age], entries["pool"][by_age])
+    place = np.empty(len(entries), np.int64)
+    place[by_age] = np.arange(len(entries))
+    return entries[place > ended]
+
+
+def _last_of_each(numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """The last position of each of `numbers`."""
+    order = np.argsort(numbers, kind="stable")
+    following = numbers.take(order)
+    last: npt.NDArray[np.int64] = order[np.append(following[1:] != following[:-1], True)]
+    return last
+
+
+def _ended(slabs: npt.NDArray[np.uint32], pools: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
+    """For each line, in order of time: the last line about its slab that gave it to another pool than it has at last.
+
+    What stands up to there is gone; -1 where the slab has had one pool only.
+    """
+    if not pools.any() or (pools == pools[0]).all():
+        return np.full(len(slabs), -1)
+    order = np.argsort(slabs, kind="stable")
+    following = slabs.take(order)
+    first = np.append(True, following[1:] != following[:-1])
+    group = np.cumsum(first) - 1
+    last_pool = pools.take(order[np.append(first[1:], True)])
+    other = np.where(pools.take(order) != last_pool[group], order, -1)
+    ended = np.empty(len(slabs), np.int64)
+    ended[order] = np.maximum.reduceat(other, np.flatnonzero(first))[group]
+    return ended
 
 
 def _leading(good: npt.NDArray[np.bool_]) -> int:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from longshore.tiers.file.audit import Audit, Finding
+from longshore.tiers.file.audit import Audit, Condition, Finding
+from longshore.tiers.file.format import Superblock
 from longshore.tiers.file.index_format import ENTRY, Entries, pack_entry
 
 _HOUR, _DAY = 3600, 24 * 3600
@@ -36,6 +37,22 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """The records of one image size.
+
+    Attributes:
+        image_bytes: Of the longest image of such a slot.
+        per_slab: How many such slots a slab has.
+        slabs: How many have records of this size.
+    """
+
+    image_bytes: int
+    per_slab: int
+    slabs: int
+    records: int
+
+
+@dataclass(frozen=True, slots=True)
 class Age:
     """How many records were written when."""
 
@@ -48,7 +65,7 @@ class Inspection:
     """What a directory holds.
 
     Attributes:
-        image_bytes: Of the longest image of a slot.
+        slabs: How many there are, `slab_bytes` large.
         generation: Nothing older is served.
         opens: How many processes have opened it.
         bytes_on_disk: What the segment takes there.
@@ -57,14 +74,15 @@ class Inspection:
         records: Of the others.
     """
 
-    slots: int
-    image_bytes: int
+    slabs: int
+    slab_bytes: int
     generation: int
     opens: int
     bytes_on_disk: int
     from_index: bool
     records: int
     stale: int
+    sizes: tuple[Size, ...]
     scopes: tuple[Scope, ...]
     ages: tuple[Age, ...]
 
@@ -77,25 +95,34 @@ def inspect(audit: Audit, headers: Iterable[Finding], now: float) -> Inspection:
     """Sum up what is in the directory of `audit`, at `now` in Unix time; `headers` are read only without an index."""
     found = audit.entries()
     entries = _from_headers(headers) if found is None else found
-    entries = entries[entries["slot"] < audit.superblock.slots]
     live = entries[entries["generation"] >= audit.superblock.generation]
     return Inspection(
-        slots=audit.superblock.slots,
-        image_bytes=audit.superblock.image_bytes,
+        slabs=audit.superblock.slabs,
+        slab_bytes=audit.superblock.slab_bytes,
         generation=audit.superblock.generation,
         opens=audit.superblock.opens,
         bytes_on_disk=audit.bytes_on_disk,
         from_index=found is not None,
         records=len(live),
         stale=len(entries) - len(live),
+        sizes=_sizes(live, audit.superblock),
         scopes=_scopes(live),
         ages=_ages(live, now),
     )
 
 
 def _from_headers(headers: Iterable[Finding]) -> Entries:
-    whole = [finding.header for finding in headers if finding.header is not None and not finding.condition.is_damage]
+    counted = (Condition.WHOLE, Condition.STALE)
+    whole = [each.header for each in headers if each.header is not None and each.condition in counted]
     return np.frombuffer(b"".join(pack_entry(header, 0) for header in whole), ENTRY)
+
+
+def _sizes(entries: Entries, superblock: Superblock) -> tuple[Size, ...]:
+    geometry, sizes = superblock.geometry, []
+    for pool, image_bytes in enumerate(superblock.image_bytes):
+        slots = entries["slot"][entries["pool"] == pool]
+        sizes.append(Size(image_bytes, geometry.images[pool], len(np.unique(slots // geometry.stride)), len(slots)))
+    return tuple(sizes)
 
 
 def _scopes(entries: Entries) -> tuple[Scope, ...]:

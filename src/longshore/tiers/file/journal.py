@@ -1,21 +1,18 @@
 """The journal: what has changed since a checkpoint, a note at a time, so that it survives the end of the process.
 
 Nothing is synchronised. What the process has written is the system's, and survives a `kill -9`; a crash of the machine
-may lose the newest notes, and reading is what then finds out. A journal that is full, or that the disk does not take,
-falls silent, and says so, until the next checkpoint makes up for it.
+may lose the newest notes, and reading is what then finds out.
 """
 
 from __future__ import annotations
 
-import logging
+import errno
 from collections.abc import Sequence
 
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file import index_format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.system import write_all
-
-_log = logging.getLogger(__name__)
 
 
 def journal_name(epoch: int) -> str:
@@ -24,22 +21,20 @@ def journal_name(epoch: int) -> str:
 
 
 class Journal:
-    """An open journal of `notes` notes, empty, for what comes after checkpoint `epoch`.
+    """An open journal, empty, with room for `room` notes, for what comes after checkpoint `epoch`.
 
     Attributes:
         serial: Of the last note, in this journal or one before it.
         written: Notes that are in it.
-        silent: Whether notes are missing from it.
     """
 
-    def __init__(self, directory: Directory, epoch: int, notes: int) -> None:
+    def __init__(self, directory: Directory, epoch: int, room: int) -> None:
         self.epoch = epoch
+        self.room = room
         self.serial = 0
         self.written = 0
-        self.silent = False
         self._io = directory.io
-        self._notes = notes
-        self._fd = directory.reserve(journal_name(epoch), fmt.journal_bytes(notes))
+        self._fd = directory.reserve(journal_name(epoch), fmt.journal_bytes(room))
         try:
             with directory.as_tier_errors(journal_name(epoch)):
                 write_all(self._io, self._fd, fmt.pack_journal_header(epoch), 0)
@@ -48,19 +43,18 @@ class Journal:
             raise
 
     def append(self, notes: Sequence[tuple[int, bytes]]) -> None:
-        """Write down `notes`, kinds and entries, at once."""
+        """Write down `notes`, kinds and entries, at once. Raises `OSError`: then they do not count, if they are there.
+
+        What comes next has higher serial numbers, and stands in their place.
+        """
+        if not notes:
+            return
         first = self.serial + 1
         self.serial += len(notes)
-        self.silent |= self.written + len(notes) > self._notes
-        if self.silent:
-            return
+        if self.written + len(notes) > self.room:
+            raise OSError(errno.ENOSPC, f"{journal_name(self.epoch)}: no room for {len(notes)} more notes")
         data = b"".join(fmt.pack_note(self.epoch, first + n, kind, entry) for n, (kind, entry) in enumerate(notes))
-        try:
-            write_all(self._io, self._fd, data, PAGE + self.written * fmt.NOTE.itemsize)
-        except OSError as error:
-            self.silent = True
-            _log.warning("%s: %s; silent until the next checkpoint", journal_name(self.epoch), error)
-            return
+        write_all(self._io, self._fd, data, PAGE + self.written * fmt.NOTE.itemsize)
         self.written += len(notes)
 
     def close(self) -> None:

@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 _NEVER = bytes(PAGE)
 
+_AT_ONCE = 4096 * fmt.NOTE.itemsize
+"""Bytes of notes that are read together."""
+
 
 class Found(NamedTuple):
     """What was found.
@@ -43,69 +46,75 @@ class _Checkpoint(NamedTuple):
     entries: Entries
 
 
-class _Journal(NamedTuple):
-    epoch: int
-    data: bytes
-
-
 def checkpoint_name(epoch: int) -> str:
     """The file of checkpoint `epoch`."""
     return f"index.{epoch % 2}"
 
 
-def load(directory: Directory) -> Found:
-    """What the files in `directory` say. Raises `TierError` for files that are not ours."""
+def load(directory: Directory, stride: int) -> Found:
+    """What the files in `directory` say, of slabs of `stride` slots. Raises `TierError` for files that are not ours."""
     checkpoints = [each for file in (0, 1) if (each := _read_checkpoint(directory, file)) is not None]
     journals = [_read_journal(directory, file) for file in (0, 1)]
-    highest = max((each.epoch for each in (*checkpoints, *journals) if each is not None), default=0)
+    epochs = [each.epoch for each in checkpoints] + [each for each in journals if each is not None]
+    highest = max(epochs, default=0)
     for checkpoint in sorted(checkpoints, key=lambda each: each.epoch, reverse=True):
-        entries = _replayed(checkpoint, journals)
+        entries = _replayed(directory, checkpoint, journals, stride)
         if entries is not None:
             ahead = highest + 1 - checkpoint.epoch
             return Found(highest + 1 if ahead % 2 else highest + 2, entries)
     return Found(highest + 1, None)
 
 
-def _replayed(checkpoint: _Checkpoint, journals: list[_Journal | None]) -> Entries | None:
+def _replayed(directory: Directory, checkpoint: _Checkpoint, journals: list[int | None], stride: int) -> Entries | None:
     entries = checkpoint.entries
     for epoch in (checkpoint.epoch, checkpoint.epoch + 1):
-        notes = _notes(journals[epoch % 2], epoch)
+        notes = _notes(directory, journals[epoch % 2], epoch)
         if notes is None:
             return None
         if epoch == checkpoint.epoch:
             notes = notes[notes["serial"] > checkpoint.known]
-        entries = fmt.replay(entries, notes)
+        entries = fmt.replay(entries, notes, stride)
     return entries
 
 
-def _notes(journal: _Journal | None, epoch: int) -> Notes | None:
-    """The notes of journal `epoch` in this file; none if it was never begun; `None` if they are lost."""
-    if journal is None or journal.epoch > epoch:
+def _notes(directory: Directory, begun: int | None, epoch: int) -> Notes | None:
+    """The notes of journal `epoch`, in whose file journal `begun` stands; none, if it was never begun; `None` if lost.
+
+    No more is read than there are notes: there may be room for many.
+    """
+    if begun is None or begun > epoch:
         return None
-    return fmt.parse_notes(epoch, journal.data) if journal.epoch == epoch else np.zeros(0, fmt.NOTE)
+    notes: list[Notes] = [np.zeros(0, fmt.NOTE)]
+    last, more = 0, begun == epoch
+    while more:
+        data = directory.read(journal_name(epoch), _AT_ONCE, PAGE + _AT_ONCE * (len(notes) - 1))
+        notes.append(fmt.parse_notes(epoch, data, after=last))
+        more = notes[-1].nbytes == _AT_ONCE
+        last = int(notes[-1]["serial"][-1]) if more else 0
+    return np.concatenate(notes)
 
 
 def _read_checkpoint(directory: Directory, file: int) -> _Checkpoint | None:
     name = checkpoint_name(file)
+    page = directory.read(name, PAGE)
+    if not page or page == _NEVER:
+        return None
     try:
-        data = directory.read(name)
-        header = fmt.parse_checkpoint_header(data[:PAGE])
-        body = data[PAGE : PAGE + header.records * fmt.ENTRY.itemsize]
+        header = fmt.parse_checkpoint_header(page)
+        body = directory.read(name, header.records * fmt.ENTRY.itemsize, PAGE)
         return _Checkpoint(header.epoch, header.known, fmt.parse_checkpoint_body(header, body))
     except FormatError as error:
-        if data.strip(b"\0"):
-            _log.info("%s: %s", directory.path / name, error)
+        _log.info("%s: %s", directory.path / name, error)
         return None
 
 
-def _read_journal(directory: Directory, file: int) -> _Journal | None:
-    """The journal in a file; with epoch -1 if there never was one, `None` if its header is no good."""
-    data = directory.read(journal_name(file))
-    page = data[:PAGE]
+def _read_journal(directory: Directory, file: int) -> int | None:
+    """The epoch of the journal in a file; -1 if there never was one, `None` if its header is no good."""
+    page = directory.read(journal_name(file), PAGE)
     if not page or page == _NEVER:
-        return _Journal(-1, b"")
+        return -1
     try:
-        return _Journal(fmt.parse_journal_header(page), data[PAGE:])
+        return fmt.parse_journal_header(page)
     except FormatError as error:
         _log.info("%s: %s", directory.path / journal_name(file), error)
         return None

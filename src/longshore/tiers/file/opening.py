@@ -1,35 +1,38 @@
 """How a file tier begins: from what is in its directory to files that fit, and an index of what they hold.
 
-    capacity ──► slots                    as many as fit, the books beside them included
-    superblock, index ──► entries         what earlier processes left; without a usable index, every header is read
-    ──► segment, index, superblock        each whole on the medium before the next one relies on it
+    capacity, image sizes ──► slabs       as many as fit, the books beside them included
+    ──► all files reserved                whatever fails up to here leaves the directory as it was
+    ──► superblock                        from here on the geometry is the new one
+    superblock, index ──► entries ──► index   what is left; without a usable index, every header is read
+    ──► files trimmed                     what is beyond the new ends
 
-When images have another size than before, the index is emptied first: at no time does an old record stand under a new
-geometry, nor an entry without a record.
+Where images have other sizes than before, the superblock also begins a generation: so all that is older, records and
+entries, counts for nothing, and none can stand under a geometry that is not its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from longshore.errors import FormatError, TierError
+from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import OVERHEAD, SEGMENT, Directory
-from longshore.tiers.file.index import Index, index_bytes
-from longshore.tiers.file.index_format import ENTRY, Entries, pack_entry
+from longshore.tiers.file.index import Index, index_files
+from longshore.tiers.file.index_format import Entries, fit, one_size_a_slab
 from longshore.tiers.file.loading import load
+from longshore.tiers.file.scanning import scan
 from longshore.tiers.file.segment import Segment
+from longshore.tiers.ops import MAX_GENERATION
 
 _log = logging.getLogger(__name__)
 
-_SCAN_THREADS = 16
+_ENOUGH = 16
+"""Slabs for each image size at which those of a directory are not too large to be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,93 +45,100 @@ class Opened:
 
 
 def capacity_for(slots: int, image_bytes: int) -> int:
-    """The least `capacity` of a `FileTier` with `slots` slots, in bytes."""
-    return OVERHEAD + index_bytes(slots) + slots * (PAGE + image_bytes)
+    """The least `capacity` of a `FileTier` with `slots` slots for images of one size, in bytes."""
+    return capacity_of(Slabs.of_one_size(PAGE + image_bytes, slots))
 
 
-def slots_within(capacity: int, image_bytes: int) -> int:
-    """How many slots `capacity` bytes have room for; raises `TierError` if there is none."""
-    if image_bytes <= 0 or image_bytes % PAGE:
-        raise TierError(f"image_bytes must be a positive multiple of {PAGE}, got {image_bytes}")
-    few, many = 0, max(0, capacity) // (PAGE + image_bytes) + 1
+def capacity_of(slabs: Slabs) -> int:
+    """The least `capacity` of a `FileTier` with these slabs, in bytes; their images include a header page each."""
+    return OVERHEAD + sum(index_files(slabs.indices).values()) + slabs.nbytes
+
+
+def slabs_within(capacity: int, image_bytes: Sequence[int], slab_bytes: int | None = None) -> Slabs:
+    """The slabs that `capacity` bytes have room for, of `slab_bytes`, if that is said.
+
+    Raises `TierError` if there is none, or for image sizes that cannot be.
+    """
+    sizes = tuple(image_bytes)
+    if not sizes or list(sizes) != sorted(set(sizes)) or len(sizes) >= fmt.SIZES_LIMIT:
+        raise TierError(f"image_bytes must be different sizes, ascending, fewer than {fmt.SIZES_LIMIT}, got {sizes}")
+    if sizes[0] <= 0 or any(size % PAGE for size in sizes):
+        raise TierError(f"image_bytes must be a positive multiple of {PAGE}, got {sizes}")
+    slots = tuple(PAGE + size for size in sizes)
+    slabs = Slabs.within(max(0, capacity), slots) if slab_bytes is None else Slabs(slab_bytes, slots, 0)
+    few, many = 0, max(0, capacity) // slabs.slab_bytes + 1
     while many - few > 1:
-        slots = (few + many) // 2
-        few, many = (slots, many) if capacity_for(slots, image_bytes) <= capacity else (few, slots)
+        some = (few + many) // 2
+        few, many = (some, many) if capacity_of(replace(slabs, slabs=some)) <= capacity else (few, some)
     if few == 0:
-        raise TierError(
-            f"expected a capacity of at least {capacity_for(1, image_bytes)} bytes, "
-            f"for one image of {image_bytes}, got {capacity}"
-        )
-    return few
+        least = capacity_of(replace(slabs, slabs=1))
+        raise TierError(f"expected a capacity of at least {least} bytes, for one image of {sizes[-1]}, got {capacity}")
+    if few * slabs.stride > fmt.SLOTS_LIMIT:
+        raise TierError(f"expected at most {fmt.SLOTS_LIMIT} slots, {capacity} bytes are {few * slabs.stride}")
+    return replace(slabs, slabs=few)
 
 
-def open_files(directory: Directory, slots: int, image_bytes: int) -> Opened:
-    """Open the files in `directory` for `slots` images of `image_bytes`, and keep what they hold of that."""
+def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) -> Opened:
+    """Open the files in `directory` for images of `image_bytes`, and keep what they hold of that."""
     before = directory.read_superblock()
-    found = load(directory)
-    superblock = _next_superblock(directory, before, slots, image_bytes)
-    keep = before is not None and before.image_bytes == image_bytes
-    stride, serial = PAGE + image_bytes, fmt.sequence(superblock.opens, 0)
-    held = min(slots, directory.length(SEGMENT) // stride)
+    superblock = _next_superblock(directory, before, capacity, image_bytes)
+    slabs = superblock.geometry
+    files = index_files(slabs.indices)
+    held = 0 if before is None else min(before.slabs, slabs.slabs, directory.length(SEGMENT) // slabs.slab_bytes)
+    if before is None and directory.length(SEGMENT):
+        directory.trim(SEGMENT, 0)  # nobody knows which generation is the last
     with contextlib.ExitStack() as undo:
-        if not keep:
-            index = Index(directory, slots, np.zeros(0, ENTRY), found.epoch, serial)
-            undo.callback(index.close)
-        segment = Segment(directory, slots * stride, erase=not keep)
+        segment = Segment(directory, slabs.nbytes)
         undo.callback(segment.close)
-        if keep:
-            entries = found.entries
-            if entries is None:
-                _log.warning("%s has no index that can be used: reading all %d headers", directory.path, held)
-                entries = _scan(segment, held, stride)
-            here = (entries["slot"] < held) & (entries["length"] <= image_bytes)
-            here &= entries["generation"] == superblock.generation
-            index = Index(directory, slots, entries[here], found.epoch, serial)
-            undo.callback(index.close)
+        for name, nbytes in files.items():
+            directory.io.close(directory.reserve(name, nbytes))
         directory.write_superblock(superblock)
+        entries, epoch = _entries(directory, segment, superblock, held)
+        index = Index(directory, slabs, entries, epoch, fmt.sequence(superblock.opens, 0))
+        undo.callback(index.close)
+        for name, nbytes in {**files, SEGMENT: slabs.nbytes}.items():
+            directory.trim(name, nbytes)
         undo.pop_all()
     return Opened(superblock, segment, index)
 
 
 def _next_superblock(
-    directory: Directory, before: fmt.Superblock | None, slots: int, image_bytes: int
+    directory: Directory, before: fmt.Superblock | None, capacity: int, image_bytes: Sequence[int]
 ) -> fmt.Superblock:
+    sizes = tuple(image_bytes)
+    fresh = slabs_within(capacity, sizes)
     if before is None:
-        return fmt.Superblock(slots, image_bytes, generation=0, opens=1)
+        return fmt.Superblock(fresh.slabs, fresh.slab_bytes, sizes, generation=0, opens=1)
     if before.opens + 1 >= fmt.OPENS_LIMIT:
         raise FormatError(f"{directory.path} was opened {before.opens} times, the most it can be; remove the directory")
-    if before.image_bytes != image_bytes:
-        _log.warning(
-            "%s held images of %d bytes; it starts empty, for images of %d bytes",
-            directory.path,
-            before.image_bytes,
-            image_bytes,
-        )
-    return fmt.Superblock(slots, image_bytes, before.generation, before.opens + 1)
+    if before.image_bytes == sizes:
+        enough = max(fresh.slab_bytes, capacity // (_ENOUGH * len(sizes)))
+        if before.slab_bytes <= enough:
+            kept = slabs_within(capacity, sizes, before.slab_bytes)
+            return before._replace(slabs=kept.slabs, opens=before.opens + 1)
+    if before.generation >= MAX_GENERATION:
+        raise FormatError(f"{directory.path} was reset too often for other image sizes; remove the directory")
+    _log.warning(
+        "%s held images of %s bytes, in slabs of %d; it starts empty, for images of %s bytes",
+        directory.path,
+        _listed(before.image_bytes),
+        before.slab_bytes,
+        _listed(sizes),
+    )
+    return fmt.Superblock(fresh.slabs, fresh.slab_bytes, sizes, before.generation + 1, before.opens + 1)
 
 
-def _scan(segment: Segment, slots: int, stride: int) -> Entries:
-    """Entries for all records whose headers are whole, least recently written first."""
-
-    def headers(some: range) -> list[fmt.RecordHeader]:
-        page = memoryview(mmap.mmap(-1, PAGE))
-        return [header for slot in some if (header := _header(segment, slot, stride, page)) is not None]
-
-    with ThreadPoolExecutor(_SCAN_THREADS) as pool:
-        ranges = [range(first, slots, _SCAN_THREADS) for first in range(_SCAN_THREADS)]
-        found = [header for some in pool.map(headers, ranges) for header in some]
-    found.sort(key=lambda header: header.sequence)
-    return np.frombuffer(b"".join(pack_entry(header, 0) for header in found), ENTRY)
+def _entries(directory: Directory, segment: Segment, superblock: fmt.Superblock, held: int) -> tuple[Entries, int]:
+    """What the first `held` slabs hold, least recently used first; and the epoch of the next checkpoint."""
+    slabs = replace(superblock.geometry, slabs=held)
+    epoch, entries = load(directory, slabs.stride)
+    if entries is None:
+        if held:
+            _log.warning("%s has no index that can be used: reading the headers of all %d slabs", directory.path, held)
+        entries = scan(segment, slabs)
+    entries = entries[(entries["generation"] == superblock.generation) & fit(entries, slabs)]
+    return one_size_a_slab(entries, slabs.stride), epoch
 
 
-def _header(segment: Segment, slot: int, stride: int, page: memoryview) -> fmt.RecordHeader | None:
-    """The header of the record in `slot`, read into `page`; `None` for a slot that is free, torn or rotten."""
-    try:
-        whole = segment.read([page], slot * stride) == PAGE
-        header = fmt.parse_header(bytes(page)) if whole and not fmt.is_empty(bytes(page)) else None
-    except FormatError:
-        return None
-    except OSError as error:
-        _log.warning("slot %d cannot be read: %s", slot, error)
-        return None
-    return header if header is not None and header.slot == slot else None
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

@@ -18,17 +18,16 @@ Buffers = list[memoryview]
 
 
 class Segment:
-    """`nbytes` of a file, all of them allocated.
+    """At least `nbytes` of a file, all of them allocated.
 
     Attributes:
         direct: Whether reads and writes bypass the page cache. Then addresses, offsets and lengths must be aligned
             to `PAGE`.
     """
 
-    def __init__(self, directory: Directory, nbytes: int, *, erase: bool) -> None:
-        self.nbytes = nbytes
+    def __init__(self, directory: Directory, nbytes: int) -> None:
         self._io = directory.io
-        self._fd = directory.reserve(SEGMENT, nbytes, erase=erase)
+        self._fd = directory.reserve(SEGMENT, nbytes)
         try:
             self.direct = self._io.enable_direct(self._fd)
         except OSError as error:

@@ -18,7 +18,6 @@ import numpy as np
 
 from longshore.boundary import FILE, Status
 from longshore.errors import DeviceError, TierClosedError, TierError
-from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
@@ -26,7 +25,7 @@ from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.health import Health, State
 from longshore.tiers.file.index_format import Entries
 from longshore.tiers.file.keeper import Keeper
-from longshore.tiers.file.opening import open_files, slots_within
+from longshore.tiers.file.opening import open_files, slabs_within
 from longshore.tiers.file.payload import Arrived, HostPayload, Lane, Payload, make_lane
 from longshore.tiers.file.runs import RUN_RECORDS, cut
 from longshore.tiers.file.segment import Segment
@@ -46,11 +45,12 @@ _NOT_MOVED = frozenset({Status.IO_ERROR, Status.NO_SPACE, Status.SHORT})
 
 
 class FileTier(Tier):
-    """Slots for images of up to `image_bytes` in one file in `directory`, which this process alone uses until `close`.
+    """Slots for images of `image_bytes` in one file in `directory`, which this process alone uses until `close`.
 
     `capacity` bounds the bytes on disk, headers and administration included; they are allocated here, so that a full
-    disk is met at start. Opening keeps what an earlier process wrote, if it wrote images of this size: with less
-    capacity, the slots above are lost; with more, there are more. Images of another size are dropped: it is a cache.
+    disk is met at start. Opening keeps what an earlier process wrote, if it wrote images of these sizes: with less
+    capacity, the slots above are lost; with more, there are more. Images of other sizes are dropped: it is a cache.
+    Slabs as large as they are now are kept, too, unless there is so little capacity that there would be too few.
 
     Attributes:
         direct: Whether the file system allows direct I/O. If not, pages are dropped from the page cache after each use.
@@ -71,18 +71,14 @@ class FileTier(Tier):
 
         `arena` is where images are, or opens what moves them between the segment and other memory. `scope` is the
         32-byte fingerprint that bytes must have been written under to be served. `io` replaces the system calls, for
-        tests. Where `image_bytes` are several sizes, by pool and ascending, every slot is large enough for each.
+        tests. `image_bytes` may be several sizes, by pool and ascending.
         """
         sizes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
-        if not sizes or list(sizes) != sorted(set(sizes)):
-            raise TierError(f"image_bytes must be different sizes, ascending, got {sizes}")
-        largest = sizes[-1]
-        slots = slots_within(capacity, largest)
+        slabs_within(capacity, sizes)  # or it cannot be
         check_digest("a scope", scope)
         if threads <= 0:
             raise TierError(f"a file tier needs at least one thread, got {threads}")
         self.name = FILE
-        self.slabs = Slabs(PAGE + largest, (PAGE + largest,) * len(sizes), slots)
         self.image_bytes = sizes
         self._scope = scope
         self._closed = False
@@ -90,8 +86,9 @@ class FileTier(Tier):
         with contextlib.ExitStack() as resources:
             self._directory = Directory(directory, io)
             resources.callback(self._directory.close)
-            opened = open_files(self._directory, slots, largest)
+            opened = open_files(self._directory, capacity, sizes)
             self._superblock, self._segment, self._index = opened.superblock, opened.segment, opened.index
+            self.slabs = self._superblock.geometry
             self._stored_generation = self.generation
             resources.callback(self._segment.close)
             resources.callback(self._index.close)
@@ -103,7 +100,7 @@ class FileTier(Tier):
             resources.callback(self._payload.close)
             self._keeper = Keeper(self._index, f"longshore-{self.name}-index")
             resources.callback(self._keeper.close)
-            self._lanes = [make_lane(largest, RUN_RECORDS) for _ in range(threads)]
+            self._lanes = [make_lane(sizes[-1], RUN_RECORDS) for _ in range(threads)]
             self._workers = Workers(self._execute, threads, f"longshore-{self.name}")
             resources.callback(self._workers.close)
             self._resources = resources.pop_all()
@@ -137,9 +134,10 @@ class FileTier(Tier):
         if newest > self._stored_generation:
             # Such a record would outlive a crash without its generation, and could be served after a later reset.
             raise TierError(f"generation {newest} was never given to forget(), which knows {self._stored_generation}")
-        # All at once, which is one call of the system's; `_write` strikes what was entered since.
         if self._health.allows(Op.WRITE):
-            self._index.strike([op.slot for op in batch if op.op is Op.WRITE])
+            # All at once, which is one call of the system's; `_write` strikes what was entered since, or what failed.
+            with contextlib.suppress(OSError):
+                self._index.strike((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
         return self._workers.submit(batch, cut(batch, self._place, self._payload.joins), deadline)
 
     def poll(self) -> list[TierResult]:
@@ -204,7 +202,14 @@ class FileTier(Tier):
             for key, when in zip(keys, written, strict=True):
                 newest[key] = max(when, newest.get(key, 0))
             entries = entries[[newest[key] == when for key, when in zip(keys, written, strict=True)]]
-        return _chunks(entries, self.image_bytes)
+        return _chunks(entries)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Nobody wants what is in `slots` any more: the next process is not told of it."""
+        self._check_open()
+        for slot in slots:
+            self.slabs.slab_of(slot)  # or there is none
+        self._index.drop(slots)
 
     def checkpoint(self) -> None:
         """Put the index on the medium now; it goes there by itself now and then, and in `close`.
@@ -225,7 +230,7 @@ class FileTier(Tier):
 
     def _place(self, op: TierOp) -> int:
         """The byte of the segment where the record of `op` begins."""
-        return op.slot * self.slabs.slab_bytes
+        return self.slabs.offset(op.pool, op.slot)
 
     def _execute(self, run: Sequence[Order], worker: int) -> Sequence[Status]:
         """All records of `run` in one call; where that fails, each in a call of its own, so that one fails alone."""
@@ -234,7 +239,8 @@ class FileTier(Tier):
             return [Status.MISMATCH if op.op is Op.READ else Status.CANCELLED] * len(run)
         if not self._health.allows(op.op):
             return [Status.TIER_OFF] * len(run)
-        claims = [self._index.claimed(each.slot, each.key, self._scope) for each, _ in run if each.op is Op.READ]
+        reads = [each for each, _ in run if each.op is Op.READ]
+        claims = [self._index.claimed(each.slot, each.pool, each.key, self._scope) for each in reads]
         try:
             statuses = self._carry_out(run, lane)
         except DeviceError as error:  # of the device where images are: what the disk holds is as good as before
@@ -279,6 +285,7 @@ class FileTier(Tier):
                 length=op.length,
                 sequence=fmt.sequence(self._superblock.opens, serial),
                 payload_checksum=0,
+                pool=op.pool,
             )
             for op, serial in run
         ]
@@ -287,7 +294,7 @@ class FileTier(Tier):
             return fmt.pack_header(headers[at]._replace(payload_checksum=checksum, algorithm=algorithm))
 
         ops = [op for op, _ in run]
-        self._index.strike([op.slot for op in ops])
+        self._index.strike([(op.slot, op.pool) for op in ops])
         self._payload.write(ops, lane, self._place(ops[0]), seal)
         for header in headers:
             self._index.enter(header)
@@ -301,7 +308,9 @@ class FileTier(Tier):
 
     def _verify(self, op: TierOp, header: bytes, lane: Lane, arrived: Arrived) -> Status:
         """What arrived for `op`; delivered, if it is right."""
-        verdict = fmt.judge(header, fmt.Wanted(op.key, self._scope, op.slot, op.generation, op.length))
+        if not self._index.is_given(op.slot, op.pool):
+            return Status.MISMATCH
+        verdict = fmt.judge(header, fmt.Wanted(op.key, self._scope, op.slot, op.pool, op.generation, op.length))
         if verdict.status is not Status.OK:
             return verdict.status
         found = self._payload.checksum(op, lane, arrived, verdict.algorithm)
@@ -315,9 +324,8 @@ class FileTier(Tier):
         return found == expected
 
 
-def _chunks(entries: Entries, sizes: Sequence[int]) -> list[StoredChunk]:
-    slots, keys, parents = (entries[name].tolist() for name in ("slot", "key", "parent"))
+def _chunks(entries: Entries) -> list[StoredChunk]:
+    slots, keys, parents, pools = (entries[name].tolist() for name in ("slot", "key", "parent", "pool"))
     for at in np.flatnonzero(entries["flags"] == 0).tolist():
         parents[at] = None
-    pools = np.searchsorted(np.array(sizes), entries["length"]).tolist()
     return list(map(_new_chunk, zip(slots, keys, parents, pools, strict=True)))
