@@ -3,7 +3,18 @@
 from longshore.runtime.chain import TierChain
 from longshore.runtime.guard import BlockGuard
 from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.ranks import Rank, RankMover
 from longshore.runtime.recorder import EventRecorder
 from longshore.runtime.tier_mover import ForeignMover, TierMover
 
-__all__ = ["BackgroundLoop", "BlockGuard", "EventRecorder", "ForeignMover", "Runtime", "TierChain", "TierMover"]
+__all__ = [
+    "BackgroundLoop",
+    "BlockGuard",
+    "EventRecorder",
+    "ForeignMover",
+    "Rank",
+    "RankMover",
+    "Runtime",
+    "TierChain",
+    "TierMover",
+]

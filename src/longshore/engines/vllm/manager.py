@@ -31,10 +31,10 @@ from longshore.boundary import HOST, Key, Slots, Status, TransferResult
 from longshore.cache import Hold, MissReason, PrefetchPolicy, Presence, Sight, TieredCache
 from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
-from longshore.engines.vllm.meeting import GOOD
 from longshore.engines.vllm.store import Store
 from longshore.engines.vllm.tally import Tally
 from longshore.engines.vllm.worker import SlotsSpec
+from longshore.runtime.stamps import GOOD
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 OK = Status.OK

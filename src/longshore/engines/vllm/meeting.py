@@ -15,25 +15,18 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from longshore.engines.vllm.model import Model
 from longshore.errors import EngineError
+from longshore.runtime.stamps import Stamps
 from longshore.slabs import Slabs
-from longshore.tiers.arena import Arena, ArenaSettings
+from longshore.tiers.arena import Arena
 
 PATIENCE = 300.0
 """Seconds to wait for the rank that makes the memory: it touches every page of it."""
-
-SILENT, BAD, GOOD = range(3)
-"""What a rank has said of a slot."""
-
-U64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,57 +70,6 @@ class Note:
     def layout(self) -> Slabs:
         """Where images lie in the arena."""
         return Slabs(self.slab_bytes, self.image_bytes, self.slabs)
-
-
-class Stamps:
-    """One number for each slot and rank, beside the arena: the ticket by which its part was filled, and whether it was.
-
-    A second table tells which loads have ended, by rank, the last `LOADS` of them.
-    """
-
-    LOADS = 4096
-
-    def __init__(self, memory: Arena, slots: int, world: int, ranks: int) -> None:
-        """Of `world` ranks, the first `ranks` fill parts of an image."""
-        self.memory = memory
-        self._ranks = ranks
-        numbers = memory.array.view(np.uint64)
-        self._slots: U64 = numbers[: slots * world].reshape(slots, world)
-        self._loads: U64 = numbers[slots * world : (slots + self.LOADS) * world].reshape(self.LOADS, world)
-
-    @classmethod
-    def nbytes(cls, slots: int, world: int) -> int:
-        """Bytes of both tables."""
-        return 8 * (slots + cls.LOADS) * world
-
-    def stored(self, ticket: int, rank: int, good: Sequence[int], bad: Sequence[int]) -> None:
-        """`rank` has filled its part of the slots `good`, by `ticket`; and has not filled that of `bad`."""
-        self._slots[np.array(bad, np.int64), rank] = 2 * ticket
-        self._slots[np.array(good, np.int64), rank] = 2 * ticket + 1
-
-    def loaded(self, ticket: int, rank: int, *, good: bool) -> None:
-        """`rank` reads no slot for `ticket` any more; `good`: it has read them all."""
-        self._loads[ticket % self.LOADS, rank] = 2 * ticket + good
-
-    def said(self, ticket: int, slots: Sequence[int]) -> U64:
-        """What each rank said of `slots`, by `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(len(slots), ranks)`."""
-        found = self._slots[np.array(slots, np.int64), : self._ranks]
-        spoken = found >> np.uint64(1) == ticket
-        answers: U64 = np.where(spoken, (found & np.uint64(1)) + np.uint64(1), np.uint64(0))
-        return answers
-
-    def has_loaded(self, ticket: int) -> bool:
-        """Whether no rank reads for `ticket` any more."""
-        return bool((self._loads[ticket % self.LOADS] >> np.uint64(1) == ticket).all())
-
-    def has_failed(self, ticket: int) -> bool:
-        """Whether some rank could not read all slots of `ticket`."""
-        return bool((self._loads[ticket % self.LOADS] == 2 * ticket).any())
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._slots = self._loads = np.empty((0, 0), np.uint64)
-        self.memory.close()
 
 
 def note_path(engine: str) -> Path:
@@ -174,9 +116,3 @@ def attach(note: Note) -> tuple[Arena, Stamps]:
     arena = Arena.attach(Path(note.arena), note.layout.nbytes)
     stamps = Arena.attach(Path(note.stamps), Stamps.nbytes(slots, note.world))
     return arena, Stamps(stamps, slots, note.world, note.ranks)
-
-
-def make_stamps(slots: int, world: int, ranks: int) -> Stamps:
-    """Stamps that say nothing yet, which other processes can attach to."""
-    settings = ArenaSettings(numa_node=None, huge_pages=False, shared=True)
-    return Stamps(Arena(Stamps.nbytes(slots, world), settings), slots, world, ranks)

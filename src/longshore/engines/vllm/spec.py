@@ -18,7 +18,7 @@ from longshore.engines.vllm import contract
 from longshore.engines.vllm.announce import LIMIT
 from longshore.engines.vllm.caches import layout_of
 from longshore.engines.vllm.manager import LongshoreManager
-from longshore.engines.vllm.meeting import Note, Stamps, attach, find, make_stamps, publish, withdraw
+from longshore.engines.vllm.meeting import Note, attach, find, publish, withdraw
 from longshore.engines.vllm.model import describe, nodes
 from longshore.engines.vllm.scope import scope_of, why_transient
 from longshore.engines.vllm.settings import read, refuse
@@ -28,6 +28,7 @@ from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import ConfigError
 from longshore.layout import KVLayout
 from longshore.runtime.host_memory import open_arena, registrar_for
+from longshore.runtime.stamps import Stamps
 from longshore.slabs import Slabs, by_size
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
@@ -109,7 +110,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
                 f"{format_bytes(layout.image_bytes)}"
             )
         arena = open_arena(self.settings, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
-        stamps = make_stamps(slabs.indices, self.config.parallel.world_size, layout.ranks)
+        stamps = Stamps.make(slabs.indices, self.config.parallel.world_size, layout.ranks)
         note = Note(
             arena=str(arena.path),
             stamps=str(stamps.memory.path),

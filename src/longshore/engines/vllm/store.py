@@ -14,9 +14,10 @@ from typing import Any
 from longshore.boundary import FILE, HOST, Mover
 from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec
 from longshore.config import Config
-from longshore.engines.vllm.meeting import Note, Stamps, attach
+from longshore.engines.vllm.meeting import Note, attach
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.stamps import Stamps
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.runtime.tier_mover import TierMover
 from longshore.tiers.arena import Arena

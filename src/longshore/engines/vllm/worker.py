@@ -32,8 +32,8 @@ from longshore.boundary import (
     Urgency,
     addresses,
 )
-from longshore.engines.vllm.meeting import Stamps
 from longshore.errors import EngineError, LongshoreError
+from longshore.runtime.stamps import Stamps
 from longshore.tiers.arena import Arena
 from longshore.transfer.engine import TransferEngine
 

@@ -1,0 +1,217 @@
+"""The ranks of one engine, processes that each have a part of every image, as one mover: an image comes whole or not.
+
+    owner     Runtime ─┬─ RankMover ──tell──► Rank ── its mover ──► its part of a host slot ─┐
+                       │      ▲                                                              │  memory that all share
+                       │      └──────────── stamps ◄───── when its last byte is in place ────┘
+                       └─ TierMover ── FileTier      one writer: images that all ranks have stamped, one checksum each
+
+So a file never holds an image of which a part is missing: what is read from host memory has been ready there. A rank
+that was killed in the midst of its part has said nothing, and the slot is given up; one that is lost is not waited for.
+How commands reach ranks is the engine's business, which has a channel to each of them anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from longshore.boundary import DEVICE, Cancel, Mover, Route, Slot, Status, Transfer, TransferResult
+from longshore.errors import LongshoreError, PlanError, TierClosedError
+from longshore.runtime.stamps import BAD, GOOD, SILENT, U64, Stamps
+from longshore.tiers.host import HostTier
+
+_log = logging.getLogger(__name__)
+
+CLOSE_PATIENCE = 60.0
+"""Seconds that `RankMover.close` waits for ranks that are there and say nothing."""
+
+_AWAY = GOOD + 1
+"""What is written down for a rank that was lost, and has said nothing."""
+
+_NAP = 0.001
+
+
+@dataclass(slots=True)
+class _Job:
+    transfer: Transfer
+    slots: list[Slot]
+    submitted: float
+    away: set[int] = field(default_factory=set)
+    cancelled: bool = False
+
+
+class RankMover:
+    """Serves device <-> host for all ranks at once, in the process that owns the tiers. Jobs end with one result.
+
+    `tell` passes a command on to each rank, which gives it to its `Rank`; it does not wait. Whoever starts the ranks
+    says when one is `lost`, and when it has `joined` again, inside `Runtime.control()`.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        stamps: Stamps,
+        tell: Callable[[Transfer | Cancel], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._stamps = stamps
+        self._tell = tell
+        self._clock = clock
+        self._store = Route(DEVICE, host.name)
+        self._load = Route(host.name, DEVICE)
+        self._jobs: dict[int, _Job] = {}
+        self._lost: set[int] = set()
+        self._results: list[TransferResult] = []
+        self._closed = False
+
+    @property
+    def routes(self) -> frozenset[Route]:
+        """Both directions."""
+        return frozenset((self._store, self._load))
+
+    def submit(self, transfer: Transfer) -> None:
+        """Have all ranks begin `transfer`. Raises `PlanError`, or `TierClosedError` while a rank is lost."""
+        if self._closed or self._lost:
+            raise TierClosedError(f"lost ranks: {sorted(self._lost)}" if self._lost else "the mover was closed")
+        job = _Job(transfer, self._slots(transfer), self._clock())
+        self._tell(transfer)
+        self._jobs[transfer.job] = job
+
+    def poll(self) -> list[TransferResult]:
+        """Results that arrived since the last call: of jobs of which every rank has said something, or was lost."""
+        for number, job in list(self._jobs.items()):
+            said = self._said(job)
+            if (said != SILENT).all():
+                del self._jobs[number]
+                self._end(job, [_verdict(each, cancelled=job.cancelled) for each in said])
+        results, self._results = self._results, []
+        return results
+
+    def cancel(self, job: int) -> None:
+        """What ranks have not begun of `job` need not begin."""
+        if job in self._jobs:
+            self._jobs[job].cancelled = True
+            self._tell(Cancel(job))
+
+    def lost(self, rank: int) -> None:
+        """The process of `rank` has ended, and was reaped: nothing that it had begun can still land."""
+        self._check(rank)
+        self._lost.add(rank)
+        for job in self._jobs.values():
+            job.away.add(rank)
+
+    def joined(self, rank: int) -> None:
+        """There is a process of `rank` again, attached to the same memory."""
+        self._check(rank)
+        self._lost.discard(rank)
+
+    def close(self) -> None:
+        """Wait until no rank has anything under way, for `CLOSE_PATIENCE` seconds at most."""
+        self._closed = True
+        give_up = self._clock() + CLOSE_PATIENCE
+        ended = self.poll()
+        while self._jobs and self._clock() < give_up:
+            time.sleep(_NAP)
+            ended += self.poll()
+        for number, job in list(self._jobs.items()):
+            _log.error("job %d ends without a word of some rank after %.0f s", number, CLOSE_PATIENCE)
+            self._end(job, [Status.TIER_OFF] * len(job.slots))
+        self._jobs.clear()
+        self._results = ended + self._results
+
+    def _slots(self, transfer: Transfer) -> list[Slot]:
+        """The host slots of `transfer`, if all of it can be told."""
+        if transfer.route not in self.routes:
+            raise PlanError(f"route {transfer.route} is not served, only {self._store} and {self._load}")
+        slots = []
+        for item in transfer.items:
+            ours, other = item.destination, item.source
+            if transfer.route == self._load:
+                ours, other = other, ours
+            if ours is None or other is not None:
+                raise PlanError(f"expected the device and a slot of the host tier, got {item}")
+            self._host.slabs.check(ours.pool, ours.index)
+            slots.append(ours)
+        return slots
+
+    def _said(self, job: _Job) -> U64:
+        """What each rank said of each item, or that it is away; shape (items, ranks)."""
+        ticket = _ticket(job.transfer)
+        if job.transfer.route == self._store:
+            said = self._stamps.said(ticket, [slot.index for slot in job.slots])
+        else:
+            said = np.tile(self._stamps.said_of_load(ticket), (len(job.slots), 1))
+        away = [rank for rank in job.away if rank < said.shape[1]]
+        said[:, away] = np.where(said[:, away] == SILENT, _AWAY, said[:, away])
+        return said
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self._stamps.world:
+            raise PlanError(f"expected a rank below {self._stamps.world}, got {rank}")
+
+    def _end(self, job: _Job, statuses: Sequence[Status]) -> None:
+        sizes = (self._host.image_bytes[slot.pool] for slot in job.slots)
+        moved = sum(size for size, status in zip(sizes, statuses, strict=True) if status is Status.OK)
+        seconds = self._clock() - job.submitted
+        self._results.append(TransferResult(job.transfer.job, tuple(statuses), moved, seconds))
+
+
+class Rank:
+    """One rank's side: `mover`, which serves device <-> host, does what it is told, and stamps say what came of it."""
+
+    def __init__(self, mover: Mover, stamps: Stamps, rank: int) -> None:
+        if not 0 <= rank < stamps.world:
+            raise PlanError(f"expected a rank below {stamps.world}, got {rank}")
+        self._mover = mover
+        self._stamps = stamps
+        self._rank = rank
+        self._open: dict[int, Transfer] = {}
+
+    def obey(self, command: Transfer | Cancel) -> None:
+        """Begin what the owner has told; what cannot be begun is stamped as bad."""
+        if isinstance(command, Cancel):
+            self._mover.cancel(command.job)
+            return
+        self._open[command.job] = command
+        try:
+            self._mover.submit(command)
+        except LongshoreError as error:
+            _log.error("job %d was not taken: %s", command.job, error)
+            self._stamp(command.job, [Status.TIER_OFF] * len(command.items))
+
+    def pump(self) -> bool:
+        """Stamp what has ended; says whether anything is under way."""
+        for result in self._mover.poll():
+            self._stamp(result.job, result.statuses)
+        return bool(self._open)
+
+    def _stamp(self, job: int, statuses: Sequence[Status]) -> None:
+        transfer = self._open.pop(job)
+        ticket = _ticket(transfer)
+        if transfer.route.source != DEVICE:
+            self._stamps.loaded(ticket, self._rank, good=all(status is Status.OK for status in statuses))
+            return
+        slots = [item.destination.index for item in transfer.items if item.destination is not None]
+        good = [slot for slot, status in zip(slots, statuses, strict=True) if status is Status.OK]
+        bad = [slot for slot, status in zip(slots, statuses, strict=True) if status is not Status.OK]
+        self._stamps.stored(ticket, self._rank, good, bad)
+
+
+def _ticket(transfer: Transfer) -> int:
+    """What stamps say of a job: 0 is what they begin with."""
+    return transfer.job + 1
+
+
+def _verdict(said: U64, *, cancelled: bool) -> Status:
+    """Of one item, from what all ranks said."""
+    if (said == GOOD).all():
+        return Status.OK
+    if (said == BAD).any():
+        return Status.CANCELLED if cancelled else Status.IO_ERROR
+    return Status.AWAY

@@ -1,0 +1,97 @@
+"""What ranks say of the slots that they fill: a table beside the arena, in memory that all of them share.
+
+    slot │ rank 0   rank 1   rank 2
+    ─────┼──────────────────────────
+       5 │ 41 good  41 good  40 good        by ticket 41 this image is not whole yet
+
+A rank writes its stamp after its last byte is in place. One that was killed says nothing any more, and an image that
+not all have stamped is nobody's: it is neither found nor written to a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.errors import PlanError
+from longshore.tiers.arena import Arena, ArenaSettings
+
+SILENT, BAD, GOOD = range(3)
+"""What a rank has said of a slot, or of a load."""
+
+U64 = npt.NDArray[np.uint64]
+
+
+class Stamps:
+    """One number for each slot and rank, beside the arena: the ticket by which its part was filled, and whether it was.
+
+    A second table tells which loads have ended, by rank, the last `LOADS` of them.
+
+    Attributes:
+        memory: Where both are, to attach to.
+        world: Ranks that there are.
+    """
+
+    LOADS = 4096
+
+    def __init__(self, memory: Arena, slots: int, world: int, ranks: int) -> None:
+        """Of `world` ranks, the first `ranks` fill parts of an image. Tickets are numbers from 1 on, each used once."""
+        if not 0 < ranks <= world or memory.nbytes < self.nbytes(slots, world):
+            raise PlanError(
+                f"expected 1 to {world} ranks and {self.nbytes(slots, world)} bytes, got {ranks} and {memory.nbytes}"
+            )
+        self.memory = memory
+        self.world = world
+        self._ranks = ranks
+        numbers = memory.array.view(np.uint64)
+        self._slots: U64 = numbers[: slots * world].reshape(slots, world)
+        self._loads: U64 = numbers[slots * world : (slots + self.LOADS) * world].reshape(self.LOADS, world)
+
+    @classmethod
+    def nbytes(cls, slots: int, world: int) -> int:
+        """Bytes of both tables."""
+        return 8 * (slots + cls.LOADS) * world
+
+    @classmethod
+    def make(cls, slots: int, world: int, ranks: int) -> Self:
+        """Stamps that say nothing yet, which other processes can attach to."""
+        settings = ArenaSettings(numa_node=None, huge_pages=False, shared=True)
+        return cls(Arena(cls.nbytes(slots, world), settings), slots, world, ranks)
+
+    def stored(self, ticket: int, rank: int, good: Sequence[int], bad: Sequence[int]) -> None:
+        """`rank` has filled its part of the slots `good`, by `ticket`; and has not filled that of `bad`."""
+        self._slots[np.array(bad, np.int64), rank] = 2 * ticket
+        self._slots[np.array(good, np.int64), rank] = 2 * ticket + 1
+
+    def loaded(self, ticket: int, rank: int, *, good: bool) -> None:
+        """`rank` reads no slot for `ticket` any more; `good`: it has read them all."""
+        self._loads[ticket % self.LOADS, rank] = 2 * ticket + good
+
+    def said(self, ticket: int, slots: Sequence[int]) -> U64:
+        """What each rank said of `slots`, by `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(len(slots), ranks)`."""
+        return _answers(self._slots[np.array(slots, np.int64), : self._ranks], ticket)
+
+    def said_of_load(self, ticket: int) -> U64:
+        """What each rank said of the load `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(world,)`."""
+        return _answers(self._loads[ticket % self.LOADS], ticket)
+
+    def has_loaded(self, ticket: int) -> bool:
+        """Whether no rank reads for `ticket` any more."""
+        return bool((self._loads[ticket % self.LOADS] >> np.uint64(1) == ticket).all())
+
+    def has_failed(self, ticket: int) -> bool:
+        """Whether some rank could not read all slots of `ticket`."""
+        return bool((self._loads[ticket % self.LOADS] == 2 * ticket).any())
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._slots = self._loads = np.empty((0, 0), np.uint64)
+        self.memory.close()
+
+
+def _answers(found: U64, ticket: int) -> U64:
+    answers: U64 = np.where(found >> np.uint64(1) == ticket, (found & np.uint64(1)) + np.uint64(1), np.uint64(SILENT))
+    return answers
