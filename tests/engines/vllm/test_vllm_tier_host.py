@@ -1,0 +1,190 @@
+"""The file tier's process and its disk fail under the manager: counted misses, and an engine that goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+from vllm_kit import Rig, file_settings, keys_of
+
+from longshore.cache import DropReason
+from longshore.errors import ConfigError, TierError
+from longshore.runtime.tier_host import HostedFileTier
+from longshore.runtime.tier_host.process import HostProcess
+
+HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+PATIENCE = 30.0
+KEYS = keys_of(4)
+
+
+class HostedRig(Rig):
+    """A rig with a file tier, whose process can be harmed."""
+
+    @property
+    def file(self) -> HostedFileTier:
+        (tier,) = self.manager._runtime._tiers
+        assert isinstance(tier, HostedFileTier)
+        return tier
+
+    @property
+    def process(self) -> HostProcess:
+        process = self.file._watch.process
+        assert process is not None
+        return process
+
+    def wait(self, what: Any) -> None:
+        assert self.manager._runtime._wait(what, PATIENCE)
+
+    def settle(self) -> None:
+        self.wait(lambda: not self.cache.jobs_in_flight)
+
+    def kill(self) -> None:
+        """Kill the tier host; it stays away until `revive`."""
+        deaths = self.file.troubles["tier_host"]
+        self.file._watch._pause = 1e9
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.wait(lambda: self.file.troubles["tier_host"] > deaths)
+
+    def revive(self) -> None:
+        self.file._watch._restart_at = 0.0
+        self.wait(lambda: self.file._is_open)
+
+    def store_in_files(self, keys: list[OffloadKey] = KEYS) -> list[list[torch.Tensor]]:
+        """Store `keys`, so that only the file tier has them; their bytes."""
+        blocks = list(range(1, 1 + len(keys)))
+        assert self.store(keys, blocks, self.request(f"writer of {keys[0]!r}", keys)) == keys
+        assert self.manager._runtime.flush(PATIENCE)
+        with self.manager._runtime.control() as cache:
+            assert cache.discard([self.manager._key(key) for key in keys], "host") == len(keys)
+        return [self.bytes_of(0, block) for block in blocks]
+
+    def answers(self, name: str, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:
+        """What a new request is told in the end."""
+        context = self.request(name, keys)
+        self.lookup(keys, context)
+        self.settle()
+        said = self.lookup(keys, context)
+        self.manager.on_request_finished(context)
+        return said
+
+    @property
+    def failed(self) -> int:
+        return int(self.cache.counters.routes["file->host"].failed)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[HostedRig]:
+    made = HostedRig(**file_settings(tmp_path))
+    yield made
+    made.cache.check_integrity()
+    made.close()
+
+
+def test_a_tier_host_killed_while_it_reads_costs_these_reads(rig: HostedRig) -> None:
+    before = rig.store_in_files()
+    os.kill(rig.process.pid, signal.SIGSTOP)
+    reader = rig.request("reader", KEYS)
+    assert rig.lookup(KEYS, reader) == [PENDING] * 4
+    assert rig.cache.jobs_in_flight == 1
+    rig.kill()
+    rig.settle()
+    assert rig.lookup(KEYS, reader) == [MISS] * 4
+    assert rig.failed == 4
+    assert rig.answers("while it is away") == [MISS] * 4
+    assert rig.failed == 8
+    rig.revive()
+    late = rig.request("late", KEYS)
+    assert rig.lookup(KEYS, late) == [PENDING] * 4
+    rig.settle()
+    assert rig.lookup(KEYS, late) == [HIT] * 4
+    rig.load(KEYS, [11, 12, 13, 14], late)
+    assert all(all(map(torch.equal, rig.bytes_of(0, 11 + at), before[at])) for at in range(4))
+    for context in (reader, late):
+        rig.manager.on_request_finished(context)
+    assert rig.cache.held == 0
+
+
+def test_slots_that_a_dead_tier_host_was_filling_are_nobodys_until_it_is_reaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, new = HostedRig(host_size=4 * 4096, **file_settings(tmp_path)), keys_of(4, name="new")
+    rig.store_in_files()
+    os.kill(rig.process.pid, signal.SIGSTOP)
+    reader = rig.request("reader", KEYS)
+    rig.lookup(KEYS, reader)
+    rig.manager.on_request_finished(reader)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostProcess, "reaped", False)
+        process = rig.process
+        os.kill(process.pid, signal.SIGKILL)
+        rig.wait(lambda: process.hung_up)
+        assert rig.store(new, [5, 6, 7, 8], rig.request("early", new)) == []
+    rig.settle()
+    assert rig.store(new, [5, 6, 7, 8], rig.request("in time", new)) == new
+    rig.close()
+
+
+def test_a_full_disk_takes_no_more_and_serves_what_it_has(rig: HostedRig) -> None:
+    rig.store_in_files()
+    resource.prlimit(rig.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    for turn in range(3):
+        more = keys_of(4, name=f"more {turn}")
+        assert rig.store(more, [5, 6, 7, 8], rig.request(f"writer {turn}", more)) == more
+        rig.manager._runtime.flush(PATIENCE)
+        assert rig.answers(f"reader {turn}", more) == [HIT] * 4
+    drops = rig.cache.counters.drops["file"]
+    assert drops[DropReason.WRITE_FAILED] >= 8
+    assert rig.file.troubles["write_no_space"] == 8
+    assert rig.file.troubles["read_only"] == 1
+    assert rig.answers("reader") == [HIT] * 4
+
+
+def test_a_directory_that_is_gone_costs_what_was_in_it(rig: HostedRig, tmp_path: Path) -> None:
+    rig.store_in_files()
+    shutil.rmtree(tmp_path / "tier")
+    rig.kill()
+    rig.revive()
+    assert rig.answers("reader") == [MISS] * 4
+    assert rig.cache.counters.lost["file"] == 4
+    rig.store_in_files()
+    assert rig.answers("another") == [HIT] * 4
+
+
+def test_what_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
+    settings = file_settings(tmp_path)
+    (tmp_path / "in the way").write_text("")
+    with pytest.raises(ConfigError, match="not a directory"):
+        Rig(**{**settings, "file_path": str(tmp_path / "in the way" / "tier")})
+    with pytest.raises(TierError, match="expected a capacity of at least"):
+        Rig(**{**settings, "file_size": 8192})
+    (tmp_path / "tier").mkdir(mode=0o700)
+    (tmp_path / "tier" / "superblock").write_bytes(b"another's" * 500)
+    with pytest.raises(TierError, match="superblock"):
+        Rig(**settings)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_what_is_stored_after_a_reset_is_for_this_engine_unless_weights_do_not_change(
+    tmp_path: Path, fixed: bool
+) -> None:
+    settings = {**file_settings(tmp_path), "fixed_weights": fixed}
+    old, new = keys_of(2, name="old"), keys_of(2, name="new")
+    rig = HostedRig(**settings)
+    rig.store_in_files(old)
+    rig.manager.reset_cache()
+    assert rig.answers("after it", old) == [MISS] * 2
+    rig.store_in_files(new)
+    assert rig.answers("of the same engine", new) == [HIT] * 2
+    rig.close()
+    rig = HostedRig(**settings)
+    assert rig.answers("of the next engine", old) == [MISS] * 2
+    assert rig.answers("of the next engine", new) == ([HIT] * 2 if fixed else [MISS] * 2)
+    rig.close()
