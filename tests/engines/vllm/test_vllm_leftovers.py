@@ -1,0 +1,173 @@
+"""Whoever of an engine's processes is killed: nobody lives on, and no memory stays behind.
+
+    engine ──forks──► rank 0, rank 1       which end when the engine has gone, as vLLM's own workers do
+       └────starts──► tier host
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from vllm_kit import config_of, file_settings
+
+from longshore.engines.vllm import LongshoreSpec
+from longshore.engines.vllm.meeting import note_path
+from longshore.tiers.file.directory import Directory
+
+WORLD = 2
+PATIENCE = 60.0
+
+
+def forked(work: Callable[[], object]) -> int:
+    """A process that does `work`; its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - it must not go on as its parent
+        traceback.print_exc()
+        os._exit(1)
+
+
+def spec_of(rank: int, engine: str, extra: dict[str, Any]) -> LongshoreSpec:
+    return LongshoreSpec(config_of(rank, WORLD, (0,), engine, 1, extra))
+
+
+def rank(number: int, engine: str, extra: dict[str, Any], life: int) -> None:
+    """A worker, for as long as its engine lives."""
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(torch.zeros((16, 192), dtype=torch.int8), 192)], [[CanonicalKVCacheRef(0, 192)]]
+    )
+    worker = spec_of(number, engine, extra).get_worker(caches)
+    os.read(life, 1)
+    worker.shutdown()
+
+
+def engine_process(engine: str, extra: dict[str, Any], said: int, orders: int) -> None:
+    """The engine, until `orders` ends; tells who is there, and what memory."""
+    life, alive = os.pipe()
+
+    def become(number: int) -> None:
+        os.close(alive)
+        rank(number, engine, extra, life)
+
+    ranks = [forked(lambda number=number: become(number)) for number in range(WORLD)]
+    manager = spec_of(0, engine, extra).get_manager()
+    store = manager._store
+    (file,) = store.runtime._tiers
+    memory = [os.stat(arena.fd).st_ino for arena in (store.arena, store.stamps.memory)]
+    about = {"ranks": ranks, "tier host": file._watch.process.pid, "memory": memory}
+    os.write(said, json.dumps(about).encode())
+    os.close(said)
+    while os.read(orders, 1):
+        pass
+    manager.shutdown()
+    os.close(alive)
+    for pid in ranks:
+        os.waitpid(pid, 0)
+
+
+def holders(memory: list[int]) -> set[int]:
+    """Processes that have any of this memory open, or mapped."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [os.stat(each).st_ino for each in (process / "fd").iterdir() if "longshore" in os.readlink(each)]
+            maps = [line.split() for line in (process / "maps").read_text().splitlines() if "memfd:longshore" in line]
+        except OSError:
+            continue
+        if not set(memory).isdisjoint([*links, *(int(fields[4]) for fields in maps)]):
+            found.add(int(process.name))
+    return found
+
+
+def comes_to(what: Callable[[], bool]) -> bool:
+    give_up = time.monotonic() + PATIENCE
+    while not what():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """An engine with two ranks and a tier host."""
+    name, settings = f"engine of {tmp_path}", file_settings(tmp_path)
+    hear, said = os.pipe()
+    orders, order = os.pipe()
+    before = set(os.listdir("/dev/shm"))
+
+    def engine() -> None:
+        os.close(order)
+        os.close(hear)
+        engine_process(name, settings, said, orders)
+
+    pid = forked(engine)
+    os.close(said)
+    os.close(orders)
+    told = os.read(hear, 4096)
+    os.close(hear)
+    assert told, "the engine did not start"
+    about = json.loads(told)
+    yield SimpleNamespace(
+        pid=pid,
+        ranks=about["ranks"],
+        tier_host=about["tier host"],
+        memory=about["memory"],
+        stop=lambda: os.close(order),
+        name=name,
+        directory=tmp_path / "tier",
+        before=before,
+    )
+    for each in (pid, *about["ranks"], about["tier host"]):
+        try:
+            os.kill(each, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+@pytest.mark.parametrize("victims", ["nobody", "engine", "rank", "tier host", "rank and tier host", "all"])
+def test_nothing_stays_behind(started: SimpleNamespace, victims: str) -> None:
+    everybody = {started.pid, *started.ranks, started.tier_host}
+    assert holders(started.memory) == everybody
+    doomed = {
+        "nobody": [],
+        "engine": [started.pid],
+        "rank": started.ranks[:1],
+        "tier host": [started.tier_host],
+        "rank and tier host": [started.ranks[0], started.tier_host],
+        "all": list(everybody),
+    }[victims]
+    for pid in doomed:
+        os.kill(pid, signal.SIGKILL)
+    if started.pid not in doomed:
+        started.stop()
+    status = os.waitpid(started.pid, 0)[1]
+    assert (status == signal.SIGKILL) if started.pid in doomed else status == 0
+    assert comes_to(lambda: not holders(started.memory))
+    assert comes_to(lambda: not any(Path(f"/proc/{pid}").exists() and is_ours(pid) for pid in everybody))
+    assert {name for name in set(os.listdir("/dev/shm")) - started.before if "longshore" in name} == set()
+    assert not note_path(started.name).exists()
+    Directory(started.directory).close()  # nobody has it
+
+
+def is_ours(pid: int) -> bool:
+    """Whether this is still the process that it was, and not only waits to be reaped by somebody."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
