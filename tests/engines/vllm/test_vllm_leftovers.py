@@ -1,11 +1,12 @@
 """Whoever of an engine's processes is killed: nobody lives on, and no memory stays behind.
 
-    engine ──forks──► rank 0, rank 1       which end when the engine has gone, as vLLM's own workers do
-       └────starts──► tier host
+engine ──forks──► rank 0, rank 1       which end when the engine has gone, as vLLM's own workers do
+   └────starts──► tier host
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from longshore.engines.vllm.meeting import note_path
 from longshore.tiers.file.directory import Directory
 
 WORLD = 2
+SHARED = Path("/dev/shm")  # noqa: S108 - nothing is made there
 PATIENCE = 60.0
 
 
@@ -68,7 +70,7 @@ def engine_process(engine: str, extra: dict[str, Any], said: int, orders: int) -
     manager = spec_of(0, engine, extra).get_manager()
     store = manager._store
     (file,) = store.runtime._tiers
-    memory = [os.stat(arena.fd).st_ino for arena in (store.arena, store.stamps.memory)]
+    memory = [os.fstat(arena.fd).st_ino for arena in (store.arena, store.stamps.memory)]
     about = {"ranks": ranks, "tier host": file._watch.process.pid, "memory": memory}
     os.write(said, json.dumps(about).encode())
     os.close(said)
@@ -85,7 +87,7 @@ def holders(memory: list[int]) -> set[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            links = [os.stat(each).st_ino for each in (process / "fd").iterdir() if "longshore" in os.readlink(each)]
+            links = [each.stat().st_ino for each in (process / "fd").iterdir() if "longshore" in str(each.readlink())]
             maps = [line.split() for line in (process / "maps").read_text().splitlines() if "memfd:longshore" in line]
         except OSError:
             continue
@@ -103,13 +105,20 @@ def comes_to(what: Callable[[], bool]) -> bool:
     return True
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is this process, and it does not only wait to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[SimpleNamespace]:
     """An engine with two ranks and a tier host."""
     name, settings = f"engine of {tmp_path}", file_settings(tmp_path)
     hear, said = os.pipe()
     orders, order = os.pipe()
-    before = set(os.listdir("/dev/shm"))
 
     def engine() -> None:
         os.close(order)
@@ -131,13 +140,10 @@ def started(tmp_path: Path) -> Iterator[SimpleNamespace]:
         stop=lambda: os.close(order),
         name=name,
         directory=tmp_path / "tier",
-        before=before,
     )
     for each in (pid, *about["ranks"], about["tier host"]):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 @pytest.mark.parametrize("victims", ["nobody", "engine", "rank", "tier host", "rank and tier host", "all"])
@@ -159,15 +165,7 @@ def test_nothing_stays_behind(started: SimpleNamespace, victims: str) -> None:
     status = os.waitpid(started.pid, 0)[1]
     assert (status == signal.SIGKILL) if started.pid in doomed else status == 0
     assert comes_to(lambda: not holders(started.memory))
-    assert comes_to(lambda: not any(Path(f"/proc/{pid}").exists() and is_ours(pid) for pid in everybody))
-    assert {name for name in set(os.listdir("/dev/shm")) - started.before if "longshore" in name} == set()
+    assert comes_to(lambda: not any(is_running(pid) for pid in everybody))
+    assert list(SHARED.glob("*longshore*")) == []
     assert not note_path(started.name).exists()
     Directory(started.directory).close()  # nobody has it
-
-
-def is_ours(pid: int) -> bool:
-    """Whether this is still the process that it was, and not only waits to be reaped by somebody."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -101,6 +101,21 @@ def test_a_reset_leaves_slots_alone_until_they_are_stamped(rigs: Any) -> None:
     rig.cache.check_integrity()
 
 
+def test_a_reset_leaves_slots_alone_until_the_workers_have_been_flushed(rigs: Any) -> None:
+    rig, old, new = rigs(host_size=8192), keys_of(2), keys_of(2, name="new")
+    rig.store(old[:1], [1], rig.request("one", old))
+    reader = rig.request("two", old)
+    assert rig.lookup(old[:1], reader) == [HIT]
+    rig.manager.prepare_load(old[:1], reader)
+    assert rig.manager.prepare_store(old[1:], reader).keys_to_store == old[1:]
+    rig.manager.reset_cache()
+    assert rig.store(new, [3, 4], rig.request("three", new)) == []
+    rig.manager.on_reset_flushed()  # which vLLM 0.33 says when all workers have reported
+    assert not rig.manager.has_pending_work()
+    assert rig.store(new, [3, 4], rig.request("four", new)) == new
+    rig.cache.check_integrity()
+
+
 def test_a_reset_leaves_loans_alone_until_they_are_over(rigs: Any) -> None:
     rig, old, new = rigs(host_size=4096), keys_of(1), keys_of(1, name="new")
     rig.store(old, [1], rig.request("one", old))
@@ -194,6 +209,14 @@ def test_a_request_whose_load_failed_gets_no_other(rigs: Any) -> None:
     assert rig.lookup(keys, unlucky) == [MISS, MISS]
     assert rig.lookup(keys, rig.request("another", keys)) == [HIT, HIT]
     assert rig.cache.jobs_in_flight == 0
+
+
+def test_under_the_plain_connector_the_start_says_what_it_cannot_do(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(world=2)
+    rig.close()
+    (said,) = [record.getMessage() for record in caplog.records if "OffloadingConnector" in record.getMessage()]
+    assert "stop the engine" in said
+    assert "longshore vllm-config" in said
 
 
 def test_what_cannot_be_served_is_refused_at_start() -> None:

@@ -16,8 +16,9 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.cache import DropReason
+from longshore.engines.vllm.keys import ours
 from longshore.errors import ConfigError, TierError
-from longshore.runtime.tier_host import HostedFileTier
+from longshore.runtime.tier_host import HostedFileTier, tier
 from longshore.runtime.tier_host.process import HostProcess
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -63,7 +64,7 @@ class HostedRig(Rig):
         assert self.store(keys, blocks, self.request(f"writer of {keys[0]!r}", keys)) == keys
         assert self.manager._runtime.flush(PATIENCE)
         with self.manager._runtime.control() as cache:
-            assert cache.discard([self.manager._key(key) for key in keys], "host") == len(keys)
+            assert cache.discard(ours(keys), "host") == len(keys)
         return [self.bytes_of(0, block) for block in blocks]
 
     def answers(self, name: str, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:
@@ -169,6 +170,24 @@ def test_what_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "tier" / "superblock").write_bytes(b"another's" * 500)
     with pytest.raises(TierError, match="superblock"):
         Rig(**settings)
+
+
+def test_slots_that_are_read_into_at_a_reset_are_nobodys_until_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, new = HostedRig(host_size=4 * 4096, **file_settings(tmp_path)), keys_of(4, name="new")
+    rig.store_in_files()
+    os.kill(rig.process.pid, signal.SIGSTOP)
+    rig.lookup(KEYS, rig.request("reader", KEYS))
+    with monkeypatch.context() as patch:
+        patch.setattr(HostProcess, "reaped", False)
+        patch.setattr(tier, "FORGET_PATIENCE", 0.05)  # a process that is stopped, is ended for that
+        rig.manager.reset_cache()
+        assert rig.store(new, [5, 6, 7, 8], rig.request("early", new)) == []
+    rig.settle()
+    assert rig.store(new, [5, 6, 7, 8], rig.request("in time", new)) == new
+    assert rig.answers("of the old ones") == [MISS] * 4
+    rig.close()
 
 
 @pytest.mark.parametrize("fixed", [False, True])

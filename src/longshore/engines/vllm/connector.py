@@ -21,9 +21,9 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     """Reports the requests whose blocks could not be loaded."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """The worker is made here: from now on it may report failures instead of stopping the engine."""
+        """The worker is made here, one that reports failures instead of stopping the engine."""
+        self.connector_worker.spec.reports_failures = True
         super().register_kv_caches(kv_caches)
-        self._ours.reports_failures = True
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> Any:

@@ -268,6 +268,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         for name in [name for name, request in self._requests.items() if request.finished]:
             del self._requests[name]
 
+    def on_reset_flushed(self) -> None:
+        """All that was in flight at the last reset has been reported: no worker touches its slots (vLLM 0.33)."""
+        with self._runtime.control() as cache:
+            for ticket, _ in self._stale:
+                ticket.end(cache, (), self._runtime.clock())
+        self._stale.clear()
+
     # ------------------------------------------------------------------ watching
 
     def get_stats(self) -> OffloadingConnectorStats | None:

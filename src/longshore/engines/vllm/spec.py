@@ -37,6 +37,11 @@ from longshore.transfer.engine import TransferEngine
 
 _log = logging.getLogger(__name__)
 
+_PLAIN = (
+    "vLLM's plain OffloadingConnector cannot be told that a load has failed: one that fails twice will stop the "
+    "engine. With LongshoreConnector its request is computed instead: `longshore vllm-config` prints what to pass."
+)
+
 
 class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
     """Host and file tiers behind vLLM's offloading connector."""
@@ -46,6 +51,8 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         contract.check()
         super().__init__(config)
         refuse(config.parallel, nodes())
+        self.reports_failures = False
+        """Whether the connector tells vLLM of loads that failed; ours does."""
         self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
         self.replicated_layout = config.replicated_layout
         parallel = config.parallel
@@ -97,7 +104,11 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             engine = TransferEngine(layout, device, HostTier(arena, slabs))
             undo.pop_all()
         rank, per_chunk = self.config.parallel.rank, self.config.cache.blocks_per_chunk
-        return LongshoreWorker(engine, arena, stamps, rank, per_chunk, has_part=rank < layout.ranks)
+        worker = LongshoreWorker(engine, arena, stamps, rank, per_chunk, has_part=rank < layout.ranks)
+        worker.reports_failures = self.reports_failures
+        if rank == 0 and not self.reports_failures:
+            _log.warning(_PLAIN)
+        return worker
 
     def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, Slabs]:
         """The arena, as large as configured, and the stamps; the other processes are told."""
