@@ -272,7 +272,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """All that was in flight at the last reset has been reported: no worker touches its slots (vLLM 0.33)."""
         with self._runtime.control() as cache:
             for ticket, _ in self._stale:
-                ticket.end(cache, (), self._runtime.clock())
+                ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
         self._stale.clear()
 
     # ------------------------------------------------------------------ watching
