@@ -100,6 +100,10 @@ class Config(BaseModel):
             )
         if self.file_mode == "gds" and self.file_path is None:
             raise ValueError("file_mode gds needs a file_path and a file_size")
+        if self.file_mode == "gds" and "host_size" in self.model_fields_set:
+            raise ValueError(
+                "file_mode gds has no host tier: leave host_size out, or have host memory in front with file_mode posix"
+            )
         return self
 
     @classmethod
@@ -116,7 +120,19 @@ class Config(BaseModel):
         return cls.make(**{**read_toml(path), **overrides})
 
     def check_machine(self) -> None:
-        """Raise `ConfigError` if the machine cannot give what is asked for, with the figure that was found."""
+        """Raise `ConfigError` if the machine cannot give what is asked for, with the figure that was found.
+
+        Not for host memory where `file_mode` is gds, which needs none: `check_host` does that.
+        """
+        if self.file_mode != "gds":
+            self.check_host()
+        if self.file_path is not None:
+            self._check_directory(self.file_path)
+        if self.events_path is not None:
+            _check_writable("events_path", self.events_path, self.events_path.absolute().parent)
+
+    def check_host(self) -> None:
+        """The same for the host tier alone."""
         available = available_memory()
         if self.host_size > available:
             raise ConfigError(
@@ -125,10 +141,6 @@ class Config(BaseModel):
         if isinstance(self.host_numa, int) and not _NODES.joinpath(f"node{self.host_numa}").exists():
             nodes = sorted(int(path.name.removeprefix("node")) for path in _NODES.glob("node[0-9]*"))
             raise ConfigError(f"host_numa is {self.host_numa}, but the NUMA nodes of this machine are {nodes}")
-        if self.file_path is not None:
-            self._check_directory(self.file_path)
-        if self.events_path is not None:
-            _check_writable("events_path", self.events_path, self.events_path.absolute().parent)
 
     def _check_directory(self, path: Path) -> None:
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())

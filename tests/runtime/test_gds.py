@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 sys.path.append(str(Path(__file__).parents[1] / "tiers"))
 from cufile_stand_in import StandInCuFile, cuFileError
 
+from longshore import config as config_module
 from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slot, Status, Transfer, TransferResult, Urgency
 from longshore.cache import DropReason, Hold
 from longshore.config import Config
@@ -78,7 +79,8 @@ def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_module, "RING_BYTES", 0)
 
 
-def opened(pages: Pages, directory: Path, library: object, **changes: Any) -> Stack:
+def opened(pages: Pages, directory: Path, library: object, *, host_size: int | None = None, **changes: Any) -> Stack:
+    """A stack; `host_size` instead of the default, which is large."""
     config = Config.make(
         file_path=directory,
         file_size=capacity_for(2 * CHUNKS, pages.layout.image_bytes),
@@ -86,6 +88,8 @@ def opened(pages: Pages, directory: Path, library: object, **changes: Any) -> St
         blocks_per_chunk=PER_CHUNK,
         **{"background": False, **changes},
     )
+    if host_size is not None:
+        config = config.model_copy(update={"host_size": host_size})
     scope = Scope(model="m", weights="w", dtype="d", layout=pages.layout.fingerprint, block_size=10)
     return open_stack(config, pages.layout, scope, CpuDevice(), open_gds=partial(GdsFileTier, library=library))
 
@@ -246,9 +250,9 @@ def test_a_device_that_keeps_no_images_goes_by_host_memory(
         raise DeviceError("no room")
 
     monkeypatch.setattr(CpuDevice, "take_images", refuse)
-    with caplog.at_level(logging.WARNING), opened(pages, tmp_path, library, host_size="1MiB") as stack:
+    with caplog.at_level(logging.WARNING), opened(pages, tmp_path, library, host_size=1 << 20) as stack:
         assert stack.host is not None
-        assert "through host memory: no room" in caplog.text
+        assert "there is a host tier of 1.0 MiB: no room" in caplog.text
         store(stack, list(range(2 * CHUNKS)))
     assert not library.calls
 
@@ -256,6 +260,29 @@ def test_a_device_that_keeps_no_images_goes_by_host_memory(
 def test_gds_without_a_path_is_refused() -> None:
     with pytest.raises(ConfigError, match="file_mode gds needs a file_path"):
         Config.make(file_mode="gds")
+
+
+def test_gds_needs_no_host_memory_unless_it_falls_back(
+    pages: Pages, tmp_path: Path, library: StandInCuFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "available_memory", lambda: 1 << 10)
+    with opened(pages, tmp_path, library) as stack:
+        assert stack.host is None
+        store(stack, list(range(2 * CHUNKS)))
+
+    def refuse(self: CpuDevice, nbytes: int) -> CpuImages:
+        raise DeviceError("no room")
+
+    monkeypatch.setattr(CpuDevice, "take_images", refuse)
+    with pytest.raises(ConfigError, match=r"host_size is 4.0 GiB, but only 1.0 KiB of memory is free"):
+        opened(pages, tmp_path, library)
+
+
+def test_host_memory_in_front_of_gds_is_refused(tmp_path: Path) -> None:
+    settings = {"file_path": tmp_path, "file_size": "1GiB", "host_size": "1GiB"}
+    Config.make(**settings)
+    with pytest.raises(ConfigError, match="file_mode gds has no host tier: leave host_size out, or have host memory"):
+        Config.make(**settings, file_mode="gds")
 
 
 class Machine:

@@ -109,9 +109,10 @@ def open_stack(
     `groups` says what the layout does not: which of its groups see a window only, or keep a state. With `partial`, the
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
     `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
-    `GdsFileTier`: the place for wrappers around them. Where the device keeps no images, `gds` becomes `posix`, and the
-    log says so. Raises `ConfigError` when the machine cannot give what is asked for, or a tier cannot hold a single
-    image, and `TierError` when the file tier cannot be opened; nothing stays behind then.
+    `GdsFileTier`: the place for wrappers around them. Where the device keeps no images, `gds` becomes `posix` with a
+    host tier of the default size, and the log says so. Raises `ConfigError` when the machine cannot give what is asked
+    for, or a tier cannot hold a single image, and `TierError` when the file tier cannot be opened; nothing stays behind
+    then.
     """
     config.check_machine()
     if config.file_path is not None:
@@ -147,7 +148,8 @@ def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | 
     try:
         memory = device.take_images(max(RING_BYTES // layout.image_bytes, _LEAST_RING) * layout.image_bytes)
     except DeviceError as error:
-        _log.warning("file_mode is gds, but blocks go through host memory: %s", error)
+        _log.warning("file_mode is gds, but there is a host tier of %s: %s", format_bytes(config.host_size), error)
+        config.check_host()
         return None
     return ImageRing(memory, layout.image_bytes)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longshore.config import Config
-from longshore.errors import EngineError
+from longshore.errors import ConfigError, EngineError
 
 THEIRS = frozenset(
     {
@@ -20,10 +20,13 @@ THEIRS = frozenset(
 def read(extra: Mapping[str, Any], blocks_per_chunk: int, replica: int = 0, replicas: int = 1) -> Config:
     """Our part of the extra configuration; replicas of data-parallel engines get a sub-directory each.
 
-    Raises `ConfigError` for a key that nobody knows, with the nearest one that somebody does.
+    Raises `ConfigError` for a key that nobody knows, with the nearest one that somebody does; and for `file_mode` gds,
+    which goes from a worker's device to a file: here files are the scheduler's.
     """
     ours = {key: value for key, value in extra.items() if key not in THEIRS}
     config = Config.make(**{**ours, "blocks_per_chunk": blocks_per_chunk, "host_shared": True})
+    if config.file_mode != "posix":
+        raise ConfigError(f"file_mode = {config.file_mode!r} is not served under vLLM: expected 'posix'")
     if replicas > 1 and config.file_path is not None:
         return Config.make(**{**config.model_dump(), "file_path": config.file_path / f"replica-{replica}"})
     return config
