@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,25 @@ class Engine:
             if cache.discard(sorted(keys), "host") != len(keys):
                 raise RuntimeError("not all could be evicted")
 
+    def kill_tier_host(self) -> None:
+        """Stop the process that reads files, and kill it a little later: while it reads, if anything is to be read.
+
+        There is no other one until `revive_tier_host`.
+        """
+        watch = self.file._watch
+        watch._pause = 1e9
+        os.kill(watch.process.pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (watch.process.pid, signal.SIGKILL)).start()
+
+    def revive_tier_host(self) -> None:
+        """Have another tier host started, once the first one has died, and wait for it."""
+        runtime = self.manager._runtime
+        if not runtime._wait(lambda: self.file._watch.deaths, 30.0):
+            raise RuntimeError("the tier host lives")
+        self.file._watch._restart_at = 0.0
+        if not runtime._wait(lambda: self.file._is_open, 60.0):
+            raise RuntimeError("there is no other tier host")
+
     def refuse_loads(self) -> None:
         """From now on nothing can be copied onto the device."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -115,6 +136,12 @@ class Engine:
         self.manager._store.arena.array[3::4096] ^= 64
 
     @property
+    def file(self) -> Any:
+        """The file tier."""
+        (file,) = self.manager._runtime._tiers
+        return file
+
+    @property
     def manager(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
 
@@ -128,6 +155,8 @@ class Engine:
                 "hits": dict(counters.hits),
                 "misses": {reason.value: count for reason, count in counters.misses.items()},
                 "lost": dict(counters.lost),
+                "failed": {route: totals.failed for route, totals in counters.routes.items()},
+                "troubles": {each.name: dict(each.troubles) for each in manager._runtime._tiers},
                 "arrived": {route: totals.chunks for route, totals in counters.routes.items()},
                 "held": cache.held,
                 "refused": self.refused,

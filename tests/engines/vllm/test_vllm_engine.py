@@ -21,6 +21,21 @@ def test_rotten_files_cost_time_and_nothing_else(serve: Serve, oracles: Any, tmp
     assert rotten.counters["misses"]["corrupt"] + rotten.counters["lost"]["file"] > 0
 
 
+def test_a_tier_host_that_is_killed_while_it_reads_costs_time_and_nothing_else(
+    serve: Serve, oracles: Any, tmp_path: Path
+) -> None:
+    """It dies with reads under way; until there is another one its blocks are computed, and then served again."""
+    ask, oracle = asked(prompts()), oracles("llama")
+    to_files = [["drop_host"], ["reset"]]
+    steps = [*ask, *to_files, ["kill_tier_host"], *ask, ["revive_tier_host"], *to_files, *ask]
+    served = serve("llama", steps, tiers(tmp_path / "tier"), 160)
+    assert served.answers == [*oracle[:3], *oracle]
+    assert served.counters["troubles"]["file"]["tier_host"] == 1
+    assert served.counters["failed"]["file->host"] > 0
+    assert served.counters["arrived"]["file->host"] > 0
+    assert served.counters["held"] == 0
+
+
 def test_requests_whose_loads_fail_are_computed(serve: Serve, oracles: Any) -> None:
     ask = asked(prompts()[:2])
     connector = {
