@@ -35,6 +35,16 @@ class TestOwnership:
         with pytest.raises(TierError, match=f"0770.*chmod 700 {directory}"):
             opener()
 
+    @pytest.mark.parametrize("mode", [0o755, 0o750, 0o711])
+    def test_a_directory_that_others_can_look_into_is_made_ours_alone(
+        self, opener: Opener, directory: Path, mode: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        directory.mkdir()
+        directory.chmod(mode)
+        opener()
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert f"could be read by others (mode {mode:04o}); it is 0700 now" in caplog.text
+
     def test_a_directory_of_another_user_is_refused(
         self, opener: Opener, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

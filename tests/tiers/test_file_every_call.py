@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,6 +171,12 @@ WRONG = {
 }
 
 
+def workers() -> list[str]:
+    """Threads that move images."""
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith("longshore-file-") and not name.endswith("-index")]
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
 @pytest.mark.parametrize(
@@ -191,6 +198,8 @@ def test_every_call_in_turn(wrong: str, again: bool, shape: Shape, end: set[tupl
         except LongshoreError:
             assert io.failed is not None
             stored = set()
+        assert disk.descriptors == 0, io.failed
+        assert workers() == [], io.failed
         if io.failed is None and io.calls < nth:
             assert stored == end
             break

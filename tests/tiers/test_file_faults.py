@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, RawIo, SystemIo
 from longshore.tiers.file.workers import Workers
+from mappings import open_files
 
 IMAGE = TierTests.image_bytes
 Call = Callable[[Callable[..., int], int, Sequence[memoryview], int], int]
@@ -159,6 +161,39 @@ def test_workers_that_were_closed_take_nothing_more() -> None:
     workers.close()
     with pytest.raises(TierClosedError):
         workers.submit([], [], math.inf)
+
+
+def test_what_the_system_says_when_it_takes_a_descriptor_back_stops_nothing(
+    opener: Callable[..., FileTier], directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each descriptor of a tier, from its opening to its end, the last checkpoint's included."""
+    opener().close()
+    before, threads, close = open_files(), threading.active_count(), os.close
+    failed: list[str] = []
+
+    def failing(fd: int) -> None:
+        name = Path(f"/proc/self/fd/{fd}").readlink()
+        close(fd)
+        if directory in (name, name.parent):
+            failed.append(name.name)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", failing)
+    tier = opener()
+    opened = len(failed)
+    tier.close()
+    assert {"index.0", "index.1"} & set(failed[opened:]), "a checkpoint was written in the end"
+    assert {"lock", "segment", directory.name} <= set(failed[opened:])
+    assert len(caplog.records) == len(failed)
+    assert open_files() == before
+    assert threading.active_count() == threads
+    assert tier.troubles["checkpoint"] == 0
+    opener().close()  # the lock was released, too
+
+
+def test_a_descriptor_that_is_not_open_is_a_mistake() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        SystemIo().close(1 << 20)
 
 
 class StuckIo(SystemIo):

@@ -122,6 +122,12 @@ class SimulatedDisk:
         self._fds = itertools.count(10)
         self._lock = threading.RLock()
 
+    @property
+    def descriptors(self) -> int:
+        """How many files are open."""
+        with self._lock:
+            return len(self._open)
+
     def open_directory(self, path: Path, /) -> int:
         """The one directory, whatever its path."""
         return _DIRECTORY

@@ -1,6 +1,6 @@
 """The tier's directory: ours alone, locked while in use, its superblock replaced as a whole or not at all.
 
-    directory/            0700 when made here
+    directory/            0700: made so, or narrowed to it
       lock                locked for as long as the process lives
       superblock          one page: geometry and generation
       index.*, journal.*  which record lies in which slot (index.py)
@@ -16,6 +16,7 @@ Such a lock keeps other processes out; that this process does not open a directo
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import stat
 import threading
@@ -26,6 +27,8 @@ from longshore.errors import FormatError, TierError, TierInUseError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.format import Superblock, pack_superblock, parse_superblock
 from longshore.tiers.file.system import RawIo, SystemIo, read_all, write_all
+
+_log = logging.getLogger(__name__)
 
 LOCK = "lock"
 SUPERBLOCK = "superblock"
@@ -200,6 +203,9 @@ class Directory:
                         f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}), who could replace "
                         f"its files; expected 0700: chmod 700 {path}"
                     )
+                if status.st_mode & 0o077:
+                    self.io.fchmod(fd, 0o700)
+                    _log.warning("%s could be read by others (mode %04o); it is 0700 now", path, status.st_mode & 0o777)
             except BaseException:
                 self.io.close(fd)
                 raise

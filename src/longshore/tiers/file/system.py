@@ -1,12 +1,14 @@
 """What the file tier asks of the operating system, in one place: tests put another disk here, whole.
 
-Every call is as in `os`, and fails as there, with an `OSError`. Nothing else in `longshore.tiers.file` reaches a file.
+Every call is as in `os`, and fails as there, with an `OSError`; but `close` never does. Nothing else in
+`longshore.tiers.file` reaches a file.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -16,6 +18,8 @@ from typing import Protocol, TypeVar
 from longshore.tiers.arena import PAGE
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _INTERRUPTIONS = 100
 """A call that is interrupted more often than this in a row is an error, not bad luck."""
@@ -33,7 +37,7 @@ class RawIo(Protocol):
         """A descriptor, for reading and writing, of a file in `directory`; mode 0600 if it is made here."""
 
     def close(self, fd: int, /) -> None:
-        """`os.close`."""
+        """`os.close`; the descriptor is gone then, whatever the system has to say, and nobody can be told."""
 
     def fstat(self, fd: int, /) -> os.stat_result:
         """`os.fstat`."""
@@ -92,8 +96,13 @@ class SystemIo:
         return os.open(name, flags, 0o600, dir_fd=directory)
 
     def close(self, fd: int, /) -> None:
-        """`os.close`."""
-        os.close(fd)
+        """`os.close`. All that must last was synchronised before; what the system says of the rest goes to the log."""
+        try:
+            os.close(fd)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                raise  # it was not ours: a mistake in here, and no trouble with the disk
+            _log.warning("descriptor %d was given back: %s", fd, error)
 
     def fstat(self, fd: int, /) -> os.stat_result:
         """`os.fstat`."""
