@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import marks
+from longshore.cache.columns import leading, marks
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
 from longshore.errors import CacheError
@@ -54,6 +54,11 @@ class Backlog:
     def is_dirty(self, node: int, tier: int) -> bool:
         """Whether `node` would be lost with its copy in `tier`, and is worth a copy below."""
         return self._last > 0 and self._mark[node] != _CLEAN and _tier(self._mark[node]) == tier
+
+    def leading_dirty(self, nodes: Sequence[int], tier: int) -> int:
+        """How many of `nodes` lead that are dirty in `tier`."""
+        mark = marks(self._mark)[np.array(nodes, np.int32)]
+        return leading((mark == _waiting(tier)) | (mark == _waiting(tier) + 1))
 
     def note(self, node: int) -> bool:
         """Something has changed about the copies of `node`; says whether it is clean now where it was dirty."""

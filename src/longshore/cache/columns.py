@@ -35,4 +35,5 @@ def numbers(each: Sequence[int]) -> npt.NDArray[np.int32]:
 
 def leading(true: npt.NDArray[np.bool_]) -> int:
     """How many lead that are true."""
-    return len(true) if true.all() else int(true.argmin())
+    first = int(true.argmin()) if len(true) else 0
+    return len(true) if not len(true) or true[first] else first

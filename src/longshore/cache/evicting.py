@@ -10,13 +10,14 @@ Nothing is ever looked at twice without a cause, so an eviction costs the same h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from longshore.cache.events import EVICTED
 from longshore.cache.many import Many
 
 if TYPE_CHECKING:
+    from longshore.cache.eviction import EvictionPolicy
     from longshore.cache.store import Store
 
 _AT_FIRST = 64
@@ -73,6 +74,9 @@ class Eviction:
         """Evict in the policy's order: as many at once as may go together, the others one by one."""
         policy, gone, several = self._store.order(tier, pool), 0, min(count, _AT_FIRST)
         while gone < count and (nodes := policy.ahead(several)):
+            if spare_dirty and self._store.backlog.is_dirty(nodes[0], tier):
+                several = max(2 * self._pass_over_all(nodes, tier, pool, policy), _AT_FIRST)
+                continue
             free, kept = self._many.settle(nodes, tier, policy, count - gone)
             gone += free
             several = min(count - gone, 2 * free) or max(2 * kept, _AT_FIRST)
@@ -93,6 +97,21 @@ class Eviction:
             else:
                 policy.hold(node)
         return gone
+
+    def _pass_over_all(self, nodes: Sequence[int], tier: int, pool: int, policy: EvictionPolicy) -> int:
+        """Hold the leading dirty ones of `nodes`, which `policy` has just named, and remember them; how many."""
+        passed = nodes[: self._store.backlog.leading_dirty(nodes, tier)]
+        self._remember(passed, tier, pool)
+        policy.keep(passed)
+        return len(passed)
+
+    def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
+        """These were passed over."""
+        queue = self._passed_over[tier][pool]
+        if len(queue) > 2 * len(self._store.policies[tier]) + 64:
+            kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier, pool))
+            queue = self._passed_over[tier][pool] = deque(kept)
+        queue.extend(nodes)
 
     def _evict_passed_over(self, tier: int, count: int, pool: int) -> int:
         """Evict dirty chunks that were passed over: they are colder than any that the policy would name."""
@@ -117,11 +136,7 @@ class Eviction:
         if not self.is_spared(node, tier, spare_dirty=spare_dirty):
             return False
         if not self._is_warmer(node, tier):
-            queue = self._passed_over[tier][pool]
-            if len(queue) > 2 * len(self._store.policies[tier]) + 64:
-                kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier, pool))
-                queue = self._passed_over[tier][pool] = deque(kept)
-            queue.append(node)
+            self._remember((node,), tier, pool)
         return True
 
     def _is_passed_over(self, node: int, tier: int, pool: int) -> bool:

@@ -298,7 +298,8 @@ class Flow:
         store.fail(tier, slot, status)
 
     def _count(self, job: Job, result: TransferResult) -> None:
-        totals = self.store.counters.routes.setdefault(str(job.transfer.route), RouteTotals())
+        routes, route = self.store.counters.routes, str(job.transfer.route)
+        totals = routes.get(route) or routes.setdefault(route, RouteTotals())
         arrived = result.statuses.count(Status.OK)
         totals.chunks += arrived
         totals.failed += len(result.statuses) - arrived

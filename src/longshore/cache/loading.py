@@ -223,9 +223,9 @@ class Loading:
         """Order what a batch has in a colder `tier` into the host tier; enters its slots there into `warm`."""
         job = self._flow.new_id()
         chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
-        for i in chosen:
-            warm[i] = self._store.place_copy(batch.nodes[i], 0, job)
-            self._store.pools[0].readers[warm[i]] += 1
+        for i, slot in zip(chosen, self._store.place_copies([batch.nodes[i] for i in chosen], 0, job), strict=True):
+            warm[i] = slot
+            self._store.pools[0].readers[slot] += 1
         self._flow.order(
             job,
             [batch.keys[i] for i in chosen],

@@ -86,10 +86,9 @@ class SlotPool:
 
     def move_all(self, indices: Sequence[int] | npt.NDArray[np.int32], before: int, to: int) -> None:
         """Change the state of slots that are all in state `before`."""
-        state, after, at = marks(self.state), step(before, to), np.array(indices, np.int32)
-        wrong = np.flatnonzero(state[at] != before)
-        if len(wrong):
-            index = indices[wrong[0]]
+        state, after, at = marks(self.state), step(before, to), np.asarray(indices, np.int32)
+        if state[at].tobytes().count(before) < len(at):
+            index = next(index for index in at.tolist() if state[index] != before)
             raise CacheError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
         state[at] = after
 

@@ -76,6 +76,6 @@ class Prefetching:
         sources = [store.index.slot[tier][nodes[i]] for i in ours]
         for slot in sources:
             store.pools[tier].readers[slot] += 1
-        slots = [store.place_copy(nodes[i], 0, job) for i in ours]
+        slots = store.place_copies([nodes[i] for i in ours], 0, job)
         sides = Side(tier, sources), Side(0, slots)
         return self._flow.order(job, [keys[i] for i in ours], [above[i] for i in ours], *sides, prefetch=True)

@@ -105,7 +105,7 @@ class Reading(Core):
 
     def runs(self, hold: Hold) -> tuple[Run, ...]:
         """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""
-        return self._store.watching.runs(self._holds.get(hold).keys)
+        return self._store.watching.runs(self._holds.get(hold).nodes(self._store.index))
 
     def slots(self, hold: Hold) -> list[Slot]:
         """The slot that each held chunk can be read from, the warmest; fewer than held if some were lost."""

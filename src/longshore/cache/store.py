@@ -139,18 +139,29 @@ class Store:
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
-    def place_copy(self, node: int, tier: int, job: int) -> int:
-        """A slot in `tier` for another copy of `node`, for `job` to fill. The caller has made room."""
+    def place_copies(self, nodes: Sequence[int], tier: int, job: int) -> list[int]:
+        """Slots in `tier` for other copies of `nodes`, parents first, for `job` to fill. The caller has made room."""
+        pool, slots = self.pools[tier], self._slots_for(nodes, tier)
+        for done, (node, slot) in enumerate(zip(nodes, slots, strict=True)):
+            try:
+                self.index.add_copy(node, tier, slot)
+            except CacheError:
+                for other in slots[done:]:
+                    pool.free(other)
+                raise
+            pool.writer[slot] = job
+        if self.last:
+            clean = [node for node in nodes if self.backlog.note(node)]
+            if clean:
+                self.reconsider(np.array(clean, np.int32))
+        return slots
+
+    def _slots_for(self, nodes: Sequence[int], tier: int) -> list[int]:
+        """A slot in `tier` for each of `nodes`, of the pool that it is in."""
         pool = self.pools[tier]
-        (slot,) = pool.allocate(1, self.index.pool_of(node))
-        try:
-            self.index.add_copy(node, tier, slot)
-        except CacheError:
-            pool.free(slot)
-            raise
-        pool.writer[slot] = job
-        self._note(node)
-        return slot
+        if not self.several_sizes:
+            return pool.allocate(len(nodes))
+        return [slot for node in nodes for slot in pool.allocate(1, self.index.pool_of(node))]
 
     def arrive(self, tier: int, slots: Sequence[int]) -> None:
         """The writer put all bytes in place in these slots, of which the last is to go first."""

@@ -222,7 +222,8 @@ class Storing:
         slots, writing = store.room_in_all(tier), self._flow.writing[below]
         target = self._rules[below].policy.clean_target(slots)
         wanted = max(target - (slots - store.backlog.counts[tier]), at_least - writing)
-        chosen = store.backlog.choose(tier, min(wanted, self._flow.settings.max_writes - writing))
+        most = min(wanted, self._flow.settings.max_writes - writing)
+        chosen = store.backlog.choose(tier, most) if most > 0 else []
         if not chosen:
             return
         by = store.log.by
@@ -260,7 +261,7 @@ class Storing:
         sources = [index.slot[tier][node] for node in chosen]
         for slot in sources:
             store.pools[tier].readers[slot] += 1
-        copies = [store.place_copy(node, tier + 1, job) for node in chosen]
+        copies = store.place_copies(chosen, tier + 1, job)
         keys = [index.key[node] for node in chosen]
         parents = [index.key[index.parent[node]] for node in chosen]
         self._flow.order(job, keys, parents, Side(tier, sources), Side(tier + 1, copies))

@@ -9,14 +9,20 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from longshore.boundary import Key, Slot, addresses
+from longshore.cache.columns import column, marks
 from longshore.cache.events import EVICTED, EventKind
-from longshore.cache.states import FILLING, STATES
+from longshore.cache.states import FILLING, READY, STATES
 from longshore.cache.types import MissReason, Resident, Run, SizeStats, TierStats
 from longshore.errors import CacheError
 
 if TYPE_CHECKING:
     from longshore.cache.store import Store
+
+_NOWHERE = 255
+"""No tier has this number."""
 
 
 class Watching:
@@ -51,12 +57,17 @@ class Watching:
         tiers = [index.warmest_ready(node) for node in nodes]
         return [self.slot(tier, index.slot[tier][node]) for tier, node in zip(tiers, nodes, strict=True)]
 
-    def runs(self, keys: Sequence[Key]) -> tuple[Run, ...]:
-        """Where `keys` are, as runs by the warmest tier that has them; those that are in none are left out."""
-        index, levels = self._store.index, self._store.levels
-        tiers = [index.warmest_ready(index.get(key)) for key in keys]
-        runs = ((tier, len(list(run))) for tier, run in groupby(tiers))
-        return tuple(Run(levels[tier].name, chunks) for tier, chunks in runs if tier >= 0)
+    def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
+        """Where `nodes` are, as runs by the warmest tier that has them ready."""
+        store, at = self._store, np.array(nodes, np.int32)
+        warmest = np.full(len(at), _NOWHERE, np.uint8)
+        for tier in reversed(store.index.tiers):
+            slots = column(store.index.slot[tier])[at]
+            there = slots >= 0
+            there[there] = marks(store.pools[tier].state)[slots[there]] == READY
+            warmest[there] = tier
+        runs = ((tier, len(list(run))) for tier, run in groupby(warmest.tobytes()))
+        return tuple(Run(store.levels[tier].name, chunks) for tier, chunks in runs if tier != _NOWHERE)
 
     def residents(self) -> list[Resident]:
         """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
