@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import leading, marks
+from longshore.cache.columns import column, leading, marks
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
 from longshore.errors import CacheError
@@ -55,10 +55,16 @@ class Backlog:
         """Whether `node` would be lost with its copy in `tier`, and is worth a copy below."""
         return self._last > 0 and self._mark[node] != _CLEAN and _tier(self._mark[node]) == tier
 
-    def leading_dirty(self, nodes: Sequence[int], tier: int) -> int:
-        """How many of `nodes` lead that are dirty in `tier`."""
-        mark = marks(self._mark)[np.array(nodes, np.int32)]
-        return leading((mark == _waiting(tier)) | (mark == _waiting(tier) + 1))
+    def leading_sole(self, nodes: Sequence[int], tier: int) -> int:
+        """How many of `nodes` lead that are dirty in `tier`, and in no other."""
+        if not self.is_dirty(nodes[0], tier):
+            return 0
+        at = np.array(nodes, np.int32)
+        mark = marks(self._mark)[at]
+        sole = (mark == _waiting(tier)) | (mark == _waiting(tier) + 1)
+        for warmer in range(tier):
+            sole &= column(self._index.slot[warmer])[at] < 0
+        return leading(sole)
 
     def note(self, node: int) -> bool:
         """Something has changed about the copies of `node`; says whether it is clean now where it was dirty."""

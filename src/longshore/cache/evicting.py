@@ -17,7 +17,6 @@ from longshore.cache.events import EVICTED
 from longshore.cache.many import Many
 
 if TYPE_CHECKING:
-    from longshore.cache.eviction import EvictionPolicy
     from longshore.cache.store import Store
 
 _AT_FIRST = 64
@@ -74,8 +73,10 @@ class Eviction:
         """Evict in the policy's order: as many at once as may go together, the others one by one."""
         policy, gone, several = self._store.order(tier, pool), 0, min(count, _AT_FIRST)
         while gone < count and (nodes := policy.ahead(several)):
-            if spare_dirty and self._store.backlog.is_dirty(nodes[0], tier):
-                several = max(2 * self._pass_over_all(nodes, tier, pool, policy), _AT_FIRST)
+            if spare_dirty and (passed := self._store.backlog.leading_sole(nodes, tier)):
+                self._remember(nodes[:passed], tier, pool)
+                policy.keep(nodes[:passed])
+                several = max(2 * passed, _AT_FIRST)
                 continue
             free, kept = self._many.settle(nodes, tier, policy, count - gone)
             gone += free
@@ -98,15 +99,8 @@ class Eviction:
                 policy.hold(node)
         return gone
 
-    def _pass_over_all(self, nodes: Sequence[int], tier: int, pool: int, policy: EvictionPolicy) -> int:
-        """Hold the leading dirty ones of `nodes`, which `policy` has just named, and remember them; how many."""
-        passed = nodes[: self._store.backlog.leading_dirty(nodes, tier)]
-        self._remember(passed, tier, pool)
-        policy.keep(passed)
-        return len(passed)
-
     def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
-        """These were passed over."""
+        """These dirty chunks were passed over."""
         queue = self._passed_over[tier][pool]
         if len(queue) > 2 * len(self._store.policies[tier]) + 64:
             kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier, pool))

@@ -65,6 +65,8 @@ class Gate:
                 f"in [0, 1); got {list(tiers)}, {chunk_tokens}, {chunk_bytes} and {explore}"
             )
         self._routes = {tier: _Line() for tier in tiers}
+        self._ways = {tier: tuple(tiers[: at + 1]) for at, tier in enumerate(tiers)}
+        """The tiers whose routes lead from a tier to the device."""
         self._chunk_tokens, self._chunk_bytes, self._explore = chunk_tokens, chunk_bytes, explore
         self._prefill = _Fit(3)
         self._spare = 0.0
@@ -151,10 +153,10 @@ class Gate:
         tally = self._tally(())
         for run in runs:
             before = dict(tally)
-            for tier in self._way(run.tier):
+            for tier in self._ways[run.tier]:
                 tally[tier] += run.chunks
             slowest = self._cost(before, now, queued) or 0.0
-            for tier in self._way(run.tier):
+            for tier in self._ways[run.tier]:
                 free = self._routes[tier].bytes_within(slowest, now, queued.get(tier)) // self._chunk_bytes
                 ends.add(count + int(min(max(free - before[tier], 0), run.chunks)))
             count += run.chunks
@@ -166,14 +168,9 @@ class Gate:
         tally = dict.fromkeys(self._routes, 0)
         for run in runs:
             self._route(run.tier)
-            for tier in self._way(run.tier):
+            for tier in self._ways[run.tier]:
                 tally[tier] += run.chunks
         return tally
-
-    def _way(self, tier: str) -> list[str]:
-        """The tiers whose routes lead from `tier` to the device."""
-        names = list(self._routes)
-        return names[: names.index(tier) + 1]
 
     def _cost(self, tally: Mapping[str, int], now: float, queued: Mapping[str, float]) -> float | None:
         slowest = 0.0
@@ -196,15 +193,16 @@ class _Fit:
 
     def __init__(self, terms: int) -> None:
         self.count = 0
-        self._moments = np.zeros((terms, terms))
-        self._sides = np.zeros(terms)
-        self._found: npt.NDArray[np.float64] | None = np.zeros(terms)
+        self._moments = [[0.0] * terms for _ in range(terms)]
+        self._sides = [0.0] * terms
+        self._found: list[float] | None = [0.0] * terms
 
     def observe(self, terms: Sequence[float], seconds: float) -> None:
         """Take in that `terms` took `seconds`, which is more than zero."""
-        row = np.array(terms, np.float64) / seconds
-        self._moments = _MEMORY * self._moments + np.outer(row, row)
-        self._sides = _MEMORY * self._sides + row
+        row = [term / seconds for term in terms]
+        for line, side in zip(self._moments, row, strict=True):
+            line[:] = [_MEMORY * moment + side * term for moment, term in zip(line, row, strict=True)]
+        self._sides = [_MEMORY * side + term for side, term in zip(self._sides, row, strict=True)]
         self.count += 1
         if self.count <= _REFIT or self.count % _REFIT == 0:
             self._found = None
@@ -213,16 +211,15 @@ class _Fit:
     def coefficients(self) -> list[float]:
         """One per term, none below zero."""
         if self._found is None:
-            self._found = self._solve()
-        found: list[float] = self._found.tolist()
-        return found
+            self._found = self._solve().tolist()
+        return self._found
 
     def _solve(self) -> npt.NDArray[np.float64]:
-        size = len(self._sides)
-        scale = np.sqrt(np.maximum(np.diag(self._moments), 1e-300))
-        moments = self._moments / np.outer(scale, scale)
+        moments, sides, size = np.array(self._moments), np.array(self._sides), len(self._sides)
+        scale = np.sqrt(np.maximum(np.diag(moments), 1e-300))
+        moments /= np.outer(scale, scale)
         moments[np.diag_indices(size)] += [1e-4, *[1e-9] * (size - 1)]
-        sides = self._sides / scale
+        sides /= scale
         best, least = np.linalg.solve(moments, sides), 0.0
         if (best >= 0).all():
             return best / scale

@@ -41,6 +41,9 @@ from longshore.cache.types import Counters
 from longshore.cache.watching import Watching
 from longshore.errors import CacheError
 
+_AHEAD, _MOST_AHEAD = 256, 64
+"""One slot in so many, but no more than that, is freed beyond what is asked for: several go at the cost of one."""
+
 
 @dataclass(slots=True)
 class Level:
@@ -332,7 +335,8 @@ class Store:
         if isinstance(slots, SlabPool):
             self.emptying.make_room(tier, slots, {pool: count}, spare_dirty=spare_dirty)
         else:
-            self.eviction.evict(tier, missing, spare_dirty=spare_dirty)
+            ahead = min(_MOST_AHEAD, slots.capacity // _AHEAD)
+            self.eviction.evict(tier, missing + ahead, spare_dirty=spare_dirty)
         return min(count, slots.room(pool))
 
     def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:

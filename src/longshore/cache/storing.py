@@ -29,6 +29,9 @@ from longshore.cache.writing import WriteRule
 SIGHTINGS = 1 << 16
 """Chunks that no tier has of which a selective write policy remembers how often they were offered."""
 
+_AHEAD = 64
+"""Where not all is copied down at once, copies of one slot in so many are made ahead: fewer jobs, and larger ones."""
+
 
 class Storing:
     """Orders offloads and backups on one `Flow`, by the rules of the routes into each tier."""
@@ -222,6 +225,8 @@ class Storing:
         slots, writing = store.room_in_all(tier), self._flow.writing[below]
         target = self._rules[below].policy.clean_target(slots)
         wanted = max(target - (slots - store.backlog.counts[tier]), at_least - writing)
+        if wanted > 0 and target < slots:
+            wanted += slots // _AHEAD
         most = min(wanted, self._flow.settings.max_writes - writing)
         chosen = store.backlog.choose(tier, most) if most > 0 else []
         if not chosen:
