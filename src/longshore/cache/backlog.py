@@ -23,6 +23,7 @@ from longshore.cache.chains import LISTS, Chains
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
+from longshore.cache.states import READY
 from longshore.errors import CacheError
 
 _CLEAN = 0
@@ -71,10 +72,11 @@ class Backlog:
         if not self._last:
             return False
         mark, tier = self._mark[node], self._dirty_in(node)
-        if (_tier(mark) if mark else -1) == tier:
+        was = (mark - 1) // 2  # -1 where it is clean
+        if was == tier:
             return False
         if mark:
-            self.counts[_tier(mark)] -= 1
+            self.counts[was] -= 1
             self._mark[node] = _CLEAN
             if _is_queued(mark):
                 self._chains.drop(node)
@@ -131,9 +133,11 @@ class Backlog:
 
     def _dirty_in(self, node: int) -> int:
         """The tier in which `node` should be dirty; -1 for none."""
-        index = self._index
-        tier = index.coldest(node)
-        if not 0 <= tier < self._last or not index.is_ready(node, tier):
+        slots, last = self._index.slot, self._last
+        if slots[last][node] >= 0:
+            return -1
+        tier = next((each for each in range(last - 1, -1, -1) if slots[each][node] >= 0), -1)
+        if tier < 0 or self._index.pools[tier].state[slots[tier][node]] != READY:
             return -1
         return -1 if node in self.failed or self._uses[node] < self._thresholds[tier] else tier
 

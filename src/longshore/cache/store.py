@@ -361,6 +361,8 @@ class Store:
 
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used: heads stay longest."""
+        if not nodes:
+            return
         used = np.array(nodes, np.int32)
         for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
             at = column(slots)[used]

@@ -2,6 +2,7 @@
 
     arrives ──► waits ──► admitted: match, gate, onboard ──► loaded ──► computed: first token, commit ──► released
                in order    (twice as many as engines)       the rest on the next engine that is idle
+                           probe, fetch: what only a remote store has arrives in host memory, and is onboarded then
 
 What is real here is `TieredCache` and `Gate`, called as an engine's adapter calls them; what is modelled is how long
 copies and prefills take (`longshore.trace.timing`), and an engine that computes one prompt at a time. Decoding takes no
@@ -12,20 +13,25 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from longshore.boundary import DEVICE, FILE, HOST, Key, Transfer, TransferResult
-from longshore.cache import CacheSettings, Counters, Gate, Hold, TieredCache, TierSpec
+from longshore.boundary import DEVICE, FILE, HOST, Key, Probe, ProbeResult, Result, Transfer, TransferResult
+from longshore.cache import CacheSettings, Counters, Gate, Hold, Match, Run, TieredCache, TierSpec
 from longshore.cache.eviction import EvictionPolicy
 from longshore.errors import TraceError
+from longshore.trace.remote import REMOTE, RemoteStore
 from longshore.trace.request import TraceRequest
 from longshore.trace.timing import Timing
 from longshore.trace.virtual import VirtualMovers
 
 _ROOT = hashlib.sha256(b"longshore replay 1").digest()
+
+_TIERS = (HOST, FILE, REMOTE)
 
 
 @dataclass(slots=True)
@@ -50,16 +56,39 @@ class Tally:
         return self.last - self.first
 
 
+@dataclass(slots=True)
+class _Part:
+    """Chunks that a visit holds, and how many of them were ordered onto the device."""
+
+    hold: Hold
+    chunks: int
+    ordered: int = 0
+    fetched: bool = False
+
+
+@dataclass(slots=True)
 class _Visit:
-    """A request on its way."""
+    """A request on its way.
 
-    __slots__ = ("arrival", "hold", "keys", "loaded", "matched", "number", "request")
+    Attributes:
+        keys: Of its whole blocks; as many as are `usable` may be loaded, for the last token is always computed.
+        parts: What is held for it, in order, `matched` chunks in all.
+        awaited: Probes or fetches that it waits for, before it will `go_on`.
+        until: When the control plane gives its load up.
+        loaded: Leading chunks that have come onto the device.
+    """
 
-    def __init__(self, request: TraceRequest, arrival: float) -> None:
-        self.request, self.arrival = request, arrival
-        self.keys: list[Key] = []
-        self.hold: Hold | None = None
-        self.matched = self.number = self.loaded = 0
+    request: TraceRequest
+    arrival: float
+    number: int = 0
+    keys: Sequence[Key] = ()
+    usable: int = 0
+    parts: list[_Part] = field(default_factory=list)
+    matched: int = 0
+    awaited: set[int] = field(default_factory=set)
+    go_on: Callable[[], None] | None = None
+    until: float = math.inf
+    loaded: int = 0
 
 
 class _Working:
@@ -78,10 +107,13 @@ class TieredReplay:
     Args:
         timing: The model, on its machine.
         block_tokens: Tokens of one block of the trace, which is one chunk here.
-        tiers: Bytes of `host`, and of `file` if there is one.
-        policy: Eviction policy of both.
+        tiers: Bytes of `host`, of `file` if there is one, and of a `remote` store if there is one, in this order.
+        policy: Eviction policy of host memory and files; a remote store lets go of what was used the longest ago.
         engines: How many prompts are computed at a time.
         gated: Whether loading is weighed against computing; without it whatever is found is loaded.
+
+    Raises:
+        TraceError: A tier has no room for a block, or there is no host memory, engine or block.
     """
 
     def __init__(
@@ -94,22 +126,27 @@ class TieredReplay:
         engines: int = 1,
         gated: bool = True,
     ) -> None:
-        if engines < 1 or block_tokens < 1 or list(tiers) not in ([HOST], [HOST, FILE]):
+        names = list(tiers)
+        if engines < 1 or block_tokens < 1 or HOST not in names or names != [n for n in _TIERS if n in names]:
             raise TraceError(f"expected an engine, a block and host memory at least, got {engines}, {block_tokens}")
         image = block_tokens * timing.geometry.kv_bytes_per_token
-        specs = [TierSpec(name, nbytes // image, image, policy) for name, nbytes in tiers.items()]
-        for spec, nbytes in zip(specs, tiers.values(), strict=True):
-            if not spec.slots:
-                raise TraceError(f"{spec.name}: expected room for a block of {image} bytes, got {nbytes} bytes")
+        for name, nbytes in tiers.items():
+            if nbytes < image:
+                raise TraceError(f"{name}: expected room for a block of {image} bytes, got {nbytes} bytes")
+        slots = {name: nbytes // image for name, nbytes in tiers.items()}
+        self.slots = sum(slots.values())
+        self.remote = RemoteStore(slots.pop(REMOTE)) if REMOTE in slots else None
         self.tally = Tally()
-        self.cache = TieredCache(specs, CacheSettings())
-        self.movers = VirtualMovers(timing, image)
+        specs = [TierSpec(name, count, image, policy) for name, count in slots.items()]
+        self.cache = TieredCache(specs, CacheSettings(), foreign=[REMOTE] if self.remote is not None else [])
+        self.movers = VirtualMovers(timing, image, self.remote)
         self.image_bytes = image
-        self.slots = sum(spec.slots for spec in specs if isinstance(spec.slots, int))
         self.timing, self.block_tokens, self.engines = timing, block_tokens, engines
-        self._gate = Gate(list(tiers), block_tokens, image) if gated else None
+        self._gate = Gate(names, block_tokens, image) if gated else None
+        self._sources = [name for name in names if name != HOST]
         self._working = _Working(engines)
         self._waiting: deque[_Visit] = deque()
+        self._awaited: dict[int, list[_Visit]] = {}
         self._loading: list[_Visit] = []
         self._admitted, self._most = 0, 2 * engines
         self._without = [0.0] * engines
@@ -121,7 +158,10 @@ class TieredReplay:
         return self.cache.counters
 
     def run(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-        """Serve `requests`, in order of arrival; yields each when it has arrived, and ends when all were served."""
+        """Serve `requests`, in order of arrival; yields each when it has arrived, and ends when all were served.
+
+        `TraceError` is raised for one whose ids do not cover its tokens.
+        """
         for request in requests:
             blocks = request.input_length // self.block_tokens
             if len(request.hash_ids) < blocks:
@@ -133,7 +173,7 @@ class TieredReplay:
             self._advance(arrival)
             self._arrive(_Visit(request, arrival), blocks)
             yield request
-        self._advance(float("inf"))
+        self._advance(math.inf)
 
     # ------------------------------------------------------------------ time
 
@@ -145,32 +185,45 @@ class TieredReplay:
             computed = working.under_way[0][0] if working.under_way else None
             if end is not None and end <= until and (computed is None or end <= computed):
                 self._now = end
-                self._moved(*self.movers.pop())
+                self._ended(*self.movers.pop())
             elif computed is not None and computed <= until:
                 self._now = computed
                 _, _, visit, seconds = heapq.heappop(working.under_way)
                 self._computed(visit, seconds)
             else:
                 break
-        if until < float("inf"):
+        if until < math.inf:
             self._now = until
 
     def _submit(self) -> None:
-        self.movers.submit(self.cache.take(), self._now)
+        if commands := self.cache.take():
+            self.movers.submit(commands, self._now)
 
-    def _moved(self, transfer: Transfer, result: TransferResult) -> None:
-        route = transfer.route
-        if self._gate is not None and result.bytes and route.destination in (DEVICE, HOST) and route.source != DEVICE:
-            self._gate.observe_load(route.source, result.bytes, result.seconds, result.queued_seconds, self._now)
+    def _ended(self, command: Transfer | Probe, result: TransferResult | ProbeResult) -> None:
+        """A mover has reported: tell the gate and the cache, and whoever waits for it."""
+        number, onto_device = result.probe if isinstance(result, ProbeResult) else result.job, False
+        if isinstance(command, Transfer) and isinstance(result, TransferResult):
+            source, onto_device = command.route.source, command.route.destination == DEVICE
+            if self._gate is not None and result.bytes and (onto_device or source in self._sources):
+                self._gate.observe_load(source, result.bytes, result.seconds, result.queued_seconds, self._now)
+        self._apply(result)
+        for visit in self._awaited.pop(number, ()):
+            visit.awaited.discard(number)
+            if not visit.awaited and visit.go_on is not None:
+                visit.go_on()
+        if self._loading and (onto_device or self._loading[0].until <= self._now):
+            for visit in list(self._loading):
+                self._settle(visit)
+
+    def _apply(self, result: Result) -> None:
         self.cache.apply([result], self._now)
         self._submit()
-        for visit in list(self._loading):
-            outcome = self.cache.outcome(visit.hold) if visit.hold is not None else None
-            if outcome is not None:
-                self._loading.remove(visit)
-                visit.loaded = outcome.chunks
-                self.tally.hits.update(outcome.sources)
-                self._ready(visit)
+
+    def _wait(self, visit: _Visit, jobs: Sequence[int], go_on: Callable[[], None]) -> None:
+        """Have `visit` go on when all of `jobs` have ended, of which there is one at least."""
+        visit.awaited, visit.go_on = set(jobs), go_on
+        for job in jobs:
+            self._awaited.setdefault(job, []).append(visit)
 
     # ------------------------------------------------------------------ the way of a request
 
@@ -196,27 +249,84 @@ class TieredReplay:
         while self._waiting and self._admitted < self._most:
             self._admitted += 1
             visit = self._waiting.popleft()
-            number = visit.request.input_length // self.block_tokens
-            visit.keys = _keys(visit.request.hash_ids[:number])
-            usable = visit.keys[: (visit.request.input_length - 1) // self.block_tokens]
-            match = self.cache.match(usable, self._now)
-            visit.matched, visit.hold = match.length, match.hold
-            count = self._worth(visit)
-            if count and visit.hold is not None:
-                self.cache.onboard(visit.hold, range(count))
-                self._loading.append(visit)
+            length = visit.request.input_length
+            visit.keys = _keys(visit.request.hash_ids[: length // self.block_tokens])
+            visit.usable = (length - 1) // self.block_tokens
+            match = self._look(visit, visit.usable)
+            if match.probes:
+                self._wait(visit, match.probes, partial(self._look_again, visit))
             else:
-                self._ready(visit)
+                self._load(visit, match.foreign)
             self._submit()
 
-    def _worth(self, visit: _Visit) -> int:
-        """How many of the matched chunks to load."""
-        if self._gate is None or visit.hold is None:
-            return visit.matched
-        queued = {HOST: self.movers.wait(HOST, DEVICE, self._now), FILE: self.movers.wait(FILE, HOST, self._now)}
-        count = self._gate.chunks_to_load(0, self.cache.runs(visit.hold), self._now, queued)
-        self.tally.computed_by_choice += visit.matched - count
+    def _look(self, visit: _Visit, end: int) -> Match:
+        """Hold what the tiers have of the keys up to `end`, behind what is held already."""
+        match = self.cache.match(visit.keys[:end], self._now, start=visit.matched)
+        if match.hold is not None:
+            visit.parts.append(_Part(match.hold, match.length))
+            visit.matched += match.length
+        return match
+
+    def _look_again(self, visit: _Visit) -> None:
+        """The remote store has said what it has."""
+        self._load(visit, self._look(visit, visit.usable).foreign)
+        self._submit()
+
+    def _load(self, visit: _Visit, foreign: int) -> None:
+        """Order what is worth it of what is held, and of so many more chunks that the remote store has."""
+        left = wanted = self._worth(visit, foreign)
+        for part in visit.parts:
+            part.ordered = min(left, part.chunks)
+            left -= part.ordered
+            self._onboard(visit, part)
+        if left and (jobs := self.cache.fetch(visit.keys[:wanted], self._now)):
+            self._wait(visit, jobs, partial(self._fetched, visit, wanted))
+        if visit.awaited or (visit.parts and visit.parts[0].ordered):
+            self._loading.append(visit)
+        else:
+            self._ready(visit)
+
+    def _fetched(self, visit: _Visit, wanted: int) -> None:
+        """What the remote store still had of the first `wanted` chunks is in host memory."""
+        before = len(visit.parts)
+        self._look(visit, wanted)
+        for part in visit.parts[before:]:
+            part.ordered, part.fetched = part.chunks, True
+            self._onboard(visit, part)
+        self._submit()
+        self._settle(visit)
+
+    def _onboard(self, visit: _Visit, part: _Part) -> None:
+        if part.ordered:
+            self.cache.onboard(part.hold, range(part.ordered))
+            visit.until = self._now + self.cache.settings.load_timeout
+
+    def _worth(self, visit: _Visit, foreign: int) -> int:
+        """How many chunks to load, of those that are held and so many more in the remote store."""
+        found = visit.matched + foreign
+        if self._gate is None or not found:
+            return found
+        runs = [run for part in visit.parts for run in self.cache.runs(part.hold)]
+        runs += [Run(REMOTE, foreign)] if foreign else []
+        queued = {HOST: self.movers.wait(HOST, DEVICE, self._now)}
+        queued |= {source: self.movers.wait(source, HOST, self._now) for source in self._sources}
+        count = self._gate.chunks_to_load(0, runs, self._now, queued)
+        self.tally.computed_by_choice += found - count
         return count
+
+    def _settle(self, visit: _Visit) -> None:
+        """Go on with a visit if all that was ordered for it has ended."""
+        parts = [part for part in visit.parts if part.ordered]
+        outcomes = [outcome for part in parts if (outcome := self.cache.outcome(part.hold)) is not None]
+        if visit.awaited or len(outcomes) < len(parts):
+            return
+        self._loading.remove(visit)
+        for part, outcome in zip(parts, outcomes, strict=True):
+            visit.loaded += outcome.chunks
+            self.tally.hits.update([REMOTE] * outcome.chunks if part.fetched else outcome.sources)
+            if outcome.chunks < part.ordered:
+                break
+        self._ready(visit)
 
     def _ready(self, visit: _Visit) -> None:
         self._working.ready.append(visit)
@@ -242,8 +352,8 @@ class TieredReplay:
         first = visit.matched
         if first < len(visit.keys):
             self.cache.commit(visit.keys, range(len(visit.keys) - first), first=first)
-        if visit.hold is not None:
-            self.cache.release(visit.hold)
+        for part in visit.parts:
+            self.cache.release(part.hold)
         self._submit()
         self._working.idle += 1
         self._admitted -= 1

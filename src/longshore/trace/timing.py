@@ -13,9 +13,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
+from longshore.boundary import DEVICE, FILE, HOST, Route
 from longshore.errors import TraceError
 from longshore.trace.geometry import Geometry
+from longshore.trace.remote import REMOTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,10 @@ class Profile:
         link: Between device and host memory.
         file_read: From files to host memory.
         file_write: From host memory to files.
+        remote_read: From a remote store to host memory.
+        remote_write: From host memory to a remote store.
         fixed: Seconds that each transfer takes besides.
+        remote_delay: Seconds that a remote store takes besides, to answer whatever it is asked.
         source: Where the figures come from.
     """
 
@@ -37,27 +43,33 @@ class Profile:
     link: float
     file_read: float
     file_write: float
+    remote_read: float
+    remote_write: float
     fixed: float
+    remote_delay: float
     source: str
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least_is_fine = field.name in ("step", "fixed") and value == 0
+            least_is_fine = field.name in ("step", "fixed", "remote_delay") and value == 0
             if field.name != "source" and not least_is_fine and not (math.isfinite(value) and value > 0):
                 raise TraceError(f"{field.name}: expected a positive number, got {value}")
 
 
+_REMOTE = "a store behind 25 Gbit/s Ethernet, 90 % of which are reached, that answers within 0.5 ms (assumed)"
+
 PROFILES = {
     "h100": Profile(
-        0.4 * 989e12, 0.005, 50e9, 6.8e9, 4.0e9, 1e-4,
+        0.4 * 989e12, 0.005, 50e9, 6.8e9, 4.0e9, 2.8e9, 2.8e9, 1e-4, 5e-4,
         "H100: data sheet, 989 TFLOPS dense in 16 bits of which 40 % are reached (assumed); PCIe 5.0 x16 measured by "
-        "others at 50-52 GB/s; one data-centre NVMe on PCIe 4.0 x4 by its data sheet, 6.8 GB/s read and 4.0 write",
+        "others at 50-52 GB/s; one data-centre NVMe on PCIe 4.0 x4 by its data sheet, 6.8 GB/s read and 4.0 write; "
+        + _REMOTE,
     ),
     "a100": Profile(
-        0.5 * 312e12, 0.005, 25e9, 6.8e9, 4.0e9, 1e-4,
+        0.5 * 312e12, 0.005, 25e9, 6.8e9, 4.0e9, 2.8e9, 2.8e9, 1e-4, 5e-4,
         "A100: data sheet, 312 TFLOPS dense in 16 bits of which 50 % are reached (assumed); PCIe 4.0 x16 at 25 GB/s; "
-        "one data-centre NVMe on PCIe 4.0 x4 by its data sheet, 6.8 GB/s read and 4.0 write",
+        "one data-centre NVMe on PCIe 4.0 x4 by its data sheet, 6.8 GB/s read and 4.0 write; " + _REMOTE,
     ),
 }  # fmt: skip
 
@@ -93,6 +105,17 @@ def with_bench(profile: Profile, path: Path) -> Profile:
     return with_changes(profile, rates, f"by {path.name}")
 
 
+class Pace(NamedTuple):
+    """A route: seconds that each transfer takes besides, and bytes per second."""
+
+    fixed: float
+    rate: float
+
+    def seconds(self, nbytes: int) -> float:
+        """How long so many bytes take, once it is their turn."""
+        return self.fixed + nbytes / self.rate
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """A model on a machine."""
@@ -114,12 +137,15 @@ class Timing:
         """Seconds to compute `tokens` behind `context` others."""
         return self.profile.step + self.alpha * tokens + self.beta * tokens * (2 * context + tokens) / 2
 
-    def bandwidth(self, source: str, destination: str) -> float:
-        """Bytes per second of a route between the tiers `device`, `host` and `file`."""
-        rates = {
-            ("device", "host"): self.profile.link,
-            ("host", "device"): self.profile.link,
-            ("host", "file"): self.profile.file_write,
-            ("file", "host"): self.profile.file_read,
+    @property
+    def paces(self) -> dict[Route, Pace]:
+        """How fast each route is."""
+        of, delay = self.profile, self.profile.fixed + self.profile.remote_delay
+        return {
+            Route(DEVICE, HOST): Pace(of.fixed, of.link),
+            Route(HOST, DEVICE): Pace(of.fixed, of.link),
+            Route(HOST, FILE): Pace(of.fixed, of.file_write),
+            Route(FILE, HOST): Pace(of.fixed, of.file_read),
+            Route(HOST, REMOTE): Pace(delay, of.remote_write),
+            Route(REMOTE, HOST): Pace(delay, of.remote_read),
         }
-        return rates[source, destination]

@@ -4,63 +4,78 @@
     route file->host     ├─ job 6 ───────────┤                    routes side by side
                                  job 7 waits for job 6: `after`
 
-No bytes, no threads, no clock: whoever drives it asks for the next end, and calls that time now.
+A probe of a remote store takes no more than its delay. No bytes, no threads, no clock: whoever drives it asks for the
+next end, and calls that time now.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import replace
 
-from longshore.boundary import Cancel, Command, Route, Status, Transfer, TransferResult
+from longshore.boundary import HOST, Cancel, Command, Probe, ProbeResult, Route, Status, Transfer, TransferResult
+from longshore.trace.remote import REMOTE, RemoteStore
 from longshore.trace.timing import Timing
+
+_FETCH = Route(REMOTE, HOST)
 
 
 class VirtualMovers:
-    """All routes of one cache, whose block images have `image_bytes`."""
+    """All routes of one cache, whose block images have `image_bytes`; those to and from `remote`, too, if there is one.
 
-    def __init__(self, timing: Timing, image_bytes: int) -> None:
-        self._timing, self._image_bytes = timing, image_bytes
+    Attributes:
+        busy: Seconds that each route has moved bytes.
+        queued: Seconds that transfers have waited for their turn on each route.
+    """
+
+    def __init__(self, timing: Timing, image_bytes: int, remote: RemoteStore | None = None) -> None:
+        self._paces, self._image_bytes, self._remote = timing.paces, image_bytes, remote
         self._free_at: dict[Route, float] = {}
-        self._ends: list[tuple[float, int, TransferResult, Transfer]] = []
+        self._ends: list[tuple[float, int, Transfer, TransferResult] | tuple[float, int, Probe, None]] = []
         self._pending: set[int] = set()
-        self._waiting: dict[int, list[tuple[Transfer, float]]] = {}
+        self._waiting: dict[int, list[Transfer]] = {}
         self._missing: dict[int, int] = {}
         self._cancelled: set[int] = set()
         self.busy: dict[Route, float] = {}
-        """Seconds that each route has moved bytes."""
         self.queued: dict[Route, float] = {}
-        """Seconds that transfers have waited for their turn on each route."""
 
     def submit(self, commands: Iterable[Command], now: float) -> None:
         """Begin what can begin; the rest begins when what it comes after has ended. Nothing is forgotten."""
         for command in commands:
-            if isinstance(command, Cancel):
-                self._cancel(command.job)
-            elif isinstance(command, Transfer):
+            if isinstance(command, Transfer):
                 self._pending.add(command.job)
                 before = [job for job in command.after if job in self._pending]
                 self._missing[command.job] = len(before)
                 for job in before:
-                    self._waiting.setdefault(job, []).append((command, now))
+                    self._waiting.setdefault(job, []).append(command)
                 if not before:
-                    self._begin(command, now, now)
+                    self._begin(command, now)
+            elif isinstance(command, Cancel):
+                self._cancel(command.job)
+            elif isinstance(command, Probe):
+                end = min(now + self._paces[_FETCH].fixed, command.deadline)
+                heapq.heappush(self._ends, (end, command.probe, command, None))
 
     @property
     def next_end(self) -> float | None:
-        """When the next transfer ends; `None` while none is under way."""
+        """When the next transfer or probe ends; `None` while none is under way."""
         return self._ends[0][0] if self._ends else None
 
-    def pop(self) -> tuple[Transfer, TransferResult]:
+    def pop(self) -> tuple[Transfer, TransferResult] | tuple[Probe, ProbeResult]:
         """What ends next."""
-        now, _, result, transfer = heapq.heappop(self._ends)
-        self._pending.discard(transfer.job)
-        self._cancelled.discard(transfer.job)
-        for waiting, since in self._waiting.pop(transfer.job, ()):
+        now, _, command, result = heapq.heappop(self._ends)
+        if isinstance(command, Probe):
+            if self._remote is None or now >= command.deadline:
+                return command, ProbeResult(command.probe, (False,) * len(command.keys), Status.DEADLINE)
+            return command, ProbeResult(command.probe, self._remote.probe(command.keys))
+        self._pending.discard(command.job)
+        self._cancelled.discard(command.job)
+        for waiting in self._waiting.pop(command.job, ()):
             self._missing[waiting.job] -= 1
             if not self._missing[waiting.job]:
-                self._begin(waiting, since, now)
-        return transfer, result
+                self._begin(waiting, now)
+        return command, result if self._remote is None else self._exchange(self._remote, command, result)
 
     def wait(self, source: str, destination: str, now: float) -> float:
         """Seconds that a transfer would wait for its turn, ordered now."""
@@ -71,20 +86,31 @@ class VirtualMovers:
         if self._missing.get(job):
             self._cancelled.add(job)
 
-    def _begin(self, transfer: Transfer, since: float, now: float) -> None:
+    def _exchange(self, remote: RemoteStore, transfer: Transfer, result: TransferResult) -> TransferResult:
+        """What a transfer that has moved its bytes has found in the remote store, or left there."""
+        route, keys = transfer.route, [item.key for item in transfer.items] if REMOTE in transfer.route else []
+        if not keys or not result.bytes:
+            return result
+        if route.destination == REMOTE:
+            remote.write(keys)
+            return result
+        statuses = remote.read(keys)
+        return replace(result, statuses=statuses, bytes=statuses.count(Status.OK) * self._image_bytes)
+
+    def _begin(self, transfer: Transfer, now: float) -> None:
         del self._missing[transfer.job]
-        start = max(now, self._free_at.get(transfer.route, 0.0))
-        status = Status.OK
+        route, seconds, status = transfer.route, 0.0, Status.OK
+        start = max(now, self._free_at.get(route, 0.0))
         if transfer.job in self._cancelled:
             status, start = Status.CANCELLED, now
         elif start > transfer.deadline:
             status, start = Status.DEADLINE, max(now, transfer.deadline)
         nbytes = len(transfer.items) * self._image_bytes if status is Status.OK else 0
-        seconds = self._timing.profile.fixed + nbytes / self._timing.bandwidth(*transfer.route) if nbytes else 0.0
         if nbytes:
-            self._free_at[transfer.route] = start + seconds
-            self.busy[transfer.route] = self.busy.get(transfer.route, 0.0) + seconds
-            self.queued[transfer.route] = self.queued.get(transfer.route, 0.0) + start - now
+            seconds = self._paces[route].seconds(nbytes)
+            self._free_at[route] = start + seconds
+            self.busy[route] = self.busy.get(route, 0.0) + seconds
+            self.queued[route] = self.queued.get(route, 0.0) + start - now
         statuses = (status,) * len(transfer.items)
         result = TransferResult(transfer.job, statuses, nbytes, seconds, start - now)
-        heapq.heappush(self._ends, (start + seconds, transfer.job, result, transfer))
+        heapq.heappush(self._ends, (start + seconds, transfer.job, transfer, result))
