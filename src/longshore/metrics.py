@@ -58,6 +58,7 @@ def _counters(counters: Counters) -> Iterable[Metric]:
     yield _family("longshore_hit_chunks", "Chunks onboarded, by the tier they came from", "tier", counters.hits)
     yield _family("longshore_miss_chunks", "Chunks wanted and not onboarded", "reason", counters.misses)
     yield _family("longshore_evicted_chunks", "Copies evicted", "tier", counters.evictions)
+    yield _family("longshore_demoted_chunks", "Copies evicted that a colder tier had", "tier", counters.demotions)
     yield _family("longshore_lost_chunks", "Copies found unusable", "tier", counters.lost)
     drops = CounterMetricFamily("longshore_dropped_chunks", "Chunks not stored", labels=["tier", "reason"])
     for tier, reasons in counters.drops.items():

@@ -46,7 +46,7 @@ def test_json_and_a_page(tmp_path: Path) -> None:
 
 def test_every_option_changes_the_answer(tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
-    bench.write_text(json.dumps({"cases": [{"name": "read/2MiB", "value": 0.9}, {"name": "write/2MiB", "value": 1}]}))
+    bench.write_text(json.dumps({"cases": [{"name": "read/2MiB", "value": 0.9, "unit": "GB/s"}]}))
     usual = json.loads(run(EXCERPT, *MODEL, "--json"))
     for options in (
         ("--profile", "a100"),

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from longshore.cache.eviction import POLICIES
 from longshore.cli.app import app
 from longshore.errors import LongshoreError
+from longshore.trace.policies import REFERENCES
 
 EXCERPT = str(resources.files("longshore.trace").joinpath("data", "conversation_excerpt.jsonl"))
 KEYS = {
@@ -52,8 +54,14 @@ def test_a_replay_in_virtual_time(tmp_path: Path) -> None:
     assert isinstance(by_tier, dict)
     assert set(by_tier) == {"host", "file"}
     assert sum(by_tier.values()) == pytest.approx(found["hit_ratio"])
+    evictions = found["evictions"]
+    assert isinstance(evictions, dict)
+    assert evictions["host"]["demoted"] > 0
+    assert set(evictions["file"]) == {"demoted", "forgotten", "unusable"}
     page = (tmp_path / "page" / "index.html").read_text()
-    assert "Time to first token" in page
+    for figure in ("Time to first token", "Blocks found", "Blocks that left", "Routes"):
+        assert figure in page
+    assert "demoted" in page
     assert "http-equiv" in page
     table = run(EXCERPT, *TIMED)
     assert "TTFT p95" in table
@@ -70,7 +78,9 @@ def test_engines_that_are_asked_for_too_much_are_told_of() -> None:
 
 def test_the_machine_can_be_described(tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
-    bench.write_text(json.dumps({"cases": [{"name": "read/2MiB", "value": 1.0}]}))
+    bench.write_text(json.dumps({"cases": [{"name": "read/2MiB", "value": 1.0, "unit": "GB/s"}]}))
+    prefill = tmp_path / "prefill.json"
+    prefill.write_text(json.dumps({"cases": [{"name": "prefill/512", "value": 30.0, "unit": "TFLOPS"}]}))
     usual = facts(EXCERPT, *TIMED)
     for options in (
         ("--profile", "a100"),
@@ -79,11 +89,34 @@ def test_the_machine_can_be_described(tmp_path: Path) -> None:
         ("--file-write", "1MB"),
         ("--prefill-rate", "5000"),
         ("--bench", str(bench)),
+        ("--bench", str(bench), "--bench", str(prefill)),
+        ("--remote", "1TiB"),
         ("--no-gate", "--file-read", "100MB"),
         ("--no-optimum",),
         ("--limit", "10"),
     ):
         assert facts(EXCERPT, *TIMED, *options) != usual, options
+
+
+def test_a_remote_store_can_be_described() -> None:
+    tiered = ("--model", "llama-3.1-8b", "--host", "2GiB", "--remote", "1TiB", "--no-gate")
+    usual = facts(EXCERPT, *tiered)
+    by_tier = usual["hit_ratio_by_tier"]
+    assert isinstance(by_tier, dict)
+    assert by_tier["remote"] > 0
+    for options in (("--remote-read", "500MB/s"), ("--remote-write", "9MB"), ("--remote-delay", "40ms")):
+        assert facts(EXCERPT, *tiered, *options)["ttft_s"] != usual["ttft_s"], options
+    table = run(EXCERPT, *tiered)
+    for word in ("hits, remote", "left host", "remote->host"):
+        assert word in table
+
+
+def test_the_help_names_every_policy_and_an_unknown_one_gets_the_nearest() -> None:
+    text = " ".join(CliRunner().invoke(app, ["replay", "--help"], terminal_width=200).output.split())
+    for name in POLICIES | REFERENCES:
+        assert name in text
+    with pytest.raises(LongshoreError, match=r"got 'gitins'; did you mean gittins\?"):
+        run(EXCERPT, "--capacity-blocks", "5", "--policy", "gitins")
 
 
 def test_forms_and_bad_lines(tmp_path: Path) -> None:
@@ -113,6 +146,10 @@ def test_forms_and_bad_lines(tmp_path: Path) -> None:
         (("--capacity-blocks", "5", "--model", "llama-3.1-8b"), "knows no time"),
         (("--capacity-blocks", "5", "--policy", "best"), "expected a policy out of"),
         (("--capacity-blocks", "5", "--block-tokens", "16"), "hash ids"),
+        (("--capacity-blocks", "5", "--remote", "1GiB"), "knows no time"),
+        (("--host", "4GiB", "--model", "llama-3.1-8b", "--remote", "some"), "--remote: expected a size"),
+        (("--host", "4GiB", "--model", "llama-3.1-8b", "--remote-delay", "5"), "--remote-delay: expected a time"),
+        (("--host", "4GiB", "--model", "llama-3.1-8b", "--bench", EXCERPT), "longshore bench"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_reason(options: tuple[str, ...], complaint: str) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from longshore.boundary import Cancel, Items, Route, Status, Transfer
+from longshore.boundary import Cancel, Items, Route, Status, Transfer, TransferResult
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
 from longshore.trace import TraceRequest, read_excerpt, synthesize
 from longshore.trace.geometry import MODELS, geometry_of
 from longshore.trace.result import Replayed
 from longshore.trace.tiered import TieredReplay
-from longshore.trace.timing import PROFILES, Timing, profile_named, with_bench, with_changes
+from longshore.trace.timing import PROFILES, Profile, Timing, profile_named, with_bench, with_changes
 from longshore.trace.virtual import VirtualMovers
 
 BLOCK = 512
@@ -152,13 +152,12 @@ def transfer(job: int, source: str, destination: str, **changes: object) -> Tran
 def test_a_route_serves_one_after_the_other_and_routes_side_by_side() -> None:
     movers = VirtualMovers(TIMING, IMAGE)
     movers.submit([transfer(1, "file", "host"), transfer(2, "file", "host"), transfer(3, "host", "device")], 5.0)
-    read, link = (
-        TIMING.profile.fixed + 2 * IMAGE / TIMING.bandwidth(*r) for r in (("file", "host"), ("host", "device"))
-    )
+    read, link = (TIMING.paces[Route(*r)].seconds(2 * IMAGE) for r in (("file", "host"), ("host", "device")))
     ends = []
     while (end := movers.next_end) is not None:
-        done, result = movers.pop()
-        ends.append((done.job, end, result.queued_seconds))
+        _, result = movers.pop()
+        assert isinstance(result, TransferResult)
+        ends.append((result.job, end, result.queued_seconds))
     assert [job for job, _, _ in ends] == [3, 1, 2]
     assert [end for _, end, _ in ends] == pytest.approx([5 + link, 5 + read, 5 + 2 * read])
     assert [queued for _, _, queued in ends] == pytest.approx([0, 0, read])
@@ -167,9 +166,10 @@ def test_a_route_serves_one_after_the_other_and_routes_side_by_side() -> None:
 def test_what_comes_after_another_job_begins_when_that_has_ended() -> None:
     movers = VirtualMovers(TIMING, IMAGE)
     movers.submit([transfer(1, "file", "host"), transfer(2, "host", "device", after=(1,))], 0.0)
-    assert movers.pop()[0].job == 1
-    assert movers.next_end is not None
-    assert movers.pop()[1].statuses == (Status.OK,) * 2
+    first, second = movers.pop()[1], movers.pop()[1]
+    assert isinstance(first, TransferResult)
+    assert isinstance(second, TransferResult)
+    assert (first.job, second.job, second.statuses) == (1, 2, (Status.OK,) * 2)
 
 
 def test_what_is_cancelled_or_late_before_it_begins_ends_without_a_byte() -> None:
@@ -182,8 +182,9 @@ def test_what_is_cancelled_or_late_before_it_begins_ends_without_a_byte() -> Non
     movers.submit([*jobs, Cancel(2)], 0.0)
     results = {}
     while movers.next_end is not None:
-        done, result = movers.pop()
-        results[done.job] = (result.statuses[0], result.bytes)
+        _, result = movers.pop()
+        assert isinstance(result, TransferResult)
+        results[result.job] = (result.statuses[0], result.bytes)
     assert results == {1: (Status.OK, 2 * IMAGE), 2: (Status.CANCELLED, 0), 3: (Status.DEADLINE, 0)}
 
 
@@ -241,27 +242,62 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, content: object) -> No
 def test_unknown_names_are_refused_and_the_known_are_told(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"llama-3\.1-8b"):
         geometry_of("gpt-unknown")
-    with pytest.raises(TraceError, match="h100"):
+    with pytest.raises(TraceError, match=r"h100, a100, got 'abacus'$"):
         profile_named("abacus")
+    with pytest.raises(TraceError, match=r"did you mean h100\?"):
+        profile_named("H-100")
+    with pytest.raises(TraceError, match=r"did you mean llama-3\.1-70b\?"):
+        geometry_of("llama3.1-70b")
     tmp_path.joinpath("config.json").write_text("{")
     with pytest.raises(TraceError, match="JSON object"):
         geometry_of(str(tmp_path))
 
 
-def test_a_benchmark_gives_the_speed_of_files(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    cases = [
-        {"name": "read/2MiB", "value": 2.5},
-        {"name": "write/2MiB", "value": 3.5},
-        {"name": "cpu/2MiB", "value": 9},
+FILES = [
+    {"name": "read/256KiB", "value": 1.5, "unit": "GB/s"},
+    {"name": "read/2MiB", "value": 2.5, "unit": "GB/s"},
+    {"name": "write/2MiB", "value": 3.5, "unit": "GB/s"},
+    {"name": "cpu/2MiB", "value": 9, "unit": "core-s/GB"},
+]
+
+
+def test_benchmarks_give_the_speeds_of_files_of_the_link_and_of_prefill(tmp_path: Path) -> None:
+    usual, path = PROFILES["h100"], tmp_path / "bench.json"
+
+    def found(report: object) -> Profile:
+        path.write_text(json.dumps(report))
+        return with_bench(usual, path)
+
+    files = found({"machine": {}, "cases": FILES})
+    assert (files.file_read, files.file_write, files.link) == (2.5e9, 3.5e9, usual.link)
+    assert "file_read, file_write by bench.json" in files.source
+    copies = [{"name": f"{way}/2MiB", "value": 11.0, "unit": "GB/s"} for way in ("offload", "onboard")]
+    assert found({"cases": copies}) == with_changes(usual, {"link": 11e9}, "by bench.json")
+    prefill = [{"name": f"prefill/{n}", "value": rate, "unit": "TFLOPS"} for n, rate in ((512, 90.0), (8192, 300.0))]
+    assert found({"cases": prefill}).flops == 300e12
+    chosen = [
+        {"direction": "onboard", "page_bytes": 4096, "bytes": 1 << 25, "way": "staged", "gb_per_s": 44.0},
+        {"direction": "onboard", "page_bytes": 1 << 21, "bytes": 1 << 25, "way": "direct", "gb_per_s": 52.0},
+        {"direction": "offload", "page_bytes": 1 << 21, "bytes": 1 << 25, "way": "direct", "gb_per_s": 60.0},
     ]
-    path.write_text(json.dumps({"machine": {}, "cases": cases}))
-    found = with_bench(PROFILES["h100"], path)
-    assert (found.file_read, found.file_write, found.link) == (2.5e9, 3.5e9, PROFILES["h100"].link)
-    assert "bench.json" in found.source
-    for content in ("{", "[]", '{"cases": []}', '{"cases": [{"name": "read/2MiB", "value": "fast"}]}'):
-        path.write_text(content)
-        with pytest.raises(TraceError, match=r"bench\.json"):
-            with_bench(PROFILES["h100"], path)
+    assert found({"chosen": chosen}).link == 52e9
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{", "[]", '{"cases": []}', '{"chosen": []}', '{"cases": [{"name": 3}]}', '{"cases": [{"name": "read/2MiB"}]}',
+        '{"cases": [{"name": "read/2MiB", "value": "fast", "unit": "GB/s"}]}',
+        '{"cases": [{"name": "read/2MiB", "value": 2, "unit": "miles"}]}',
+    ],
+)  # fmt: skip
+def test_what_is_no_benchmark_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(content)
+    with pytest.raises(TraceError, match=r"bench\.json"):
+        with_bench(PROFILES["h100"], path)
+
+
+def test_a_speed_of_nothing_is_refused() -> None:
     with pytest.raises(TraceError, match="link: expected a positive number, got 0"):
         with_changes(PROFILES["h100"], {"link": 0.0}, "as given")

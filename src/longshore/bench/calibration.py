@@ -27,7 +27,13 @@ class Calibrated:
     def as_json(self) -> dict[str, object]:
         """What `--json` prints: the calibration, its path, and for each load which way pages of each size go."""
         chosen = [
-            {"direction": line.direction, "page_bytes": line.page_bytes, "bytes": line.nbytes, "way": line.way.value}
+            {
+                "direction": line.direction,
+                "page_bytes": line.page_bytes,
+                "bytes": line.nbytes,
+                "way": line.way.value,
+                "gb_per_s": line.rates[line.way],
+            }
             for line in self.lines()
         ]
         return {**self.calibration.as_json(), "path": str(self.path), "chosen": chosen}

@@ -110,6 +110,7 @@ class Many:
         store, index = self._store, self._store.index
         slots = column(index.slot[tier])[at]
         self._log(nodes, tier)
+        store.counters.demotions[store.levels[tier].name] += len(nodes)
         store.policies[tier].leave(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
         store.pools[tier].free_all(slots)

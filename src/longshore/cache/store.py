@@ -414,6 +414,8 @@ class Store:
             self.seen[node] = 0
             self.backlog.forget(node)
         else:
+            if cause == EVICTED:
+                self.counters.demotions[self.levels[tier].name] += 1
             self.backlog.exposed(node)
             self._note(node)
             self._reconsider(node)

@@ -184,14 +184,16 @@ class Counters:
     """Counts since the start. Every known label is present from the start, at zero.
 
     `hits` are chunks onboarded by the tier they came from, `misses` chunks wanted and not onboarded, `drops` chunks
-    not stored by the tier that did not take them, `evictions` copies evicted by tier, `lost` copies removed because
-    their bytes, or their parent's, turned out to be unusable, `probes` keys that foreign tiers were asked for.
+    not stored by the tier that did not take them, `evictions` copies evicted by tier, `demotions` those of
+    them that a colder tier still had, `lost` copies removed because their bytes, or their parent's, turned out to be
+    unusable, `probes` keys that foreign tiers were asked for.
     """
 
     hits: Counter[str]
     misses: Counter[MissReason]
     drops: dict[str, Counter[DropReason]]
     evictions: Counter[str]
+    demotions: Counter[str]
     lost: Counter[str]
     routes: dict[str, RouteTotals] = field(default_factory=dict)
     probes: dict[str, Counter[Answer]] = field(default_factory=dict)
@@ -208,6 +210,7 @@ class Counters:
             misses=Counter(dict.fromkeys(MissReason, 0)),
             drops={tier: Counter(dict.fromkeys(DropReason, 0)) for tier in (*tiers, *foreign)},
             evictions=Counter(dict.fromkeys(tiers, 0)),
+            demotions=Counter(dict.fromkeys(tiers, 0)),
             lost=Counter(dict.fromkeys(tiers, 0)),
             routes={route: RouteTotals() for route in routes},
             probes={tier: Counter(dict.fromkeys(Answer, 0)) for tier in foreign},

@@ -28,9 +28,9 @@ from longshore.cli.traces import (
     ProfileOption,
     TraceFile,
     open_trace,
+    seconds_of,
     timing_of,
 )
-from longshore.errors import ConfigError
 
 if TYPE_CHECKING:
     from longshore.trace.sizing import Choice, Plan
@@ -75,7 +75,8 @@ def plan(
 
         check_report(report)
     target = seconds_of(ttft_p95, "--ttft-p95")
-    timing = timing_of(model, profile, bench, link, file_read, file_write, prefill_rate)
+    rates = {"link": link, "file_read": file_read, "file_write": file_write}
+    timing = timing_of(model, profile, bench, rates, prefill_rate)
     costs = Prices() if prices is None else Prices.read(prices)
     arrivals = Arrivals(block_tokens)
     with console.status("reading"):
@@ -93,21 +94,6 @@ def plan(
                                "words": list(words)}))  # fmt: skip
     else:
         _render(found, words)
-
-
-def seconds_of(text: str, option: str) -> float:
-    """Seconds of a time such as `500ms` or `2s`; raises `ConfigError`."""
-    for unit, factor in (("ms", 1e-3), ("s", 1.0)):
-        number = text.removesuffix(unit).strip()
-        if text.endswith(unit):
-            try:
-                seconds = float(number) * factor
-            except ValueError:
-                break
-            if 0 < seconds < float("inf"):
-                return seconds
-            break
-    raise ConfigError(f"{option}: expected a time such as 500ms or 2s, got {text!r}")
 
 
 def recommendation(found: Plan) -> tuple[str, ...]:

@@ -50,12 +50,18 @@ def replay(
     model: Model = None,
     host: Annotated[str | None, typer.Option(help="Host memory for blocks, as in 64GiB.")] = None,
     file: Annotated[str | None, typer.Option(help="Room in files, as in 1TiB; none by default.")] = None,
+    remote: Annotated[str | None, typer.Option(help="Room in a remote store, as in 10TiB; none by default.")] = None,
     capacity_blocks: Annotated[
         int | None,
         typer.Option(min=1, help="The plain policy experiment instead: one tier of so many blocks, and no time."),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Eviction policy by name, or one to compare with: lru-2, s3-fifo, fifo.")
+        str | None,
+        typer.Option(
+            help="gittins, the default: what promises the fewest hits for its slot goes first, as it has learned; "
+            "arc: weighs what was used once against what was used often; lru: what was used the longest ago. "
+            "To compare with: lru-2 (the last use but one), s3-fifo (three queues), fifo (what came first)."
+        ),
     ] = None,
     form: FormOption = FormChoice.AUTO,
     block_tokens: BlockTokens = 512,
@@ -66,6 +72,11 @@ def replay(
     link: Link = None,
     file_read: FileRead = None,
     file_write: FileWrite = None,
+    remote_read: Annotated[str | None, typer.Option(help="Bytes a second from the remote store.")] = None,
+    remote_write: Annotated[str | None, typer.Option(help="Bytes a second into the remote store.")] = None,
+    remote_delay: Annotated[
+        str | None, typer.Option(help="Time that the remote store takes besides, as in 500us or 2ms.")
+    ] = None,
     prefill_rate: PrefillRate = None,
     engines: Engines = 1,
     gate: Annotated[bool, typer.Option(help="Compute what is slower to load; without, load whatever is found.")] = True,
@@ -90,8 +101,10 @@ def replay(
         check_report(report)
     requests = open_trace(trace, form, block_tokens, bad_lines, limit, console)
     if capacity_blocks is not None:
-        if any(given is not None for given in (model, host, file, report)):
-            raise ConfigError("--capacity-blocks knows no time: expected it without --model, --host, --file, --report")
+        if any(given is not None for given in (model, host, file, remote, report)):
+            raise ConfigError(
+                "--capacity-blocks knows no time: expected it without --model, --host, --file, --remote, --report"
+            )
         with console.status("reading") as status:
             facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, optimum)
     else:
@@ -100,8 +113,11 @@ def replay(
 
         if host is None:
             raise ConfigError("expected --host and --model, or --capacity-blocks; see longshore replay --help")
-        timing = timing_of(model, profile, bench, link, file_read, file_write, prefill_rate)
-        tiers = {"host": size_of(host, "--host")} | ({"file": size_of(file, "--file")} if file is not None else {})
+        rates = {"link": link, "file_read": file_read, "file_write": file_write}
+        rates |= {"remote_read": remote_read, "remote_write": remote_write}
+        timing = timing_of(model, profile, bench, rates, prefill_rate, remote_delay)
+        sizes = {"host": host, "file": file, "remote": remote}
+        tiers = {tier: size_of(text, f"--{tier}") for tier, text in sizes.items() if text is not None}
         name, kind = policy_named(policy)
         run = TieredReplay(timing, block_tokens, tiers, kind, engines=engines, gated=gate)
         with console.status("reading") as status:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longshore.report import RUNS, Curve, Page, curves
+from longshore.report import REASONS, RUNS, SOURCES, Curve, Page, curves, stacked_bars
 
 if TYPE_CHECKING:
     from longshore.trace.result import Replayed
@@ -32,9 +33,32 @@ def write_report(found: Replayed, directory: Path) -> Path:
     )
     caption = "The share of requests that had their first token by then. Further left is better."
     page.figure("Time to first token", caption, _ttft(found))
+    hits = {tier: [100 * count / max(1, found.replay.tally.block_refs)] for tier, count in found.hits.items()}
+    page.figure(
+        "Blocks found",
+        "Of all blocks of prompts, by the tier that they were loaded from.",
+        stacked_bars(["all requests"], hits, SOURCES, x_title="", y_title="blocks, %"),
+    )
+    page.figure(
+        "Blocks that left",
+        "Demoted ones are in a colder tier still, forgotten ones in none; the bytes of the unusable were not there.",
+        _by(found.evictions, y_title="blocks"),
+    )
+    page.figure(
+        "Routes",
+        "How long bytes were moved on each route, and how long transfers waited for their turn, all of them together.",
+        _by(found.routes, y_title="seconds"),
+    )
     page.table("What was found", ("", "", ""), found.rows())
     page.text("Assumptions", found.replay.timing.geometry.source, found.replay.timing.profile.source)
     return page.write(directory / "index.html")
+
+
+def _by(rows: Mapping[str, Mapping[str, float]], *, y_title: str) -> Any:
+    """A bar for each row, made of its parts."""
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    parts = {name: [row.get(name, 0) for row in rows.values()] for name in names}
+    return stacked_bars(list(rows), parts, REASONS, x_title="", y_title=y_title)
 
 
 def _ttft(found: Replayed) -> Any:

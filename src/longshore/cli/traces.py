@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -53,7 +53,11 @@ ProfileOption = Annotated[
     str, typer.Option("--profile", help="The machine: h100 or a100. Options below replace parts.")
 ]
 Bench = Annotated[
-    Path | None, typer.Option(help="Take the speed of files from what `longshore bench file --json` printed.")
+    list[Path] | None,
+    typer.Option(
+        help="Take speeds from what `longshore bench NAME --json` printed: of files (file), the link (copy), "
+        "prefill (prefill). May be given several times."
+    ),
 ]
 Link = Annotated[str | None, typer.Option(help="Bytes a second between device and host memory, as in 50GB.")]
 FileRead = Annotated[str | None, typer.Option(help="Bytes a second from files.")]
@@ -62,6 +66,9 @@ PrefillRate = Annotated[
     float | None, typer.Option(min=1e-3, help="Tokens a second that one engine computes of a short prompt.")
 ]
 Engines = Annotated[int, typer.Option(min=1, help="Engines that share the tiers; each computes a prompt at a time.")]
+
+_SHOWN = 3
+"""Bad lines that are shown; of more there is the number."""
 
 
 def open_trace(
@@ -73,40 +80,58 @@ def open_trace(
     known = form_of(path) if form is FormChoice.AUTO else Form(form.value)
     if not known.shows_reuse:
         console.print(f"{path.name} has lengths only: nothing in it says what is shared, so nothing will be hit.")
-    skipped: list[TraceError] = []
-    skip = skipped.append if bad_lines is BadLines.SKIP else None
-    yield from islice(read_trace(path, known, block_tokens=block_tokens, skip=skip), limit)
-    for error in skipped[:3]:
-        console.print(f"skipped: {error}", style="yellow", markup=False)
-    if len(skipped) > 3:
-        console.print(f"skipped: {len(skipped):,} lines in all", style="yellow")
+    skipped = 0
+
+    def skip(error: TraceError) -> None:
+        nonlocal skipped
+        skipped += 1
+        if skipped <= _SHOWN:
+            console.print(f"skipped: {error}", style="yellow", markup=False)
+
+    told = skip if bad_lines is BadLines.SKIP else None
+    yield from islice(read_trace(path, known, block_tokens=block_tokens, skip=told), limit)
+    if skipped > _SHOWN:
+        console.print(f"skipped: {skipped:,} lines in all", style="yellow")
 
 
 def timing_of(
     model: str | None,
     profile: str,
-    bench: Path | None,
-    link: str | None,
-    file_read: str | None,
-    file_write: str | None,
+    bench: Sequence[Path] | None,
+    rates: Mapping[str, str | None],
     prefill_rate: float | None,
+    remote_delay: str | None = None,
 ) -> Timing:
-    """The timing model that the options ask for."""
+    """The timing model that the options ask for; `rates` are those of `Profile`, by name."""
     from longshore.trace.geometry import MODELS, geometry_of  # noqa: PLC0415
     from longshore.trace.timing import Timing, profile_named, with_bench, with_changes  # noqa: PLC0415
 
     if model is None:
         raise ConfigError(f"--model: expected one of {', '.join(MODELS)}, or the path of a config.json")
     geometry, machine = geometry_of(model), profile_named(profile)
-    if bench is not None:
-        machine = with_bench(machine, bench)
-    rates = {"link": link, "file_read": file_read, "file_write": file_write}
+    for path in bench or ():
+        machine = with_bench(machine, path)
     given: dict[str, float | None] = {
         name: None if text is None else float(size_of(text, f"--{name.replace('_', '-')}"))
         for name, text in rates.items()
     }
+    given["remote_delay"] = None if remote_delay is None else seconds_of(remote_delay, "--remote-delay")
     given["flops"] = None if prefill_rate is None else 2 * geometry.parameters * prefill_rate
     return Timing(geometry, with_changes(machine, given, "as given"))
+
+
+def seconds_of(text: str, option: str) -> float:
+    """Seconds of a time such as `500ms` or `2s`; raises `ConfigError`."""
+    for unit, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            try:
+                seconds = float(text.removesuffix(unit)) * factor
+            except ValueError:
+                break
+            if 0 < seconds < float("inf"):
+                return seconds
+            break
+    raise ConfigError(f"{option}: expected a time such as 500ms or 2s, got {text!r}")
 
 
 def size_of(text: str, option: str) -> int:

@@ -12,9 +12,10 @@ from longshore.report.plots import (
     plotly_javascript,
     stacked_bars,
 )
-from longshore.report.theme import RUNS, SOURCES, Colour
+from longshore.report.theme import REASONS, RUNS, SOURCES, Colour
 
 __all__ = [
+    "REASONS",
     "RUNS",
     "SOURCES",
     "Colour",

@@ -50,9 +50,14 @@ class Level:
 
 
 def stacked_bars(
-    x: Sequence[int], parts: Mapping[str, Sequence[float]], colours: Mapping[str, Colour], *, x_title: str, y_title: str
+    x: Sequence[int] | Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    colours: Mapping[str, Colour],
+    *,
+    x_title: str,
+    y_title: str,
 ) -> Any:
-    """A bar per x, made of `parts` from the bottom up."""
+    """A bar per x, which is a position or a name, made of `parts` from the bottom up."""
     figure = _figure(x_title=x_title, y_title=y_title, height=400)
     for name, values in parts.items():
         _same_length(name, values, x)
@@ -64,7 +69,7 @@ def stacked_bars(
             hovertemplate="%{y:,}",
         )
     figure.update_layout(barmode="stack", bargap=0.18, legend_traceorder="normal")
-    _span(figure, x)
+    _span(figure, [at for at in x if isinstance(at, int)])
     return figure
 
 

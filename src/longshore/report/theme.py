@@ -31,9 +31,19 @@ SOURCES: Final[dict[str, Colour]] = {
     "device": Colour("#0072b2", "#2f93d0"),
     "host": Colour("#56b4e9", "#8ccdf3"),
     "file": Colour("#e69f00", "#f0b429"),
+    "remote": Colour("#cc79a7", "#dd9abf"),
     "computed": Colour("#b9bec5", "#59616c"),
 }
 """Where a prompt's tokens came from; the tiers' own colours everywhere."""
+
+REASONS: Final[dict[str, Colour]] = {
+    "demoted": Colour("#b9bec5", "#59616c"),
+    "forgotten": Colour("#d55e00", "#f0803c"),
+    "unusable": Colour("#6f4e9c", "#a98bd6"),
+    "moving": Colour("#56b4e9", "#8ccdf3"),
+    "waiting": Colour("#d55e00", "#f0803c"),
+}
+"""Why something left, and what time was spent on."""
 
 RUNS: Final[dict[str, Colour]] = {
     "tiered": Colour("#009e73", "#22b88c"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.errors import TraceError
+from longshore.trace.names import unknown
 
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "fp8": 1, "int8": 1}
 
@@ -66,7 +67,7 @@ def geometry_of(model: str) -> Geometry:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise TraceError(f"expected a model out of {', '.join(MODELS)}, or the path of a config.json; got {model!r}")
+        raise unknown("a model, or the path of a config.json,", model, MODELS)
     try:
         config = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longshore.cache.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
-from longshore.errors import TraceError
+from longshore.trace.names import unknown
 from longshore.trace.references import FIFO, LRU2, S3FIFO
 
 REFERENCES: dict[str, type[EvictionPolicy]] = {"fifo": FIFO, "lru-2": LRU2, "s3-fifo": S3FIFO}
@@ -15,5 +15,5 @@ def policy_named(name: str | None) -> tuple[str, type[EvictionPolicy]]:
     if name is None:
         return next(each for each in known.items() if each[1] is DEFAULT_POLICY)
     if name.lower() not in known:
-        raise TraceError(f"expected a policy out of {', '.join(sorted(known))}, got {name!r}")
+        raise unknown("a policy", name, sorted(known))
     return name.lower(), known[name.lower()]

@@ -11,6 +11,7 @@ import numpy as np
 from longshore.boundary import FILE
 from longshore.cache import DropReason, MissReason
 from longshore.report.units import share, size
+from longshore.trace.remote import REMOTE
 from longshore.trace.tiered import TieredReplay
 
 _DAY = 86_400.0
@@ -38,7 +39,31 @@ class Replayed:
     @property
     def hits(self) -> dict[str, int]:
         """Blocks that were loaded, by the tier that had them."""
-        return {stats.name: self.replay.tally.hits[stats.name] for stats in self.replay.cache.stats()}
+        return {tier: self.replay.tally.hits[tier] for tier in self.slots}
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Blocks that each tier has room for, warmest first."""
+        replay = self.replay
+        return {stats.name: stats.slots for stats in replay.cache.stats()} | (
+            {} if replay.remote is None else {REMOTE: replay.remote.slots}
+        )
+
+    @property
+    def evictions(self) -> dict[str, dict[str, int]]:
+        """Copies that left each tier: a colder one has it still, none has, or its bytes were no good."""
+        counters, remote = self.replay.counters, self.replay.remote
+        found = {
+            tier: {
+                "demoted": counters.demotions[tier],
+                "forgotten": count - counters.demotions[tier],
+                "unusable": counters.lost[tier],
+            }
+            for tier, count in counters.evictions.items()
+        }
+        if remote is not None:
+            found[REMOTE] = {"demoted": 0, "forgotten": remote.evictions, "unusable": 0}
+        return found
 
     @property
     def hit_ratio(self) -> float:
@@ -59,6 +84,14 @@ class Replayed:
             "p95": percentile(with_tiers, 95),
             "recompute_p50": percentile(without, 50),
             "recompute_p95": percentile(without, 95),
+        }
+
+    @property
+    def routes(self) -> dict[str, dict[str, float]]:
+        """Seconds that each route has moved bytes, and that transfers have waited for it."""
+        movers = self.replay.movers
+        return {
+            str(route): {"moving": busy, "waiting": movers.queued[route]} for route, busy in sorted(movers.busy.items())
         }
 
     @property
@@ -83,16 +116,16 @@ class Replayed:
             "hit_tokens_ratio": ratio(sum(self.hits.values()) * replay.block_tokens, tally.prompt_tokens),
             "kv_bytes_per_token": replay.timing.geometry.kv_bytes_per_token,
             "block_bytes": replay.image_bytes,
-            "blocks_by_tier": {stats.name: stats.slots for stats in replay.cache.stats()},
+            "blocks_by_tier": self.slots,
             "seconds": tally.seconds,
-            "evictions": dict(counters.evictions),
+            "evictions": self.evictions,
             "drops": {tier: _counted(drops) for tier, drops in counters.drops.items()},
             "misses": _counted(counters.misses),
             "computed_by_choice": tally.computed_by_choice,
             "engine_busy": ratio(tally.computing, tally.seconds * replay.engines),
             "engine_busy_recompute": ratio(tally.recomputing, tally.seconds * replay.engines),
-            "route_busy_s": {str(route): seconds for route, seconds in sorted(replay.movers.busy.items())},
-            "route_queued_s": {str(route): seconds for route, seconds in sorted(replay.movers.queued.items())},
+            "route_busy_s": {route: seconds["moving"] for route, seconds in self.routes.items()},
+            "route_queued_s": {route: seconds["waiting"] for route, seconds in self.routes.items()},
             "assumptions": [replay.timing.geometry.source, replay.timing.profile.source],
         }
 
@@ -109,10 +142,9 @@ class Replayed:
             ("KV cache", f"{each:,} B", f"for each token; {size(replay.image_bytes)} for a block"),
             ("policy", self.policy, ""),
         ]
-        for stats in replay.cache.stats():
-            gone = replay.counters.evictions[stats.name]
-            note = f"of all blocks; room for {stats.slots:,}, {gone:,} evictions"
-            rows.append((f"hits, {stats.name}", share(found[stats.name], tally.block_refs), note))
+        for tier, slots in self.slots.items():
+            note = f"of all blocks; room for {slots:,}"
+            rows.append((f"hits, {tier}", share(found[tier], tally.block_refs), note))
         tokens = share(sum(found.values()) * replay.block_tokens, tally.prompt_tokens)
         rows.append(("hits in all", share(self.hit_ratio, 1), f"{tokens} of all prompt tokens"))
         best = self.optimal_hit_ratio
@@ -136,13 +168,15 @@ class Replayed:
     def _traffic_rows(self) -> list[Row]:
         replay = self.replay
         rows = [("file writes", size(self.file_write_bytes_per_day), "a day, at the trace's own pace")]
+        for tier, gone in self.evictions.items():
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in gone.items() if count)
+            rows.append((f"left {tier}", reasons or "none", "blocks: demoted ones are in a colder tier still"))
         for tier, drops in replay.counters.drops.items():
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in _counted(drops).items())
             rows.append((f"not taken, {tier}", reasons or "none", "blocks, by reason"))
-        for route, busy in sorted(replay.movers.busy.items()):
-            waited = replay.movers.queued.get(route, 0.0)
-            note = f"of the time at work; transfers waited {waited:,.1f} s in all"
-            rows.append((str(route), share(busy, replay.tally.seconds), note))
+        for route, seconds in self.routes.items():
+            note = f"of the time at work; transfers waited {seconds['waiting']:,.1f} s in all"
+            rows.append((route, share(seconds["moving"], replay.tally.seconds), note))
         return rows
 
 

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Probe, ProbeResult, Result, Transfer, TransferResult
 from longshore.cache import CacheSettings, Counters, Gate, Hold, Match, Run, TieredCache, TierSpec
@@ -256,7 +257,7 @@ class TieredReplay:
             if match.probes:
                 self._wait(visit, match.probes, partial(self._look_again, visit))
             else:
-                self._load(visit, match.foreign)
+                self._load(visit, self._coming(visit, match))
             self._submit()
 
     def _look(self, visit: _Visit, end: int) -> Match:
@@ -269,12 +270,19 @@ class TieredReplay:
 
     def _look_again(self, visit: _Visit) -> None:
         """The remote store has said what it has."""
-        self._load(visit, self._look(visit, visit.usable).foreign)
+        self._load(visit, self._coming(visit, self._look(visit, visit.usable)))
         self._submit()
 
-    def _load(self, visit: _Visit, foreign: int) -> None:
-        """Order what is worth it of what is held, and of so many more chunks that the remote store has."""
-        left = wanted = self._worth(visit, foreign)
+    def _coming(self, visit: _Visit, match: Match) -> int:
+        """How many chunks behind what is held can be had by way of the remote store; some are on their way already."""
+        if self.remote is None:
+            return 0
+        rest = visit.keys[visit.matched : visit.usable]
+        return match.foreign + sum(1 for _ in takewhile(self.cache.knows, rest))
+
+    def _load(self, visit: _Visit, coming: int) -> None:
+        """Order what is worth it of what is held, and of so many more chunks by way of the remote store."""
+        left = wanted = self._worth(visit, coming)
         for part in visit.parts:
             part.ordered = min(left, part.chunks)
             left -= part.ordered
@@ -301,13 +309,13 @@ class TieredReplay:
             self.cache.onboard(part.hold, range(part.ordered))
             visit.until = self._now + self.cache.settings.load_timeout
 
-    def _worth(self, visit: _Visit, foreign: int) -> int:
-        """How many chunks to load, of those that are held and so many more in the remote store."""
-        found = visit.matched + foreign
+    def _worth(self, visit: _Visit, coming: int) -> int:
+        """How many chunks to load, of those that are held and so many more by way of the remote store."""
+        found = visit.matched + coming
         if self._gate is None or not found:
             return found
         runs = [run for part in visit.parts for run in self.cache.runs(part.hold)]
-        runs += [Run(REMOTE, foreign)] if foreign else []
+        runs += [Run(REMOTE, coming)] if coming else []
         queued = {HOST: self.movers.wait(HOST, DEVICE, self._now)}
         queued |= {source: self.movers.wait(source, HOST, self._now) for source in self._sources}
         count = self._gate.chunks_to_load(0, runs, self._now, queued)

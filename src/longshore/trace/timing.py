@@ -13,11 +13,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longshore.boundary import DEVICE, FILE, HOST, Route
 from longshore.errors import TraceError
 from longshore.trace.geometry import Geometry
+from longshore.trace.names import unknown
 from longshore.trace.remote import REMOTE
 
 
@@ -77,7 +78,7 @@ PROFILES = {
 def profile_named(name: str) -> Profile:
     """A built-in profile; raises `TraceError` for a name that is none."""
     if name not in PROFILES:
-        raise TraceError(f"expected a profile out of {', '.join(PROFILES)}, got {name!r}")
+        raise unknown("a profile", name, PROFILES)
     return PROFILES[name]
 
 
@@ -89,20 +90,40 @@ def with_changes(profile: Profile, changes: Mapping[str, float | None], source: 
     return replace(profile, source=f"{profile.source}; {', '.join(given)} {source}", **given)
 
 
+_MEASURED = {"read": "file_read", "write": "file_write", "onboard": "link", "prefill": "flops"}
+"""What a case's name begins with, and what of a profile it measures."""
+
+_UNITS = {"GB/s": 1e9, "TFLOPS": 1e12}
+
+
 def with_bench(profile: Profile, path: Path) -> Profile:
-    """`profile` with what `longshore bench file --json` measured, kept in the file at `path`."""
+    """`profile` with what `longshore bench file`, `copy` or `prefill` measured, whose JSON is in the file at `path`.
+
+    Of several sizes the largest counts: files from the cases `read/SIZE` and `write/SIZE`, the link from `onboard/SIZE`
+    or from what `copy --device cuda --calibrate` says of its own choices, operations from `prefill/TOKENS`. Raises
+    `TraceError` for a file without any of these.
+    """
     try:
-        cases = {case["name"]: case for case in json.loads(path.read_text("utf-8"))["cases"]}
-        rates = {
-            field: 1e9 * float(cases[f"{kind}/2MiB"]["value"])
-            for field, kind in (("file_read", "read"), ("file_write", "write"))
-            if f"{kind}/2MiB" in cases
-        }
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise TraceError(f"{path}: expected what `longshore bench file --json` prints: {error}") from error
-    if not rates:
-        raise TraceError(f"{path}: expected the cases read/2MiB or write/2MiB, got {', '.join(cases) or 'none'}")
-    return with_changes(profile, rates, f"by {path.name}")
+        found = _measured(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TraceError(f"{path}: expected what `longshore bench NAME --json` prints: {error!r}") from error
+    if not found:
+        names = ", ".join(f"{name}/..." for name in _MEASURED)
+        raise TraceError(f"{path}: expected cases {names}, or a calibration; found none of them")
+    return with_changes(profile, found, f"by {path.name}")
+
+
+def _measured(report: Any) -> dict[str, float]:
+    """What of a profile a benchmark's JSON says; of each what comes last, which is the largest size."""
+    if "chosen" in report:
+        rates = [float(line["gb_per_s"]) for line in report["chosen"] if line["direction"] == "onboard"]
+        return {"link": 1e9 * max(rates)} if rates else {}
+    cases = [(*case["name"].split("/"), case) for case in report["cases"]]
+    return {
+        _MEASURED[kind]: _UNITS[case["unit"]] * float(case["value"])
+        for kind, *_, case in cases
+        if kind in _MEASURED and case["unit"] in _UNITS
+    }
 
 
 class Pace(NamedTuple):

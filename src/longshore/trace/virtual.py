@@ -32,7 +32,8 @@ class VirtualMovers:
     def __init__(self, timing: Timing, image_bytes: int, remote: RemoteStore | None = None) -> None:
         self._paces, self._image_bytes, self._remote = timing.paces, image_bytes, remote
         self._free_at: dict[Route, float] = {}
-        self._ends: list[tuple[float, int, Transfer, TransferResult] | tuple[float, int, Probe, None]] = []
+        self._ends: list[tuple[float, int, Transfer | Probe]] = []
+        self._results: dict[int, TransferResult] = {}
         self._pending: set[int] = set()
         self._waiting: dict[int, list[Transfer]] = {}
         self._missing: dict[int, int] = {}
@@ -55,7 +56,7 @@ class VirtualMovers:
                 self._cancel(command.job)
             elif isinstance(command, Probe):
                 end = min(now + self._paces[_FETCH].fixed, command.deadline)
-                heapq.heappush(self._ends, (end, command.probe, command, None))
+                heapq.heappush(self._ends, (end, command.probe, command))
 
     @property
     def next_end(self) -> float | None:
@@ -64,11 +65,12 @@ class VirtualMovers:
 
     def pop(self) -> tuple[Transfer, TransferResult] | tuple[Probe, ProbeResult]:
         """What ends next."""
-        now, _, command, result = heapq.heappop(self._ends)
+        now, _, command = heapq.heappop(self._ends)
         if isinstance(command, Probe):
             if self._remote is None or now >= command.deadline:
                 return command, ProbeResult(command.probe, (False,) * len(command.keys), Status.DEADLINE)
             return command, ProbeResult(command.probe, self._remote.probe(command.keys))
+        result = self._results.pop(command.job)
         self._pending.discard(command.job)
         self._cancelled.discard(command.job)
         for waiting in self._waiting.pop(command.job, ()):
@@ -112,5 +114,5 @@ class VirtualMovers:
             self.busy[route] = self.busy.get(route, 0.0) + seconds
             self.queued[route] = self.queued.get(route, 0.0) + start - now
         statuses = (status,) * len(transfer.items)
-        result = TransferResult(transfer.job, statuses, nbytes, seconds, start - now)
-        heapq.heappush(self._ends, (start + seconds, transfer.job, transfer, result))
+        self._results[transfer.job] = TransferResult(transfer.job, statuses, nbytes, seconds, start - now)
+        heapq.heappush(self._ends, (start + seconds, transfer.job, transfer))

@@ -1,0 +1,16 @@
+"""Names that people type: what is known, and what was probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from longshore.errors import TraceError
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> TraceError:
+    """The error for a `name` that is none of `known`: all of these, and the nearest."""
+    names = list(known)
+    nearest = get_close_matches(name.lower(), names, 1)
+    guess = f"; did you mean {nearest[0]}?" if nearest else ""
+    return TraceError(f"expected {what} out of {', '.join(names)}, got {name!r}{guess}")

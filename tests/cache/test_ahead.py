@@ -1,0 +1,94 @@
+"""Room and copies down are made a little ahead, for many at a time; and what leaves for good is told from the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.cache.eviction import LRU
+from longshore.cache.writing import WritePolicy
+from longshore.keys import Scope, chain
+
+ROOT = Scope(model="m", weights="w", dtype="d", layout="l", block_size=1).root
+
+
+def path(name: int, blocks: int) -> list[Key]:
+    return chain(ROOT, [name, *range(1000, 1000 + blocks - 1)], 1)
+
+
+def serve(cache: TieredCache) -> list[Transfer]:
+    """Let all that was ordered succeed, and what follows from that; all that was moved."""
+    done: list[Transfer] = []
+    while commands := [command for command in cache.take() if isinstance(command, Transfer)]:
+        for each in commands:
+            cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items), 1)], 0.0)
+        done += commands
+    return done
+
+
+def store(cache: TieredCache, name: int, blocks: int = 1) -> list[Transfer]:
+    cache.commit(path(name, blocks), range(blocks))
+    return serve(cache)
+
+
+@pytest.mark.parametrize(("slots", "ahead"), [(255, 0), (256, 1), (1024, 4), (40_000, 64)])
+def test_room_is_made_for_a_few_more(slots: int, ahead: int) -> None:
+    cache = TieredCache([TierSpec(HOST, slots, 64, LRU)], CacheSettings(max_writes=slots))
+    store(cache, 0, slots)
+    store(cache, 1, 2)
+    assert cache.counters.evictions[HOST] == 2 + ahead
+    assert cache.stats()[0].used == slots - ahead
+    for name in range(2, 2 + ahead):
+        store(cache, name)
+    assert cache.counters.evictions[HOST] == 2 + ahead
+    store(cache, 999)
+    assert cache.counters.evictions[HOST] == 2 + ahead + 1 + ahead
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("slots", "ahead"), [(60, 0), (64, 1), (640, 10)])
+def test_write_back_copies_a_few_more_than_it_must(slots: int, ahead: int) -> None:
+    tiers = [TierSpec(HOST, slots, 64, LRU), TierSpec(FILE, 4 * slots, 64, LRU)]
+    cache = TieredCache(tiers, CacheSettings(max_writes=slots))
+    dirty = slots - slots // 4
+    assert [str(each.route) for each in store(cache, 0, dirty)] == ["device->host"]
+    (_, copied) = store(cache, 1)
+    assert (str(copied.route), len(copied.items)) == ("host->file", 1 + ahead)
+    for name in range(2, 2 + ahead):
+        assert len(store(cache, name)) == 1
+    cache.check_integrity()
+
+
+def test_write_through_copies_what_is_ready_and_no_more() -> None:
+    tiers = [TierSpec(HOST, 640, 64, LRU), TierSpec(FILE, 640, 64, LRU)]
+    cache = TieredCache(tiers, CacheSettings(backup=WritePolicy.THROUGH))
+    assert [len(each.items) for each in store(cache, 0, 3)] == [3, 3]
+
+
+def test_copies_that_leave_one_tier_are_told_from_those_that_leave_the_last() -> None:
+    cache = TieredCache([TierSpec(HOST, 4, 64, LRU), TierSpec(FILE, 6, 64, LRU)], CacheSettings())
+    for name in range(12):
+        store(cache, name, 2)
+        cache.flush()
+        serve(cache)
+    cache.check_integrity()
+    counters = cache.counters
+    assert counters.evictions[HOST] == counters.demotions[HOST] == 20
+    assert counters.evictions[FILE] == 24 - 6
+    assert counters.demotions[FILE] == 0
+
+
+def test_what_is_not_backed_up_is_passed_over_once_and_goes_when_it_must() -> None:
+    """The file tier refuses, so nothing in host memory is safe; the coldest go all the same, in their order."""
+    cache = TieredCache([TierSpec(HOST, 8, 64, LRU), TierSpec(FILE, 8, 64, LRU)], CacheSettings())
+    for name in range(12):
+        cache.commit(path(name, 1), range(1))
+        while commands := [command for command in cache.take() if isinstance(command, Transfer)]:
+            for each in commands:
+                status = Status.NO_SPACE if each.route.destination == FILE else Status.OK
+                cache.apply([TransferResult(each.job, (status,) * len(each.items))], 0.0)
+        cache.check_integrity()
+    here = {resident.key for resident in cache.residents()}
+    assert here == {path(name, 1)[0] for name in range(4, 12)}
+    assert (cache.counters.evictions[HOST], cache.counters.demotions[HOST]) == (4, 0)
