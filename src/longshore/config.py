@@ -59,6 +59,7 @@ class Config(BaseModel):
         60.0, gt=0, le=86_400, description="seconds after which a write that has not begun is dropped"
     )
     gate: bool = Field(True, description="compute what would take longer to read from a file; off: load what is found")
+    prefill_speed: float = Field(0.0, ge=0, description="prompt tokens computed a second, for the gate; 0: as measured")
     max_writes: int = Field(1024, ge=1, description="chunks in flight per write route")
     file_threads: int = Field(16, ge=1, le=256, description="threads of the file tier")
     background: bool = Field(True, description="move blocks between the engine's steps, in a thread")

@@ -161,6 +161,13 @@ class Runtime:
             if self.weighing is not None:
                 self.weighing.saw_prefill(context, tokens, seconds)
 
+    def saw_loads(self, route: Route, results: Sequence[TransferResult]) -> None:
+        """The engine has moved bytes by itself."""
+        with self._lock:
+            if self.weighing is not None:
+                for result in results:
+                    self.weighing.saw_load(route, result, self.clock())
+
     def in_flight(self, job: int) -> bool:
         """Whether `job` has not ended; nothing is, once the runtime is closed."""
         with self._lock:

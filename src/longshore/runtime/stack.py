@@ -217,7 +217,8 @@ def _make_weighing(config: Config, layout: KVLayout, host: HostTier | None, file
     if not config.gate or file is None or len(layout.groups) > 1:
         return None
     tiers = [FILE] if host is None else [HOST, FILE]
-    return Weighing(Gate(tiers, layout.groups[0].block_size * config.blocks_per_chunk, layout.image_bytes))
+    gate = Gate(tiers, layout.groups[0].block_size * config.blocks_per_chunk, layout.image_bytes)
+    return Weighing(gate, config.prefill_speed)
 
 
 def _open_file(

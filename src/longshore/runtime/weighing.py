@@ -21,9 +21,14 @@ class Weighing:
         refused: Chunks that were there and are computed all the same, because that is quicker.
     """
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, prefill_speed: float = 0.0) -> None:
+        """`prefill_speed`: prompt tokens that the engine computes in a second; 0: as it is seen to."""
         self.refused = 0
         self._gate = gate
+        self._is_told = prefill_speed > 0
+        if self._is_told:
+            for tokens in (1, 2):  # a line through the origin
+                gate.observe_prefill(0, tokens, tokens / prefill_speed)
 
     def saw_load(self, route: Route, result: TransferResult, now: float) -> None:
         """A job has ended; those that did not bring chunks up are of no interest."""
@@ -32,7 +37,8 @@ class Weighing:
 
     def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """A step computed `tokens` of a prompt, behind `context` others."""
-        self._gate.observe_prefill(context, tokens, seconds)
+        if not self._is_told:
+            self._gate.observe_prefill(context, tokens, seconds)
 
     def worth_loading(self, context: int, runs: Sequence[Run], now: float) -> int:
         """How many leading chunks of `runs` to load for a request that has `context` tokens before them."""

@@ -1,24 +1,49 @@
-"""`LongshoreConnector`: vLLM's offloading connector, which also says when a load has failed.
+"""`LongshoreConnector`: vLLM's offloading connector, which also says when a load has failed, and how long steps take.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "LongshoreConnector", "kv_role": "kv_both",
     "kv_connector_module_path": "longshore.engines.vllm.connector", "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"spec_name": "LongshoreSpec", "spec_module_path": "longshore.engines.vllm", ...}}'
 
-The plain connector takes every load for a success. With this one the request is computed instead.
+The plain connector takes every load for a success. With this one the request is computed instead. And the gate (load or
+recompute) learns from steps how quickly prompts are computed; without, it has to be told (`prefill_speed`).
 """
 
 from __future__ import annotations
 
+import time
+from functools import cached_property
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from longshore.engines.vllm.steps import Steps, tokens_of
 from longshore.engines.vllm.tally import zero
 from longshore.engines.vllm.worker import LongshoreWorker
 
 
 class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     """Reports the requests whose blocks could not be loaded."""
+
+    # ------------------------------------------------------------------ in the scheduler
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """A step was planned."""
+        self._steps.planned(tokens_of(scheduler_output), time.monotonic())
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """A step has ended."""
+        super().update_connector_output(connector_output)
+        self._steps.ended(time.monotonic())
+
+    @cached_property
+    def _steps(self) -> Steps:
+        scheduler = self.connector_scheduler
+        return Steps(
+            scheduler.manager.saw_prefill, min(each.tokens_per_chunk for each in scheduler.config.kv_group_configs)
+        )
+
+    # ------------------------------------------------------------------ in the workers
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """The worker is made here, one that reports failures instead of stopping the engine."""

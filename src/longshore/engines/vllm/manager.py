@@ -11,6 +11,7 @@ A lookup never blocks. `HIT` means verified bytes in the host tier; what is on i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,18 +28,20 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import HOST, Key, Slots, Status, TransferResult
+from longshore.boundary import DEVICE, HOST, Key, Route, Slots, Status, TransferResult
 from longshore.cache import Hold, MissReason, PrefetchPolicy, Presence, Sight, TieredCache
 from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.engines.vllm.store import Store
 from longshore.engines.vllm.tally import Tally
 from longshore.engines.vllm.worker import SlotsSpec
+from longshore.engines.vllm.worth import worth_until
 from longshore.runtime.stamps import GOOD
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 OK = Status.OK
 NO_SLOTS = Slots(HOST, 0, ())
+LOAD = Route(HOST, DEVICE)
 
 
 @dataclass(slots=True)
@@ -51,6 +54,7 @@ class _Request:
         sight: What the cache has of them.
         colder: What of that is in a colder tier alone.
         wanted: What of that vLLM has asked for.
+        worth: The token up to which chunks are worth reading from a colder tier, once that was asked.
         since: When it was first told to wait.
         holds: What was brought up for it, until it is loaded.
         origin: Chunks that came from a colder tier.
@@ -66,6 +70,7 @@ class _Request:
     sight: Sight | None = None
     colder: set[OffloadKey] = field(default_factory=set)
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
+    worth: float | None = None
     since: float | None = None
     holds: list[Hold] = field(default_factory=list)
     origin: set[OffloadKey] = field(default_factory=set)
@@ -104,10 +109,12 @@ class _Ticket:
         """All of them."""
         return [slot for _, run in self.jobs for slot in run.indices]
 
-    def end(self, cache: TieredCache, good: Sequence[bool], now: float, image_bytes: Sequence[int]) -> None:
+    def end(
+        self, cache: TieredCache, good: Sequence[bool], now: float, image_bytes: Sequence[int]
+    ) -> list[TransferResult]:
         """Tell the cache that all jobs have ended, and in which slots well, in order; none stands for all.
 
-        `image_bytes` are those of each pool.
+        `image_bytes` are those of each pool. Returns what it was told.
         """
         said, results = iter(good), []
         for job, run in self.jobs:
@@ -118,6 +125,7 @@ class _Ticket:
             nbytes = statuses.count(OK) * image_bytes[run.pool]
             results.append(TransferResult(job, statuses, nbytes, (now - self.since) / len(self.jobs)))
         cache.apply(results, now)
+        return results
 
 
 class LongshoreManager(OffloadingManager):  # type: ignore[misc]
@@ -193,8 +201,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             ticket, request.loan = request.loan, None
             request.barred |= self._store.stamps.has_failed(ticket.number)
             with self._runtime.control() as cache:
-                ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
+                results = ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
+                self._runtime.saw_loads(LOAD, results)
             self._forget_if_done(req_context.req_id, request)
+
+    def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
+        """A step computed `tokens` of prompts behind `context` others: for the gate."""
+        self._runtime.saw_prefill(context, tokens, seconds)
 
     # ------------------------------------------------------------------ storing
 
@@ -305,7 +318,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _ask(self, request: _Request, key: OffloadKey, context: ReqContext) -> None:
         """Answers for all chunks of a request that vLLM has told of, `key` among them."""
-        told = getattr(context, "_offload_key_positions", {})
+        told: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
         request.told = list(told) if key in told else [key]
         now = self._runtime.clock()
         with self._runtime.control() as cache:
@@ -319,17 +332,27 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.counted = True
             return
         found = request.sight.presences
+        if request.worth is None and Presence.COLDER in found:
+            request.worth = self._worth(told, found, key)
         self._count_misses(request, key, late=late, brought=brought)
         request.answers = dict.fromkeys(request.told, HIT)
         if found.count(Presence.READY) == len(found):
             return
-        # What was brought up for this request, and is colder again, would be so for ever.
-        waits = {Presence.IN_FLIGHT: not late, Presence.COLDER: not late and not brought}
         for each, presence in zip(request.told, found, strict=True):
-            if presence is not Presence.READY:
-                request.answers[each] = PENDING if waits.get(presence) else MISS
-                if presence is Presence.COLDER and waits[presence]:
-                    request.colder.add(each)
+            if presence is Presence.READY:
+                continue
+            waits = presence is Presence.IN_FLIGHT and not late
+            # What was brought up for this request, and is colder again, would be so for ever.
+            if presence is Presence.COLDER and not late and not brought and told.get(each, 0) <= (request.worth or 0):
+                waits = True
+                request.colder.add(each)
+            request.answers[each] = PENDING if waits else MISS
+
+    def _worth(self, told: dict[OffloadKey, int], found: Sequence[Presence], first: OffloadKey) -> float:
+        """Up to which token of the prompt to read from colder tiers; `first` is what vLLM asks for first."""
+        if self._runtime.weighing is None or first not in told:
+            return math.inf
+        return worth_until(self._runtime.weighing, told, found, first, self._runtime.clock())
 
     def _count_misses(self, request: _Request, first: OffloadKey, *, late: bool, brought: bool) -> None:
         """Count what `request`, which asks for chunks from `first` on, does without; once."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longshore.boundary import FILE, HOST, Mover
-from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec
+from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec
 from longshore.config import Config
 from longshore.engines.vllm.meeting import Note, attach
 from longshore.keys import Scope
@@ -20,6 +20,7 @@ from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.stamps import Stamps
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.runtime.tier_mover import TierMover
+from longshore.runtime.weighing import Weighing
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.host import HostTier
@@ -80,7 +81,11 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
             undo.callback(file.close)
         cache = _make_cache(config, note, host, file, groups, events)
         movers: list[Mover] = [] if file is None else [TierMover(file, host)]
-        runtime = Runtime(cache, movers, [] if file is None else [file])
+        weighing = None
+        if config.gate and file is not None:
+            tokens = groups[0].tokens_per_block * config.blocks_per_chunk
+            weighing = Weighing(Gate([HOST, FILE], tokens, len(groups) * note.slab_bytes), config.prefill_speed)
+        runtime = Runtime(cache, movers, [] if file is None else [file], weighing=weighing)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
     sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
