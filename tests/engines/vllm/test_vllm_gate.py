@@ -11,8 +11,9 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
-from longshore.cache import Gate, Presence
+from longshore.cache import DropReason, Gate, Presence
 from longshore.engines.vllm.worth import worth_until
+from longshore.errors import ConfigError
 from longshore.runtime.weighing import Weighing
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -86,6 +87,7 @@ def test_a_request_is_not_promised_what_is_computed_sooner(rigs: Any) -> None:
     rig, keys = rigs(prefill_speed=1e6), keys_of(4)
     read_slowly(rig)
     assert rig.lookup(keys, rig.request("slow", keys)) == [MISS] * 4
+    assert rig.manager.get_stats().data["data"]["longshore_recomputed_chunks"][()] == 4
     assert rig.manager._runtime.weighing.refused == 4
     assert rig.lookup(keys, rig.request("another", keys)) == [MISS] * 4
     assert rig.cache.jobs_in_flight == 0
@@ -110,3 +112,20 @@ def test_what_steps_take_is_learned(rigs: Any) -> None:
     rig.manager.reset_cache()
     rig.manager.saw_prefill(0, 1000, 0.001)
     assert rig.manager._runtime.weighing._gate.prefill_seconds(0, 1000) == pytest.approx(0.001, rel=0.01)
+
+
+def test_a_selective_policy_takes_what_is_offered_the_nth_time(rigs: Any) -> None:
+    rig, keys = rigs(offload="write_through_selective", threshold=3), keys_of(2, name="new")
+    for turn in range(4):
+        context = rig.request(f"turn {turn}", keys)
+        taken = rig.store(keys, [1, 2], context)
+        rig.manager.on_request_finished(context)
+        assert taken == (keys if turn == 2 else [])
+    assert rig.lookup(keys, rig.request("after", keys)) == [HIT] * 2
+    assert rig.cache.counters.drops[HOST][DropReason.SELDOM] == 4
+
+
+@pytest.mark.parametrize("setting", [{"prefetch": "timeout"}, {"prompt_only": True}, {"offload": "write_back"}])
+def test_settings_without_an_effect_are_refused(setting: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        Rig(**setting)

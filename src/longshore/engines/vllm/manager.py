@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -28,10 +27,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import DEVICE, HOST, Key, Route, Slots, Status, TransferResult
-from longshore.cache import Hold, MissReason, PrefetchPolicy, Presence, Sight, TieredCache
+from longshore.boundary import DEVICE, HOST, Route, Slots
+from longshore.cache import MissReason, PrefetchPolicy, Presence, TieredCache
 from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
+from longshore.engines.vllm.requests import Request, Ticket
 from longshore.engines.vllm.store import Store
 from longshore.engines.vllm.tally import Tally
 from longshore.engines.vllm.worker import SlotsSpec
@@ -39,93 +39,8 @@ from longshore.engines.vllm.worth import worth_until
 from longshore.runtime.stamps import GOOD
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-OK = Status.OK
 NO_SLOTS = Slots(HOST, 0, ())
 LOAD = Route(HOST, DEVICE)
-
-
-@dataclass(slots=True)
-class _Request:
-    """What is known of one request.
-
-    Attributes:
-        answers: Those of this step, for all chunks of the request that vLLM has told of.
-        told: These chunks, by vLLM's keys.
-        sight: What the cache has of them.
-        colder: What of that is in a colder tier alone.
-        wanted: What of that vLLM has asked for.
-        worth: The token up to which chunks are worth reading from a colder tier, once that was asked.
-        since: When it was first told to wait.
-        holds: What was brought up for it, until it is loaded.
-        origin: Chunks that came from a colder tier.
-        loan: The ticket of what workers read for it.
-        windows: Of each group that slides, by our number, the chunks of its last window that were offered.
-        barred: A load for it has failed: it gets no other, or it might fail for ever.
-        finished: Nothing will be asked for it any more.
-        counted: What it misses has been counted.
-    """
-
-    answers: dict[OffloadKey, LookupResult] = field(default_factory=dict)
-    told: list[OffloadKey] = field(default_factory=list)
-    sight: Sight | None = None
-    colder: set[OffloadKey] = field(default_factory=set)
-    wanted: dict[OffloadKey, None] = field(default_factory=dict)
-    worth: float | None = None
-    since: float | None = None
-    holds: list[Hold] = field(default_factory=list)
-    origin: set[OffloadKey] = field(default_factory=set)
-    loan: _Ticket | None = None
-    windows: dict[int, list[OffloadKey]] = field(default_factory=dict)
-    barred: bool = False
-    finished: bool = False
-    counted: bool = False
-
-    def seen(self, theirs: list[OffloadKey]) -> Sight | list[Key]:
-        """Some chunks: they were seen already if they are a part of what vLLM has told of in this step."""
-        if self.sight is not None and theirs and theirs[0] in self.answers:
-            begin = self.told.index(theirs[0])
-            end = begin + len(theirs)
-            if self.told[begin:end] == theirs:
-                return self.sight.part(begin, end)
-        return ours(theirs)
-
-    def end_step(self) -> None:
-        """What was found in this step may change."""
-        self.answers, self.told, self.sight = {}, [], None
-        self.colder, self.wanted = set(), {}
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """Slots that the workers fill, or read: the cache's `jobs`, with the slots of each. Its number is used once."""
-
-    number: int
-    since: float
-    jobs: list[tuple[int, Slots]] = field(default_factory=list)
-    keys: list[OffloadKey] = field(default_factory=list)
-
-    @property
-    def slots(self) -> list[int]:
-        """All of them."""
-        return [slot for _, run in self.jobs for slot in run.indices]
-
-    def end(
-        self, cache: TieredCache, good: Sequence[bool], now: float, image_bytes: Sequence[int]
-    ) -> list[TransferResult]:
-        """Tell the cache that all jobs have ended, and in which slots well, in order; none stands for all.
-
-        `image_bytes` are those of each pool. Returns what it was told.
-        """
-        said, results = iter(good), []
-        for job, run in self.jobs:
-            if all(good):
-                statuses = (OK,) * len(run.indices)
-            else:
-                statuses = tuple(OK if next(said) else Status.IO_ERROR for _ in run.indices)
-            nbytes = statuses.count(OK) * image_bytes[run.pool]
-            results.append(TransferResult(job, statuses, nbytes, (now - self.since) / len(self.jobs)))
-        cache.apply(results, now)
-        return results
 
 
 class LongshoreManager(OffloadingManager):  # type: ignore[misc]
@@ -140,13 +55,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._runtime = store.runtime
         self._groups = {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)}
         self._patience = patience
-        self._requests: dict[str, _Request] = {}
-        self._asked: list[_Request] = []
+        self._requests: dict[str, Request] = {}
+        self._asked: list[Request] = []
         self._last_ticket = 0
-        self._stores: dict[int, _Ticket] = {}
-        self._by_key: dict[OffloadKey, _Ticket] = {}
+        self._stores: dict[int, Ticket] = {}
+        self._by_key: dict[OffloadKey, Ticket] = {}
         """Stores by their first key: vLLM reports all keys of a store together, in any order."""
-        self._stale: list[tuple[_Ticket, bool]] = []
+        self._stale: list[tuple[Ticket, bool]] = []
         """Tickets of which nobody will tell any more, and whether they are stores."""
         self._closed = False
         self._tally = Tally()
@@ -293,7 +208,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What the counters have gained since the last call; at the first, every one of them."""
         with self._runtime.observe() as cache:
-            return self._tally.stats(cache)
+            weighing = self._runtime.weighing
+            return self._tally.stats(cache, 0 if weighing is None else weighing.refused)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What tiers have got and given up since the last call, if vLLM publishes KV events."""
@@ -316,7 +232,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ inside
 
-    def _ask(self, request: _Request, key: OffloadKey, context: ReqContext) -> None:
+    def _ask(self, request: Request, key: OffloadKey, context: ReqContext) -> None:
         """Answers for all chunks of a request that vLLM has told of, `key` among them."""
         told: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
         request.told = list(told) if key in told else [key]
@@ -354,7 +270,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return math.inf
         return worth_until(self._runtime.weighing, told, found, first, self._runtime.clock())
 
-    def _count_misses(self, request: _Request, first: OffloadKey, *, late: bool, brought: bool) -> None:
+    def _count_misses(self, request: Request, first: OffloadKey, *, late: bool, brought: bool) -> None:
         """Count what `request`, which asks for chunks from `first` on, does without; once."""
         if request.counted or request.sight is None:
             return
@@ -366,7 +282,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._groups[group] == 0:
             request.counted = self._tally.missed(found, late=late, brought=brought)
 
-    def _bring_up(self, request: _Request, cache: TieredCache) -> None:
+    def _bring_up(self, request: Request, cache: TieredCache) -> None:
         """Order what `request` was told to wait for."""
         waits = any(answer is PENDING for answer in request.answers.values())
         if waits and request.since is None:
@@ -384,7 +300,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.origin.update(mine)
 
     def _slide(
-        self, request: _Request, group: int, keys: list[OffloadKey], context: ReqContext, cache: TieredCache
+        self, request: Request, group: int, keys: list[OffloadKey], context: ReqContext, cache: TieredCache
     ) -> None:
         """`keys` have been offered behind the last window of `request`, which slides past what it leaves."""
         window, before = self._store.windows[group], request.windows.get(group, [])
@@ -394,16 +310,16 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.windows[group] = path[-window:]
         cache.slide(ours(before[: max(0, len(path) - window)]), group=group)
 
-    def _release(self, request: _Request, cache: TieredCache) -> None:
+    def _release(self, request: Request, cache: TieredCache) -> None:
         for hold in request.holds:
             cache.release(hold)
         request.holds.clear()
 
-    def _forget_if_done(self, name: str, request: _Request) -> None:
+    def _forget_if_done(self, name: str, request: Request) -> None:
         if request.finished and request.loan is None:
             self._requests.pop(name, None)
 
-    def _is_over(self, ticket: _Ticket, is_store: bool, cache: TieredCache) -> bool:
+    def _is_over(self, ticket: Ticket, is_store: bool, cache: TieredCache) -> bool:
         """Whether no worker touches the slots of a ticket from before a reset; if so, they are given back."""
         stamps = self._store.stamps
         over = bool(stamps.said(ticket.number, ticket.slots).all()) if is_store else stamps.has_loaded(ticket.number)
@@ -411,12 +327,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
         return over
 
-    def _ticket(self) -> _Ticket:
+    def _ticket(self) -> Ticket:
         self._last_ticket += 1
-        return _Ticket(self._last_ticket, self._runtime.clock())
+        return Ticket(self._last_ticket, self._runtime.clock())
 
-    def _begin(self, context: ReqContext) -> _Request:
-        return self._requests.setdefault(context.req_id, _Request())
+    def _begin(self, context: ReqContext) -> Request:
+        return self._requests.setdefault(context.req_id, Request())
 
     def _by_group(self, keys: Collection[OffloadKey]) -> list[tuple[int, list[OffloadKey]]]:
         """Keys of each group that has any, by our number of it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longshore.boundary import FILE, HOST, Mover
-from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec
+from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
 from longshore.config import Config
 from longshore.engines.vllm.meeting import Note, attach
 from longshore.keys import Scope
@@ -81,16 +81,26 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
             undo.callback(file.close)
         cache = _make_cache(config, note, host, file, groups, events)
         movers: list[Mover] = [] if file is None else [TierMover(file, host)]
-        weighing = None
-        if config.gate and file is not None:
-            tokens = groups[0].tokens_per_block * config.blocks_per_chunk
-            weighing = Weighing(Gate([HOST, FILE], tokens, len(groups) * note.slab_bytes), config.prefill_speed)
+        sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
+        weighing = _make_weighing(config, note, sizes[0]) if config.gate and file is not None else None
         runtime = Runtime(cache, movers, [] if file is None else [file], weighing=weighing)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
-    sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
     return Store(runtime, stamps, arena, loop, windows)
+
+
+def _make_weighing(config: Config, note: Note, tokens: int) -> Weighing:
+    """A gate for chunks of so many tokens, which stand for those of all groups."""
+    of_all_groups = sum(note.image_bytes[pool] for pool in note.pools)
+    return Weighing(Gate([HOST, FILE], tokens, of_all_groups), config.prefill_speed)
+
+
+def _budget(config: Config, file: Tier | None) -> dict[str, WriteRule]:
+    """How much may be written to the file tier."""
+    if file is None or not config.file_daily_writes:
+        return {}
+    return {FILE: WriteRule(config.backup, config.threshold, config.file_daily_writes / 86_400)}
 
 
 def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, groups: Any, events: int) -> TieredCache:
@@ -100,7 +110,10 @@ def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, g
     settings = CacheSettings(
         blocks_per_chunk=config.blocks_per_chunk,
         events=events,
+        offload=config.offload,
         backup=config.backup,
+        threshold=config.threshold,
+        into=_budget(config, file),
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,

@@ -19,6 +19,7 @@ _COUNTERS = {
     "longshore_hit_chunks": ("Chunks loaded onto the device, by the tier they came from", ("tier",)),
     "longshore_hit_tokens": ("Tokens of these, of the first KV cache group", ("tier",)),
     "longshore_miss_chunks": ("Chunks of the first KV cache group wanted and not loaded", ("reason",)),
+    "longshore_recomputed_chunks": ("Chunks found, and computed all the same, because that is quicker", ()),
     "longshore_evicted_chunks": ("Copies evicted", ("tier",)),
     "longshore_lost_chunks": ("Copies found unusable", ("tier",)),
     "longshore_dropped_chunks": ("Chunks not stored", ("tier", "reason")),
@@ -81,9 +82,9 @@ class Tally:
         self.misses.update({MissReason.ABSENT: absent, MissReason.BEHIND: len(behind) - absent})
         return True
 
-    def stats(self, cache: TieredCache) -> OffloadingConnectorStats | None:
-        """What has changed since the last call; at the first, everything."""
-        new = dict(self._samples(cache))
+    def stats(self, cache: TieredCache, refused: int = 0) -> OffloadingConnectorStats | None:
+        """What has changed since the last call; at the first, everything. `refused` are chunks that were recomputed."""
+        new = {**dict(self._samples(cache)), ("longshore_recomputed_chunks", ()): refused}
         changed = [(sample, value) for sample, value in new.items() if self._told.get(sample) != value]
         if not changed:
             return None
