@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from longshore.boundary import FILE, HOST
+from longshore.boundary import FILE, HOST, Section, Slot
 from longshore.config import Config
-from longshore.errors import SelfTestError
+from longshore.errors import PlanError, SelfTestError
 from longshore.keys import Scope
 from longshore.layout import from_rows
-from longshore.runtime.selftest import self_test
+from longshore.runtime.selftest import copy_test, self_test
 from longshore.runtime.stack import Stack, open_stack
 from longshore.transfer.device import device_for
 
@@ -68,4 +68,21 @@ def test_a_byte_that_comes_back_wrong_fails_it(tmp_path: Path, sound: int, tier:
         with pytest.raises(SelfTestError, match=f"1 of 600 bytes came back wrong from the {tier} tier"):
             self_test(stack, rows, [5])
         assert stack.runtime.flush(10.0)
+    assert (rows.rows == 0xAA).all()
+
+
+def test_copies_alone_are_tested_into_a_slot_and_back(tmp_path: Path) -> None:
+    rows = Rows()
+    with stack_over(rows, tmp_path / "kv", "write_back") as stack:
+        copy_test(stack.engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
+    assert (rows.rows == 0xAA).all()
+
+
+def test_a_copy_that_comes_back_wrong_is_told_and_the_blocks_are_as_they_were(tmp_path: Path) -> None:
+    rows = Rows(sound=1)
+    with stack_over(rows, tmp_path / "kv", "write_back") as stack:
+        with pytest.raises(SelfTestError, match="1 of 600 bytes came back wrong from host memory"):
+            copy_test(stack.engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
+        with pytest.raises(PlanError):
+            copy_test(stack.engine, Rows(), Section(0, 0, (5,)), Slot(HOST, 0, 10_000))
     assert (rows.rows == 0xAA).all()

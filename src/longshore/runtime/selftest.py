@@ -1,5 +1,8 @@
 """A block's bytes go down through every tier and come back, on the live layout, before the first request.
 
+    self_test      through all tiers of a stack
+    copy_test      into host memory and back, where the tiers are another process's: a worker of an engine
+
 Catches what no unit test can: a driver, a file system or an engine's tensor that is not what it seems.
 """
 
@@ -12,9 +15,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import FILE, HOST, Key
+from longshore.boundary import DEVICE, FILE, HOST, Item, Key, Route, Section, Slot, Status, Transfer
 from longshore.errors import SelfTestError
 from longshore.runtime.stack import Stack
+from longshore.transfer.engine import TransferEngine
 
 
 class DeviceBlocks(Protocol):
@@ -50,6 +54,37 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int]) -> None
     finally:
         device.write(blocks, former)
         _clear(stack, key)
+
+
+def copy_test(
+    engine: TransferEngine, device: DeviceBlocks, section: Section, slot: Slot, timeout: float = 60.0
+) -> None:
+    """Send one chunk, whose blocks nobody uses, into a host slot that is free, and back. Raises `SelfTestError`.
+
+    The blocks' former bytes are put back; what is in the slot means nothing.
+    """
+    blocks, valid = section.blocks, (1 << len(section.blocks)) - 1
+    former = device.read(blocks)
+    pattern = np.random.default_rng(7).integers(0, 256, former.shape, dtype=np.uint8)
+    try:
+        device.write(blocks, pattern)
+        _copy(engine, Transfer(-1, Route(DEVICE, HOST), (Item(b"", None, None, slot, valid),), (section,)), timeout)
+        device.write(blocks, ~pattern)
+        _copy(engine, Transfer(-2, Route(HOST, DEVICE), (Item(b"", None, slot, None, valid),), (section,)), timeout)
+        wrong = int((device.read(blocks) != pattern).sum())
+        if wrong:
+            raise SelfTestError(f"{wrong} of {pattern.size} bytes came back wrong from host memory")
+    finally:
+        device.write(blocks, former)
+
+
+def _copy(engine: TransferEngine, transfer: Transfer, timeout: float) -> None:
+    engine.submit(transfer)
+    if not engine.wait([transfer.job], timeout):
+        raise SelfTestError(f"a copy along {transfer.route} did not end within {timeout:.0f} seconds")
+    (result,) = engine.poll()
+    if result.statuses != (Status.OK,):
+        raise SelfTestError(f"a copy along {transfer.route} ended as {result.statuses}")
 
 
 def _clear(stack: Stack, key: Key) -> None:

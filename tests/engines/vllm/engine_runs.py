@@ -44,16 +44,17 @@ def run_engine(
     return Served([each for each in said["results"] if each], said["counters"])
 
 
-def ask_oracle(serve: Serve, model: str, **more: Any) -> Answers:
+def ask_oracle(serve: Serve, model: str, plain: dict[str, Any] | None = None, **more: Any) -> Answers:
     """Three cold answers, then three warm ones, of an engine that keeps everything.
 
     The schedule is that of the tiers: one request at a time, and as many tokens from a cache. The cache is vLLM's own
-    on the device; where it has none on the CPU, or only at the ends of some blocks, it is `PlainSpec`.
+    on the device; where it has none on the CPU, or only at the ends of some blocks, it is `PlainSpec`, as it is where
+    that has settings of its own, `plain`.
     """
     ask = asked(prompts())
-    if MODELS[model].is_cached_by_vllm:
+    if MODELS[model].is_cached_by_vllm and plain is None:
         return serve(model, ask * 2, None, 600, **more).answers
-    return serve(model, [*ask, ["reset"], *ask], None, 600, plain=True, **more).answers
+    return serve(model, [*ask, ["reset"], *ask], None, 600, plain=plain or {}, **more).answers
 
 
 def prompts(seed: int = 3) -> list[list[int]]:

@@ -6,7 +6,7 @@ what was stored.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,27 +59,28 @@ class PlainManager(OffloadingManager):
 
 
 class PlainWorker(OffloadingWorker):
-    """Has the bytes of each chunk: one block per chunk."""
+    """Has the bytes of each block of each chunk."""
 
-    def __init__(self, caches: Any) -> None:
+    def __init__(self, caches: Any, per_chunk: int) -> None:
         self.pages = [
             [(caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
             for refs in caches.group_data_refs
         ]
-        self.bytes: dict[OffloadKey, list[torch.Tensor]] = {}
+        self.per_chunk = per_chunk
+        self.bytes: dict[tuple[OffloadKey, int], list[torch.Tensor]] = {}
         self.done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        for key, group, block in self._each(dst_spec, src_spec):
-            self.bytes[key] = [tensor[block, :size].clone() for tensor, size in self.pages[group]]
+        for place, group, block in self._each(dst_spec, src_spec):
+            self.bytes[place] = [tensor[block, :size].clone() for tensor, size in self.pages[group]]
         self.done.append(TransferResult(job_id, True))
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        for key, group, block in self._each(src_spec, dst_spec):
-            for (tensor, size), page in zip(self.pages[group], self.bytes[key], strict=True):
+        for place, group, block in self._each(src_spec, dst_spec):
+            for (tensor, size), page in zip(self.pages[group], self.bytes[place], strict=True):
                 tensor[block, :size] = page
         self.done.append(TransferResult(job_id, True))
         return True
@@ -91,10 +92,14 @@ class PlainWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Nothing is ever under way."""
 
-    @staticmethod
-    def _each(names: Any, blocks: GPULoadStoreSpec) -> list[tuple[OffloadKey, int, int]]:
-        groups = [group for group, size in enumerate(blocks.group_sizes) for _ in range(size)]
-        return list(zip(names.keys, groups, blocks.block_ids.tolist(), strict=True))
+    def _each(self, names: Any, blocks: GPULoadStoreSpec) -> Iterator[tuple[tuple[OffloadKey, int], int, int]]:
+        """Of each block the chunk and its place there, its group, and itself."""
+        ids, keys = iter(blocks.block_ids.tolist()), iter(names.keys)
+        for group, (size, index) in enumerate(zip(blocks.group_sizes, blocks.block_indices, strict=True)):
+            for at in range(index, index + size):
+                if at == index or at % self.per_chunk == 0:
+                    key = next(keys)
+                yield (key, at % self.per_chunk), group, next(ids)
 
 
 class PlainSpec(OffloadingSpec):
@@ -108,4 +113,4 @@ class PlainSpec(OffloadingSpec):
         return PlainManager()
 
     def get_worker(self, kv_caches: Any) -> PlainWorker:
-        return PlainWorker(kv_caches)
+        return PlainWorker(kv_caches, self.blocks_per_chunk)

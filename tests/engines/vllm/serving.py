@@ -2,6 +2,8 @@
 
 {"model": DIRECTORY, "extra": {...}, "blocks": 64, "steps": [["ask", [TOKENS]], ["reset"], ["flip"], ...]}
 
+With "plain" instead of "extra" the engine has `PlainSpec`, with neither no connector.
+
 Prints one line of JSON, the last: what each step gave, and the counters of the tiers.
 """
 
@@ -35,11 +37,15 @@ class Engine:
 
         self.refused = 0
         options = dict(orders.get("options", {}))
-        if orders.get("plain"):
+        if orders.get("plain") is not None:
             options["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"spec_name": "PlainSpec", "spec_module_path": "plain_spec"},
+                "kv_connector_extra_config": {
+                    "spec_name": "PlainSpec",
+                    "spec_module_path": "plain_spec",
+                    **orders["plain"],
+                },
             }
         if orders.get("extra") is not None:
             options["kv_transfer_config"] = {
@@ -159,12 +165,14 @@ class Engine:
                 "troubles": {each.name: dict(each.troubles) for each in manager._runtime._tiers},
                 "arrived": {route: totals.chunks for route, totals in counters.routes.items()},
                 "held": cache.held,
+                "image_bytes": [each.image_bytes for each in cache.stats()[0].sizes],
                 "refused": self.refused,
             }
 
 
 def main() -> None:
     orders = json.loads(Path(sys.argv[1]).read_text())
+    os.environ |= orders.get("environment", {})
     engine = Engine(orders)
     results = []
     for step, *arguments in orders["steps"]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import Serve, asked, prompts, tiers
+from engine_runs import Serve, ask_oracle, asked, prompts, tiers
 from tiny_models import MODELS
 
 
@@ -32,3 +32,14 @@ def test_every_answer_is_that_of_the_oracle(model: str, serve: Serve, oracles: A
     assert second.answers == warm
     assert second.counters["arrived"]["file->host"] > 0
     assert second.counters["held"] == 0
+
+
+def test_chunks_of_several_blocks_in_several_groups(serve: Serve, tmp_path: Path) -> None:
+    """As `block_size` of the extra configuration asks for: a window begins and ends within a chunk."""
+    oracle, ask = ask_oracle(serve, "gemma", {"block_size": 128}), asked(prompts())
+    assert [each["cached"] for each in oracle[3:]] == [512, 384, 384]
+    steps = [*ask, ["reset"], *ask, ["drop_host"], ["reset"], *ask]
+    served = serve("gemma", steps, {**tiers(tmp_path / "tier"), "block_size": 128}, 160)
+    assert served.answers == [*oracle, *oracle[3:]]
+    assert served.counters["arrived"]["file->host"] > 0
+    assert served.counters["held"] == 0

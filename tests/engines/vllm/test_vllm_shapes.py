@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
-from vllm_kit import BLOCKS, Group, keys_of
+from vllm_kit import BLOCKS, Group, Rig, keys_of
 
 from longshore.cache import TierSpec
 from longshore.cache.eviction import LRU
+from longshore.engines.vllm.meeting import note_path
+from longshore.errors import SelfTestError
+from longshore.runtime.selftest import copy_test
+from longshore.transfer.device.cpu import copy_pieces
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 PAGE = 5000
@@ -153,3 +158,31 @@ def test_block_size_of_the_extra_configuration_is_vllms_own(rigs: Any, size: int
     rig, keys = rigs(per_chunk=size, block_size=16 * size), keys_of(2)
     assert rig.store(keys, range(1, 1 + 2 * size), rig.request("one", keys)) == keys
     assert rig.cache.settings.blocks_per_chunk == size
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_copies_that_go_wrong_are_found_at_start(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """Before anybody is told of the memory."""
+    notes = set(note_path("any").parent.iterdir())
+
+    def careless(source: Any, destination: Any, size: Any) -> None:
+        copy_pieces(source, destination, size)
+        ctypes.c_uint8.from_address(int(destination[0])).value += 1
+
+    monkeypatch.setattr("longshore.transfer.device.cpu.copy_pieces", careless)
+    with pytest.raises(SelfTestError, match="1 of 192 bytes came back wrong"):
+        Rig(world=world, groups=(Group(layers=1),), page=200)
+    assert set(note_path("any").parent.iterdir()) == notes
+
+
+def test_ranks_without_a_part_are_tested_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested: list[int] = []
+
+    def note(engine: Any, device: Any, section: Any, slot: Any) -> None:
+        copy_test(engine, device, section, slot)
+        tested.append(slot.index)
+
+    monkeypatch.setattr("longshore.engines.vllm.spec.copy_test", note)
+    rig = Rig(world=2, replicated=True, per_chunk=2)
+    rig.close()
+    assert tested == [0, 1]

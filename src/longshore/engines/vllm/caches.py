@@ -5,7 +5,11 @@ Groups share one pool of physical blocks, and often tensors too. A reference is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from longshore.layout import KVGroup, KVLayout, PageRef
 
@@ -32,3 +36,27 @@ def layout_of(caches: Any, config: Any) -> KVLayout:
         for group, refs in zip(config.groups, caches.group_data_refs, strict=True)
     )
     return KVLayout(groups, tensors, len(tensors[0]), ranks, rank)
+
+
+class Blocks:
+    """Whole blocks of one group as bytes, for the self-test; `longshore.runtime.selftest.DeviceBlocks`."""
+
+    def __init__(self, caches: Any, group: int) -> None:
+        """`caches` are `CanonicalKVCaches`."""
+        refs = caches.group_data_refs[group]
+        self._pages = [(caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
+
+    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
+        rows = [tensor[list(blocks), :size].cpu().numpy().view(np.uint8) for tensor, size in self._pages]
+        return np.concatenate(rows, axis=1)
+
+    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Set them."""
+        import torch  # noqa: PLC0415 - vLLM has it
+
+        begin = 0
+        for tensor, size in self._pages:
+            rows = np.ascontiguousarray(data[:, begin : begin + size]).view(np.int8)
+            tensor[list(blocks), :size] = torch.from_numpy(rows).to(tensor.device)
+            begin += size

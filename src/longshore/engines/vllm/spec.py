@@ -13,10 +13,11 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from longshore.boundary import HOST, Section, Slot
 from longshore.config import format_bytes
 from longshore.engines.vllm import contract
 from longshore.engines.vllm.announce import LIMIT
-from longshore.engines.vllm.caches import layout_of
+from longshore.engines.vllm.caches import Blocks, layout_of
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.meeting import Note, attach, find, publish, withdraw
 from longshore.engines.vllm.model import describe, nodes
@@ -28,6 +29,7 @@ from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import ConfigError
 from longshore.layout import KVLayout
 from longshore.runtime.host_memory import open_arena, registrar_for
+from longshore.runtime.selftest import copy_test
 from longshore.runtime.stamps import Stamps
 from longshore.slabs import Slabs, by_size
 from longshore.tiers.arena import Arena
@@ -85,33 +87,50 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         return definitions()
 
     def get_worker(self, kv_caches: Any) -> LongshoreWorker:
-        """A rank's side; the first rank makes the memory."""
-        layout = layout_of(kv_caches, self.config)
+        """A rank's side; the first rank makes the memory, and tells the others when it has been tested."""
+        layout, parallel = layout_of(kv_caches, self.config), self.config.parallel
         _log.info("%s", layout)
         with contextlib.ExitStack() as undo:
-            if self.config.parallel.rank == 0:
-                arena, stamps, slabs = self._make_memory(layout)
+            if parallel.rank == 0:
+                arena, stamps, note = self._make_memory(layout)
             else:
                 note = find(self.config.engine_id)
-                (arena, stamps), slabs = attach(note), note.layout
+                arena, stamps = attach(note)
                 registrar = registrar_for(layout.device)
                 if registrar is not None:
-                    arena.register(registrar, slabs.slab_bytes)
+                    arena.register(registrar, note.slab_bytes)
             undo.callback(arena.close)
             undo.callback(stamps.close)
             device = device_for(layout, self.settings.calibration)
             device.reach(arena.in_one_piece)
-            engine = TransferEngine(layout, device, HostTier(arena, slabs))
+            engine = TransferEngine(layout, device, HostTier(arena, note.layout))
+            undo.callback(engine.close)
+            has_part = parallel.rank < layout.ranks
+            self._test(engine, kv_caches, layout, note, slab=0 if has_part else parallel.rank)
+            if parallel.rank == 0:
+                publish(self.config.engine_id, note)
             undo.pop_all()
-        rank, per_chunk = self.config.parallel.rank, self.config.cache.blocks_per_chunk
-        worker = LongshoreWorker(engine, arena, stamps, rank, per_chunk, has_part=rank < layout.ranks)
+        per_chunk = self.config.cache.blocks_per_chunk
+        worker = LongshoreWorker(engine, arena, stamps, parallel.rank, per_chunk, has_part=has_part)
         worker.reports_failures = self.reports_failures
-        if rank == 0 and not self.reports_failures:
+        if parallel.rank == 0 and not self.reports_failures:
             _log.warning(_PLAIN)
         return worker
 
-    def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, Slabs]:
-        """The arena, as large as configured, and the stamps; the other processes are told."""
+    def _test(self, engine: TransferEngine, caches: Any, layout: KVLayout, note: Note, *, slab: int) -> None:
+        """A chunk of each group goes into host memory and back. No request has begun: no block is in use, and no slot.
+
+        Ranks that have no part of the images try it each in a slab of their own, as far as there are as many.
+        """
+        if slab >= note.slabs:
+            return
+        for group, pool in enumerate(note.pools):
+            blocks = tuple(range(min(layout.groups[group].blocks_per_chunk, layout.num_blocks)))
+            slot = Slot(HOST, pool, note.layout.slots_of(slab, pool)[0])
+            copy_test(engine, Blocks(caches, group), Section(group, 0, blocks), slot)
+
+    def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, Note]:
+        """The arena, as large as configured, and the stamps; and what the other processes are to be told."""
         self.settings.check_machine()
         sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
         slabs = Slabs.within(self.settings.host_size, sizes)
@@ -135,5 +154,4 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             device=layout.device,
             model=describe(self.config.groups, self.settings.salt),
         )
-        publish(self.config.engine_id, note)
-        return arena, stamps, slabs
+        return arena, stamps, note
