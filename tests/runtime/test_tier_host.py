@@ -16,7 +16,7 @@ from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
 
 from longshore.boundary import Status
 from longshore.errors import FormatError, TierClosedError, TierError, TierInUseError
-from longshore.runtime.tier_host import HostedFileTier, tier, watch
+from longshore.runtime.tier_host import TROUBLES, HostedFileTier, tier, watch
 from longshore.runtime.tier_host.process import HostProcess
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
@@ -319,3 +319,7 @@ def test_a_forked_child_leaves_the_process_alone(harness: HostedHarness) -> None
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     harness.assert_serves(0, 0)
+
+
+def test_every_trouble_is_there_from_the_start(harness: HostedHarness) -> None:
+    assert harness.tier.troubles == dict.fromkeys(TROUBLES, 0)

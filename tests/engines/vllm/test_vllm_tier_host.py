@@ -17,6 +17,7 @@ from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.cache import DropReason
 from longshore.engines.vllm.keys import ours
+from longshore.engines.vllm.tally import zero
 from longshore.errors import ConfigError, TierError
 from longshore.runtime.tier_host import HostedFileTier, tier
 from longshore.runtime.tier_host.process import HostProcess
@@ -207,3 +208,16 @@ def test_what_is_stored_after_a_reset_is_for_this_engine_unless_weights_do_not_c
     assert rig.answers("of the next engine", old) == [MISS] * 2
     assert rig.answers("of the next engine", new) == ([HIT] * 2 if fixed else [MISS] * 2)
     rig.close()
+
+
+def test_what_went_wrong_is_told_to_vllm(rig: HostedRig) -> None:
+    totals = zero()
+    rig.store_in_files()
+    rig.kill()
+    assert rig.answers("reader") == [MISS] * 4
+    totals.aggregate(rig.manager.get_stats())
+    told = totals.data["data"]
+    assert told["longshore_file_troubles"]["tier_host",] == 1
+    assert told["longshore_failed_chunks"]["file->host",] == 4
+    assert told["longshore_miss_chunks"]["away",] == 1
+    assert told["longshore_miss_chunks"]["behind",] == 3

@@ -64,7 +64,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._stale: list[tuple[Ticket, bool]] = []
         """Tickets of which nobody will tell any more, and whether they are stores."""
         self._closed = False
-        self._tally = Tally()
+        self._tally = Tally(store.file)
         self._announcer = Announcer() if announces else None
         with self._runtime.observe() as cache:
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]

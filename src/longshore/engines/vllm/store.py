@@ -39,6 +39,7 @@ class Store:
     """What `open_store` built.
 
     Attributes:
+        file: The file tier, if there is one.
         windows: How many chunks the window of each group has; `None` for those that never slide.
     """
 
@@ -46,6 +47,7 @@ class Store:
     stamps: Stamps
     arena: Arena
     loop: BackgroundLoop
+    file: HostedFileTier | None
     windows: tuple[int | None, ...]
 
     def close(self) -> None:
@@ -67,7 +69,7 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
         undo.callback(arena.close)
         undo.callback(stamps.close)
         host = HostTier(arena, note.layout)
-        file: Tier | None = None
+        file: HostedFileTier | None = None
         if config.file_path is not None and scope is not None:
             file = HostedFileTier(
                 config.file_path,
@@ -87,7 +89,7 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
         loop = BackgroundLoop(runtime)
         undo.pop_all()
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
-    return Store(runtime, stamps, arena, loop, windows)
+    return Store(runtime, stamps, arena, loop, file, windows)
 
 
 def _make_weighing(config: Config, note: Note, tokens: int) -> Weighing:

@@ -14,6 +14,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from longshore.boundary import DEVICE, FILE, HOST
 from longshore.cache import DropReason, MissReason, Presence, RouteTotals, TieredCache, TierSpec
+from longshore.runtime.tier_host import TROUBLES, HostedFileTier
 
 _COUNTERS = {
     "longshore_hit_chunks": ("Chunks loaded onto the device, by the tier they came from", ("tier",)),
@@ -26,6 +27,7 @@ _COUNTERS = {
     "longshore_moved_bytes": ("Bytes that arrived, of all ranks", ("route",)),
     "longshore_moving_seconds": ("Seconds spent moving; to and from the device, from order to end", ("route",)),
     "longshore_failed_chunks": ("Chunks that did not arrive", ("route",)),
+    "longshore_file_troubles": ("What went wrong in the file tier; tier_host: its process died", ("reason",)),
 }
 _GAUGES = {
     "longshore_used_bytes": ("Bytes taken, in flight included", ("tier",)),
@@ -37,6 +39,7 @@ _ROUTES = tuple(
 )
 
 _NOTHING = RouteTotals()
+_QUIET = dict.fromkeys(TROUBLES, 0)
 
 _Sample = tuple[str, tuple[str, ...]]
 
@@ -50,7 +53,8 @@ def definitions() -> dict[str, Any]:
 class Tally:
     """Counts of what one manager has loaded and missed, and what of all counts vLLM has been told."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: HostedFileTier | None = None) -> None:
+        self._file = file
         self.hits = Counter(dict.fromkeys(_TIERS, 0))
         self.tokens = Counter(dict.fromkeys(_TIERS, 0))
         self.misses = Counter(dict.fromkeys(MissReason, 0))
@@ -75,7 +79,8 @@ class Tally:
         if found[first] is not Presence.ABSENT:
             if not late and not (brought and found[first] is Presence.COLDER):
                 return False
-            reason = MissReason.DEADLINE if late else MissReason.NO_ROOM
+            away = self._file is not None and self._file.is_away
+            reason = MissReason.DEADLINE if late else MissReason.AWAY if away else MissReason.NO_ROOM
         behind = found[first + 1 :]
         absent = behind.count(Presence.ABSENT)
         self.misses.update({reason: 1})
@@ -112,6 +117,8 @@ class Tally:
                 yield ("longshore_dropped_chunks", (tier, reason.value)), drops[reason]
         for missed, count in self.misses.items():
             yield ("longshore_miss_chunks", (missed.value,)), count
+        for trouble, times in (_QUIET if self._file is None else self._file.troubles).items():
+            yield ("longshore_file_troubles", (trouble,)), times
         for route in _ROUTES:
             totals = counters.routes.get(route, _NOTHING)
             yield ("longshore_moved_bytes", (route,)), totals.bytes

@@ -8,6 +8,6 @@
 The control plane stays where it is; what crosses are operations and statuses (`wire.py`).
 """
 
-from longshore.runtime.tier_host.tier import HostedFileTier
+from longshore.runtime.tier_host.tier import TROUBLES, HostedFileTier
 
-__all__ = ["HostedFileTier"]
+__all__ = ["TROUBLES", "HostedFileTier"]

@@ -26,7 +26,13 @@ from longshore.runtime.tier_host.watch import Watch
 from longshore.runtime.tier_host.wire import Kind, frame
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import StoredChunk, Tier, TierOp, TierResult
+from longshore.tiers.file import TROUBLES as OF_FILES
 from longshore.tiers.ops import check_batch, check_digest, check_generation
+
+_DEATHS = "tier_host"
+
+TROUBLES = (*OF_FILES, _DEATHS)
+"""All that `HostedFileTier.troubles` counts."""
 
 CLOSE_PATIENCE = 60.0
 """Seconds that a process has to finish what it has begun when the tier is closed."""
@@ -108,7 +114,12 @@ class HostedFileTier(Tier):
     def troubles(self) -> Mapping[str, int]:
         """The file tier's, of all processes; and how many of these have died, or could not open the files."""
         added = {reason: count + self._past[reason] for reason, count in self._troubles.items()}
-        return {**added, "tier_host": self._watch.deaths}
+        return {**added, _DEATHS: self._watch.deaths}
+
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no process that has opened the files: all that is ordered is a miss."""
+        return not self._is_open
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Order `batch`. Generations above `generation` are refused, as by `FileTier`."""

@@ -1,8 +1,9 @@
 """The file tier: preallocated slots on local NVMe, verified at every read."""
 
 from longshore.tiers.file.gds import DeviceMemory, GdsFileTier
+from longshore.tiers.file.health import TROUBLES
 from longshore.tiers.file.opening import capacity_for, capacity_of
 from longshore.tiers.file.system import RawIo, SystemIo
 from longshore.tiers.file.tier import FileTier
 
-__all__ = ["DeviceMemory", "FileTier", "GdsFileTier", "RawIo", "SystemIo", "capacity_for", "capacity_of"]
+__all__ = ["TROUBLES", "DeviceMemory", "FileTier", "GdsFileTier", "RawIo", "SystemIo", "capacity_for", "capacity_of"]

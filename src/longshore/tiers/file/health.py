@@ -37,6 +37,14 @@ class State(enum.Enum):
     OFF = "off"
 
 
+TROUBLES = (
+    *(f"{op.value}_{status.value}" for op, status in _WRONG),
+    *(state.value for state in (State.READ_ONLY, State.OFF)),
+    "checkpoint",
+)
+"""All that `FileTier.troubles` counts."""
+
+
 class Health:
     """Of the disk under the tier called `name`. Thread-safe.
 
