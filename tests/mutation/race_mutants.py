@@ -50,6 +50,13 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/transfer/test_transfer_events.py",
         "tests/transfer/test_transfer_torch_streams.py",
     ),
+    "cuda": (
+        "tests/transfer/test_cuda_streams.py",
+        "tests/transfer/test_cuda_order.py",
+        "tests/transfer/test_cuda_jobs.py",
+        "tests/transfer/test_cuda_device.py",
+        "tests/transfer/test_cuda_images.py",
+    ),
     "runtime": ("tests/runtime/test_block_guard.py",),
     "cache": (
         "tests/cache/test_states.py",
@@ -73,6 +80,8 @@ MODULES: dict[str, str] = {
     "transfer/engine.py": "transfer",
     "transfer/driver.py": "transfer",
     "transfer/device/torch_streams.py": "streams",
+    "transfer/device/cuda/streams.py": "cuda",
+    "transfer/device/cuda/resources.py": "cuda",
     "runtime/guard.py": "runtime",
     "cache/states.py": "cache",
     "cache/pool.py": "cache",

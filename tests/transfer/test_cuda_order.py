@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, flat
 
 from longshore.boundary import DEVICE, HOST, Section
-from longshore.transfer.device.cuda.calibrate import Always
+from longshore.transfer.device.cuda.calibrate import Always, everything
 from longshore.transfer.device.cuda.chooser import Way
 from longshore.transfer.device.cuda.resources import PLACES
 
@@ -96,10 +96,11 @@ def test_a_place_of_the_ring_is_filled_again_only_when_it_is_empty(into: str, se
 
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
-@pytest.mark.parametrize("way", WAYS)
-def test_after_a_drain_nothing_is_under_way(way: Way, into: str) -> None:
+@pytest.mark.parametrize("way", [*WAYS, None])
+def test_after_a_drain_nothing_is_under_way(way: Way | None, into: str) -> None:
+    """Whichever way it went; without one, through pinned stages."""
     pools = Pools(flat(8, 4096), slots=8)
-    gpu = StandIn(Always(way))
+    gpu = StandIn(Always(way or Way.DIRECT), in_one_piece=everything if way else None)
     stream = gpu.device.stream(pools.layout, into)
     stream.bind()
     parts = [Section(0, 0, (3,))]
@@ -108,6 +109,24 @@ def test_after_a_drain_nothing_is_under_way(way: Way, into: str) -> None:
     model = Model(pools)
     model.move(parts, pools.images([1]), into=into)
     model.check(pools)
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_are_under_way_together_and_each_says_when_it_has_passed(way: Way, into: str) -> None:
+    """Nobody waits to give a stream as many copies as it takes."""
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way))
+    stream = gpu.device.stream(pools.layout, into)
+    gpu.accelerator.compute.run_to(gpu.accelerator.compute.given)
+    stream.bind()
+    copies = [
+        stream.copy(between(pools, [Section(0, 0, (block,))], [block], into).whole, ()) for block in range(stream.depth)
+    ]
+    assert not any(copy.passed() for copy in copies)
+    stream.drain()
+    assert all(copy.passed() for copy in copies)
+    assert all(copy.finish() >= 0 for copy in copies)
 
 
 def test_bounced_copies_come_after_all_and_before_all_on_both_streams() -> None:

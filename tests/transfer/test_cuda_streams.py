@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Collection
 
 import numpy as np
 import pytest
+import torch
 from cuda_stand_in import AnyWay, StandIn, StandInLibrary, World
 from device_kit import Lane, between, copied_inside, inside
 from gated import PATIENCE
@@ -16,9 +20,10 @@ from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layout
 from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
-from longshore.transfer.device.cuda.calibrate import Always
+from longshore.transfer.device.accelerator import Fallbacks
+from longshore.transfer.device.cuda.calibrate import Always, everything
 from longshore.transfer.device.cuda.chooser import Load, Way
-from longshore.transfer.device.cuda.resources import PLACES
+from longshore.transfer.device.cuda.resources import PLACES, Slip, take_ring
 from longshore.transfer.device.cuda.runs import image_runs, pieces_of, staged, staged_pitch
 
 WAYS = list(Way)
@@ -165,6 +170,43 @@ def test_no_copy_leaves_a_registered_piece() -> None:
     np.testing.assert_array_equal(pools.arena.array[: 4 * 4096], pools.tensors[0].numpy()[: 4 * 4096])
 
 
+def test_where_no_way_is_left_copies_go_through_pinned_stages() -> None:
+    """No ring, host memory that kernels do not reach, and a copy across two registered pieces."""
+    layout = flat(8, 4096, refs=1)
+    pools = Pools(layout, slots=8)
+    library = StandInLibrary(World())
+    library.host_pointers_serve = 0
+    one_image = pools.host.offset(0, 1)
+    gpu = StandIn(AnyWay(3), library=library, in_one_piece=lambda offsets, lengths: np.asarray(lengths) <= one_image)
+    library.world = gpu.world
+    gpu.accelerator.refuse_above = 1 << 20
+    lane = gpu.lane(layout, HOST)
+    gpu.accelerator.refuse_above = None
+    lane.send([between(pools, [Section(0, 0, (0, 1))], [0, 1], HOST).whole])
+    lane.finish()
+    assert gpu.device.fallbacks() == {"smaller_ring": 2, "no_ring": 1, "straddling_piece": 1, "late_bounce": 1}
+    np.testing.assert_array_equal(pools.arena.array[: 2 * 4096], pools.tensors[0].numpy()[: 2 * 4096])
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_closed_stream_keeps_no_memory(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
+    gpu = StandIn(Always(Way.STAGED), in_one_piece=everything if reached else None)
+    taken: list[weakref.ref[Bytes]] = []
+
+    def watched(nbytes: int) -> torch.Tensor:
+        memory = np.empty(nbytes, np.uint8)
+        taken.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    monkeypatch.setattr(gpu.accelerator, "device_bytes", watched)
+    monkeypatch.setattr(gpu.accelerator, "pinned_bytes", watched)
+    stream = gpu.device.stream(flat(4), HOST)
+    assert taken and all(memory() is not None for memory in taken)
+    stream.close()
+    gc.collect()
+    assert all(memory() is None for memory in taken)
+
+
 def test_less_memory_to_stage_in_is_counted() -> None:
     pools = Pools(flat(8), slots=8)
     gpu = StandIn(Always(Way.STAGED), staging_bytes=8 << 20)
@@ -245,14 +287,23 @@ def test_what_the_driver_refuses_ends_one_copy_only() -> None:
     )
 
 
-def test_a_batch_of_freed_memory_is_refused_before_it_moves() -> None:
+@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_batch_of_freed_memory_is_refused_before_it_moves(is_inside: bool, is_back: bool) -> None:
+    """Also when the engine has given the layout new memory."""
     pools = Pools(flat(16), slots=16)
     gpu = StandIn(Always(Way.DIRECT))
     lane = gpu.lane(pools.layout, DEVICE)
-    selection = between(pools, [Section(0, 0, (3,))], [1], DEVICE)
+    batch = (
+        inside(pools.layout, 0, [1], [2]).whole
+        if is_inside
+        else between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole
+    )
     pools.layout.free()
+    if is_back:
+        pools.layout.take_back([tensor.clone() for tensor in pools.tensors])
     with pytest.raises(FreedLayoutError):
-        lane.send([selection.whole])
+        lane.send([batch])
     assert not gpu.library.calls
 
 
@@ -299,3 +350,37 @@ def test_the_engine_over_the_device() -> None:
 def test_lanes_close_idle() -> None:
     gpu = StandIn(Always(Way.STAGED))
     Lane(gpu.device.stream(flat(4), HOST)).close()
+
+
+def test_the_thread_that_a_stream_is_bound_to_has_the_context_of_its_device() -> None:
+    gpu = StandIn(Always(Way.DIRECT))
+    stream = gpu.device.stream(flat(4), HOST)
+    seen: list[object] = []
+
+    def run() -> None:
+        stream.bind()
+        seen.append(gpu.library.contexts.now)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(PATIENCE)
+    assert seen == [0xC0]
+
+
+def test_places_of_a_ring_take_turns() -> None:
+    ring = take_ring(StandIn(Always(Way.STAGED)).accelerator, Fallbacks(), 1 << 20, 4096)
+    assert ring is not None
+    addresses = [ring.next().address for _ in range(2 * PLACES)]
+    assert len(set(addresses)) == PLACES
+    assert addresses[:PLACES] == addresses[PLACES:]
+
+
+def test_a_slip_keeps_descriptors_until_it_is_used_again() -> None:
+    slip = Slip(StandIn(Always(Way.STAGED)).accelerator, Fallbacks())
+    column = np.zeros(3, np.uint64)
+    gone = weakref.ref(column)
+    slip.keep(column, column, column)
+    del column
+    assert gone() is not None
+    slip.begin()
+    assert gone() is None

@@ -160,8 +160,6 @@ class CudaStream(Stream):
 
     def close(self) -> None:
         """Give the memory back."""
-        if self._bounce is not None:
-            self._bounce.close()
         self._bounce = self._ring = None
         self._slips = []
 
