@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+
 import numpy as np
 import pytest
 from cache_setup import chunks, key, path_of
 
 from longshore.boundary import HOST, Key, Status, TransferResult
-from longshore.cache import TieredCache, TierSpec
-from longshore.cache.eviction import LRU
+from longshore.cache import CacheSettings, Hold, TieredCache, TierSpec
+from longshore.cache.events import EventKind
+from longshore.cache.eviction import LRU, POLICIES, EvictionPolicy
 from longshore.cache.index import Index
+from longshore.cache.many import Many
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError
@@ -75,6 +80,20 @@ def test_what_an_eviction_sets_free_goes_before_what_is_younger() -> None:
     assert residents(cache) == {"q", "r", "s", "st"}
 
 
+@pytest.mark.parametrize(
+    "branches",
+    [("ab", "abc", "abd", "x"), ("abc", "abe", "abcd", "abef", "x"), ("abc", "abde", "abcd", "abdef", "abdeg", "x")],
+)
+def test_what_all_branches_set_free_together_goes_before_what_is_younger(branches: tuple[str, ...]) -> None:
+    known: set[str] = set()
+    cache = cache_of(len({path[: i + 1] for path in branches for i in range(len(path))}))
+    for path in branches:  # bodies before their tails
+        store(cache, path, sum(path[: i + 1] in known for i in range(len(path))))
+        known |= {path[: i + 1] for i in range(len(path))}
+    store(cache, "z" * (len(known) - 1))
+    assert residents(cache) == {"x", *("z" * i for i in range(1, len(known)))}
+
+
 def test_a_known_chunk_behind_another_one_than_its_own_is_refused() -> None:
     cache = cache_of(4)
     store(cache, "ab")
@@ -94,3 +113,58 @@ def test_a_number_that_comes_free_has_no_children_left() -> None:
         (node,) = index.extend(ROOT, chunks(path), 0, [slot])
         assert index.reach[0][node] == 0
     index.check_integrity()
+
+
+class Life:
+    """A random life of a cache of 400 slots, whose prompts branch, come back and are held; what left it, in order."""
+
+    def __init__(self, policy: type[EvictionPolicy], seed: int) -> None:
+        self.cache = TieredCache([TierSpec(HOST, 400, 1, policy)], CacheSettings(events=1 << 20))
+        self.dice = random.Random(seed)
+        self.prompts = [chunks_of(0, 40)]
+        self.holds: list[Hold] = []
+
+    def run(self, steps: int) -> list[Key]:
+        for step in range(1, steps + 1):
+            self._store(step)
+            for _ in range(self.dice.randrange(3)):
+                self._match()
+            if self.holds and self.dice.random() < 0.7:
+                self.cache.release(self.holds.pop(self.dice.randrange(len(self.holds))))
+            if step % 100 == 0:
+                self.cache.check_integrity()
+        return [event.key for event in self.cache.events() if event.kind is EventKind.REMOVED]
+
+    def _store(self, step: int) -> None:
+        elder = self.dice.choice(self.prompts[-12:])
+        shared = self.dice.choice([0, 0, self.dice.randrange(len(elder)), len(elder)])
+        found = self.cache.match(elder[:shared], 0.0)
+        prompt = [*elder[: found.length], *chunks_of(step, int(3 * 60 ** self.dice.random()))]
+        offload = self.cache.commit(prompt, range(len(prompt) - found.length), first=found.length)
+        if found.hold is not None:
+            self.cache.release(found.hold)
+        self.cache.take()
+        if offload.job is not None:
+            self.cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
+        self.prompts.append(prompt)
+
+    def _match(self) -> None:
+        prompt = self.dice.choice(self.prompts[-30:])
+        found = self.cache.match(prompt[: self.dice.randint(1, len(prompt))], 0.0)
+        if found.hold is not None:
+            self.holds.append(found.hold)
+
+
+def chunks_of(step: int, count: int) -> list[Key]:
+    return [hashlib.sha256(f"{step} {i}".encode()).digest() for i in range(count)]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
+@pytest.mark.parametrize("seed", range(3))
+def test_many_that_go_together_are_those_that_go_one_by_one_in_the_same_order(
+    policy: type[EvictionPolicy], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = Life(policy, seed).run(300)
+    monkeypatch.setattr(Many, "settle", lambda *_: (0, 0))
+    assert together == Life(policy, seed).run(300)
+    assert len(together) > 3000

@@ -132,6 +132,12 @@ def evict_together(policy: EvictionPolicy, count: int) -> list[int]:
     return gone
 
 
+def test_who_is_in_is_told_of_all_nodes_at_once(policy: EvictionPolicy) -> None:
+    policy.hold(B)
+    policy.remove(C)
+    assert policy.resident(D + 1).tolist() == [node in (A, B) for node in range(D + 1)]
+
+
 def test_the_leading_ones_leave_together_and_the_others_stay_in_order(policy: EvictionPolicy) -> None:
     assert policy.ahead(2) == [A, B]
     policy.leave([A], [policy.names[A]])
@@ -305,9 +311,9 @@ def test_a_change_of_priority_moves_a_node_and_it_goes_first_there() -> None:
     policy = banded()
     policy.insert([A, B, C])
     policy.priorities[C] = 90
-    policy.move(C)
+    policy.move([C])
     policy.priorities[A] = 90
-    policy.move(A)
-    policy.move(D)  # which is not in
+    policy.move([A])
+    policy.move([D])  # which is not in
     policy.check_integrity()
     assert evict(policy, 3) == [B, A, C]

@@ -151,7 +151,7 @@ class S3FIFOModel(Model):
 
 
 class GittinsModel(Model):
-    """Uses, ages and departures in plain lists; what they promise is the real thing, which has tests of its own."""
+    """Uses, spans and departures in plain lists; what they promise is the real thing, which has tests of its own."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
@@ -159,7 +159,7 @@ class GittinsModel(Model):
         self.state: dict[int, tuple[int, int]] = {}  # block -> uses (0: the end of a prompt), step of the last one
         self.departed: list[tuple[int, tuple[int, int]] | None] = []
         self.accesses = self.step = 0
-        self.order = self.promises.order()
+        self.table = self.promises.table()
 
     def access(self, block: int, *, leaf: bool = False) -> None:
         state = self.state.get(block)
@@ -184,11 +184,20 @@ class GittinsModel(Model):
         if self.accesses % max(64, self.slots // 8) == 0:
             self.step += 1
             self.promises.learn()
-            self.order = self.promises.order()
+            self.table = self.promises.table()
 
-    def rank(self, block: int) -> int:
+    def rank(self, block: int) -> tuple[float, int, int]:
+        """What is promised; of equals the oldest goes first, then the least used."""
         uses, step = self.state[block]
-        return self.order.index(kind_of(uses) * AGES + age_of(self.step - step))
+        last = self.last_with(step)
+        return self.table[kind_of(uses), age_of(self.step - last)], last, kind_of(uses)
+
+    def last_with(self, step: int) -> int:
+        """The last step that counts as old as `step`: neighbours are joined once they lie twice their length back."""
+        length = 1
+        while self.step + 1 - (step | 2 * length - 1) >= 2 * length:
+            length *= 2
+        return step | length - 1
 
 
 MODELS: dict[str, type[Model]] = {

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import column
+from longshore.cache.columns import column, grown
 from longshore.errors import CacheError
 
 LISTS = 256
@@ -36,9 +36,7 @@ class Chains:
 
     def grow(self, size: int) -> None:
         """Make room for numbers below `size`; those that are new are in no list."""
-        more = array("i", bytes(4 * max(0, size - len(self.after))))
-        self.after.extend(more)
-        self.before.extend(more)
+        self.after, self.before = grown(self.after, size), grown(self.before, size)
 
     def warm(self, which: int, number: int) -> None:
         """Put `number`, which is in no list, at the hot end of list `which`."""

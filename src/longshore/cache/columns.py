@@ -15,7 +15,14 @@ import numpy.typing as npt
 
 def zeros(count: int) -> array[int]:
     """A column of `count` 32-bit zeros."""
-    return array("i", bytes(4 * count))
+    return array("i", [0]) * count
+
+
+def grown(numbers: array[int], size: int) -> array[int]:
+    """The same column, with zeros behind up to `size` places: at the cost of touching each place once, and no more."""
+    larger = zeros(max(size, len(numbers)))
+    larger[: len(numbers)] = numbers
+    return larger
 
 
 def column(numbers: array[int]) -> npt.NDArray[np.int32]:

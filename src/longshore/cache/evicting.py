@@ -19,8 +19,8 @@ from longshore.cache.many import Many
 if TYPE_CHECKING:
     from longshore.cache.store import Store
 
-_AT_FIRST = 64
-"""How many copies are looked at together at first; then twice as many as went."""
+_AT_FIRST, _AT_LEAST = 512, 64
+"""How many copies are looked at together at first; later twice as many as went, or stay, but no fewer than this."""
 
 
 class Eviction:
@@ -76,13 +76,13 @@ class Eviction:
             if spare_dirty and (passed := self._store.backlog.leading_sole(nodes, tier)):
                 self._remember(nodes[:passed], tier, pool)
                 policy.keep(nodes[:passed])
-                several = max(2 * passed, _AT_FIRST)
+                several = max(2 * passed, _AT_LEAST)
                 continue
             free, kept = self._many.settle(nodes, tier, policy, count - gone)
             gone += free
-            several = min(count - gone, 2 * free) or max(2 * kept, _AT_FIRST)
+            several = min(count - gone, max(2 * (free or kept), _AT_LEAST))
             if not free and not kept:
-                gone += self._evict_few(tier, min(count - gone, _AT_FIRST), pool, spare_dirty=spare_dirty)
+                gone += self._evict_few(tier, several, pool, spare_dirty=spare_dirty)
         return gone
 
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:

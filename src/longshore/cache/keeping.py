@@ -37,6 +37,7 @@ class Keeping:
             said = at(retention, position)
             if said is not None:
                 self._set(node, said.priority, None if said.seconds is None else now + said.seconds)
+        self._move(nodes)
 
     def expire(self, now: float) -> None:
         """Time has passed: those whose time is over have the default priority again."""
@@ -44,6 +45,7 @@ class Keeping:
             until, node = heapq.heappop(self._due)
             if self._until.get(node) == until:
                 self._set(node, DEFAULT_PRIORITY, None)
+                self._move((node,))
 
     def forget(self, node: int) -> None:
         """`node` is in no tier any more."""
@@ -62,8 +64,11 @@ class Keeping:
                 self._due = sorted((due, each) for each, due in self._until.items())
             self._until[node] = until
             heapq.heappush(self._due, (until, node))
+
+    def _move(self, nodes: Sequence[int]) -> None:
+        """The priorities of some of `nodes` have changed."""
         for band in self._bands:
-            band.move(node)
+            band.move(nodes)
 
     def _begin(self) -> None:
         """Split the eviction policies by priority."""

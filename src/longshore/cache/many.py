@@ -46,17 +46,18 @@ class Many:
         if run := min(leading(safe), most):
             self._drop_copies(nodes[:run], at[:run], tier)
             return run, 0
-        free = kept = 0
-        if sole[0] and tier == self._store.last:
-            free, kept = self._leaves(nodes[: leading(sole)], tier, policy)
-            free = min(free, most)
-        elif not sole[0]:
+        kept = 0
+        if not sole[0]:
             kept = leading(~safe & ~sole)
-        if free:
-            self._drop_leaves(nodes[:free], at[:free], tier)
-        elif kept:
+        elif tier == self._store.last:
+            alone = leading(sole)
+            going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
+            if going:
+                self._drop_leaves(going, tier)
+                return len(going), 0
+        if kept:
             policy.keep(nodes[:kept])
-        return free, kept
+        return 0, kept
 
     def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`."""
@@ -75,35 +76,57 @@ class Many:
         return self._idle(at, tier) & colder & ready, ~others
 
     def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
-        """Which copies nothing reads, nor has looked at in this step."""
+        """Which copies nothing reads, nor, in the warmest tier, has looked at in this step."""
         store = self._store
         idle: Mask = column(store.pools[tier].readers)[column(store.index.slot[tier])[at]] == 0
         if not tier:
             idle &= marks(store.seen)[at] == 0
         return idle
 
-    def _leaves(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy) -> tuple[int, int]:
-        """How many sole copies lead that may go one after the other, up to the first that sets another free; or cannot.
+    def _leaves(
+        self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int, policy: EvictionPolicy, most: int
+    ) -> tuple[list[int], int]:
+        """The sole copies that go one after the other, with those that they set free; or how many lead that cannot go.
 
         A node may go when nothing is behind it, or only the one before it, which goes first.
         """
-        store, index = self._store, self._store.index
-        at = np.array(nodes, np.int32)
-        parents, reach = column(index.parent)[at], column(index.reach[0])
+        index = self._store.index
+        parents, below = column(index.parent)[at], column(index.reach[0])[at]
         behind = np.zeros(len(at), bool)
         np.equal(parents[:-1], at[1:], out=behind[1:])
-        idle = self._idle(at, tier) & (marks(store.seen)[at] == 0)
-        if store.pins:
-            idle &= [node not in store.pins for node in nodes]
-        below = reach[at]
+        idle = self._free(at, tier)
         free = leading(idle & (below <= behind))
         if not free:
-            return 0, leading(~idle | (below > 0))
-        ends = (parents != ROOT) & (reach[parents] == 1)
-        ends[:-1] &= ~behind[1:]
-        freed = np.flatnonzero(ends[:free]).tolist()
-        freeing = (i for i in freed if index.slot[tier][parents[i]] >= 0 and policy.is_held(int(parents[i])))
-        return next(freeing, free - 1) + 1, 0
+            return [], leading(~idle | (below > 0))
+        tops = parents[:free] != ROOT
+        tops[:-1] &= ~behind[1:free]
+        return self._with_freed(nodes[:free], np.flatnonzero(tops).tolist(), tier, policy, most), 0
+
+    def _with_freed(
+        self, nodes: Sequence[int], tops: Sequence[int], tier: int, policy: EvictionPolicy, most: int
+    ) -> list[int]:
+        """At most so many of `nodes`, which go; and right behind any of `tops` the held ones that it sets free.
+
+        Ends where one is set free that does not go at once, but may go before what comes next.
+        """
+        parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
+        going: list[int] = []
+        left: dict[int, int] = {}
+        """Children of nodes that have lost some."""
+        begin = 0
+        for top in tops:
+            above = parent[nodes[top]]
+            left[above] = left.get(above, reach[above]) - 1
+            if left[above] or not is_held(above):
+                continue
+            going += nodes[begin : top + 1]
+            begin = top + 1
+            chain = self._held_chain(above, tier, policy, left, most - len(going))
+            follow = policy.following(nodes[top], chain)
+            going += chain[:follow]
+            if len(going) >= most or follow < len(chain):
+                return going[:most]
+        return [*going, *nodes[begin:]][:most]
 
     def _drop_copies(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
         """Evict safe copies: what is left of each reaches as far down as before."""
@@ -116,9 +139,10 @@ class Many:
         store.pools[tier].free_all(slots)
         store.reconsider(at, apart_from=tier)
 
-    def _drop_leaves(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
+    def _drop_leaves(self, nodes: Sequence[int], tier: int) -> None:
         """Evict sole copies of the last tier."""
         store, index, policy = self._store, self._store.index, self._store.policies[tier]
+        at = np.array(nodes, np.int32)
         keys, slots = index.key[at].tolist(), column(index.slot[tier])[at]
         self._log(nodes, tier)
         policy.leave(nodes, keys)
@@ -128,23 +152,39 @@ class Many:
         store.forget(nodes)
         freed = [parent for parent in parents if parent and not index.reach[0][parent]]
         for parent in freed:
-            if index.is_ready(parent, tier):
-                policy.release(self._held_chain(parent, tier, policy)[::-1])
+            if index.is_ready(parent, tier) and policy.is_held(parent):
+                policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1] or (parent,))
         if tier and freed:
             store.reconsider(np.array(freed, np.int32), apart_from=tier)
 
-    def _held_chain(self, node: int, tier: int, policy: EvictionPolicy) -> list[int]:
-        """`node`, and those of its ancestors that may go right after it, as long as they are held."""
-        store, index = self._store, self._store.index
-        parent, reach, slots, is_held = index.parent, index.reach[0], index.slot[tier], policy.is_held
-        is_kept, state = store.is_kept, store.pools[tier].state
-        chain = [node]
-        while is_held(node) and not is_kept(node) and (node := parent[node]) and reach[node] == 1:
-            slot = slots[node]
-            if slot < 0 or state[slot] != READY:
-                break
+    def _held_chain(self, node: int, tier: int, policy: EvictionPolicy, left: dict[int, int], most: int) -> list[int]:
+        """`node`, behind which nothing is left, and at most so many that may go right after it, each if held.
+
+        `left` has how many children some nodes will have, of those that will have fewer than they have now.
+        """
+        parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
+        chain: list[int] = []
+        while node and len(chain) < most and is_held(node):
             chain.append(node)
-        return chain
+            node = parent[node]
+            if reach[node] > 1 or node in left:
+                left[node] = left.get(node, reach[node]) - 1
+                if left[node]:
+                    break
+        return chain[: leading(self._free(np.array(chain, np.int32), tier))] if chain else chain
+
+    def _free(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
+        """Which of the nodes `at`, whose copies in `tier` are ready, have no other copy, and nothing that keeps it."""
+        store, index = self._store, self._store.index
+        free = self._idle(at, tier)
+        if tier:
+            free &= marks(store.seen)[at] == 0
+        for other in index.tiers:
+            if other != tier:
+                free &= column(index.slot[other])[at] < 0
+        if store.pins:
+            free &= [node not in store.pins for node in at.tolist()]
+        return free
 
     def _log(self, nodes: Sequence[int], tier: int) -> None:
         if self._store.log.on:

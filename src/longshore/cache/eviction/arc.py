@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
@@ -177,6 +178,11 @@ class ARC(EvictionPolicy):
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and node < len(self._place) and self._place[node] != _OUT
+
+    def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
+        """For each node below `nodes` whether it is in, held or not."""
+        there: npt.NDArray[np.bool_] = marks(self._place)[:nodes] != _OUT
+        return there
 
     def __len__(self) -> int:
         return self._counts[_ONCE] + self._counts[_OFTEN]

@@ -7,10 +7,10 @@ priority 90   ──► these last
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from longshore.cache.eviction.base import EvictionPolicy, Names
-from longshore.cache.eviction.parted import Parted
+from longshore.cache.eviction.parted import OUT, Parted
 
 
 class Banded(Parted):
@@ -43,11 +43,15 @@ class Banded(Parted):
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))
         return self._parts[number]
 
-    def move(self, node: int) -> None:
-        """`node`, if it is in, gets the priority that it is to have, and goes first among those of that priority."""
-        if node not in self or self._part[node] == self.wanted(node):
-            return
-        self.remove(node)
-        self.insert([node])
-        self.hold(node)
-        self.release([node])
+    def move(self, nodes: Sequence[int]) -> None:
+        """Those of `nodes` that are in get the priority that they are to have.
+
+        Each goes first among those of that priority, the last of them before the others.
+        """
+        moving = [node for node in nodes if self._part[node] not in (OUT, self.wanted(node))]
+        for node in moving:
+            self.remove(node)
+        self.insert(moving)
+        for node in moving:
+            self.hold(node)
+        self.release(moving)

@@ -80,6 +80,10 @@ class EvictionPolicy(ABC):
     def __contains__(self, node: object) -> bool:
         """Whether `node` is in, held or not."""
 
+    def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
+        """For each node below `nodes` whether it is in, held or not. Shape `(nodes,)`."""
+        return np.array([node in self for node in range(nodes)], bool)
+
     @abstractmethod
     def __len__(self) -> int:
         """Nodes that are in, held ones included."""
@@ -106,11 +110,21 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These leading nodes of what `ahead` has just named, whose keys are `keys`, left for want of room."""
+        """These leading nodes of what `ahead` has just named, and held ones among them, left for want of room.
+
+        Their keys are `keys`.
+        """
 
     @abstractmethod
     def keep(self, nodes: Sequence[int]) -> None:
         """These leading nodes of what `ahead` has just named cannot go at present: hold them."""
+
+    def following(self, node: int, held: Sequence[int]) -> int:
+        """How many of `held` lead that would all go right after `node`, which `ahead` has just named, once released.
+
+        A policy that cannot say so at little cost says none.
+        """
+        return 0
 
     def evict(self, count: int, let_go: Callable[[int], bool]) -> int:
         """Offer nodes to `let_go`, first to go first, until `count` have gone; says how many did.

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.errors import CacheError
 
-_FEW = 48
+_FEW = 12
 """So many chains are followed one by one."""
 
 _Places = npt.NDArray[np.int64]

@@ -5,10 +5,11 @@
                   ▲
                   goes next
 
-Each pair of a kind and an age has one list. Time is counted in uses; a step of the clock is an eighth as many as there
-are slots. At each step lists hand over to the next age what has got so old, and `promise` says anew which order is the
-best, from what came back until now. So the policy finds out by itself how long a pause to wait for, and which chunks
-are worth it, and there is nothing to set. Why this way: `docs/eviction.md`.
+Time is counted in uses; a step of the clock is an eighth as many as there are slots. Each kind has one list for each
+span of steps (`spans`), so that growing older moves whole lists, and never looks at what is in them. At each step
+`promise` says anew which order of the lists is the best, from what came back until now. So the policy finds out by
+itself how long a pause to wait for, and which chunks are worth it, and there is nothing to set. Why this way:
+`docs/eviction.md`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,22 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import column, marks, numbers, zeros
+from longshore.cache.columns import column, grown, marks, numbers, zeros
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.departed import Departed
-from longshore.cache.eviction.promise import AGES, KINDS, MOST_USES, Promises, age_of, ages_of, kind_of
+from longshore.cache.eviction.promise import AGES, KINDS, Promises, age_of, ages_of
+from longshore.cache.eviction.spans import SPANS, joins, oldest_first, span_of
+from longshore.cache.eviction.usage import (
+    HELD,
+    KIND_OF,
+    KINDS_AGAIN,
+    KINDS_OF,
+    LEAF,
+    ONCE,
+    OUT,
+    USED_AGAIN,
+    USES_AGAIN,
+)
 from longshore.errors import CacheError
 
 _STEPS, _SHORTEST_STEP = 8, 64
@@ -38,22 +51,11 @@ _FADE = 512
 _SHORT = 256
 """A path of fewer nodes is sooner walked along than used by whole arrays."""
 
-# How a node was used, and whether it is held, is one byte.
-_OUT, _LEAF, _ONCE = range(3)
-_MOST = _ONCE + MOST_USES - 1
-_HELD = 64
+_FIRSTS = range(0, KINDS * SPANS, SPANS)
+"""The list of each kind for span 0."""
 
-_KIND = bytes([0, kind_of(0), *map(kind_of, range(1, MOST_USES + 1))])
-_MORE = bytes([_OUT, _ONCE + 1, *(min(use + 1, _MOST) for use in range(_ONCE, _MOST + 1))])
-
-
-def _of_byte(table: bytes) -> bytes:
-    """`table` for nodes that may be held, to translate bytes by."""
-    return (table.ljust(_HELD, b"\0") * 4)[:256]
-
-
-_KINDS, _MORES = _of_byte(_KIND), _of_byte(_MORE)
-_MORES_KINDS = _of_byte(_MORE.translate(_KINDS))
+_LISTS = np.add.outer(np.arange(SPANS), _FIRSTS)
+"""All lists, by span and kind."""
 
 _BYTES = [bytes((each,)) for each in range(KINDS * AGES)]
 
@@ -79,6 +81,8 @@ class Gittins(EvictionPolicy):
         """Steps of the clock until now."""
         self._first = 0
         """All lists before this one in the order are empty."""
+        self._named: list[tuple[int, int]] = []
+        """What `ahead` has named last: lists, and how many of all come from them and from those before."""
         self._rank_lists()
         self._fit()
 
@@ -92,22 +96,21 @@ class Gittins(EvictionPolicy):
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         self._chains.grow(nodes)
-        more = max(0, nodes - len(self._place))
-        self._place.extend(bytes(more))
-        self._used.extend(zeros(more))
+        self._place.extend(bytes(max(0, nodes - len(self._place))))
+        self._used = grown(self._used, nodes)
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` became resident: used as often as is remembered, and once more."""
         check_new(self._place, nodes)
-        use = _LEAF if leaf else _ONCE
+        use = LEAF if leaf else ONCE
         for some in self._steps(nodes):
             if len(some) < FEW:
                 for node in some:
                     self._insert_one(node, use)
-                    use = _ONCE
+                    use = ONCE
             else:
                 self._insert_all(some, use)
-                use = _ONCE
+                use = ONCE
             self._count += len(some)
 
     def touch(self, nodes: Sequence[int]) -> None:
@@ -122,20 +125,20 @@ class Gittins(EvictionPolicy):
     def hold(self, node: int) -> None:
         """`node` cannot go at present."""
         use = self._place[node]
-        if use == _OUT:
+        if use == OUT:
             raise unknown(node)
-        if use < _HELD:
+        if use < HELD:
             self._chains.drop(node)
-            self._place[node] = use | _HELD
+            self._place[node] = use | HELD
 
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, each as the first of its list."""
         check_in(self._place, nodes)
         if len(nodes) < FEW:
             for node in nodes:
-                if self._place[node] >= _HELD:
-                    self._place[node] -= _HELD
-                    which = _KIND[self._place[node]] * AGES + age_of(self._now - self._used[node])
+                if self._place[node] >= HELD:
+                    self._place[node] -= HELD
+                    which = self._list_of(self._place[node], self._used[node])
                     self._chains.chill(which, node)
                     self._look_at(which)
         else:
@@ -144,36 +147,60 @@ class Gittins(EvictionPolicy):
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; how it was used is remembered if it was evicted."""
         use = self._place[node]
-        if use == _OUT:
+        if use == OUT:
             raise unknown(node)
-        if use < _HELD:
+        if use < HELD:
             self._chains.drop(node)
         if evicted is not None:
-            self._departed.add(evicted, self._used[node], use & ~_HELD)
-        self._place[node] = _OUT
+            self._departed.add(evicted, self._used[node], use & ~HELD)
+        self._place[node] = OUT
         self._count -= 1
 
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These, the first of one list, left; how they were used is remembered."""
-        self._chains.drop_coldest(self._order[self._first], nodes[-1])
-        self._count -= len(nodes)
+        """These, the first of all and held ones among them, left; how they were used is remembered."""
+        at, place = numbers(nodes), marks(self._place)
+        uses = place[at]
+        held = uses >= HELD
+        self._take_out(at[~held].tolist() if held.any() else nodes)
+        uses &= HELD - 1
         if len(nodes) < FEW:
-            for node, key in zip(nodes, keys, strict=True):
-                self._departed.add(key, self._used[node], self._place[node])
-                self._place[node] = _OUT
+            for key, node, use in zip(keys, nodes, uses.tolist(), strict=True):
+                self._departed.add(key, self._used[node], use)
         else:
-            at, place = numbers(nodes), marks(self._place)
-            self._departed.add_all(keys, column(self._used)[at], place[at])
-            place[at] = _OUT
+            self._departed.add_all(keys, column(self._used)[at], uses)
+        place[at] = OUT
+        self._count -= len(nodes)
 
     def keep(self, nodes: Sequence[int]) -> None:
-        """These, the first of one list, cannot go at present."""
-        self._chains.drop_coldest(self._order[self._first], nodes[-1])
-        marks(self._place)[numbers(nodes)] |= _HELD
+        """These, the first of all, cannot go at present."""
+        self._take_out(nodes)
+        marks(self._place)[numbers(nodes)] |= HELD
 
     def ahead(self, count: int) -> list[int]:
-        """The oldest nodes of the list that promises least."""
-        return self._chains.coldest_few(self._order[self._first], count) if self.coldest() else []
+        """The oldest nodes of the list that promises least, and of those that come next."""
+        found, after, order = list[int](), self._chains.after, self._order
+        self._named.clear()
+        if self.coldest():
+            for at in range(self._first, len(order)):
+                which = order[at]
+                if after[which] != which:
+                    found += self._chains.coldest_few(which, count - len(found))
+                    self._named.append((which, len(found)))
+                    if len(found) == count:
+                        break
+        return found
+
+    def following(self, node: int, held: Sequence[int]) -> int:
+        """How many of `held` lead whose lists come no later in the order than that of `node`."""
+        place, used, rank = self._place, self._used, self._rank
+        last = rank[self._list_of(place[node], used[node])]
+        was: tuple[int, int] | None = None
+        for count, each in enumerate(held):
+            how = place[each] & ~HELD, used[each]
+            if how != was and rank[self._list_of(*how)] > last:
+                return count
+            was = how
+        return len(held)
 
     def coldest(self) -> int:
         """The oldest node of the list that promises least; 0 without one."""
@@ -192,26 +219,31 @@ class Gittins(EvictionPolicy):
 
     def is_held(self, node: int) -> bool:
         """Whether `node` is in, and held."""
-        return self._place[node] >= _HELD
+        return self._place[node] >= HELD
 
     def __contains__(self, node: object) -> bool:
-        return isinstance(node, int) and node < len(self._place) and self._place[node] != _OUT
+        return isinstance(node, int) and node < len(self._place) and self._place[node] != OUT
+
+    def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
+        """For each node below `nodes` whether it is in, held or not."""
+        there: npt.NDArray[np.bool_] = marks(self._place)[:nodes] != OUT
+        return there
 
     def __len__(self) -> int:
         return self._count
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where lists, marks, ages, counts and departures disagree."""
+        """Raise `CacheError` where lists, marks, steps, counts and departures disagree."""
         ordered: set[int] = set()
         for which in self._order:
             self._chains.check_integrity(which)
             for node in self._chains.walk(which):
-                age = age_of(self._now - self._used[node])
-                if _KIND[self._place[node]] != which // AGES or age < which % AGES:
-                    raise CacheError(f"node {node}, used {self._place[node]}, of age {age}, is in list {which}")
+                use, when = self._place[node], self._used[node]
+                if which != self._list_of(use, when):
+                    raise CacheError(f"node {node}, used {use}, at step {when} of {self._now}, is in list {which}")
                 ordered.add(node)
-        marked = {node for node, use in enumerate(self._place) if _OUT < use < _HELD}
-        held = sum(use >= _HELD for use in self._place)
+        marked = {node for node, use in enumerate(self._place) if OUT < use < HELD}
+        held = sum(use >= HELD for use in self._place)
         if ordered != marked or len(marked) + held != self._count:
             raise CacheError(
                 f"lists have {len(ordered)} nodes, {len(marked)} and {held} held are marked of {self._count}"
@@ -227,26 +259,26 @@ class Gittins(EvictionPolicy):
     def _insert_one(self, node: int, use: int) -> None:
         if left := self._departed.take(self.names[node]):
             self._came_back(*left)
-            use = _MORE[left[1]]
-        kind = _KIND[use]
+            use = USED_AGAIN[left[1]]
+        kind = KIND_OF[use]
         self._promises.became.append(kind)
         self._place[node], self._used[node] = use, self._now
-        self._chains.warm(kind * AGES, node)
-        self._look_at(kind * AGES)
+        self._chains.warm(kind * SPANS + self._fresh, node)
+        self._look_at(kind * SPANS + self._fresh)
 
     def _insert_all(self, nodes: Sequence[int], first: int) -> None:
         at = numbers(nodes)
-        uses = bytearray((_ONCE,)) * len(nodes)
+        uses = bytearray((ONCE,)) * len(nodes)
         uses[0] = first
         for i, when, used in self._departed.take_all(self.names[at].tolist()):
             self._came_back(when, used)
-            uses[i] = _MORE[used]
+            uses[i] = USED_AGAIN[used]
         self._note(at, uses)
-        kinds = uses.translate(_KINDS)
+        kinds = uses.translate(KINDS_OF)
         self._promises.became += kinds
         for kind in set(kinds):
-            self._chains.warm_all(kind * AGES, at[np.frombuffer(kinds, np.uint8) == kind])
-            self._look_at(kind * AGES)
+            self._chains.warm_all(kind * SPANS + self._fresh, at[np.frombuffer(kinds, np.uint8) == kind])
+            self._look_at(kind * SPANS + self._fresh)
 
     def _touch_few(self, nodes: Sequence[int]) -> None:
         """Neighbours that were used alike move as one."""
@@ -255,44 +287,46 @@ class Gittins(EvictionPolicy):
         while at < count:
             begin, first = at, nodes[at]
             last, was, when = first, place[first], used[first]
-            more = _MORES[was]
+            more = USES_AGAIN[was]
             place[first], used[first] = more, now
             at += 1
-            while was < _HELD and at < count and after[last] == (node := nodes[at]):
+            while was < HELD and at < count and after[last] == (node := nodes[at]):
                 if place[node] != was or used[node] != when:
                     break
                 place[node], used[node] = more, now
                 last = node
                 at += 1
-            kind = _KIND[more]
-            promises.came_back += _BYTES[_KINDS[was] * AGES + age_of(now - when)] * (at - begin)
+            kind = KIND_OF[more]
+            promises.came_back += _BYTES[KINDS_OF[was] * AGES + age_of(now - when)] * (at - begin)
             promises.became += _BYTES[kind] * (at - begin)
-            self._put(first, last, kind * AGES, held=was >= _HELD)
+            self._put(first, last, kind * SPANS + self._fresh, held=was >= HELD)
 
     def _touch_all(self, nodes: Sequence[int]) -> None:
         at = numbers(nodes)
         was = marks(self._place)[at].tobytes()
         ages = ages_of(self._now - column(self._used)[at])
-        before, kinds = (np.frombuffer(was.translate(each), np.uint8) for each in (_KINDS, _MORES_KINDS))
+        before, kinds = (np.frombuffer(was.translate(each), np.uint8) for each in (KINDS_OF, KINDS_AGAIN))
         self._promises.came_back += (before * np.uint8(AGES) + ages).tobytes()
         self._promises.became += kinds.tobytes()
-        self._move(nodes, at, kinds, np.frombuffer(was, np.uint8) >= _HELD)
-        self._note(at, was.translate(_MORES))
+        self._move(nodes, at, kinds, np.frombuffer(was, np.uint8) >= HELD)
+        self._note(at, was.translate(USES_AGAIN))
 
     def _release_all(self, at: _Nodes) -> None:
         place = marks(self._place)
-        held = at[place[at] >= _HELD]
-        uses = place[held] - np.uint8(_HELD)
+        held = at[place[at] >= HELD]
+        uses = place[held] - np.uint8(HELD)
         place[held] = uses
-        kinds = np.frombuffer(uses.tobytes().translate(_KINDS), np.uint8)
-        lists = kinds * np.uint8(AGES) + ages_of(self._now - column(self._used)[held])
+        kinds = np.frombuffer(uses.tobytes().translate(KINDS_OF), np.uint8)
+        steps, inverse = np.unique(column(self._used)[held], return_inverse=True)
+        spans = np.array([span_of(step, self._now) for step in steps.tolist()], np.uint8)
+        lists = kinds * np.uint8(SPANS) + spans[inverse]
         for which in set(lists.tobytes()):
             self._chains.chill_all(which, held[lists == which])
             self._look_at(which)
 
     def _came_back(self, when: int, use: int) -> None:
         """What was used like this, the last time at step `when`, is used again."""
-        self._promises.came_back.append(_KIND[use] * AGES + age_of(self._now - when))
+        self._promises.came_back.append(KIND_OF[use] * AGES + age_of(self._now - when))
 
     def _note(self, at: _Nodes, uses: bytes | bytearray) -> None:
         """Nodes `at` are used now, and have been used like this."""
@@ -305,7 +339,7 @@ class Gittins(EvictionPolicy):
         lasts = [*np.flatnonzero(apart).tolist(), len(nodes) - 1]
         first = 0
         for last in lasts:
-            which = int(kinds[first]) * AGES
+            which = int(kinds[first]) * SPANS + self._fresh
             self._put(nodes[first], nodes[last], which, held=bool(held[first]))
             first = last + 1
 
@@ -316,6 +350,18 @@ class Gittins(EvictionPolicy):
         else:
             self._chains.move(first, last, which)
         self._look_at(which)
+
+    def _take_out(self, nodes: Sequence[int]) -> None:
+        """Take the first nodes out of their lists, as `ahead` has named them."""
+        begin = 0
+        for which, end in self._named:
+            if begin < len(nodes):
+                self._chains.drop_coldest(which, nodes[min(end, len(nodes)) - 1])
+            begin = end
+
+    def _list_of(self, use: int, when: int) -> int:
+        """The list for what was used like this, the last time at step `when`."""
+        return KIND_OF[use] * SPANS + span_of(when, self._now)
 
     def _look_at(self, which: int) -> None:
         """List `which` is empty no more."""
@@ -344,24 +390,17 @@ class Gittins(EvictionPolicy):
 
     def _rank_lists(self) -> None:
         """Order the lists by what has been learned."""
-        self._order = self._promises.order()
-        self._rank: list[int] = np.argsort(self._order).tolist()
-        self._first = 0
+        spans, latest = oldest_first(self._now)
+        order = self._promises.order([age_of(self._now - step) for step in latest])
+        ordered = _LISTS[spans].ravel()[order]
+        self._order: list[int] = ordered.tolist()
+        self._rank: list[int] = np.argsort(ordered).tolist()
+        self._fresh, self._first = span_of(self._now, self._now), 0
 
     def _pass_on(self) -> None:
-        """Lists hand on what has become too old for them, from the oldest list on, so that nothing moves twice."""
-        filled = np.flatnonzero(column(self._chains.after)[: KINDS * AGES] != np.arange(KINDS * AGES))
-        for which in filled[::-1].tolist():
-            if which % AGES < AGES - 1:
-                self._pass_on_from(which, which % AGES)
-
-    def _pass_on_from(self, which: int, age: int) -> None:
-        after, before, used = self._chains.after, self._chains.before, self._used
-        first, last = after[which], before[which]
-        latest = self._now - (1 << age)  # used then, a node has just become too old
-        if used[last] > latest:
-            last, node = which, first
-            while used[node] <= latest:
-                last, node = node, after[node]
-        if last != which:
-            self._chains.move(first, last, which + 1)
+        """Lists whose span becomes a part of another are joined to that one's."""
+        after, before = self._chains.after, self._chains.before
+        for span, into in joins(self._now):
+            for kind in _FIRSTS:
+                if after[kind + span] != kind + span:
+                    self._chains.move(after[kind + span], before[kind + span], kind + into)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
@@ -103,9 +104,10 @@ class LRU(EvictionPolicy):
         self._count -= 1
 
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These, the first of all, left."""
-        self._chains.drop_coldest(_ORDER, nodes[-1])
-        marks(self._place)[np.array(nodes, np.int32)] = _OUT
+        """These, the first of all and held ones among them, left."""
+        at, place = np.array(nodes, np.int32), marks(self._place)
+        self._chains.drop_coldest(_ORDER, int(at[place[at] == _IN][-1]))
+        place[at] = _OUT
         self._count -= len(nodes)
 
     def keep(self, nodes: Sequence[int]) -> None:
@@ -116,6 +118,10 @@ class LRU(EvictionPolicy):
     def ahead(self, count: int) -> list[int]:
         """The nodes that were not used for the longest time."""
         return self._chains.coldest_few(_ORDER, count)
+
+    def following(self, node: int, held: Sequence[int]) -> int:
+        """All of `held`: what is released goes first."""
+        return len(held)
 
     def coldest(self) -> int:
         """The node that was not used for the longest time; 0 without one."""
@@ -132,6 +138,11 @@ class LRU(EvictionPolicy):
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and node < len(self._place) and self._place[node] != _OUT
+
+    def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
+        """For each node below `nodes` whether it is in, held or not."""
+        there: npt.NDArray[np.bool_] = marks(self._place)[:nodes] != _OUT
+        return there
 
     def __len__(self) -> int:
         return self._count

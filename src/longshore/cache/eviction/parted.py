@@ -6,13 +6,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import marks
 from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
 from longshore.errors import CacheError
 
-_OUT = 255
+OUT = 255
+"""No policy has the node."""
 
 
 class Parted(EvictionPolicy):
@@ -22,7 +24,10 @@ class Parted(EvictionPolicy):
         """`nodes`: there are nodes below this number in the parts already."""
         super().__init__(slots, names)
         self._parts = dict(parts)
-        self._part = bytearray(self._find(node) for node in range(nodes))
+        part = np.full(nodes, OUT, np.uint8)
+        for number, policy in parts.items():
+            part[policy.resident(nodes)] = number
+        self._part = bytearray(part)
 
     @abstractmethod
     def wanted(self, node: int) -> int:
@@ -40,13 +45,13 @@ class Parted(EvictionPolicy):
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
-        self._part.extend(bytes([_OUT]) * (nodes - len(self._part)))
+        self._part.extend(bytes([OUT]) * (nodes - len(self._part)))
         for policy in self._parts.values():
             policy.grow(nodes)
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` became resident, each where it is wanted."""
-        here = marks(self._part)[np.array(nodes, np.int32)] != _OUT
+        here = marks(self._part)[np.array(nodes, np.int32)] != OUT
         if here.any():
             raise known(nodes[int(here.argmax())])
         for number, ours in self._split(nodes, self.wanted):
@@ -70,13 +75,13 @@ class Parted(EvictionPolicy):
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left."""
         self._of(node).remove(node, evicted=evicted)
-        self._part[node] = _OUT
+        self._part[node] = OUT
 
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These left, all of one policy."""
         self._of(nodes[0]).leave(nodes, keys)
         for node in nodes:
-            self._part[node] = _OUT
+            self._part[node] = OUT
 
     def keep(self, nodes: Sequence[int]) -> None:
         """These, all of one policy, cannot go at present."""
@@ -85,6 +90,12 @@ class Parted(EvictionPolicy):
     def ahead(self, count: int) -> list[int]:
         """The nodes that should go first in the first policy that has any."""
         return next((nodes for policy in self._parts.values() if (nodes := policy.ahead(count))), [])
+
+    def following(self, node: int, held: Sequence[int]) -> int:
+        """How many of `held` lead that are of the policy of `node`, and would go right after it there."""
+        part = self._part[node]
+        ours = next((count for count, each in enumerate(held) if self._part[each] != part), len(held))
+        return self._of(node).following(node, held[:ours])
 
     def coldest(self) -> int:
         """The node that should go first in the first policy that has any; 0 without one."""
@@ -101,10 +112,15 @@ class Parted(EvictionPolicy):
 
     def is_held(self, node: int) -> bool:
         """Whether `node` is in, and held."""
-        return self._part[node] != _OUT and self._of(node).is_held(node)
+        return self._part[node] != OUT and self._of(node).is_held(node)
 
     def __contains__(self, node: object) -> bool:
-        return isinstance(node, int) and node < len(self._part) and self._part[node] != _OUT
+        return isinstance(node, int) and node < len(self._part) and self._part[node] != OUT
+
+    def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
+        """For each node below `nodes` whether it is in, held or not."""
+        there: npt.NDArray[np.bool_] = marks(self._part)[:nodes] != OUT
+        return there
 
     def __len__(self) -> int:
         return sum(map(len, self._parts.values()))
@@ -117,18 +133,15 @@ class Parted(EvictionPolicy):
             if len(policy) != len(ours) or not all(node in policy for node in ours):
                 raise CacheError(f"policy {number} has {len(policy)} nodes, {len(ours)} are marked")
 
-    def _find(self, node: int) -> int:
-        return next((number for number, policy in self._parts.items() if node in policy), _OUT)
-
     def _of(self, node: int) -> EvictionPolicy:
         number = self._part[node]
-        if number == _OUT:
+        if number == OUT:
             raise unknown(node)
         return self._parts[number]
 
     def _by_policy(self, nodes: Sequence[int]) -> Iterator[tuple[EvictionPolicy, Sequence[int]]]:
         for node in nodes:
-            if self._part[node] == _OUT:
+            if self._part[node] == OUT:
                 raise unknown(node)
         return ((self._parts[number], ours) for number, ours in self._split(nodes, self._part.__getitem__))
 

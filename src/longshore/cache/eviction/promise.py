@@ -8,11 +8,14 @@
 That is the Gittins index (J. C. Gittins, "Bandit processes and dynamic allocation indices", 1979). A kind whose hits
 come after a pause promises little at first, and more as the pause draws to its end; and nothing, soon after.
 
-Of two kinds the one that was used more often never promises less. Chunks before others in a prompt are used at least as
-often, and what stands behind a chunk that went is of no use any more.
+Of two kinds the one that was used more often never promises less, and the end of a prompt never more than what was used
+once. Chunks before others in a prompt are used at least as often, and what stands behind a chunk that went is of no use
+any more; so it could not go before what is behind it, either.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +29,15 @@ AGES = 12
 MOST_USES = 32
 
 _WIDTHS = np.array([0.5, *(2.0**i for i in range(AGES - 1))])
-_ONWARD = np.triu(np.ones((AGES, AGES)))[:, None]
-"""1 for the ages that are still to come at each age: by the age to begin with, and by the one to come."""
+_ONWARD = np.tril(np.ones((AGES, AGES)))[:, None]
+"""1 for the ages that are still to come at each age: by the one to come, and by the age to begin with."""
+
+_ONWARD_WIDTHS, _HALF_WIDTHS = _ONWARD * _WIDTHS[:, None, None], _WIDTHS[:, None, None] / 2
+_NO_TIME = 1e-300
 
 _IMAGINED = 32.0
 _CHANCE = 0.1
 """Before a kind is known, it is taken for one of which a tenth comes back at each age, as if so many had been seen."""
-
-_EQUALS = np.arange(KINDS * AGES).reshape(KINDS, AGES)[:, ::-1].T.ravel()
-"""All pairs as `kind * AGES + age`, the oldest first, and of these the least used."""
 
 
 def kind_of(uses: int) -> int:
@@ -89,16 +92,20 @@ class Promises:
 
     def table(self) -> npt.NDArray[np.float64]:
         """For each kind and age what is promised: hits per step of the clock."""
-        chances = self.chances()[None] * _ONWARD  # for each age to begin with; of what is before it there is none
-        still = np.cumprod(1.0 - chances, axis=2) / (1.0 - chances)  # not yet used when an age begins
-        hits = np.cumsum(still * chances, axis=2)
-        time = np.cumsum(still * (1.0 - chances / 2) * (_WIDTHS * _ONWARD), axis=2)
-        rates = np.divide(hits, time, out=np.zeros_like(hits), where=_ONWARD > 0)
-        promised: npt.NDArray[np.float64] = rates.max(axis=2).T
-        promised[1:] = np.maximum.accumulate(promised[1:], axis=0)
+        chances = self.chances().T[:, :, None] * _ONWARD  # by age to come, kind, and age to begin with
+        stay = 1.0 - chances
+        still = np.cumprod(stay, axis=0)
+        still /= stay  # not yet used when an age begins
+        hits = np.cumsum(still * chances, axis=0)
+        time = np.cumsum(still * (_ONWARD_WIDTHS - chances * _HALF_WIDTHS), axis=0)
+        promised: npt.NDArray[np.float64] = (hits / np.maximum(time, _NO_TIME)).max(axis=0)
+        np.maximum.accumulate(promised[1:], axis=0, out=promised[1:])
+        np.minimum(promised[0], promised[1], out=promised[0])
         return promised
 
-    def order(self) -> list[int]:
-        """All pairs as `kind * AGES + age`, the least promising first; of equals the oldest, then the least used."""
-        order: list[int] = _EQUALS[np.argsort(self.table().ravel()[_EQUALS], kind="stable")].tolist()
-        return order
+    def order(self, ages: Sequence[int]) -> npt.NDArray[np.intp]:
+        """What has one of `ages`, the oldest first, and any kind, as `place in ages * KINDS + kind`.
+
+        The least promising comes first; of equals the oldest, then the least used.
+        """
+        return np.argsort(self.table().T[ages].ravel(), kind="stable")
