@@ -43,7 +43,7 @@ def test_what_was_stored_is_resident_and_what_is_evicted_is_not() -> None:
         ours.store(prompt, shared)
     assert ours.cache.stats()[0].ready == 256
     ours.store(load.fresh(64), evicting=True)
-    assert ours.cache.counters.evictions[HOST] == 64
+    assert ours.cache.counters.evictions[HOST] == 64 + 1  # one slot in 256 is freed ahead
     assert (ours.cache.held, ours.cache.jobs_in_flight) == (0, 0)
 
 
