@@ -23,6 +23,13 @@ SLOTS = TierTests.slots
 
 Opener = Callable[..., FileTier]
 
+SUPERBLOCK_OF_VERSION_2 = bytes.fromhex(
+    "4c4e475348535550" "02000000" "00100000"  # magic, version, header bytes
+    "0700000000000000" "0030000000000000"  # slots, image_bytes
+    "0403000000000000" "0605000000000000"  # generation, opens
+).ljust(PAGE - 8, b"\0") + bytes.fromhex("3bdfb10a29655405")  # fmt: skip
+"""As that version wrote it, every bit."""
+
 
 def on_disk(directory: Path) -> int:
     """Bytes that the directory and all in it take, by length or by allocation, whichever is more."""
@@ -145,13 +152,18 @@ class TestRestart:
         assert harness.load(0, 0, length=PAGE, generation=5)[0] is Status.MISMATCH
         assert harness.load(0, 0, length=PAGE)[0] is Status.MISMATCH
 
-    def test_another_version_is_refused_and_nothing_touched(self, opener: Opener, directory: Path) -> None:
+    @pytest.mark.parametrize("version", [1, 2, 4])
+    def test_another_version_is_refused_and_nothing_touched(
+        self, opener: Opener, directory: Path, version: int
+    ) -> None:
         opener().close()
         page = bytearray((directory / "superblock").read_bytes())
-        page[8] = 1
+        page[8] = version
+        if version == 2:
+            page = bytearray(SUPERBLOCK_OF_VERSION_2)
         (directory / "superblock").write_bytes(page)
         before = {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
-        with pytest.raises(FormatError, match=r"version 3, got 1.*Nothing was touched; remove the directory"):
+        with pytest.raises(FormatError, match=rf"version 3, got {version}.*Nothing was touched; remove the directory"):
             opener(slots=2)
         assert {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"} == before
 

@@ -1,0 +1,234 @@
+"""What was struck stays struck: through full journals, failing disks, failing checkpoints, slabs that change hands."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longshore.boundary import Status
+from longshore.errors import PlanError, TierError
+from longshore.slabs import Slabs
+from longshore.testing import TierHarness
+from longshore.testing.simulated_disk import SimulatedDisk
+from longshore.testing.tier_harness import key
+from longshore.tiers.arena import PAGE
+from longshore.tiers.base import Op
+from longshore.tiers.file import SystemIo
+from longshore.tiers.file.directory import Directory
+from longshore.tiers.file.format import RecordHeader, sequence
+from longshore.tiers.file.index import Index, index_files, notes_for
+from longshore.tiers.file.index_format import ENTRY, fit
+from longshore.tiers.file.loading import load
+
+ONE_SIZE = Slabs.of_one_size(2 * PAGE, 6)
+TWO_SIZES = Slabs(6 * PAGE, (2 * PAGE, 3 * PAGE), 3)
+
+
+class Flaky(SimulatedDisk):
+    """A disk of which some writes fail, after a part of them."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__(remember=False)
+        self.chance = 0.0
+        self.fired = 0
+        self._dice = dice
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int, /) -> int:
+        if self._dice.random() < self.chance:
+            self.fired += 1
+            part = bytes(data)[: self._dice.randrange(len(data) + 1)]
+            if part:
+                super().pwrite(fd, part, offset)
+            raise OSError(errno.EIO, "Input/output error")
+        return super().pwrite(fd, data, offset)
+
+
+class World:
+    """An index, and what it ought to know."""
+
+    def __init__(self, slabs: Slabs, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.disk = Flaky(self.dice)
+        self.slabs = slabs
+        self.directory = Directory(Path("/simulated"), self.disk)
+        for name, nbytes in index_files(slabs.indices).items():
+            self.directory.io.close(self.directory.reserve(name, nbytes))
+        self.index = Index(self.directory, slabs, np.zeros(0, ENTRY), 1, sequence(1, 0))
+        self.live: dict[int, tuple[int, int]] = {}  # pool and sequence number, by slot
+        self.dropped: dict[int, tuple[int, int]] = {}  # the same, as long as the disk may not know
+        self.serial = 0
+        self.refused = 0
+
+    def write(self) -> None:
+        """As the tier does; what could not be struck is not overwritten."""
+        pool = self.dice.randrange(len(self.slabs.images))
+        slot = self.dice.choice(self.slabs.slots_of(self.dice.randrange(self.slabs.slabs), pool))
+        try:
+            self.index.strike([(slot, pool)])
+        except OSError:
+            self.refused += 1
+            return
+        self.live, self.dropped = self.without(self.live, slot, pool), self.without(self.dropped, slot, pool)
+        self.serial += 1
+        written = sequence(1, self.serial)
+        self.index.enter(RecordHeader(bytes([slot]) * 32, None, bytes(32), slot, 0, PAGE, written, 0, pool))
+        self.live[slot] = pool, written
+
+    def without(self, held: dict[int, tuple[int, int]], slot: int, pool: int) -> dict[int, tuple[int, int]]:
+        slab = self.slabs.slab_of(slot)
+        return {
+            each: what
+            for each, what in held.items()
+            if each != slot and (self.slabs.slab_of(each) != slab or what[0] == pool)
+        }
+
+    def drop(self) -> None:
+        slots = self.dice.sample(sorted(self.live), min(2, len(self.live)))
+        self.index.drop(slots)
+        for slot in slots:
+            self.dropped[slot] = self.live.pop(slot)
+
+    def condemn(self) -> None:
+        if self.live:
+            slot = self.dice.choice(sorted(self.live))
+            self.index.condemn(slot, self.live[slot][1])
+            self.dropped[slot] = self.live.pop(slot)
+
+    def checkpoint(self) -> bool:
+        try:
+            self.index.checkpoint()
+        except TierError:
+            return False
+        self.dropped = {}
+        return True
+
+    def listed(self) -> dict[int, tuple[int, int]] | None:
+        """What a process that began now would be told of."""
+        entries = load(self.directory, self.slabs.stride).entries
+        if entries is None:
+            return None
+        assert fit(entries, self.slabs).all()
+        pools, written = entries["pool"].tolist(), entries["sequence"].tolist()
+        return dict(zip(entries["slot"].tolist(), zip(pools, written, strict=True), strict=True))
+
+    def close(self) -> None:
+        self.index.close()
+        self.directory.close()
+
+
+@pytest.fixture(params=[ONE_SIZE, TWO_SIZES], ids=["one size", "two sizes"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(request.param, 7)
+    yield world
+    world.close()
+
+
+def test_a_journal_that_is_full_loses_records_until_the_next_checkpoint_and_no_strike(world: World) -> None:
+    for _ in range(4 * notes_for(world.slabs.indices)):
+        world.write()
+        world.index.flush()
+        listed = world.listed()
+        assert listed is not None
+        assert listed.items() <= world.live.items()
+    assert world.index.due
+    assert world.listed() != world.live, "there was room for all"
+    world.drop()
+    world.condemn()
+    listed = world.listed()
+    assert listed is not None
+    assert listed.items() <= world.live.items()
+    assert world.checkpoint()
+    assert world.listed() == world.live
+    assert not world.index.due
+    assert world.refused == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("slabs", [ONE_SIZE, TWO_SIZES], ids=["one size", "two sizes"])
+def test_on_a_disk_that_fails_at_times_nothing_that_was_struck_is_listed(slabs: Slabs, seed: int) -> None:
+    world = World(slabs, seed)
+    told, partly, done = 0, 0, 0
+    for step in range(1500):
+        world.disk.chance = 0.15 if step // 100 % 2 else 0.0
+        kind = world.dice.random()
+        if kind < 0.9:
+            world.write()
+        elif kind < 0.97:
+            world.drop()
+        elif kind < 0.995:
+            world.condemn()
+        else:
+            done += world.checkpoint()
+        if world.dice.random() < 0.5:
+            world.index.flush()
+        listed = world.listed()
+        if listed is not None:
+            told += 1
+            partly += listed != world.live
+            assert listed.items() <= world.live.items() | world.dropped.items()
+    world.disk.chance = 0.0
+    assert world.checkpoint()
+    assert world.listed() == world.live
+    assert min(world.disk.fired, partly, done) > 2
+    assert told > 700
+    world.close()
+
+
+def test_what_was_written_to_a_slab_that_another_size_has_by_now_is_not_entered() -> None:
+    world = World(TWO_SIZES, 0)
+    for place in ((0, 0), (1, 1)):
+        world.index.strike([place])
+    world.index.enter(RecordHeader(bytes(32), None, bytes(32), 0, 0, PAGE, 5, 0, 0))
+    world.index.flush()
+    assert world.listed() == {}
+    assert len(world.index.entries()) == 0
+    world.close()
+
+
+class NoJournal(SystemIo):
+    """A disk that takes nothing for a journal, if so told."""
+
+    refusing = False
+    refused = 0
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int, /) -> int:
+        if self.refusing and Path(f"/proc/self/fd/{fd}").readlink().name.startswith("journal"):
+            self.refused += 1
+            raise OSError(errno.EIO, "Input/output error")
+        return super().pwrite(fd, data, offset)
+
+
+def test_what_cannot_be_struck_is_not_overwritten(harness_of: Callable[..., TierHarness]) -> None:
+    io = NoJournal()
+    harness = harness_of(io=io)
+    harness.store(0, 0)
+    io.refusing = True
+    assert harness.run(harness.op(Op.WRITE, 0, 1)) == (Status.IO_ERROR,)
+    assert io.refused > 1, "for the batch, and again for the record"
+    harness.assert_serves(0, 0)
+    assert [chunk.key for chunk in harness.tier.recover()] == [key(0)]
+    io.refusing = False
+    harness.store(0, 1)
+    harness.reopen()
+    assert [chunk.key for chunk in harness.tier.recover()] == [key(1)]
+
+
+def test_what_was_dropped_is_not_found_again(harness: TierHarness) -> None:
+    for slot in range(4):
+        harness.store(slot, slot)
+    harness.tier.drop([1, 3, 3])  # type: ignore[attr-defined]
+    for _ in range(2):
+        assert {chunk.slot for chunk in harness.tier.recover()} == {0, 2}
+        harness.reopen()
+
+
+def test_a_slot_that_does_not_exist_cannot_be_dropped(harness: TierHarness) -> None:
+    harness.store(0, 0)
+    with pytest.raises(PlanError, match="slot 8 does not lie"):
+        harness.tier.drop([0, 8])  # type: ignore[attr-defined]
+    assert {chunk.slot for chunk in harness.tier.recover()} == {0}
