@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import column
 from longshore.cache.nodes import ROOT
 from longshore.cache.store import Store
 from longshore.errors import CacheError
@@ -60,7 +59,7 @@ def adopt(store: Store, tier: int, found: Sequence[Chunk]) -> int:
     rows = _newest_first(before)
     shared = rows[known[rows] > 0]
     _check(store, tier, [found[row] for row in shared.tolist()])
-    store.pools[tier].claim(slots[rows].tolist(), pools[rows].tolist())
+    store.pools[tier].claim(slots[rows[::-1]].tolist(), pools[rows[::-1]].tolist())  # the newest last
     nodes = _enter(store, tier, rows, found, slots, known, before, above)
     _settle(store, tier, nodes, known[shared].tolist())
     return len(nodes)
@@ -165,19 +164,8 @@ def _settle(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> 
     if store.log.on:
         store.watching.log_arrivals(nodes, tier)
     store.policies[tier].insert(nodes[::-1])
-    if store.several_sizes:
-        _age_slabs(store, tier, nodes)
     store.sliding.settle(nodes, tier)
     if store.last:
         # What only the coldest tier has is not dirty, and nothing waits for it.
         store.tell_backlog(known if tier == store.last else nodes[::-1], tier)
         store.reconsider(np.array(known, np.int32), apart_from=tier)
-
-
-def _age_slabs(store: Store, tier: int, nodes: Sequence[int]) -> None:
-    """Each slab was last used when the newest of its chunks was."""
-    stride = store.pools[tier].slabs.stride
-    slabs = column(store.index.slot[tier])[np.array(nodes, np.int32)] // stride
-    _, newest = np.unique(slabs, return_index=True)
-    for slab in slabs[np.sort(newest)[::-1]].tolist():
-        store.pools[tier].note_use([slab * stride])

@@ -93,7 +93,10 @@ class SlotPool:
         state[at] = after
 
     def claim(self, indices: Sequence[int], pools: Sequence[int] | None = None) -> None:
-        """Take these very slots (found occupied, and whole, at start), each of its pool, 0 unless said; all or none."""
+        """Take these very slots (found occupied, and whole, at start), each of its pool, 0 unless said; all or none.
+
+        The one used last comes last.
+        """
         self._take_these(indices, [0] * len(indices) if pools is None else pools, READY)
 
     def reserve(self, indices: Sequence[int], pools: Sequence[int]) -> None:

@@ -15,9 +15,10 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import marks, zeros
+from longshore.cache.columns import column, marks, zeros
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import FREE
 from longshore.errors import CacheError
@@ -27,6 +28,8 @@ NOBODY = 255
 """The pool of a slab that is nobody's."""
 
 _NONE = -1
+
+_Numbers = npt.NDArray[np.int64]
 
 
 class SlabPool(SlotPool):
@@ -214,20 +217,53 @@ class SlabPool(SlotPool):
         bad |= position >= images[np.where(bad, 0, of)]
         if bad.any():
             raise CacheError(f"pool {of[bad.argmax()]} has no slot {at[bad.argmax()]}")
-        slabs, first, slab_of = np.unique(slab, return_index=True, return_inverse=True)
+        slabs, last, slab_of = np.unique(slab[::-1], return_index=True, return_inverse=True)
+        last, slab_of = len(at) - 1 - last, slab_of[::-1]
         owner = marks(self.owner)[slab]
-        bad = (of != of[first][slab_of]) | ((owner != NOBODY) & (owner != of))
+        bad = (of != of[last][slab_of]) | ((owner != NOBODY) & (owner != of))
         if bad.any():
             raise CacheError(f"slab {slab[bad.argmax()]} has images of one size, slot {at[bad.argmax()]} has another")
-        begun = np.sort(first[owner[first] == NOBODY])
-        fresh = dict(zip(slab[begun].tolist(), of[begun].tolist(), strict=True))
-        self._spare = array("i", [each for each in self._spare if each not in fresh])
-        for each, pool in fresh.items():
-            self._begin(each, pool)
-        ends = np.cumsum(np.bincount(slab_of, minlength=len(slabs))).tolist()
-        slots = np.sort(at).tolist()
-        for each, start, end in zip(slabs.tolist(), [0, *ends], ends, strict=False):
-            self._take_exactly(each, set(slots[start:end]))
+        slots = np.sort(at)
+        fresh = owner[last] == NOBODY
+        self._begin_all(slab[np.sort(last[fresh])], of[np.sort(last[fresh])], slots)
+        ends = np.searchsorted(slots, (slabs[~fresh] + 1) * self.slabs.stride).tolist()
+        for each, end in zip(slabs[~fresh].tolist(), ends, strict=True):
+            self._take_exactly(each, set(slots[np.searchsorted(slots, each * self.slabs.stride) : end].tolist()))
+        self.note_use(at[np.sort(last[~fresh])].tolist())
+
+    def _begin_all(self, slabs: _Numbers, pools: _Numbers, slots: _Numbers) -> None:
+        """Give `slabs`, which are nobody's, to `pools`, the warmest last; of them, `slots`, which ascend, are taken."""
+        if not len(slabs):
+            return
+        stride, images = self.slabs.stride, np.array(self.slabs.images)
+        marks(self.owner)[slabs] = pools
+        spare = column(self._spare)
+        self._spare = array("i", spare[marks(self.owner)[spare] == NOBODY].tobytes())
+        times = np.frombuffer(self._used_at, np.int64)
+        times[slabs] = self._clock + 1 + np.arange(len(slabs))
+        self._clock += len(slabs)
+        is_free = np.zeros((len(slabs), stride), np.bool_)
+        order = np.argsort(slabs)
+        rising, room = slabs[order], images[pools[order]]
+        is_free[:] = np.arange(stride) < room[:, None]
+        mine = slots[np.isin(slots // stride, rising)]
+        is_free[np.searchsorted(rising, mine // stride), mine % stride] = False
+        row, position = np.nonzero(is_free)
+        left = rising[row] * stride + position
+        following = np.append(left[1:], _NONE)
+        following[:-1][row[1:] != row[:-1]] = _NONE
+        column(self._next)[left] = following
+        count = is_free.sum(axis=1)
+        column(self._fresh)[rising], column(self._taken)[rising] = room, room - count
+        first = np.full(len(rising), _NONE)
+        rows, heads = np.unique(row, return_index=True)
+        first[rows] = left[heads]
+        column(self._returned)[rising] = first
+        for pool in range(len(images)):
+            own = pools[order] == pool
+            self._open[pool] += int(count[own].sum())
+            self._partial.chill_all(pool, rising[own & (count > 0)] + LISTS)
+            self._ages.warm_all(pool, slabs[pools == pool] + LISTS)
 
     def _take_exactly(self, slab: int, wanted: set[int]) -> None:
         pool = self.owner[slab]
