@@ -24,6 +24,7 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_of
 from longshore.tiers.file.audit import Audit, Condition
+from longshore.tiers.file.format import pack_superblock, parse_superblock
 from longshore.tiers.file.inspection import inspect
 
 SMALL = TierTests.image_bytes
@@ -156,6 +157,7 @@ class TestASlabThatChangesHands:
         write = harness.op(Op.WRITE, *at, **what)
         assert harness.run(write, deadline=0.0) == (Status.DEADLINE,)
         assert listed(harness) == {}
+        harness.assert_misses(1, 1)
         killed()
         assert listed(harness) == {}
 
@@ -217,6 +219,18 @@ class TestRestart:
         assert listed(harness) == {(0, 1): key(50), (9, 0): key(9)} | kept
         assert serves_large(harness, 0, 50)
         harness.assert_serves(9, 9)
+
+    def test_slabs_above_an_end_that_was_not_cut_yet_do_not_come_back(
+        self, harness: TierHarness, directory: Path
+    ) -> None:
+        """As a crash leaves it between the superblock of a smaller tier and the cut."""
+        store_large(harness, 1, 1)
+        store_large(harness, 3, 3)
+        harness.tier.close()
+        before = parse_superblock((directory / "superblock").read_bytes())
+        (directory / "superblock").write_bytes(pack_superblock(before._replace(slabs=2)))
+        harness.reopen()
+        assert listed(harness) == {(4, 1): key(1)}
 
     def test_less_capacity_loses_the_slabs_above(self, harness: TierHarness, opener: Opener) -> None:
         for slab in (0, 2):

@@ -54,7 +54,7 @@ def adopt(store: Store, tier: int, found: Sequence[Chunk]) -> int:
     if store.several_sizes:
         last = _of_the_last_size(slots // store.pools[tier].slabs.stride, pools)
         found, slots, pools = list(compress(found, last)), slots[last], pools[last]
-    known = _numbers(map(store.index.get, map(itemgetter(1), found)))
+    known = _numbers(store.index.find([key for _, key, _, _ in found]))
     before, above = _parents(store, tier, found, pools)
     rows = _newest_first(before)
     shared = rows[known[rows] > 0]

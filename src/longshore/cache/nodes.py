@@ -27,6 +27,9 @@ ROOT = 0
 NONE = -1
 """No slot."""
 
+_MANY = 64
+"""From so many on, whole arrays are faster."""
+
 _SHARDS = 256
 
 
@@ -129,6 +132,21 @@ class Nodes:
             if slot >= 0:
                 return self.pools[tier].pool_of(slot)
         raise CacheError(f"node {node} has no slot")
+
+    def pools_of(self, nodes: Sequence[int]) -> list[int]:
+        """The same for many."""
+        if len(nodes) < _MANY:
+            return [self.pool_of(node) for node in nodes]
+        at = np.array(nodes, np.int32)
+        pools = np.full(len(at), NONE)
+        for tier in self.tiers:
+            slots = column(self.slot[tier])[at]
+            here = np.flatnonzero((slots >= 0) & (pools == NONE))
+            pools[here] = self.pools[tier].pools_of(slots[here])
+        if (pools == NONE).any():
+            raise CacheError(f"node {nodes[int((pools == NONE).argmax())]} has no slot")
+        found: list[int] = pools.tolist()
+        return found
 
     def warmest_ready(self, node: int) -> int:
         """The warmest tier with a ready copy; -1 without one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,10 @@ class SlotPool:
     def pool_of(self, index: int) -> int:
         """The pool that a slot belongs to, which somebody owns."""
         return 0
+
+    def pools_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
+        """The same for slots `at`."""
+        return np.zeros(len(at), np.int32)
 
     def allocate(self, count: int, pool: int = 0) -> list[int]:
         """`count` slots of `pool`, to be filled; or `CapacityError` and no change."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +101,10 @@ class SlabPool(SlotPool):
     def pool_of(self, index: int) -> int:
         """The pool that a slot belongs to, which somebody owns."""
         return self.owner[index // self.slabs.stride]
+
+    def pools_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
+        """The same for slots `at`."""
+        return marks(self.owner)[at // self.slabs.stride]
 
     def note_use(self, indices: Sequence[int]) -> None:
         """These slots, the last of them the warmest, were used, and so were their slabs."""

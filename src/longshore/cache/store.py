@@ -107,7 +107,7 @@ class Store:
         if not self.several_sizes:
             return level.make_policy(level.pool.capacity, names)
         parts = [level.make_policy(slabs.slabs * images, names) for images in slabs.images]
-        return Sized(level.pool.capacity, names, parts, self.index.pool_of)
+        return Sized(level.pool.capacity, names, parts, self.index.pools_of)
 
     def order(self, tier: int, pool: int) -> EvictionPolicy:
         """The eviction policy of one image size of a tier."""

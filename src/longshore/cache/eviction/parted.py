@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,10 @@ class Parted(EvictionPolicy):
     def wanted(self, node: int) -> int:
         """The number of the policy that `node`, which is new, goes to."""
 
+    def all_wanted(self, nodes: Sequence[int]) -> Sequence[int]:
+        """`wanted` for many."""
+        return [self.wanted(node) for node in nodes]
+
     def part(self, number: int) -> EvictionPolicy:
         """The policy of this number."""
         return self._parts[number]
@@ -54,7 +59,7 @@ class Parted(EvictionPolicy):
         here = marks(self._part)[np.array(nodes, np.int32)] != OUT
         if here.any():
             raise known(nodes[int(here.argmax())])
-        for number, ours in self._split(nodes, self.wanted):
+        for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
             marks(self._part)[np.array(ours, np.int32)] = number
 
@@ -140,15 +145,15 @@ class Parted(EvictionPolicy):
         return self._parts[number]
 
     def _by_policy(self, nodes: Sequence[int]) -> Iterator[tuple[EvictionPolicy, Sequence[int]]]:
-        for node in nodes:
-            if self._part[node] == OUT:
-                raise unknown(node)
-        return ((self._parts[number], ours) for number, ours in self._split(nodes, self._part.__getitem__))
+        numbers = itemgetter(*nodes)(self._part) if len(nodes) > 1 else (self._part[nodes[0]],) if nodes else ()
+        if OUT in numbers:
+            raise unknown(nodes[numbers.index(OUT)])
+        return ((self._parts[number], ours) for number, ours in self._split(nodes, numbers))
 
     @staticmethod
-    def _split(nodes: Sequence[int], number_of: Callable[[int], int]) -> list[tuple[int, list[int]]]:
+    def _split(nodes: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
         """`nodes` by policy, in their order."""
-        split: dict[int, list[int]] = {}
-        for node in nodes:
-            split.setdefault(number_of(node), []).append(node)
-        return list(split.items())
+        each = dict.fromkeys(numbers)
+        if len(each) == 1:
+            return [(number, nodes) for number in each]
+        return [(number, [node for node, its in zip(nodes, numbers, strict=True) if its == number]) for number in each]

@@ -9,17 +9,25 @@ from longshore.cache.eviction.parted import Parted
 
 
 class Sized(Parted):
-    """`policies` by pool; a node goes to that of `pool_of(node)`."""
+    """`policies` by pool; nodes go to those of `pools_of(nodes)`."""
 
     def __init__(
-        self, slots: int, names: Names, policies: Sequence[EvictionPolicy], pool_of: Callable[[int], int]
+        self,
+        slots: int,
+        names: Names,
+        policies: Sequence[EvictionPolicy],
+        pools_of: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
         super().__init__(slots, names, dict(enumerate(policies)))
-        self._pool_of = pool_of
+        self._pools_of = pools_of
 
     def wanted(self, node: int) -> int:
         """The pool of `node`."""
-        return self._pool_of(node)
+        return self._pools_of((node,))[0]
+
+    def all_wanted(self, nodes: Sequence[int]) -> Sequence[int]:
+        """The pool of each of `nodes`."""
+        return self._pools_of(nodes)
 
     def resize(self, slots: int, names: Names) -> None:
         """The tier has as many slots now as all its slabs have for the smallest size; each size's share follows."""
