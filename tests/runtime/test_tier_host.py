@@ -77,6 +77,7 @@ def test_no_result_before_the_process_is_reaped(harness: HostedHarness, monkeypa
         assert process is not None
         harness.until(lambda: process.hung_up)
         assert [harness.tier.poll() for _ in range(5)] == [[]] * 5
+        assert harness._unclaimed == {}
     assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.AWAY,)] * 4
 
 

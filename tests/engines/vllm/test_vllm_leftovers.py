@@ -10,6 +10,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import save
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm_kit import config_of, file_settings
 
@@ -96,6 +99,12 @@ def holders(memory: list[int]) -> set[int]:
     return found
 
 
+def memory_of(pid: int) -> set[str]:
+    """The shared memory that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:longshore" in line}
+
+
 def comes_to(what: Callable[[], bool]) -> bool:
     give_up = time.monotonic() + PATIENCE
     while not what():
@@ -169,3 +178,23 @@ def test_nothing_stays_behind(started: SimpleNamespace, victims: str) -> None:
     assert list(SHARED.glob("*longshore*")) == []
     assert not note_path(started.name).exists()
     Directory(started.directory).close()  # nobody has it
+
+
+def test_nothing_stays_behind_of_a_real_engine_that_is_killed(tmp_path: Path) -> None:
+    model, directory = save("llama", tmp_path), tmp_path / "tier"
+    command = [sys.executable, Path(__file__).with_name("engine_to_kill.py"), model, directory]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as front:
+        assert front.stdin is not None
+        assert front.stdout is not None
+        told = next((line for line in front.stdout if line.startswith(b"{")), None)
+        assert told is not None, "the engine did not start"
+        about = json.loads(told)
+        everybody = {about["engine"], about["tier host"], *about["workers"]}
+        memory = [int(inode) for inode in memory_of(about["tier host"])]
+        held_by = holders(memory)
+        os.kill(about["engine"], signal.SIGKILL)
+        assert held_by == everybody
+        assert comes_to(lambda: not any(is_running(pid) for pid in everybody))
+        front.stdin.close()
+    assert comes_to(lambda: not holders(memory))
+    Directory(directory).close()

@@ -48,11 +48,14 @@ class HostedRig(Rig):
     def settle(self) -> None:
         self.wait(lambda: not self.cache.jobs_in_flight)
 
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
     def kill(self) -> None:
         """Kill the tier host; it stays away until `revive`."""
         deaths = self.file.troubles["tier_host"]
         self.file._watch._pause = 1e9
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self.wait(lambda: self.file.troubles["tier_host"] > deaths)
 
     def revive(self) -> None:
@@ -92,7 +95,7 @@ def rig(tmp_path: Path) -> Iterator[HostedRig]:
 
 def test_a_tier_host_killed_while_it_reads_costs_these_reads(rig: HostedRig) -> None:
     before = rig.store_in_files()
-    os.kill(rig.process.pid, signal.SIGSTOP)
+    rig.signal(signal.SIGSTOP)
     reader = rig.request("reader", KEYS)
     assert rig.lookup(KEYS, reader) == [PENDING] * 4
     assert rig.cache.jobs_in_flight == 1
@@ -114,12 +117,27 @@ def test_a_tier_host_killed_while_it_reads_costs_these_reads(rig: HostedRig) -> 
     assert rig.cache.held == 0
 
 
+def test_a_tier_host_that_hangs_costs_the_time_that_a_request_may_wait(tmp_path: Path) -> None:
+    rig = HostedRig(load_timeout=0.2, **file_settings(tmp_path))
+    rig.store_in_files()
+    rig.signal(signal.SIGSTOP)
+    reader = rig.request("reader", KEYS)
+    assert rig.lookup(KEYS, reader) == [PENDING] * 4
+    rig.wait(lambda: rig.lookup(KEYS, reader) == [MISS] * 4)
+    assert rig.cache.jobs_in_flight == 1  # it may write yet
+    rig.manager.on_request_finished(reader)
+    rig.signal(signal.SIGCONT)
+    rig.settle()
+    assert rig.cache.held == 0
+    rig.close()
+
+
 def test_slots_that_a_dead_tier_host_was_filling_are_nobodys_until_it_is_reaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, new = HostedRig(host_size=4 * 4096, **file_settings(tmp_path)), keys_of(4, name="new")
     rig.store_in_files()
-    os.kill(rig.process.pid, signal.SIGSTOP)
+    rig.signal(signal.SIGSTOP)
     reader = rig.request("reader", KEYS)
     rig.lookup(KEYS, reader)
     rig.manager.on_request_finished(reader)
@@ -178,7 +196,7 @@ def test_slots_that_are_read_into_at_a_reset_are_nobodys_until_that_has_ended(
 ) -> None:
     rig, new = HostedRig(host_size=4 * 4096, **file_settings(tmp_path)), keys_of(4, name="new")
     rig.store_in_files()
-    os.kill(rig.process.pid, signal.SIGSTOP)
+    rig.signal(signal.SIGSTOP)
     rig.lookup(KEYS, rig.request("reader", KEYS))
     with monkeypatch.context() as patch:
         patch.setattr(HostProcess, "reaped", False)

@@ -163,6 +163,7 @@ def _why_not(tier: FileTier, generation: int, scope: bytes) -> str:
 def main() -> int:
     """Take over the standard streams; what others print goes to standard error, as the log does."""
     logging.basicConfig(level=logging.WARNING, format="longshore tier host: %(levelname)s: %(message)s")
+    logging.getLogger("longshore.tiers.arena").setLevel(logging.ERROR)  # who made it has said what it is like
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     answers = os.dup(1)
