@@ -4,8 +4,9 @@
     compute them      alpha * n + beta * n * (2 * context + n) / 2    attention looks back at what is there already
 
 Both are learned from what was observed: the load line and the prefill curve by least squares over recent observations,
-in which errors count in proportion to the time taken; queueing, where the caller does not know it, by a moving average,
-which fades where nothing is seen. What is loaded saves its own prefill, and the rest costs the same either way, so the
+in which errors count in proportion to the time taken. Where the caller does not know the queue, it is taken to be what
+was ordered here and has not ended, and behind that what loads have waited for others until now, by a moving average
+that fades where nothing is seen. What is loaded saves its own prefill, and the rest costs the same either way, so the
 gate picks the prefix for which saved time exceeds loading time by the most.
 
 A gate that refuses learns nothing about loading, so it puts a small share of the time that it spends on recomputing
@@ -41,6 +42,9 @@ _QUEUE_STEP = 0.03
 _QUEUE_HALF_LIFE = 600.0
 """Seconds after which half of the average queue is taken to be gone, where nothing was seen."""
 
+_NO_QUEUE = 3
+"""Imagined loads that did not wait, before any was seen: a few that did by chance are not believed too soon."""
+
 _TRY_SHARE = 10
 """A try loads one chunk out of so many."""
 
@@ -48,8 +52,8 @@ _TRY_SHARE = 10
 class Gate:
     """Decides for one KV cache layout; `tiers` are named warmest first.
 
-    Chunks of a tier take its own route to the next warmer one, and those of all warmer tiers: what is in files goes
-    through host memory. Routes work side by side.
+    Chunks of the first tier take its route onto the device, those of any other its own into the first one before that:
+    what is in files, or in a remote store, goes through host memory. Routes work side by side.
 
     Args:
         tiers: Names, as in `Run.tier`.
@@ -65,7 +69,7 @@ class Gate:
                 f"in [0, 1); got {list(tiers)}, {chunk_tokens}, {chunk_bytes} and {explore}"
             )
         self._routes = {tier: _Line() for tier in tiers}
-        self._ways = {tier: tuple(tiers[: at + 1]) for at, tier in enumerate(tiers)}
+        self._ways = {tier: tuple(dict.fromkeys((tiers[0], tier))) for tier in tiers}
         """The tiers whose routes lead from a tier to the device."""
         self._chunk_tokens, self._chunk_bytes, self._explore = chunk_tokens, chunk_bytes, explore
         self._prefill = _Fit(3)
@@ -79,7 +83,7 @@ class Gate:
     # ------------------------------------------------------------------ what was seen
 
     def observe_load(self, tier: str, nbytes: int, seconds: float, queued_seconds: float, now: float) -> None:
-        """`nbytes` took `seconds` from `tier` to the next warmer one (or the device), after some time in a queue."""
+        """`nbytes` took `seconds` from `tier` into the first one (or onto the device), after some time in a queue."""
         route = self._route(tier)
         _check(nbytes=nbytes, seconds=seconds)
         _check(now=now, queued_seconds=queued_seconds)
@@ -114,27 +118,36 @@ class Gate:
             context: Tokens before the match, which the device has already.
             runs: Where the matched chunks are, from `TieredCache.runs`.
             now: Clock reading, in seconds.
-            queued: Seconds that a load would wait, by tier, where the caller knows better than the moving average.
+            queued: Seconds that a load would wait, by tier, where the caller knows them.
+
+        The answer counts as ordered: until these loads should have ended, others wait for them.
         """
         _check(context=context)
         queued = queued or {}
         total = sum(run.chunks for run in runs)
         saved = self.prefill_seconds(context, total * self._chunk_tokens)
         if not total or saved is None or self._cost(self._tally(runs), now, queued) is None:
-            return total
+            return self._order(runs, total, now)
         gains = {count: self._gain(context, runs, count, now, queued) for count in self._candidates(runs, now, queued)}
         best = max(gains, key=lambda count: (gains[count], count))
         if best == total:
-            return total
+            return self._order(runs, total, now)
         attempt = max(best, -(-total // _TRY_SHARE))
         loss = gains[best] - self._gain(context, runs, attempt, now, queued)
         self._spare = min(self._spare + self._explore * saved, max(saved, loss))
         if attempt == best or loss > self._spare:
-            return best
+            return self._order(runs, best, now)
         self._spare -= loss
-        return attempt
+        return self._order(runs, attempt, now)
 
     # ------------------------------------------------------------------ inside
+
+    def _order(self, runs: Sequence[Run], count: int, now: float) -> int:
+        """So many chunks are ordered now: what comes later waits for them. Returns their number."""
+        for tier, chunks in self._tally(_first(runs, count)).items():
+            if chunks:
+                self._routes[tier].order(chunks * self._chunk_bytes, now)
+        return count
 
     def _route(self, tier: str) -> _Line:
         if tier not in self._routes:
@@ -237,27 +250,60 @@ class _Fit:
         return best / scale
 
 
+class _Wait:
+    """How long others make a load wait: a moving average, which fades where nothing is seen, and begins at nothing."""
+
+    def __init__(self) -> None:
+        self._mean, self._count, self._seen_at = 0.0, _NO_QUEUE, -math.inf
+
+    def observe(self, seconds: float, now: float) -> None:
+        self._count += 1
+        self._mean += max(_QUEUE_STEP, 1 / self._count) * (seconds - self._mean)
+        self._seen_at = max(now, self._seen_at)
+
+    def at(self, now: float) -> float:
+        return self._mean * 0.5 ** (max(0.0, now - self._seen_at) / _QUEUE_HALF_LIFE) if self._mean else 0.0
+
+
 class _Line:
-    """One route: fixed + bytes / bandwidth, behind a queue."""
+    """One route: fixed + bytes / bandwidth, behind a queue.
+
+        ours, under way ──► others, after a pause, or right behind ours ──► this load
+
+    Loads of ours end one after the other. What others do piles up meanwhile, so their part is averaged apart for loads
+    that come sooner after the last one than that took.
+    """
 
     def __init__(self) -> None:
         self._fit = _Fit(2)
-        self._queue = 0.0
-        self._seen_at = -math.inf
+        self._after_a_pause, self._right_behind = _Wait(), _Wait()
+        self._busy_until = -math.inf
+        """When what was ordered last is expected to end."""
+        self._last_end, self._last_seconds = -math.inf, 0.0
+        """When the last load ended, and how long it took."""
 
     @property
     def known(self) -> bool:
         return self._fit.count > 0
 
+    def order(self, nbytes: int, now: float) -> None:
+        """A load of ours is ordered now."""
+        self._busy_until = now + self.seconds(nbytes, now, None)
+
     def observe(self, nbytes: int, seconds: float, queued_seconds: float, now: float) -> None:
+        """A load of ours has ended now."""
         self._fit.observe((1.0, nbytes), seconds)
-        queue = self.queue(now)
-        self._queue = queue + max(_QUEUE_STEP, 1 / self._fit.count) * (queued_seconds - queue)
-        self._seen_at = max(now, self._seen_at)
+        ordered = now - seconds - queued_seconds
+        ours = min(queued_seconds, max(0.0, self._last_end - ordered))
+        behind = ordered < self._last_end + self._last_seconds
+        (self._right_behind if behind else self._after_a_pause).observe(queued_seconds - ours, now)
+        self._last_end, self._last_seconds = max(now, self._last_end), seconds
 
     def queue(self, now: float) -> float:
         """Seconds that a load would wait."""
-        return self._queue * 0.5 ** (max(0.0, now - self._seen_at) / _QUEUE_HALF_LIFE) if self._queue else 0.0
+        ours = max(0.0, self._busy_until - now)
+        behind = ours or now < self._last_end + self._last_seconds
+        return ours + (self._right_behind if behind else self._after_a_pause).at(now)
 
     def seconds(self, nbytes: int, now: float, queued: float | None) -> float:
         fixed, each = self._fit.coefficients
