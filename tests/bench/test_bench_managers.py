@@ -38,10 +38,10 @@ def test_a_load_has_as_many_different_blocks_as_asked_for_and_shares_prefixes() 
 
 
 def test_what_was_stored_is_resident_and_what_is_evicted_is_not() -> None:
-    load, ours = Load(192), Ours(192)
+    load, ours = Load(256), Ours(256)
     for prompt, shared in zip(load.prompts, load.shared, strict=True):
         ours.store(prompt, shared)
-    assert ours.cache.stats()[0].ready == 192
+    assert ours.cache.stats()[0].ready == 256
     ours.store(load.fresh(64), evicting=True)
     assert ours.cache.counters.evictions[HOST] == 64 + 1  # one slot in 256 is freed ahead
     assert (ours.cache.held, ours.cache.jobs_in_flight) == (0, 0)
