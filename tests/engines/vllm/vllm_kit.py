@@ -120,9 +120,14 @@ def vllm_config(groups: Sequence[Group], extra: dict[str, Any]) -> Any:
     )
     whole = SimpleNamespace(
         model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto",
+            prefix_caching_hash_algo="sha256",
+            enable_prefix_caching=True,
+            prefix_cache_retention_interval=0,
+        ),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
-        parallel_config=SimpleNamespace(nnodes_within_dp=1),
+        parallel_config=SimpleNamespace(nnodes_within_dp=1, decode_context_parallel_size=1, world_size=1),
         speculative_config=None,
         lora_config=None,
         compilation_config=SimpleNamespace(
@@ -145,6 +150,7 @@ class Rig:
         groups: Sequence[int | Group] = (0,),
         per_chunk: int = 1,
         page: int = PAGE,
+        blocks: int = BLOCKS,
         **extra: Any,
     ) -> None:
         """Pages have `page` bytes, of which the last eight are padding; `extra` are settings, or `NOT_SETTINGS`."""
@@ -154,25 +160,26 @@ class Rig:
         self.page = page
         self.groups = [Group(each) if isinstance(each, int) else each for each in groups]
         replicated = extra.get("replicated", False)
-        first = [torch.randint(-128, 127, (BLOCKS, page), dtype=torch.int8, generator=generator) for _ in range(2)]
+        first = [torch.randint(-128, 127, (blocks, page), dtype=torch.int8, generator=generator) for _ in range(2)]
         self.tensors = [first] + [
             [each.clone() if replicated else torch.randint_like(each, -128, 127) for each in first]
             for _ in range(world - 1)
         ]
+        self.caches = [
+            CanonicalKVCaches(
+                [CanonicalKVCacheTensor(tensor, page) for tensor in tensors],
+                [[CanonicalKVCacheRef(at, page - 8) for at in range(group.layers)] for group in self.groups],
+            )
+            for tensors in self.tensors
+        ]
         with set_current_vllm_config(vllm_config(self.groups, extra)):
-            specs = [
+            self.specs = [
                 LongshoreSpec(config_of(rank, world, self.groups, engine, per_chunk, extra)) for rank in range(world)
             ]
             self.workers: list[LongshoreWorker] = [
-                spec.get_worker(
-                    CanonicalKVCaches(
-                        [CanonicalKVCacheTensor(tensor, page) for tensor in tensors],
-                        [[CanonicalKVCacheRef(at, page - 8) for at in range(group.layers)] for group in self.groups],
-                    )
-                )
-                for spec, tensors in zip(specs, self.tensors, strict=True)
+                spec.get_worker(caches) for spec, caches in zip(self.specs, self.caches, strict=True)
             ]
-        self.manager: LongshoreManager = specs[0].get_manager()
+        self.manager: LongshoreManager = self.specs[0].get_manager()
         self.cache: Any = self.manager._runtime._cache
         self._jobs = itertools.count()
 

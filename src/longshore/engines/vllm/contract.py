@@ -26,6 +26,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "OffloadingManager.on_request_finished": ("self", "req_context"),
     "OffloadingManager.on_schedule_end": ("self", "context"),
     "OffloadingManager.reset_cache": ("self",),
+    "ReqContext.get_offload_key_position": ("self", "key"),
     "OffloadingWorker.submit_store": ("self", "job_id", "src_spec", "dst_spec"),
     "OffloadingWorker.get_finished": ("self",),
     "OffloadingWorker.wait": ("self", "job_ids"),
