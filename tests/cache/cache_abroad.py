@@ -35,9 +35,9 @@ class Abroad(Stage):
     def __init__(self, setup: Setup) -> None:
         self.known: dict[str, dict[Key, tuple[bool, float]]] = {name: {} for name in setup.foreign}
         self.questions: dict[int, Question] = {}
-        self.expected: dict[str, list[Key]] = {}
-        """What each tier is to be asked by the call that is under way."""
-        self.asks_about: Sequence[Key] = ()
+        self.expected: list[tuple[str, list[Key]]] = []
+        """What tiers are to be asked by the call that is under way."""
+        self.asks_about: list[Sequence[Key]] = []
         """What that call wants to know of, asked for already or not."""
         self.ended_abroad: list[tuple[str, Job]] = []
         self.heard_of = {name: Counter[Answer]() for name in setup.foreign}
@@ -60,7 +60,6 @@ class Abroad(Stage):
         """
         while end < len(keys) and not self.is_absent(keys[end]):
             end += 1
-        self.asks_about = ()
         if end and self.is_absent(keys[end - 1]):
             return end, 0
         count = len(list(takewhile(self.source, keys[end:])))
@@ -69,14 +68,14 @@ class Abroad(Stage):
 
     def expect(self, wanted: Sequence[Key]) -> None:
         """Of `wanted`, what is not known and not asked for yet is to be asked for, as far as that is allowed."""
-        self.asks_about = wanted
+        self.asks_about.append(wanted)
         for name in self.setup.foreign:
-            under_way = self.asked(name)
+            under_way = {*self.asked(name), *(each for tier, keys in self.expected if tier == name for each in keys)}
             new = [each for each in wanted if self.has(name, each) is None and each not in under_way]
             room = max(0, self.setup.max_probes - len(under_way))
             self.heard_of[name][Answer.UNASKED] += len(new[room:])
             if new[:room]:
-                self.expected[name] = new[:room]
+                self.expected.append((name, new[:room]))
 
     def asked(self, name: str) -> dict[Key, int]:
         """Keys that a tier has been asked for, in this generation, without having answered; and the probes."""
@@ -86,13 +85,15 @@ class Abroad(Stage):
     def probes(self) -> tuple[int, ...]:
         """The probes whose answers may say more of what the last call wanted to know."""
         found: list[int] = []
-        for name in self.setup.foreign:
-            asked = self.asked(name)
-            found += sorted({asked[each] for each in self.asks_about if each in asked and self.has(name, each) is None})
+        for wanted in self.asks_about:
+            for name in self.setup.foreign:
+                asked = self.asked(name)
+                found += sorted({asked[each] for each in wanted if each in asked and self.has(name, each) is None})
+        self.asks_about.clear()
         return tuple(found)
 
     def ask(self, probe: Probe) -> None:
-        assert list(probe.keys) == self.expected.pop(probe.tier)
+        assert (probe.tier, list(probe.keys)) == self.expected.pop(0)
         assert (probe.deadline, probe.generation, probe.ranks) == (self.now + PROBE, self.generation, self.setup.ranks)
         assert self.cache.in_flight(probe.probe)
         assert probe.probe not in self.questions
@@ -124,34 +125,59 @@ class Abroad(Stage):
     def learn(self, name: str, of: Key, *, present: bool) -> None:
         self.known[name][of] = present, self.now + PROBE_LIFE
 
-    def others_store(self, path: str, there: int, name: str) -> None:
+    def others_store(self, path: str, there: int, name: str, group: int = 0) -> None:
         """Another engine has stored the first chunks of `path`, and what follows has lapsed."""
         store = self.movers.stores.get(name, set())
-        for at, each in enumerate(chunks(path)):
-            tags = {(each, self.generation, rank) for rank in range(self.setup.ranks)}
-            (store.update if at < there else store.difference_update)(tags)
+        for at, each in enumerate(chunks(path, group)):
+            (store.update if at < there else store.difference_update)(self.tags(each))
 
-    def fetch(self, path: str, start: int) -> tuple[int, ...]:
+    def lapse(self, path: str, at: int, name: str, group: int) -> None:
+        """The chunk at `at` is not there any more."""
+        for each in chunks(path, group)[at : at + 1]:
+            self.movers.stores[name].difference_update(self.tags(each))
+
+    def tags(self, of: Key) -> set[tuple[Key, int, int]]:
+        """What all ranks have of a chunk."""
+        return {(of, self.generation, rank) for rank in range(self.setup.ranks)}
+
+    def fetch(self, path: str, start: int) -> None:
         """What is known to be abroad behind the ready prefix comes into the host tier, as far as there is room."""
-        keys, before = chunks(path), set(self.jobs)
+        keys = chunks(path)
+        coming, wanted = self.behind(keys, start)
+        self.fetched(self.call("fetch", keys, self.now, start=start), coming, wanted)
+
+    def behind(self, keys: Sequence[Key], start: int = 0) -> tuple[list[Key], list[Key]]:
+        """What is on its way behind the ready prefix of a path, and what is known to be abroad behind that."""
         end = start
         while end < len(keys) and self.is_readable(keys[end]):
             end += 1
         begin, count = self.beyond(keys, end)
-        sources = [self.source(each) for each in keys[begin : begin + count]]
-        coming = {each for each in keys[end:begin] if (each, HOST) in self.resident and not self.is_ready(each, HOST)}
-        free = self.free(HOST)
-        jobs: tuple[int, ...] = self.call("fetch", keys, self.now, start=start)
+        return list(keys[end:begin]), list(keys[begin : begin + count])
+
+    def apart(self, keys: Sequence[Key]) -> tuple[list[Key], list[Key]]:
+        """The same of `keys` that stand alone: those on their way, and those that are known to be abroad."""
+        absent = [each for each in keys if self.is_absent(each)]
+        self.expect([each for each in absent if self.source(each) is None])
+        return [each for each in keys if each not in absent], [each for each in absent if self.source(each)]
+
+    def fetched(self, jobs: tuple[int, ...], coming: Sequence[Key], wanted: Sequence[Key]) -> None:
+        """`jobs` bring what was `wanted`, each chunk from the first tier that has it, and what is `coming` anyway."""
+        self.asks_about.clear()
+        before, free = set(self.jobs), self.free(HOST)
+        sources = {each: self.source(each) for each in wanted}
+        coming = [each for each in coming if (each, HOST) in self.resident and not self.is_ready(each, HOST)]
         self.carry()
-        assert not self.expected
         joined = {item.key for job in jobs if job in before for item in self.jobs[job].transfer.items}
-        assert coming <= joined
+        assert set(coming) <= joined
         new = [self.jobs[job].transfer for job in jobs if job not in before]
-        fetched = [(item.key, t.route.source) for t in new for item in t.items]
-        assert fetched == list(zip(keys[begin:], sources, strict=False))[: len(fetched)]
-        assert len(fetched) == count or self.setup.slabs or free < count, "chunks were left although there was room"
+        found = [(item.key, t.route.source) for t in new for item in t.items]
+        assert len(dict(found)) == len(found)
+        assert all(sources[each] == source for each, source in found)
+        assert len(found) == len(wanted) or self.setup.slabs or free < len(wanted), (
+            "chunks were left, and there was room"
+        )
+        assert not self.expected
         self.check()
-        return jobs
 
     # ------------------------------------------------------------------ transfers
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 
 from cache_holds import ModelHold
 from cache_life import Life
@@ -32,37 +33,84 @@ class Groups(Life):
 
     def match_groups(self, path: str, device: Sequence[Sequence[bool]], request: str | None) -> Hold | None:
         """A request for `path`, of which the `device` has some chunks of each group, is served as far as can be."""
-        keys = [chunks(path, group) for group in range(self.setup.groups)]
-        there = [[*has, *[False] * len(mine)][: len(mine)] for has, mine in zip(device, keys, strict=False)]
-        end = self.longest(keys, there)
-        needs = []
+        keys, there = self.wanted(path, device)
+        end, needs = self.longest(keys, there), []
+        more = self.longest(keys, there, abroad=True) if self.setup.foreign else end
         for group, (mine, has) in enumerate(zip(keys, there, strict=True)):
             needed = self.needed(group, end // letters(group))
             load = tuple(at for at in needed if not has[at])
             needs.append(Need(needed.start, needed.stop, load))
-            last = self.needed(group, len(mine))
-            self.misses.update(self.reason(each) for each in mine[max(needed.stop, last.start if group else 0) :])
+            self.miss_of_group(group, mine, has, needed.stop)
         wanted = [Wanted(mine, tuple(has)) for mine, has in zip(keys, there, strict=True)]
         found = self.call("match_groups", wanted, self.now, request=request)
-        assert found.tokens == end * GROUPS[0].block_size * self.setup.per_chunk
+        per_letter = GROUPS[0].block_size * self.setup.per_chunk
+        assert (found.tokens, found.foreign) == (end * per_letter, (more - end) * per_letter)
         assert found.needs == tuple(needs)
         loads = [mine[at] for mine, need in zip(keys, needs, strict=True) for at in need.load]
         self.held(found.hold, ModelHold(loads, request, joint=True))
-        self.settle()
+        self.carry()
+        assert found.probes == self.probes()
+        self.check()
         return found.hold
 
-    def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]]) -> int:
-        """The longest prefix, in letters, of which every group has all that is needed."""
+    def wanted(self, path: str, device: Sequence[Sequence[bool]]) -> tuple[list[list[Key]], list[list[bool]]]:
+        """The keys of each group, and for each of these whether the device has it."""
+        keys = [chunks(path, group) for group in range(self.setup.groups)]
+        return keys, [[*has, *[False] * len(mine)][: len(mine)] for has, mine in zip(device, keys, strict=False)]
+
+    def miss_of_group(self, group: int, keys: Sequence[Key], has: Sequence[bool], end: int) -> None:
+        """What is missing behind the first `end` chunks of a group is counted, and asked for."""
+        if not group:
+            self.miss(keys, end)
+            return
+        self.expect([each for at, each in enumerate(keys) if at >= end and not has[at] and self.is_absent(each)])
+        for each in keys[max(end, self.needed(group, len(keys)).start) :]:
+            abroad = self.is_absent(each) and self.source(each)
+            self.misses[MissReason.FOREIGN if abroad else self.reason(each)] += 1
+
+    def fetch_groups(self, path: str, device: Sequence[Sequence[bool]]) -> None:
+        """What the longest prefix needs that could be served comes from abroad."""
+        keys, there = self.wanted(path, device)
+        end = self.longest(keys, there, abroad=True)
+        coming: list[Key] = []
+        lacking: list[Key] = []
+        for group, (mine, has) in enumerate(zip(keys, there, strict=True)):
+            needed = self.needed(group, end // letters(group))
+            load = [mine[at] for at in needed if not has[at]]
+            some = self.apart(load) if group else self.behind(mine[: needed.stop])
+            coming += some[0]
+            lacking += some[1]
+        wanted = [Wanted(mine, tuple(has)) for mine, has in zip(keys, there, strict=True)]
+        self.fetched(self.call("fetch_groups", wanted, self.now), coming, lacking)
+
+    def fetch_alone(self, path: str, group: int) -> None:
+        """Of chunks that stand alone each is fetched for itself."""
+        keys = chunks(path, group)
+        coming, lacking = self.apart(keys)
+        self.fetched(self.call("fetch", keys, self.now, group=group), coming, lacking)
+
+    def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]], *, abroad: bool = False) -> int:
+        """The longest prefix, in letters, of which every group has all that is needed; or could have, from `abroad`."""
+        served = [{each for each in mine if self.is_readable(each)} for mine in keys]
+        if abroad:
+            served = [set(self.could_be(mine, group)) for group, mine in enumerate(keys)]
         unit = math.lcm(*map(letters, range(self.setup.groups)))
         ends = [len(mine) * letters(group) for group, mine in enumerate(keys)]
         for end in range(min(ends) // unit * unit, 0, -unit):
             if all(
-                has[at] or self.is_readable(mine[at])
+                has[at] or mine[at] in served[group]
                 for group, (mine, has) in enumerate(zip(keys, there, strict=True))
                 for at in self.needed(group, end // letters(group))
             ):
                 return end
         return 0
+
+    def could_be(self, keys: Sequence[Key], group: int) -> list[Key]:
+        """What is ready, or on its way, or abroad; of a path only what is behind what is ours."""
+        ours = [each for each in keys if not self.is_absent(each)]
+        if group:
+            return ours + [each for each in keys if self.is_absent(each) and self.source(each)]
+        return ours + list(takewhile(self.source, keys[len(ours) :]))
 
     def onboard_groups(self, hold: Hold, by_layer: bool, timeout: float | None = None) -> None:
         """All that is held is ordered by one job, or nothing is."""

@@ -30,7 +30,7 @@ class Life(World):
     def sleep(self) -> None:
         """The device's memory goes, as soon as nothing touches it."""
         touching = any(DEVICE in job.transfer.route for job in self.jobs.values())
-        assert self.call("sleep") == (not touching)
+        assert self.call(self.VIA + "sleep") == (not touching)
         self.asleep = True
         if not touching:
             for rank in self.movers.device:
@@ -38,7 +38,7 @@ class Life(World):
         self.settle()
 
     def wake(self) -> None:
-        self.call("wake")
+        self.call(self.VIA + "wake")
         self.asleep = False
         self.settle()
 
@@ -126,7 +126,11 @@ class Life(World):
     def check(self) -> None:
         super().check()
         if self.setup.events:
-            assert self.heard == {each for each, r in self.resident.items() if r.state is State.READY}
+            assert self.heard == self.to_be_heard()
+
+    def to_be_heard(self) -> set[tuple[Key, str]]:
+        """What is where, as the events should tell."""
+        return {each for each, r in self.resident.items() if r.state is State.READY}
 
     def refuse_asleep(self) -> None:
         """What would touch the device is refused."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from cache_groups import Groups
 from cache_movers import Job
-from cache_setup import COLDER, Setup, replay
+from cache_setup import COLDER, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -39,8 +39,10 @@ long_paths = st.sampled_from(LEAVES)
 small = st.integers(0, 7)
 
 PUBLIC = frozenset(name for name in dir(TieredCache) if not name.startswith("_"))
-OF_GROUPS = frozenset({"match_groups", "onboard_groups", "keep", "lend", "slide"})
-"""Methods of which only the machine of several groups has rules; that of paths has some for all others."""
+OF_GROUPS = frozenset({"match_groups", "onboard_groups", "keep", "lend", "slide", "fetch_groups"})
+"""Methods of which only the machine of several groups has rules."""
+OF_THE_DEVICE = frozenset({"note_device"})
+"""The same for that of the handed-over device. The machine of paths has rules for all others."""
 
 WrongCall = tuple[type[CacheError], str, tuple[Any, ...], dict[str, Any]]
 
@@ -50,8 +52,8 @@ class Machine(RuleBasedStateMachine):
 
     world: Groups
 
-    def begin(self, setup: Setup) -> None:
-        self.world = Groups(setup)
+    def begin(self, world: Groups) -> None:
+        self.world = world
         self.gone: list[Hold] = []
         self.world.check()
 

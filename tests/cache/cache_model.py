@@ -21,7 +21,7 @@ class World(Reading, Storing):
 
     def reset(self) -> None:
         self.generation += 1
-        assert self.call("reset") == self.generation
+        assert self.call(self.VIA + "reset") == self.generation
         for model in self.holds.values():
             model.excused = True
             if model.onboarded and model.outcome is None:
@@ -68,9 +68,12 @@ class World(Reading, Storing):
         while not self.flush():
             self.settle_all()
         assert (self.cache.held, self.cache.jobs_in_flight) == (0, 0)
-        assert sorted(self.free_blocks) == list(range(self.setup.device_blocks))
+        self.check_device_is_free()
         for stats in self.cache.stats():
             assert stats.used == stats.ready, "a slot is neither free nor ready"
+
+    def check_device_is_free(self) -> None:
+        assert sorted(self.free_blocks) == list(range(self.setup.device_blocks))
 
     def evict_all(self) -> None:
         """Nothing is held: then all of it can make way."""

@@ -10,7 +10,7 @@ from cache_holds import ModelHold
 from cache_setup import LOAD, PREFETCH, chunks, group_of
 
 from longshore.boundary import HOST, Key, Urgency
-from longshore.cache import Hold, MissReason, Onboarding, PrefetchPolicy
+from longshore.cache import Hold, Match, MissReason, Onboarding, PrefetchPolicy
 
 
 class Reading(Abroad):
@@ -22,13 +22,17 @@ class Reading(Abroad):
         while start + length < len(keys) and self.is_readable(keys[start + length]):
             length += 1
         foreign = self.miss(keys, start + length)
-        found = self.call("match", keys, self.now, start=start, request=request)
+        found = self.ask_match(keys, start, request)
         assert (found.start, found.length, found.foreign) == (start, length, foreign)
         self.held(found.hold, ModelHold(keys[start : start + length], request, start=start))
         self.carry()
         assert found.probes == self.probes()
         self.check()
         return found.hold
+
+    def ask_match(self, keys: Sequence[Key], start: int, request: str | None) -> Match:
+        found: Match = self.call("match", keys, self.now, start=start, request=request)
+        return found
 
     def miss(self, keys: Sequence[Key], end: int) -> int:
         """A request gets no further than to before `keys[end]`; how many of the rest are known to be abroad."""
@@ -76,7 +80,7 @@ class Reading(Abroad):
         before, free = dict(self.resident), self.free(HOST)
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
-        answer: Onboarding = self.call("onboard", hold, tuple(blocks), skip=skip, timeout=timeout)
+        answer: Onboarding = self.call(self.VIA + "onboard", hold, tuple(blocks), skip=skip, timeout=timeout)
         assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
         for each in keys[answer.chunks : leading]:
             model.cut.append(MissReason.BEHIND if (each, HOST) in before else MissReason.NO_ROOM)

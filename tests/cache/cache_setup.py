@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from longshore.boundary import FILE, HOST, Key, Slot
-from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, WritePolicy, WriteRule
+from longshore.cache import CacheGroup, CacheSettings, DevicePool, TieredCache, TierSpec, WritePolicy, WriteRule
 from longshore.cache.eviction import ARC, LRU
 from longshore.errors import CacheError
 from longshore.slabs import Slabs
@@ -166,13 +166,19 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def method_of(cache: TieredCache, pool: DevicePool, name: str) -> Any:
+    """A method of the cache, or of a device pool above it: `pool.match` and so on."""
+    return getattr(pool, name.removeprefix("pool.")) if name.startswith("pool.") else getattr(cache, name)
+
+
 def replay(setup: Setup, calls: Iterable[Call]) -> list[Any]:
     """Answers of a new cache to the same calls; errors as their text."""
     cache = setup.build()
+    pool = DevicePool(cache, setup.device_blocks)
     answers: list[Any] = []
     for call in calls:
         try:
-            answers.append(getattr(cache, call.method)(*call.args, **call.kwargs))
+            answers.append(method_of(cache, pool, call.method)(*call.args, **call.kwargs))
         except CacheError as error:
             answers.append(f"{type(error).__name__}: {error}")
     return answers

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from cache_holds import ModelHold
 from cache_movers import BAD, Job, Movers, Tag, places
-from cache_setup import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, parent
+from cache_setup import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, method_of, parent
 
 from longshore.boundary import (
     DEVICE,
@@ -34,16 +34,21 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import Hold, MissReason, Resident, State
+from longshore.cache import DevicePool, Hold, MissReason, Resident, State
 from longshore.errors import CacheError
 
 
 class Stage:
     """A cache, the movers below it, and what it has been told."""
 
+    VIA = ""
+    """Before the names of methods that a device pool has as well, where it is handed over."""
+
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.cache = setup.build()
+        self.pool = DevicePool(self.cache, setup.device_blocks)
+        """For worlds whose device is handed over; others leave it alone."""
         self.calls: list[Call] = []
         self.answers: list[Any] = []
         self.now = 0.0
@@ -74,19 +79,19 @@ class Stage:
         """Call the cache, and record it."""
         self.sound = False
         self.calls.append(Call(method, args, kwargs))
-        answer = getattr(self.cache, method)(*args, **kwargs)
+        answer = method_of(self.cache, self.pool, method)(*args, **kwargs)
         self.answers.append(answer)
         return answer
 
     def refused(self, error: type[CacheError], method: str, *args: Any, **kwargs: Any) -> None:
         """Call the cache, which must raise `error` and change nothing at all."""
         self.sound = False
-        before = pickle.dumps(self.cache)
+        before = pickle.dumps(self.pool)
         self.calls.append(Call(method, args, kwargs))
         with pytest.raises(error) as info:
-            getattr(self.cache, method)(*args, **kwargs)
+            method_of(self.cache, self.pool, method)(*args, **kwargs)
         assert info.value.args[0], "an error says what was expected and what came"
-        assert pickle.dumps(self.cache) == before, f"{method} raised {info.value!r} and changed something"
+        assert pickle.dumps(self.pool) == before, f"{method} raised {info.value!r} and changed something"
         self.answers.append(f"{type(info.value).__name__}: {info.value}")
         self.sound = True
 

@@ -7,13 +7,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from cache_setup import IMAGE_BYTES, chunks, key
+from cache_setup import IMAGE_BYTES, chunks, key, path_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, DevicePool, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, DevicePool, EventKind, TieredCache, TierSpec, WritePolicy
 from longshore.cache.device_pool import Found
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, CapacityError
@@ -408,3 +408,36 @@ def test_no_blocks_are_handed_out_while_their_memory_is_away() -> None:
     assert device.pool.sleep()
     device.pool.wake()
     assert len(device.pool.allocate(2)) == 2
+
+
+def test_what_comes_to_the_device_and_leaves_it_is_among_the_events() -> None:
+    device = Device(2, events=100)
+    device.serve("ab")
+    device.serve("x")  # for which `ab`, the tail, makes way
+
+    def heard() -> list[tuple[str, str, str, str]]:
+        changes = (EventKind.STORED, EventKind.MOVED, EventKind.REMOVED)
+        events = [each for each in device.cache.events() if each.kind in changes]
+        return [(e.kind.value, path_of(e.key or b""), e.tier, e.source or e.cause) for e in events]
+
+    assert heard() == [
+        ("stored", "a", "device", ""),
+        ("stored", "ab", "device", ""),
+        ("stored", "a", HOST, ""),
+        ("stored", "ab", HOST, ""),
+        ("removed", "ab", "device", "evicted"),
+        ("stored", "x", "device", ""),
+        ("stored", "x", HOST, ""),
+    ]
+    device.serve("ab")
+    assert heard() == [("removed", "x", "device", "evicted"), ("moved", "ab", "device", HOST)]
+    assert device.pool.sleep()
+    assert heard() == [("removed", "a", "device", "asleep"), ("removed", "ab", "device", "asleep")]
+
+
+def test_what_cannot_be_a_key_is_no_event() -> None:
+    device = Device(1, events=100)
+    for wrong in ({"came": [(b"", None)]}, {"gone": [b"a" * 32, None]}):
+        with pytest.raises(CacheError, match="a key is a digest"):
+            device.cache.note_device(**wrong)  # type: ignore[arg-type]
+    assert device.cache.events() == []

@@ -12,6 +12,7 @@ from cache_setup import chunks, key, path_of
 
 from longshore.boundary import HOST, Probe, ProbeResult, Route, Status, Transfer, TransferResult, Urgency
 from longshore.cache import (
+    CacheGroup,
     CacheSettings,
     DropReason,
     Hold,
@@ -462,3 +463,21 @@ def test_a_chunk_that_was_queued_twice_is_stored_once() -> None:
     assert [keys_of(each) for each in desk.transfers] == [["a"]]
     desk.end()
     assert desk.cache.jobs_in_flight == 0
+
+
+def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
+    desk = Desk(groups=(CacheGroup(block_size=4, window=1 << 40),))
+    keys = [key(path) for path in "abc"]
+    assert desk.cache.fetch(keys, 0.0) == ()
+    desk.look()
+    (probe,) = desk.probes
+    assert probe.keys == tuple(keys)
+    desk.cache.apply([ProbeResult(probe.probe, (True, False, True))], 0.0)
+    (job,) = desk.cache.fetch(keys, 0.0)
+    desk.look()
+    (transfer,) = desk.transfers
+    assert [(item.key, item.parent) for item in transfer.items] == [(keys[0], None), (keys[2], None)]
+    assert desk.cache.fetch(keys, 0.0) == (job,)  # it is joined
+    desk.end(Status.LAPSED, Status.OK)
+    assert desk.resident() == {"c"}
+    assert desk.misses() == {MissReason.LAPSED: 1}, "what came stands alone: it is not behind what lapsed"

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from cache_groups import Groups
 from cache_machine import OF_GROUPS, REQUESTS, Machine, WrongCall, run, small
 from cache_setup import COLDER, Setup, chunks, key, letters
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ class Several(Machine):
 
     @initialize(setup=setups())
     def build(self, setup: Setup) -> None:
-        self.begin(setup)
+        self.begin(Groups(setup))
 
     # requests
 
@@ -134,10 +135,39 @@ class Several(Machine):
         if tier in self.world.sizes and group < self.world.setup.groups:
             self.world.discard(path[:end], tier, group)
 
+    # foreign tiers
+
+    @precondition(lambda self: self.world.setup.foreign)
+    @rule(path=prompts, there=st.integers(1, 6), lapsed=st.integers(0, 6))
+    def others_have(self, path: str, there: int, lapsed: int) -> None:
+        """Another engine has stored the beginning of `path`, of all groups; a chunk of the windows has lapsed."""
+        for group in range(self.world.setup.groups):
+            self.world.others_store(path, there // letters(group), "near", group)
+        self.world.lapse(path, lapsed, "near", 1)
+
+    @precondition(lambda self: self.world.setup.foreign)
+    @rule(path=prompts, group=st.integers(0, 2))
+    def fetch(self, path: str, group: int) -> None:
+        if self.known(group):
+            self.world.fetch_alone(path, self.known(group))
+        else:
+            self.world.fetch(path, 0)
+
+    @precondition(lambda self: self.world.setup.foreign)
+    @rule(path=prompts, device=st.lists(has, min_size=3, max_size=3))
+    def fetch_groups(self, path: str, device: list[list[bool]]) -> None:
+        self.world.fetch_groups(path, device)
+
     @precondition(lambda self: self.world.setup.foreign)
     @rule(path=prompts)
-    def fetch(self, path: str) -> None:
-        self.world.fetch(path, 0)
+    def come_from_abroad(self, path: str) -> None:
+        """A request that waits for all that others have of its prompt."""
+        self.world.match_groups(path, [[], [], []], None)
+        for number, question in list(self.world.questions.items()):
+            for rank in sorted(question.waiting):
+                self.world.answer(number, rank, True, Status.OK)
+        self.world.fetch_groups(path, [[], [], []])
+        self.world.settle_all()
 
     # misuse
 
@@ -166,6 +196,10 @@ class Several(Machine):
             (JobError, "withdraw", (10**9,), {}),
             (CacheError, "fetch", (window, world.now), {"group": groups}),
             (CacheError, "fetch", (keys, world.now), {"start": 4}),
+            (CacheError, "fetch", ([window[0], window[0]], world.now), {"group": 1}),
+            (CacheError, "fetch_groups", (wanted[1:], world.now), {}),
+            (CacheError, "fetch_groups", ([wanted[0]] * groups, world.now), {}),
+            (CacheError, "fetch_groups", ([Wanted([b""]), *wanted[1:]], world.now), {}),
             (JobError, "apply", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
         ]
         for hold, model in list(world.holds.items())[:1]:

@@ -60,7 +60,7 @@ class Core:
         self._storing = Storing(self._flow, rules[: len(names)])
         self._exchange = Exchange(self._flow, theirs, rules[len(names) :])
         self._holds = Holds(self._store)
-        self._joint = Joint(self._flow, self._holds)
+        self._joint = Joint(self._flow, self._holds, self._exchange)
         self._device = DeviceBlocks(self.settings.device_blocks)
 
     @property

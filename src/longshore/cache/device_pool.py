@@ -14,7 +14,8 @@ offloaded, as the write policy says. An engine's step looks like this, all of it
     pool.release(found.blocks + blocks)         the request is over
 
 A block that a job still reads or writes is not handed out, whoever let go of it. Blocks of several KV cache groups come
-from one pool where they share memory: a block is its number, whatever group it serves.
+from one pool where they share memory: a block is its number, whatever group it serves. What comes to the device and
+leaves it stands among the cache's events, with the tier `device`.
 """
 
 from __future__ import annotations
@@ -180,10 +181,13 @@ class DevicePool:
             if any(self._key_of.get(block, key) != key for block in mine):
                 raise CacheError(f"chunk {key.hex()[:12]} is in blocks {mine}, of which one has another chunk")
         offload = self._cache.commit(keys, blocks, first=first, group=group, **how)
+        came, alone = list[tuple[Key, Key | None]](), self._cache.settings.stands_alone(group)
         for position, (key, mine) in enumerate(zip(path[first:], chunks, strict=True), first):
             if key not in self._known:
                 self._known[key] = _Known(mine, path, position, group)
                 self._key_of.update(dict.fromkeys(mine, key))
+                came.append((key, None if alone or not position else path[position - 1]))
+        self._cache.note_device(came)
         self._note(offload, chunks, first)
         return offload
 
@@ -230,6 +234,7 @@ class DevicePool:
 
     def _forget(self, key: Key) -> None:
         """An idle chunk is no longer found."""
+        self._cache.note_device(gone=[key])
         del self._idle[key]
         blocks = self._known.pop(key).blocks
         for block in blocks:
@@ -249,6 +254,7 @@ class DevicePool:
         self._asleep = True
         asleep = self._cache.sleep()
         if asleep:
+            self._cache.note_device(gone=list(self._known), cause="asleep")
             self._begin()
         return asleep
 

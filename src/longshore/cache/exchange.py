@@ -10,7 +10,7 @@ request holds what another's machine may drop. Stores are bounded, dropped under
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from longshore.boundary import Key, ProbeResult, Status
@@ -63,8 +63,15 @@ class Exchange:
         known = 0
         while end + known < len(keys) and self._source(keys[end + known]) is not None:
             known += 1
-        rest = keys[end + known :]
-        return known, tuple(probe for tier in self._tiers for probe in (tier.ask(rest) if rest else ()))
+        return known, self.ask(keys[end + known :])
+
+    def ask(self, keys: Sequence[Key]) -> tuple[int, ...]:
+        """Have what is not known of `keys` asked for; the probes that are under way about it."""
+        return tuple(probe for tier in self._tiers for probe in (tier.ask(keys) if keys else ()))
+
+    def has(self, key: Key) -> bool:
+        """Whether a foreign tier is known to have `key`."""
+        return self._source(key) is not None
 
     def _source(self, key: Key) -> Foreign | None:
         return next((tier for tier in self._tiers if tier.has(key)), None)
@@ -106,21 +113,44 @@ class Exchange:
         wanted = wanted[: store.make_room(0, len(wanted), pool, spare_dirty=True)]
         if pin is not None:
             store.unpin(pin)
-        for tier, run in groupby(wanted, self._source):
+        for tier, batch in self._batches(wanted):
+            job, above = self._flow.new_id(), [store.index.key[parent], *batch[:-1]]
+            jobs[self._fetch(tier, job, batch, above, store.place(batch, parent, job, pool))] = None
+            parent = store.index.get(batch[-1])
+        return tuple(jobs)
+
+    def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int) -> tuple[int, ...]:
+        """The same for `keys` that stand alone, each for itself; `nodes` are theirs. The last get room first."""
+        store, writer = self._store, self._store.pools[0].writer
+        absent = [key for key, node in zip(keys, nodes, strict=True) if not node]
+        self.ask([key for key in absent if not self.has(key)])
+        wanted = [key for key in absent if self.has(key)]
+        jobs = dict.fromkeys(writer[slot] for node in nodes if node and (slot := store.index.slot[0][node]) in writer)
+        pins = [store.pin(node) for node in nodes if node]
+        store.log.by = wanted[-1] if wanted else None
+        wanted = wanted[len(wanted) - store.make_room(0, len(wanted), pool, spare_dirty=True) :]
+        for pin in pins:
+            store.unpin(pin)
+        for tier, batch in self._batches(wanted):
+            job = self._flow.new_id()
+            slots = store.place_alone(batch, job, pool)
+            jobs[self._fetch(tier, job, batch, [None] * len(batch), slots)] = None
+        return tuple(jobs)
+
+    def _batches(self, keys: Sequence[Key]) -> Iterator[tuple[Foreign, list[Key]]]:
+        """`keys`, which foreign tiers are known to have, as far as one job fetches them together."""
+        for tier, run in groupby(keys, self._source):
             batch = list(run)
             for start in range(0, len(batch), FETCH_BATCH):
                 if tier is not None:
-                    jobs[self._fetch(tier, batch[start : start + FETCH_BATCH], parent, pool)] = None
-                    parent = store.index.get(batch[: start + FETCH_BATCH][-1])
-        return tuple(jobs)
+                    yield tier, batch[start : start + FETCH_BATCH]
 
-    def _fetch(self, tier: Foreign, keys: Sequence[Key], parent: int, pool: int) -> int:
-        job, index = self._flow.new_id(), self._store.index
-        slots = self._store.place(keys, parent, job, pool)
-        above = [index.key[parent], *keys[:-1]]
+    def _fetch(
+        self, tier: Foreign, job: int, keys: Sequence[Key], parents: Sequence[Key | None], slots: list[int]
+    ) -> int:
         deadline = self._flow.now + self._flow.settings.load_timeout
         record = self._flow.order(
-            job, keys, above, None, Side(0, slots), foreign=tier.name, deadline=deadline, prefetch=True
+            job, keys, parents, None, Side(0, slots), foreign=tier.name, deadline=deadline, prefetch=True
         )
         self._under_way[job] = tier, record
         return job
@@ -186,7 +216,7 @@ class Exchange:
             for item, status in zip(record.transfer.items, record.statuses, strict=True):
                 if status is Status.OK:
                     tier.learn(item.key, present=True)
-                    self._store.counters.misses[MissReason.BEHIND] += missed
+                    self._store.counters.misses[MissReason.BEHIND] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)
                     self._drop(tier, 1, DropReason.WRITE_FAILED)

@@ -13,9 +13,9 @@ rules out every length that needs it, so the next length to try ends before it, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -83,10 +83,21 @@ class Need(NamedTuple):
 
 
 class Path:
-    """One group's keys, `chunk_tokens` tokens each, and how far they are served."""
+    """One group's keys, `chunk_tokens` tokens each, and how far they are served.
+
+    With `abroad`, which says whether a foreign tier has a key, how far they can be: also by what is to be fetched from
+    there, or is on its way already.
+    """
 
     def __init__(
-        self, index: Index, beginnings: Beginnings, group: CacheGroup, chunk_tokens: int, wanted: Wanted
+        self,
+        index: Index,
+        beginnings: Beginnings,
+        group: CacheGroup,
+        chunk_tokens: int,
+        wanted: Wanted,
+        *,
+        abroad: Callable[[Key], bool] | None = None,
     ) -> None:
         if len(wanted.device) > len(wanted.keys):
             raise CacheError(f"the device cannot have {len(wanted.device)} of {len(wanted.keys)} chunks")
@@ -98,6 +109,7 @@ class Path:
         """The first chunk that would be needed if all of them were served."""
         self._index = index
         self._beginnings = beginnings
+        self._abroad = abroad
         self._device = np.zeros(len(wanted.keys), bool)
         self._device[: len(wanted.device)] = np.asarray(wanted.device, bool)
         self._clear = len(wanted.keys)  # from here on, as far as was looked, nothing is missing
@@ -124,6 +136,11 @@ class Path:
         load = first + np.flatnonzero(~self._device[first:end])
         return Need(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
 
+    def unserved(self, first: int) -> list[Key]:
+        """The chunks from `first` on that neither the device has nor any tier of ours, now or soon."""
+        has, get = self._device, self._index.get
+        return [key for at, key in enumerate(self.keys[first:], first) if not has[at] and not get(key)]
+
     def _partial(self, at: int, tokens: int) -> Partial | None:
         """Where the first `tokens` tokens of the chunk at `at` come from, if there are any."""
         if not tokens or self.text is None:
@@ -135,12 +152,19 @@ class Path:
 
     def _serves(self, at: int) -> bool:
         """Whether the chunk at `at` is on the device, or can be read from a tier."""
-        return at < len(self.keys) and bool(self._device[at] or self._index.is_readable(self.keys[at]))
+        if at >= len(self.keys):
+            return False
+        if self._abroad is not None and (self._index.get(self.keys[at]) or self._abroad(self.keys[at])):
+            return True
+        return bool(self._device[at] or self._index.is_readable(self.keys[at]))
 
     def _missing(self, first: int, end: int) -> int | None:
         """A chunk of `[first, end)` that is not served, behind which all are, as far as was looked."""
         if not self.group.alone:
             ready = self._index.reachable_prefix(self.keys[:end], 0)
+            if self._abroad is not None:
+                ready = self._index.known_prefix(self.keys[:end], ready)
+                ready += sum(1 for _ in takewhile(self._abroad, self.keys[ready:end]))
             ready += leading(self._device[ready:end])
             return None if ready >= end else ready
         at = min(self._clear, end)

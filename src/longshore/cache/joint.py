@@ -3,6 +3,7 @@
     match     how far are all of them served?         what each needs from the tiers is held, by one hold
     onboard   into these device blocks                one job with a section for each run of chunks, so that with
                                                       `by_layer` the groups' layers travel in the model's order
+    fetch     how far could they be, by what foreign tiers have as well?       what is lacking for that is fetched
 
 A prefix is of use to all groups or to none: when one chunk cannot be had, nothing is ordered.
 """
@@ -10,48 +11,108 @@ A prefix is of use to all groups or to none: when one chunk cannot be had, nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from longshore.boundary import Key, Section
 from longshore.cache.events import EventKind
+from longshore.cache.exchange import Exchange
 from longshore.cache.flow import Flow
 from longshore.cache.groups import Need, Path, Wanted, longest_served, runs_of
 from longshore.cache.holds import Holds
 from longshore.cache.jobs import Held
 from longshore.cache.jobs import Hold as Record
 from longshore.cache.store import Pin
-from longshore.cache.types import GroupMatch
+from longshore.cache.types import GroupMatch, MissReason
 from longshore.errors import CacheError
+
+
+class Plan(NamedTuple):
+    """How far the `paths` of all groups are served, in `tokens`, and what each needs for that."""
+
+    paths: Sequence[Path]
+    tokens: int
+    needs: tuple[Need, ...]
 
 
 class Joint:
     """Matches and loads of several groups on one `Flow`."""
 
-    def __init__(self, flow: Flow, holds: Holds) -> None:
+    def __init__(self, flow: Flow, holds: Holds, exchange: Exchange) -> None:
         self._flow = flow
         self._store = flow.store
         self._holds = holds
+        self._exchange = exchange
 
-    def paths(self, wanted: Sequence[Wanted]) -> list[Path]:
-        """What is wanted of each group. Raises `CacheError` unless it is one for each."""
+    def plan(self, wanted: Sequence[Wanted]) -> Plan:
+        """How far what is wanted of each group is served.
+
+        Raises `CacheError` unless there is something wanted of each, and the keys are what they should be.
+        """
+        plan = self._plan(self._paths(wanted))
+        self._check(plan)
+        return plan
+
+    def check(self, wanted: Sequence[Wanted]) -> None:
+        """Raise `CacheError` unless all keys are what they should be, for whatever prefix."""
+        index, keys = self._store.index, list[Key]()
+        for group, path in enumerate(self._paths(wanted)):
+            keys += path.keys
+            ready = 0 if path.group.alone else index.reachable_prefix(path.keys, 0)
+            nodes = index.find_alone(path.keys) if path.group.alone else index.follow(path.keys, ready)
+            head = [index.get(path.keys[ready - 1])] if ready else []
+            self._store.check_pool([*head, *nodes], self._flow.settings.pool_of(group))
+        self._check_distinct(keys)
+
+    def _paths(self, wanted: Sequence[Wanted], *, abroad: bool = False) -> list[Path]:
         store, settings = self._store, self._flow.settings
         if not wanted or len(wanted) != len(settings.groups):
             raise CacheError(f"a match is for each of the {len(settings.groups)} groups, got {len(wanted)}")
-        return [Path(store.index, store.beginnings, *settings.group(group), each) for group, each in enumerate(wanted)]
+        has = self._exchange.has if abroad else None
+        return [
+            Path(store.index, store.beginnings, *settings.group(group), each, abroad=has)
+            for group, each in enumerate(wanted)
+        ]
 
-    def match(self, paths: Sequence[Path], request: str | None) -> GroupMatch:
-        """The longest prefix at which all of `paths` are served, and a hold on what they need."""
+    @staticmethod
+    def _plan(paths: Sequence[Path]) -> Plan:
         tokens = longest_served(paths)
-        needs = tuple(path.need(tokens) for path in paths)
-        self._check(paths, needs)
-        for group, (path, need) in enumerate(zip(paths, needs, strict=True)):
-            self._note(request and f"{request}/{group}", path, need)
+        return Plan(paths, tokens, tuple(path.need(tokens) for path in paths))
+
+    def _could_be(self, wanted: Sequence[Wanted]) -> Plan:
+        """How far it could be served with what foreign tiers are known to have, and what is on its way."""
+        return self._plan(self._paths([each._replace(text=None) for each in wanted], abroad=True))
+
+    def match(self, plan: Plan, wanted: Sequence[Wanted], request: str | None) -> GroupMatch:
+        """The prefix of `plan`, and a hold on what it needs."""
+        paths, tokens, needs = plan
+        probes = tuple(
+            probe
+            for group, (path, need) in enumerate(zip(paths, needs, strict=True))
+            for probe in self._note(request and f"{request}/{group}", path, need)
+        )
         parts = [
             self._hold(group, path, need)
             for group, (path, need) in enumerate(zip(paths, needs, strict=True))
             if need.load or (need.partial and not need.partial.device)
         ]
         hold = self._holds.take(self._flow.new_id(), parts, request, joint=True) if parts else None
-        return GroupMatch(tokens, needs, hold)
+        more = self._could_be(wanted).tokens if self._exchange else 0
+        return GroupMatch(tokens, needs, hold, max(0, more - tokens), probes)
+
+    def fetch(self, wanted: Sequence[Wanted]) -> tuple[int, ...]:
+        """Order what only foreign tiers have of what the longest prefix needs; those jobs, and what is under way."""
+        index, plan, jobs = self._store.index, self._could_be(wanted), dict[int, None]()
+        for group, (path, need) in enumerate(zip(plan.paths, plan.needs, strict=True)):
+            pool = self._flow.settings.pool_of(group)
+            if path.group.alone:
+                lacking = [path.keys[at] for at in need.load]
+                found = self._exchange.fetch_alone(lacking, index.find_alone(lacking), pool)
+            else:
+                keys = path.keys[: need.end]
+                end = index.reachable_prefix(keys, 0)
+                found = self._exchange.fetch(keys, end, index.follow(keys, end), pool)
+            jobs.update(dict.fromkeys(found))
+        return tuple(jobs)
 
     def sections(self, record: Record, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """`blocks`, in order of group, as they belong to the held chunks. Raises `CacheError` if they do not fit."""
@@ -69,9 +130,9 @@ class Joint:
             for start, end in runs_of(part.positions)
         ]
 
-    def _check(self, paths: Sequence[Path], needs: Sequence[Need]) -> None:
+    def _check(self, plan: Plan) -> None:
         """Raise `CacheError` where what is to be loaded is not what it should be, before anything has changed."""
-        index = self._store.index
+        index, (paths, _, needs) = self._store.index, plan
         for path, need in zip(paths, needs, strict=True):
             if path.group.alone:
                 index.find_alone([path.keys[at] for at in need.load])
@@ -79,7 +140,10 @@ class Joint:
                 for at in {*need.load[:1], *need.load[-1:]}:
                     index.check_link(path.keys, at)
         keys = [path.keys[at] for path, need in zip(paths, needs, strict=True) for at in need.load]
-        keys += [need.partial.key for need in needs if need.partial and not need.partial.device]
+        self._check_distinct([*keys, *(n.partial.key for n in needs if n.partial and not n.partial.device)])
+
+    @staticmethod
+    def _check_distinct(keys: Sequence[Key]) -> None:
         if len(set(keys)) != len(keys):
             raise CacheError(f"the groups of a request have different keys, only {len(set(keys))} of {len(keys)} are")
 
@@ -96,14 +160,20 @@ class Joint:
         pins: list[Pin] = [store.pin(store.index.get(key)) for key in pinned]
         return Held(keys, positions, pins, group, alone=path.group.alone, blocks=blocks)
 
-    def _note(self, request: str | None, path: Path, need: Need) -> None:
-        """Count what is missing, and record the request."""
+    def _note(self, request: str | None, path: Path, need: Need) -> tuple[int, ...]:
+        """Count what is missing, ask for what is not known of that, and record the request; the probes about it."""
         store = self._store
         if path.group.alone:
+            unserved = path.unserved(need.end) if self._exchange else []
+            probes = self._exchange.ask(unserved)
             for key in path.keys[max(need.end, path.last_window) :]:
-                store.counters.misses[store.watching.miss(key)] += 1
+                reason = store.watching.miss(key)
+                abroad = reason is MissReason.ABSENT and self._exchange.has(key)
+                store.counters.misses[MissReason.FOREIGN if abroad else reason] += 1
         else:
-            store.watching.count_misses(path.keys, need.end)
+            foreign, probes = self._exchange.look(path.keys, need.end) if self._exchange else (0, ())
+            store.watching.count_misses(path.keys, need.end, foreign)
         if store.log.on:
             asked: tuple[Key, ...] = tuple(path.keys[need.first :])
             store.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)
+        return probes

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from longshore.boundary import Command, Key, ProbeResult, Result, TransferResult
 from longshore.cache.adopting import Chunk, Found, adopt
-from longshore.cache.events import Event
+from longshore.cache.events import EVICTED, Event
 from longshore.cache.moving import make_way
 from longshore.cache.offering import Offering
 from longshore.cache.reading import Reading
@@ -133,6 +133,15 @@ class TieredCache(Reading, Offering):
         if limit is not None and limit < 1:
             raise CacheError(f"a limit of events is at least 1, got {limit}")
         return self._store.log.pull(limit)
+
+    def note_device(
+        self, came: Sequence[tuple[Key, Key | None]] = (), gone: Sequence[Key] = (), *, cause: str = EVICTED
+    ) -> None:
+        """Chunks came to the device, each told with the one before it, or have `gone` from it: for the events alone.
+
+        For whoever keeps the device's blocks (`DevicePool`). Raises `CacheError` for what cannot be a key.
+        """
+        self._store.watching.log_device(came, gone, cause)
 
     @property
     def held(self) -> int:

@@ -81,27 +81,41 @@ class Reading(Core):
         chunks the device has. The length is a multiple of the chunks of all groups, and no longer than the keys of any.
         Chunks that the last token would need, behind what was found, are counted as misses; the events have a request
         for each group, `request/0`, `request/1` and so on. With `Wanted.text` in all of them the length may be any: the
-        first tokens of a chunk serve, too. Raises `CacheError` where a key is out of place.
+        first tokens of a chunk serve, too. What is not known of foreign tiers is asked for, and never waited for.
+        Raises `CacheError` where a key is out of place.
         """
-        paths = self._joint.paths(wanted)
+        plan = self._joint.plan(wanted)
         self._advance(now)
-        return self._joint.match(paths, request)
+        return self._joint.match(plan, wanted, request)
 
     def fetch(self, keys: Sequence[Key], now: float, *, start: int = 0, group: int = 0) -> tuple[int, ...]:
         """Bring what foreign tiers are known to have behind the ready prefix of `keys` into the warmest tier; the jobs.
 
         What has arrived is found by the next match. What is on its way already is joined, what is not known is asked
         for, and nothing that is not backed up makes way. Fetches outlive the request that wanted them. The keys are of
-        one KV cache group; chunks of a group that stand alone are a `CacheError`, as nobody knows which are wanted.
+        one KV cache group; of one whose chunks stand alone each of `keys[start:]` is wanted for itself.
         """
         self._check_first(keys, start)
         if self.settings.stands_alone(group):
-            raise CacheError(f"chunks of group {group} stand alone: they are no path to be fetched")
+            nodes = self._store.index.find_alone(keys[start:])
+            self._store.check_pool(nodes, self.settings.pool_of(group))
+            self._advance(now)
+            return self._exchange.fetch_alone(keys[start:], nodes, self.settings.pool_of(group))
         end = self._store.index.reachable_prefix(keys, start)
         path, pool = self._store.index.follow(keys, end), self.settings.pool_of(group)
         self._store.check_pool([*path[:1], self._store.index.get(keys[end - 1]) if end else 0], pool)
         self._advance(now)
         return self._exchange.fetch(keys, end, path, pool)
+
+    def fetch_groups(self, wanted: Sequence[Wanted], now: float) -> tuple[int, ...]:
+        """The same for all groups of a request, `wanted` as in `match_groups`: what the longest prefix needs of each.
+
+        That is the longest at which all of them can be served when it is there. Of what there is no room for, the
+        request does without.
+        """
+        self._joint.check(wanted)
+        self._advance(now)
+        return self._joint.fetch(wanted)
 
     def runs(self, hold: Hold) -> tuple[Run, ...]:
         """Where the held chunks are, as runs by the warmest tier that has them; those that were lost are left out."""

@@ -107,11 +107,15 @@ class GroupMatch(NamedTuple):
 
     A multiple of the chunks of all groups; and where parts of chunks may be reused, less than one such multiple more.
     `needs` says what each group needs of it. `hold` is `None` when nothing is to be loaded from the tiers.
+    So many tokens more, `foreign`, could be served with what is on its way, and what foreign tiers are known to have,
+    for `fetch_groups`; the answers to `probes`, which are `in_flight`, may make these more at a later match.
     """
 
     tokens: int
     needs: tuple[Need, ...]
     hold: Hold | None
+    foreign: int = 0
+    probes: tuple[int, ...] = ()
 
 
 class Part(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longshore.boundary import Key, Slot, addresses
+from longshore.boundary import DEVICE, Key, Slot, addresses
 from longshore.cache.columns import column, marks
 from longshore.cache.events import EVICTED, EventKind
 from longshore.cache.states import FILLING, READY, STATES
@@ -137,6 +137,20 @@ class Watching:
         kind = EventKind.REMOVED if store.index.is_ready(node, tier) else EventKind.FAILED
         by = store.log.by if cause == EVICTED else None
         store.log.record(kind, [store.index.key[node]], tier=store.levels[tier].name, cause=cause, by=by)
+
+    def log_device(self, came: Sequence[tuple[Key, Key | None]], gone: Sequence[Key], cause: str) -> None:
+        """Record what somebody else's books say of the device."""
+        store = self._store
+        warmest = [store.index.warmest_ready(store.index.get(key)) for key, _ in came]
+        for key in gone:
+            store.index.get(key)
+        if not store.log.on:
+            return
+        for (key, parent), tier in zip(came, warmest, strict=True):
+            source = store.levels[tier].name if tier >= 0 else ""
+            kind = EventKind.MOVED if source else EventKind.STORED
+            store.log.record(kind, [key], tier=DEVICE, parent=parent, source=source)
+        store.log.record(EventKind.REMOVED, gone, tier=DEVICE, cause=cause)
 
     # ------------------------------------------------------------------ whether all agree
 

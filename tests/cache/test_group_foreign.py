@@ -1,0 +1,65 @@
+"""Requests over several KV cache groups, of which a foreign tier has a part."""
+
+from __future__ import annotations
+
+from cache_setup import IMAGE_BYTES
+from group_kit import FULL, WINDOW, end, keys_of, orders, store, wanted
+
+from longshore.boundary import HOST, Probe, ProbeResult
+from longshore.cache import CacheSettings, MissReason, TieredCache, TierSpec
+from longshore.cache.eviction import LRU
+
+STORE = "store"
+FULLS, WINDOWS = keys_of(0, 4), keys_of(1, 8)
+BOTH = wanted(FULLS, WINDOWS)
+"""A prompt of 16 tokens: four chunks of full attention, and eight of a window that sees the last five tokens."""
+
+
+def answered(cache: TieredCache, there: list[bytes]) -> None:
+    """The store says that it has `there`, and nothing else."""
+    for command in cache.take():
+        if isinstance(command, Probe):
+            cache.apply([ProbeResult(command.probe, tuple(each in there for each in command.keys))], 0.0)
+
+
+def abroad(slots: int = 64) -> TieredCache:
+    return TieredCache([TierSpec(HOST, slots, IMAGE_BYTES, LRU)], CacheSettings(groups=(FULL, WINDOW)), foreign=[STORE])
+
+
+def test_what_all_groups_lack_is_asked_for_and_what_the_longest_prefix_needs_is_fetched() -> None:
+    cache = abroad()
+    store(cache, 0, FULLS[:1])
+    store(cache, 1, WINDOWS[:2])
+    found = cache.match_groups(BOTH, 0.0)
+    assert (found.tokens, found.foreign, len(found.probes)) == (4, 0, 2)
+    answered(cache, [*FULLS[:3], *WINDOWS[:6]])  # 12 tokens of each
+    found = cache.match_groups(BOTH, 0.0)
+    assert (found.tokens, found.foreign, found.probes) == (4, 8, ())
+    jobs = cache.fetch_groups(BOTH, 0.0)
+    transfers = [each for each in orders(cache) if each.route.source == STORE]
+    assert [each.job for each in transfers] == list(jobs)
+    # The twelfth token's window begins with token 7, in chunk 3.
+    assert [item.key for each in transfers for item in each.items] == [*FULLS[1:3], *WINDOWS[3:6]]
+    end(cache, transfers)
+    assert cache.match_groups(BOTH, 0.0).tokens == 12
+    cache.check_integrity()
+
+
+def test_what_only_the_store_has_is_a_miss_of_its_own_reason() -> None:
+    cache = abroad()
+    cache.match_groups(BOTH, 0.0)
+    answered(cache, [FULLS[0], WINDOWS[7]])
+    before = cache.counters.misses.copy()
+    cache.match_groups(BOTH, 0.0)
+    new = cache.counters.misses - before
+    assert new == {MissReason.FOREIGN: 2, MissReason.ABSENT: 3 + 2}  # three chunks lie in the last window
+
+
+def test_a_window_that_the_store_lacks_keeps_the_prefix_short() -> None:
+    cache = abroad()
+    cache.match_groups(BOTH, 0.0)
+    answered(cache, [*FULLS, *WINDOWS[:4]])
+    assert cache.match_groups(BOTH, 0.0).foreign == 8
+    cache.fetch_groups(BOTH, 0.0)
+    transfers = orders(cache)
+    assert [item.key for each in transfers for item in each.items] == [*FULLS[:2], *WINDOWS[1:4]]
