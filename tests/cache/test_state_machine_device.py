@@ -58,6 +58,15 @@ class OnDevice(Machine):
             self.world.finish_visit(visit, evicting)
             self.world.leave(visit)
 
+    @precondition(lambda self: not self.world.asleep)
+    @rule(path=st.sampled_from(LEAVES), evicting=st.booleans())
+    def hurry(self, path: str, evicting: bool) -> None:
+        """A request that is over before anything has been moved."""
+        visit = self.world.arrive(path, None)
+        if visit is not None:
+            self.world.finish_visit(visit, evicting)
+            self.world.leave(visit)
+
     @precondition(lambda self: self.world.visits)
     @rule(pick=small, evicting=st.booleans())
     def finish_visit(self, pick: int, evicting: bool) -> None:

@@ -40,7 +40,7 @@ def setups(draw: st.DrawFn) -> Setup:
         events=draw(st.sampled_from((0, 10_000))),
         max_writes=draw(st.sampled_from((1024, 3))),
         policy=draw(st.sampled_from(("lru", "arc"))),
-        foreign=draw(st.sampled_from(((), (), ("near",)))),
+        foreign=draw(st.sampled_from(((), ("near",)))),
         device_blocks=96,
     )
 
@@ -159,15 +159,17 @@ class Several(Machine):
         self.world.fetch_groups(path, device)
 
     @precondition(lambda self: self.world.setup.foreign)
-    @rule(path=prompts)
-    def come_from_abroad(self, path: str) -> None:
+    @rule(path=prompts, there=st.sampled_from((2, 4, 6, 6)), lapsed=st.integers(0, 9), settle=st.booleans())
+    def come_from_abroad(self, path: str, there: int, lapsed: int, settle: bool) -> None:
         """A request that waits for all that others have of its prompt."""
+        self.others_have(path, there, lapsed)
         self.world.match_groups(path, [[], [], []], None)
         for number, question in list(self.world.questions.items()):
             for rank in sorted(question.waiting):
                 self.world.answer(number, rank, True, Status.OK)
         self.world.fetch_groups(path, [[], [], []])
-        self.world.settle_all()
+        if settle:
+            self.world.settle_all()
 
     # misuse
 
