@@ -206,7 +206,7 @@ class Abroad(Stage):
         for item, status in zip(job.transfer.items, job.told, strict=True):
             if status is Status.OK:
                 self.learn(name, item.key, present=True)
-                self.misses[MissReason.BEHIND] += missed
+                self.misses[MissReason.BEHIND] += missed and item.parent is not None
                 continue
             self.known[name].pop(item.key, None)
             if job.transfer.route.source == HOST:

@@ -63,3 +63,16 @@ def test_a_window_that_the_store_lacks_keeps_the_prefix_short() -> None:
     cache.fetch_groups(BOTH, 0.0)
     transfers = orders(cache)
     assert [item.key for each in transfers for item in each.items] == [*FULLS[:2], *WINDOWS[1:4]]
+
+
+def test_what_is_fetched_takes_no_room_from_what_the_same_prefix_needs() -> None:
+    cache = abroad(slots=6)
+    store(cache, 1, WINDOWS[:6], first=3)  # what is needed after 12 tokens
+    store(cache, 0, keys_of(0, 3, "new"))  # and what was used later
+    cache.match_groups(BOTH, 0.0)
+    answered(cache, FULLS[:3])
+    cache.fetch_groups(BOTH, 0.0)
+    transfers = [each for each in orders(cache) if each.route.source == STORE]
+    assert [item.key for each in transfers for item in each.items] == FULLS[:3]
+    end(cache, transfers)
+    assert cache.match_groups(BOTH, 0.0).tokens == 12

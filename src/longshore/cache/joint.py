@@ -100,10 +100,14 @@ class Joint:
         return GroupMatch(tokens, needs, hold, max(0, more - tokens), probes)
 
     def fetch(self, wanted: Sequence[Wanted]) -> tuple[int, ...]:
-        """Order what only foreign tiers have of what the longest prefix needs; those jobs, and what is under way."""
-        index, plan, jobs = self._store.index, self._could_be(wanted), dict[int, None]()
+        """Order what only foreign tiers have of what the longest prefix needs; those jobs, and what is under way.
+
+        None of what it needs makes way for the rest.
+        """
+        store, plan, jobs = self._store, self._could_be(wanted), dict[int, None]()
+        pins = [store.pin(node) for node in self._needed(plan)]
         for group, (path, need) in enumerate(zip(plan.paths, plan.needs, strict=True)):
-            pool = self._flow.settings.pool_of(group)
+            index, pool = store.index, self._flow.settings.pool_of(group)
             if path.group.alone:
                 lacking = [path.keys[at] for at in need.load]
                 found = self._exchange.fetch_alone(lacking, index.find_alone(lacking), pool)
@@ -112,7 +116,19 @@ class Joint:
                 end = index.reachable_prefix(keys, 0)
                 found = self._exchange.fetch(keys, end, index.follow(keys, end), pool)
             jobs.update(dict.fromkeys(found))
+        for pin in pins:
+            store.unpin(pin)
         return tuple(jobs)
+
+    def _needed(self, plan: Plan) -> list[int]:
+        """The nodes of what the prefix of `plan` needs and our tiers have; of a path the last alone, which keeps it."""
+        index, nodes = self._store.index, list[int]()
+        for path, need in zip(plan.paths, plan.needs, strict=True):
+            if path.group.alone:
+                nodes += index.find_alone([path.keys[at] for at in need.load])
+            elif end := index.known_prefix(path.keys[: need.end], 0):
+                nodes.append(index.get(path.keys[end - 1]))
+        return [node for node in nodes if node]
 
     def sections(self, record: Record, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """`blocks`, in order of group, as they belong to the held chunks. Raises `CacheError` if they do not fit."""
