@@ -52,6 +52,8 @@ class Level:
     name: str
     pool: SlotPool
     make_policy: type[EvictionPolicy]
+    moves: bool
+    """Whether there is a mover for copies from slot to slot."""
 
 
 class Pin:
@@ -71,9 +73,9 @@ class Store:
         levels: Sequence[Level],
         counters: Counters,
         *,
-        thresholds: Sequence[int] = (),
-        events: int = 0,
-        token_width: int = 0,
+        thresholds: Sequence[int],
+        events: int,
+        token_width: int,
     ) -> None:
         self.levels = list(levels)
         self.counters = counters
