@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from policy_models import MODELS, GittinsModel, hits_of
 from trace_kit import prompts, whole_trace
 
-from longshore.cache.eviction import LRU, Gittins
+from longshore.cache.eviction import LRU, POLICIES, Gittins
 from longshore.errors import TraceError
 from longshore.trace.experiment import Experiment, experiment
 from longshore.trace.mooncake import read_excerpt, read_mooncake
@@ -43,6 +43,10 @@ def test_every_policy_hits_what_its_model_hits(
     assert tier.resident() == set(model.blocks)
     totals = tier.totals()
     assert (totals.requests, totals.block_refs, totals.hits) == (len(paths), sum(map(len, paths)), sum(served))
+
+
+def test_every_policy_has_a_model() -> None:
+    assert set(MODELS) == set(POLICIES) | set(REFERENCES)
 
 
 @pytest.mark.parametrize("slots", [1, 5, 40, 700])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +45,40 @@ def test_sessions_share_prefixes_and_come_by_time(tmp_path: Path) -> None:
     assert first.hash_ids[2] != third.hash_ids[3]  # the same hash after another prefix
     assert not set(first.hash_ids) & set(second.hash_ids)
     assert (third.input_length, third.output_length) == (50, 3)
+
+
+def test_sessions_are_merged_by_time_whatever_their_order_in_the_file(tmp_path: Path) -> None:
+    dice = random.Random(4)
+    times = [sorted(dice.randrange(1000) for _ in range(dice.randint(1, 6))) for _ in range(40)]
+    sessions = [
+        {
+            "turns": [
+                {**TURN, "timestamp": at, "hashes": [f"{name}a", "b", "c"]} for at in dice.sample(turns, len(turns))
+            ]
+        }
+        for name, turns in enumerate(times)
+    ]
+    path = put(tmp_path / "t.jsonl", *sessions, b"", {"turns": []})
+    found = list(read_trace(path, block_tokens=16))
+    assert [each.timestamp_ms for each in found] == sorted(at for turns in times for at in turns)
+    assert len({each.hash_ids for each in found}) == 40
+
+
+def test_sessions_that_are_over_take_no_memory(tmp_path: Path) -> None:
+    def peak(count: int) -> int:
+        path = tmp_path / f"{count}.jsonl"
+        with path.open("w") as file:
+            for i in range(count):
+                turns = [{**TURN, "timestamp": 10 * i + j, "hashes": [f"{i}", "b", "c"]} for j in range(4)]
+                file.write(json.dumps({"turns": turns}) + "\n")
+        tracemalloc.start()
+        assert sum(1 for _ in read_trace(path, Form.SESSIONS, block_tokens=16)) == 4 * count
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    peak(50)
+    assert peak(1000) - peak(100) < 900 * 80  # where each begins, and when; not the four turns of each
 
 
 def test_lengths_have_no_reuse_and_say_so(tmp_path: Path) -> None:

@@ -99,6 +99,24 @@ def file(
     _report(cases, lambda: marks, as_json)
 
 
+@bench.command()
+def prefill(
+    model: Annotated[Path, typer.Option(help="A config.json of Hugging Face, or a directory that has one.")],
+    tokens: Annotated[str, typer.Option(help="Lengths of prompts, with commas between.")] = "512,2048",
+    device: Annotated[CopyDevice, typer.Option(help="What computes.")] = CopyDevice.CPU,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Prefill of a model with random weights, in TFLOPS; for `longshore replay --bench`."""
+    from longshore.bench import prefills  # noqa: PLC0415 - needs torch and transformers
+
+    lengths = counts_of(tokens)
+    if 0 in lengths:
+        raise BenchError("expected prompts of at least one token, got one of none")
+    cases = prefills.run(model, tokens=lengths, device=device.value, repeats=repeats)
+    _report(cases, lambda: {"device": device.value}, as_json)
+
+
 def _calibrate(as_json: bool) -> None:
     """Measure the ways of copying, and print what each is expected to do."""
     from longshore.bench import calibration  # noqa: PLC0415 - needs torch

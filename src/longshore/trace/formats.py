@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import heapq
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,19 +26,44 @@ from longshore.cache.events import Event, EventKind
 from longshore.errors import TraceError
 from longshore.keys import chain
 from longshore.trace.fields import Fields
-from longshore.trace.lines import Skip, read_lines
+from longshore.trace.lines import Skip, lines_at, read_lines, read_placed_lines
 from longshore.trace.request import TraceRequest
 
 _ROOT = hashlib.sha256(b"longshore trace 1").digest()
 
 
 def read_sessions(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
-    """Requests of all sessions, by time of arrival. Sessions overlap, so the whole file is read before the first.
+    """Requests of all sessions, by time of arrival. Sessions overlap, so the file is looked through before the first.
 
-    Hashes are text or integers, one per block of `block_tokens` tokens, or of the session's own `block_size`.
+    Hashes are text or integers, one per block of `block_tokens` tokens, or of the session's own `block_size`. What is
+    remembered is when each session begins, and where it stands; in memory are those that go on at a time.
     """
-    turns = [turn for session in read_lines(path, _session(block_tokens), skip) for turn in session]
-    yield from sorted(turns, key=lambda turn: turn.timestamp_ms)
+    begins = array("d")
+    places = array("q")
+    for place, turns in read_placed_lines(path, _session(block_tokens), skip):
+        if turns:
+            begins.append(turns[0].timestamp_ms)
+            places.append(place)
+    order = np.argsort(np.frombuffer(begins, np.float64), kind="stable").tolist()
+    lines = lines_at(path, (places[at] for at in order))
+    running: list[tuple[float, int, int, list[TraceRequest]]] = []
+    for number, (at, line) in enumerate(zip(order, lines, strict=True)):
+        while running and running[0][0] <= begins[at]:
+            yield _next_turn(running)
+        turns = _session(block_tokens)(f"{path}, byte {places[at]}", line)
+        heapq.heappush(running, (turns[0].timestamp_ms, number, 0, turns))
+    while running:
+        yield _next_turn(running)
+
+
+def _next_turn(running: list[tuple[float, int, int, list[TraceRequest]]]) -> TraceRequest:
+    """The turn that comes next, of the sessions that go on."""
+    _, number, at, turns = running[0]
+    if at + 1 < len(turns):
+        heapq.heapreplace(running, (turns[at + 1].timestamp_ms, number, at + 1, turns))
+    else:
+        heapq.heappop(running)
+    return turns[at]
 
 
 def _session(default_tokens: int) -> Callable[[str, bytes], list[TraceRequest]]:
@@ -44,7 +71,8 @@ def _session(default_tokens: int) -> Callable[[str, bytes], list[TraceRequest]]:
         fields = Fields.parse(where, line)
         block_tokens = fields.integer("block_size", least=1, default=default_tokens)
         turns = fields.items("turns")
-        return [_turn(Fields(f"{where}, turn {i}", turn), block_tokens) for i, turn in enumerate(turns, 1)]
+        found = [_turn(Fields(f"{where}, turn {i}", turn), block_tokens) for i, turn in enumerate(turns, 1)]
+        return sorted(found, key=lambda turn: turn.timestamp_ms)
 
     return session
 

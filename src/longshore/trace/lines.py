@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -50,8 +51,40 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 def read_lines(path: str | Path, parse: Callable[[str, bytes], T], skip: Skip | None = None) -> Iterator[T]:
     """`parse_lines` of the file at `path`; raises `TraceError` if it cannot be read."""
+    with _opened(path) as file:
+        yield from parse_lines(lines_of(file), str(path), parse, skip)
+
+
+def read_placed_lines(
+    path: str | Path, parse: Callable[[str, bytes], T], skip: Skip | None = None
+) -> Iterator[tuple[int, T]]:
+    """The same, and before each the byte at which its line begins, for `lines_at`."""
+    place = 0
+
+    def lines(file: BinaryIO) -> Iterator[bytes]:
+        nonlocal place
+        following = 0
+        for line in lines_of(file):
+            place, following = following, file.tell()
+            yield line
+
+    with _opened(path) as file:
+        for found in parse_lines(lines(file), str(path), parse, skip):
+            yield place, found
+
+
+def lines_at(path: str | Path, places: Iterable[int]) -> Iterator[bytes]:
+    """The lines that begin at `places`, in this order; raises `TraceError` if the file cannot be read."""
+    with _opened(path) as file:
+        for place in places:
+            file.seek(place)
+            yield file.readline(MAX_LINE)
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[BinaryIO]:
     try:
         with Path(path).open("rb") as file:
-            yield from parse_lines(lines_of(file), str(path), parse, skip)
+            yield file
     except OSError as error:
         raise TraceError(f"cannot read trace {path}: {error.strerror or error}") from error

@@ -30,7 +30,26 @@ class FIFO(LRU):
         super().touch([node for node in nodes if self.is_held(node)])
 
 
-class LRU2(EvictionPolicy):
+class OneByOne(EvictionPolicy):
+    """A policy that says who goes next, and no more: what goes after that one depends on its having gone."""
+
+    def ahead(self, count: int) -> list[int]:
+        """The node that goes first."""
+        node = self.coldest() if count else 0
+        return [node] if node else []
+
+    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+        """These, the first of all, left."""
+        for node, key in zip(nodes, keys, strict=True):
+            self.remove(node, evicted=key)
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """These, the first of all, cannot go at present."""
+        for node in nodes:
+            self.hold(node)
+
+
+class LRU2(OneByOne):
     """The chunk whose last use but one is the oldest goes first. What was used is remembered for ever, by its key.
 
     After E. O'Neil, P. O'Neil and G. Weikum, "The LRU-K page replacement algorithm for database disk buffering" (SIGMOD
@@ -80,21 +99,6 @@ class LRU2(EvictionPolicy):
         self._known(node)
         del self._rank[node]
 
-    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These, the first of all, left."""
-        for node in nodes:
-            self.remove(node)
-
-    def keep(self, nodes: Sequence[int]) -> None:
-        """These, the first of all, cannot go at present."""
-        for node in nodes:
-            self.hold(node)
-
-    def ahead(self, count: int) -> list[int]:
-        """The node that goes first."""
-        node = self.coldest() if count else 0
-        return [node] if node else []
-
     def coldest(self) -> int:
         """The node whose last use but one is the oldest; 0 without one."""
         heap, rank = self._heap, self._rank
@@ -141,7 +145,7 @@ class LRU2(EvictionPolicy):
             raise unknown(node)
 
 
-class S3FIFO(EvictionPolicy):
+class S3FIFO(OneByOne):
     """New chunks wait in a small queue; those that are used there move on to the main one.
 
     After J. Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023): the small queue has a tenth of
@@ -215,21 +219,6 @@ class S3FIFO(EvictionPolicy):
                 self._ghosts.popitem(last=False)
         self._exit(node)
         self._held[node] = 0
-
-    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These, the first of all, left."""
-        for node, key in zip(nodes, keys, strict=True):
-            self.remove(node, evicted=key)
-
-    def keep(self, nodes: Sequence[int]) -> None:
-        """These, the first of all, cannot go at present."""
-        for node in nodes:
-            self.hold(node)
-
-    def ahead(self, count: int) -> list[int]:
-        """The node that goes first."""
-        node = self.coldest() if count else 0
-        return [node] if node else []
 
     def coldest(self) -> int:
         """The node that goes first; 0 without one. Those before it that were used have moved on, and stay so."""

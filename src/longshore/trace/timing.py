@@ -137,6 +137,12 @@ class Pace(NamedTuple):
         return self.fixed + nbytes / self.rate
 
 
+def prefill_operations(geometry: Geometry, context: int, tokens: int) -> float:
+    """Operations that computing `tokens` behind `context` others takes."""
+    pairs = tokens * (2 * context + tokens) / 2
+    return 2 * geometry.parameters * tokens + 4 * geometry.attention_width * pairs
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """A model on a machine."""
@@ -156,7 +162,7 @@ class Timing:
 
     def prefill(self, context: int, tokens: int) -> float:
         """Seconds to compute `tokens` behind `context` others."""
-        return self.profile.step + self.alpha * tokens + self.beta * tokens * (2 * context + tokens) / 2
+        return self.profile.step + prefill_operations(self.geometry, context, tokens) / self.profile.flops
 
     @property
     def paces(self) -> dict[Route, Pace]:

@@ -1,0 +1,78 @@
+"""`longshore bench prefill`: how many operations a second a model's prefill reaches on the machine at hand.
+
+    prompt of n tokens ──► forward pass, cache kept ──► first logits        operations as `longshore replay` counts them
+
+The model has the shape of a `config.json` and random weights, which take as long to multiply. The reference is one
+large matrix product in the same numbers, run in turn with it: what the machine can do at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from longshore.bench.harness import Case, compare
+from longshore.errors import BenchError
+from longshore.trace.geometry import geometry_of
+from longshore.trace.timing import prefill_operations
+
+REFERENCE = "one large matrix product"
+_WIDTH = {"cpu": 1024, "cuda": 8192}
+
+
+def run(model: Path, *, tokens: Sequence[int], device: str = "cpu", repeats: int = 5) -> Iterator[Case]:
+    """A case `prefill/TOKENS` for each length of prompt, in TFLOPS.
+
+    Args:
+        model: A `config.json`, or a directory that has one.
+        tokens: Lengths of prompts.
+        device: `cpu`, in 32-bit numbers, or `cuda`, in those of the configuration.
+        repeats: Measurements of each side.
+
+    Raises:
+        BenchError: There is no such device.
+        TraceError: The configuration is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchError("expected a CUDA GPU, found none that torch sees")
+    geometry = geometry_of(str(model))
+    with torch.inference_mode():
+        config = AutoConfig.from_pretrained(model)
+        forward = _model(config, device)
+        product = _product(device, next(iter(forward.parameters())).dtype)
+        for count in tokens:
+            prompt = torch.randint(8, config.vocab_size, (1, count), device=device)
+            call = _timed(lambda: forward(prompt, use_cache=True, logits_to_keep=1), device)  # noqa: B023
+            taken = compare(call, _timed(product, device), repeats=repeats)
+            ours = prefill_operations(geometry, 0, count) / taken.ours / 1e12
+            most = 2 * _WIDTH[device] ** 3 / taken.reference / 1e12
+            yield Case(f"prefill/{count}", ours, "TFLOPS", REFERENCE, most, ours / most)
+
+
+def _model(config: Any, device: str) -> torch.nn.Module:
+    dtype = torch.float32 if device == "cpu" else config.dtype
+    made: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    return made.to(device).eval()
+
+
+def _product(device: str, dtype: torch.dtype) -> Callable[[], object]:
+    left, right = (torch.rand(_WIDTH[device], _WIDTH[device], device=device).to(dtype) for _ in range(2))
+    return lambda: left @ right
+
+
+def _timed(call: Callable[[], object], device: str) -> Callable[[], float]:
+    """`call` as something that says how long it took, on the device too."""
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    return seconds
