@@ -75,7 +75,8 @@ def test_a_prompt_is_asked_for_together_and_lies_in_one_piece_in_the_tier_alone(
     prompts = images.batches("read")
     assert [len(prompt) for prompt in prompts] == [16, 16]
     assert all(image == prompt[0] + at for prompt in prompts for at, image in enumerate(prompt))
-    assert [len(batch) for batch in images.batches(SCATTERED)] == [1] * COUNT
+    assert [len(batch) for batch in images.batches(SCATTERED)] == [16, 16]
+    assert all(batch != sorted(batch) for batch in images.batches(SCATTERED))
     assert sorted(images.order("read")) == sorted(images.order(SCATTERED)) == list(range(COUNT))
     neighbours = sum(images.offset(image + 1) == images.offset(image) + SIZE for image in range(COUNT - 1))
     assert neighbours < 5, "in memory they lie anywhere"

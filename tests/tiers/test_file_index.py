@@ -306,13 +306,13 @@ class TestJournalsThatFillUp:
         index = Index(opened, Slabs.of_one_size(2 * PAGE, 4), np.zeros(0, ENTRY), 1, sequence(1, 0))
         for number in range(2 * notes_for(4)):
             index.strike([(number % 4, 0)])
-            index.enter(_record(number % 4, number + 1))
+            index.enter([_record(number % 4, number + 1)])
             index.flush()
         assert index.due
         size = (directory / "journal.1").stat().st_size
         assert size <= 2 * PAGE + (4 + notes_for(4)) * NOTE.itemsize
         index.checkpoint()
-        index.enter(_record(0, 9999))
+        index.enter([_record(0, 9999)])
         index.flush()
         index.close()
         again = load(opened, 1).entries

@@ -205,4 +205,4 @@ def test_many_neighbours_make_few_runs() -> None:
     ops = [TierOp(Op.READ, slot, key(slot), None, 0, 16 * PAGE, 0) for slot in range(64)]
     random.Random(0).shuffle(ops)
     runs = cut(ops, lambda op: op.slot * 17 * PAGE, lambda op: True)
-    assert [len(run) for run in runs] == [RUN_BYTES // (16 * PAGE)] * 4
+    assert [len(run) for run in runs] == [RUN_BYTES // (16 * PAGE)] * 2

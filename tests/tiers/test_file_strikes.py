@@ -87,7 +87,7 @@ class World:
         self.live, self.dropped = self.without(self.live, slot, pool), self.without(self.dropped, slot, pool)
         self.serial += 1
         written = sequence(1, self.serial)
-        self.index.enter(RecordHeader(bytes([slot]) * 32, None, bytes(32), slot, 0, PAGE, written, 0, pool))
+        self.index.enter([RecordHeader(bytes([slot]) * 32, None, bytes(32), slot, 0, PAGE, written, 0, pool)])
         self.live[slot] = pool, written
 
     def without(self, held: dict[int, tuple[int, int]], slot: int, pool: int) -> dict[int, tuple[int, int]]:
@@ -199,7 +199,7 @@ def test_what_was_written_to_a_slab_that_another_size_has_by_now_is_not_entered(
     world = World(TWO_SIZES, 0)
     for place in ((0, 0), (1, 1)):
         world.index.strike([place])
-    world.index.enter(RecordHeader(bytes(32), None, bytes(32), 0, 0, PAGE, 5, 0, 0))
+    world.index.enter([RecordHeader(bytes(32), None, bytes(32), 0, 0, PAGE, 5, 0, 0)])
     world.index.flush()
     assert world.listed() == {}
     assert len(world.index.entries()) == 0

@@ -7,7 +7,7 @@
 
 All move the same bytes in the same order, between the same memory (fio: its own, at random) and the same disk. Images
 belong to prompts: those of one lie one behind the other, as they were written, and are asked for together; prompts come
-at random, and images lie anywhere in memory. `SCATTERED` asks for single images instead, at random.
+at random, and images lie anywhere in memory. The images of a prompt that is `SCATTERED` lie anywhere on the disk, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMPT = 16
 """Images of one prompt that are asked for together: a batch of the control plane's (`cache.loading.LOAD_BATCH`)."""
 
 SCATTERED = "scattered"
-"""Read every image, each by itself."""
+"""Read every image, where no prompt's images are neighbours."""
 
 _READS = frozenset({"read", SCATTERED})
 _DEADLINE = 600.0
@@ -65,8 +65,9 @@ class Images:
         self.prompt = min(PROMPT, self.count // 2)
         chance = random.Random(0)  # noqa: S311 - no secret
         self._places = chance.sample(range(self.count), self.count)
-        self._scattered = chance.sample(range(self.count), self.count)
         firsts = range(0, self.count, self.prompt)
+        anywhere = chance.sample(range(self.count), self.count)
+        self._scattered = [anywhere[first : first + self.prompt] for first in firsts]
         self._prompts = [
             list(range(first, min(first + self.prompt, self.count))) for first in chance.sample(firsts, len(firsts))
         ]
@@ -74,8 +75,8 @@ class Images:
         self.arena.array[:] = 0x5A
 
     def batches(self, kind: str) -> list[list[int]]:
-        """All images, as they are asked for."""
-        return [[image] for image in self._scattered] if kind == SCATTERED else self._prompts
+        """All images, prompt by prompt, as they are asked for."""
+        return self._scattered if kind == SCATTERED else self._prompts
 
     def order(self, kind: str) -> list[int]:
         """The same, one after the other."""

@@ -4,7 +4,7 @@
     overwrite   into slots that hold an image                              │ threads, which move the same bytes without
     read        all images; direct I/O leaves nothing in the page cache    │ records
     mixed       every other prompt read, the others overwritten            │
-    scattered   all images read, each asked for by itself                  ┘
+    scattered   all images read, whose prompts lie in no order             ┘
     vs-per-file-write, -read, -scattered                                     beside a store of one file for each image
     cpu         core-seconds per GB, of an overwrite and a read              beside those of the plain threads
 

@@ -126,15 +126,13 @@ class CacheSettings:
 class TierSpec:
     """One owned tier: its name, its slots, the bytes of one image, and the eviction policy to make for it.
 
-    Where images have several sizes, `slots` are the tier's `Slabs`, and `image_bytes` is left out. `moves` says whether
-    there is a mover for copies from slot to slot, for `TieredCache.resize`.
+    Where images have several sizes, `slots` are the tier's `Slabs`, and `image_bytes` is left out.
     """
 
     name: str
     slots: int | Slabs
     image_bytes: int = 1
     policy: type[EvictionPolicy] = DEFAULT_POLICY
-    moves: bool = True
 
     def make_pool(self) -> SlotPool:
         """The tier's slots, all of them free. Raises `CacheError` for a number or a size that cannot be."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from longshore.boundary import Key
 from longshore.errors import TierError
@@ -91,10 +91,10 @@ class Index:
             everything = self._ledger.entries()
         return in_order(*everything)
 
-    def claimed(self, slot: int, pool: int, key: Key, scope: bytes) -> int:
-        """The write sequence number of the record in `slot`, if there is one of `key` in `scope`; otherwise 0."""
+    def claimed(self, records: Iterable[tuple[int, int, Key]], scope: bytes) -> list[int]:
+        """The write sequence numbers of records by slot, pool and key, where there are such in `scope`; otherwise 0."""
         with self._changing:
-            return self._ledger.claimed(slot, pool, key, scope)
+            return [self._ledger.claimed(slot, pool, key, scope) for slot, pool, key in records]
 
     def is_given(self, slot: int, pool: int) -> bool:
         """Whether the slab of `slot` is that of `pool`: else nothing of it is there."""
@@ -119,15 +119,17 @@ class Index:
             if self._ledger.sequence(slot) == sequence:
                 self._drop([slot])
 
-    def enter(self, header: RecordHeader) -> None:
-        """A record was written. If its slab was given to another pool meanwhile, it is not there any more."""
-        entry = fmt.pack_entry(header, int(time.time()))
+    def enter(self, headers: Sequence[RecordHeader]) -> None:
+        """Records were written. One whose slab was given to another pool meanwhile is not there any more."""
+        now = int(time.time())
+        entries = [fmt.pack_entry(header, now) for header in headers]
         with self._changing:
-            if self._ledger.pool_of(header.slot) == header.pool:
-                self._ledger.enter(header.slot, entry)
-                self._entered[header.slot] = entry
-                if len(self._entered) >= _AT_ONCE:
-                    self._note_entered()
+            for (slot, pool), entry in zip(((header.slot, header.pool) for header in headers), entries, strict=True):
+                if self._ledger.pool_of(slot) == pool:
+                    self._ledger.enter(slot, entry)
+                    self._entered[slot] = entry
+            if len(self._entered) >= _AT_ONCE:
+                self._note_entered()
 
     def flush(self) -> None:
         """Note what was entered: the next process knows of it from here on."""
@@ -135,12 +137,13 @@ class Index:
             if self._entered:
                 self._note_entered()
 
-    def touch(self, slot: int) -> None:
-        """The record in `slot` was served."""
+    def touch(self, slots: Iterable[int]) -> None:
+        """The records in `slots` were served."""
         with self._changing:
-            if self._ledger.sequence(slot):
-                self._ledger.count_hit(slot)
-                self._touched += 1
+            for slot in slots:
+                if self._ledger.sequence(slot):
+                    self._ledger.count_hit(slot)
+                    self._touched += 1
 
     def forget(self, generation: int) -> None:
         """What is older than `generation` is gone; the superblock says so already."""

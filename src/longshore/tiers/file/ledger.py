@@ -65,8 +65,10 @@ class Ledger:
 
         That is the slot, or, if its slab is another pool's so far, all of that.
         """
-        which = slice(slot, slot + 1) if self.pool_of(slot) == pool else self._slab(slot)
-        return which if self._told[which].any() else None
+        if self.pool_of(slot) == pool:
+            return slice(slot, slot + 1) if self._told[slot] else None
+        slab = self._slab(slot)
+        return slab if self._told[slab].any() else None
 
     def clear(self, slot: int, pool: int) -> list[int]:
         """`slot` of `pool` holds nothing, nor does its slab for other pools; the slots that did are returned."""

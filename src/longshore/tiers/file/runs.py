@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 
-RUN_BYTES = 1 << 20
+RUN_BYTES = 2 << 20
 """Of images in one call. Longer ones were no faster: they leave threads without work."""
 
 RUN_RECORDS = 32

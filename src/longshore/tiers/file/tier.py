@@ -240,7 +240,7 @@ class FileTier(Tier):
         if not self._health.allows(op.op):
             return [Status.TIER_OFF] * len(run)
         reads = [each for each, _ in run if each.op is Op.READ]
-        claims = [self._index.claimed(each.slot, each.pool, each.key, self._scope) for each in reads]
+        claims = self._index.claimed([(each.slot, each.pool, each.key) for each in reads], self._scope)
         try:
             statuses = self._carry_out(run, lane)
         except DeviceError as error:  # of the device where images are: what the disk holds is as good as before
@@ -266,10 +266,9 @@ class FileTier(Tier):
 
     def _served(self, run: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> list[Status]:
         """Tell the index: what was served was used, what is no good is not to be found again."""
+        self._index.touch([op.slot for (op, _), how in zip(run, statuses, strict=True) if how is Status.OK])
         for (op, _), claimed, status in zip(run, claims, statuses, strict=True):
-            if status is Status.OK:
-                self._index.touch(op.slot)
-            elif claimed and status.condemns_source:
+            if claimed and status.condemns_source:
                 self._index.condemn(op.slot, claimed)
         forgotten_meanwhile = run[0].op.generation < self.generation
         return [Status.MISMATCH if how is Status.OK and forgotten_meanwhile else how for how in statuses]
@@ -296,8 +295,7 @@ class FileTier(Tier):
         ops = [op for op, _ in run]
         self._index.strike([(op.slot, op.pool) for op in ops])
         self._payload.write(ops, lane, self._place(ops[0]), seal)
-        for header in headers:
-            self._index.enter(header)
+        self._index.enter(headers)
         return [Status.OK] * len(run)
 
     def _read(self, ops: Sequence[TierOp], lane: Lane) -> list[Status]:

@@ -11,6 +11,7 @@ ends queued operations at once, even while every worker is stuck in the device.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -73,6 +74,7 @@ class Workers:
         self._writes: deque[_Job] = deque()
         self._picked_reads = 0
         self._open: dict[int, Batch] = {}
+        self._earliest = math.inf  # no open batch has a deadline before this one
         self._results: list[TierResult] = []
         self._tickets = 0
         self._serials = 0
@@ -99,6 +101,7 @@ class Workers:
             batch = Batch(self._tickets, ops, deadline, now)
             self._tickets += 1
             self._open[batch.ticket] = batch
+            self._earliest = min(self._earliest, deadline)
             if batch.late(now):
                 batch.end_pending(Status.DEADLINE, now)
             self._enqueue(batch, runs)
@@ -110,8 +113,12 @@ class Workers:
         """Results since the last call."""
         with self._changed:
             now = time.monotonic()
-            for batch in [batch for batch in self._open.values() if batch.late(now)]:
-                self._end_pending(batch, Status.DEADLINE)
+            if now > self._earliest:
+                for batch in [batch for batch in self._open.values() if batch.late(now)]:
+                    self._end_pending(batch, Status.DEADLINE)
+                self._earliest = min(
+                    (batch.deadline for batch in self._open.values() if not batch.late(now)), default=math.inf
+                )
             results, self._results = self._results, []
             return results
 
