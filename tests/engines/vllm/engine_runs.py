@@ -28,14 +28,21 @@ Serve = Callable[..., Served]
 
 
 def run_engine(
-    directory: Path, model: str, steps: Steps, extra: dict[str, Any] | None, blocks: int, **more: Any
+    directory: Path,
+    model: str,
+    steps: Steps,
+    extra: dict[str, Any] | None,
+    blocks: int,
+    *,
+    script: str = "serving.py",
+    **more: Any,
 ) -> Served:
     """Have an engine take `steps`; with tiers as `extra` says, or without any. Models and orders lie in `directory`."""
     orders = directory / "orders.json"
     path = save(model, directory)
     asked_for = {"model": str(path), "dtype": MODELS[model].dtype, "extra": extra, "blocks": blocks, "steps": steps}
     orders.write_text(json.dumps({**asked_for, **more}))
-    command = [sys.executable, Path(__file__).with_name("serving.py"), orders]
+    command = [sys.executable, Path(__file__).with_name(script), orders]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
     lines = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
     if not lines:

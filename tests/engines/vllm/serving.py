@@ -170,10 +170,10 @@ class Engine:
             }
 
 
-def main() -> None:
+def main(make: type[Engine] = Engine) -> None:
     orders = json.loads(Path(sys.argv[1]).read_text())
     os.environ |= orders.get("environment", {})
-    engine = Engine(orders)
+    engine = make(orders)
     results = []
     for step, *arguments in orders["steps"]:
         results.append(getattr(engine, step)(*arguments))

@@ -1,0 +1,25 @@
+"""Many requests at once over a device that is too small for them: what comes back is what was stored, byte for byte.
+
+Batches differ from run to run of such a schedule, so answers prove nothing here: digests of blocks do.
+"""
+
+from __future__ import annotations
+
+from engine_runs import Serve
+
+WATCHED = {"spec_name": "WatchedSpec", "spec_module_path": "watched_spec", "host_size": "48MiB"}
+
+
+def test_blocks_that_come_back_to_a_crowd_are_those_that_were_stored(serve: Serve) -> None:
+    """Shared beginnings, preemptions, aborts and a reset; then the same once more with flipped bits, as a control."""
+    steps = [["crowd", 64, 8, 1], ["witness"], ["flip"], ["crowd", 16, 8, 1], ["witness"]]
+    crowd, seen, _, flipped = serve("llama", steps, WATCHED, 50, script="crowd.py").answers
+    assert crowd["ended"] + crowd["aborted"] >= 64
+    assert crowd["aborted"] == 8
+    assert crowd["preempted"] > 0
+    assert crowd["was_reset"]
+    assert seen["loads"] > 8
+    assert seen["wrong"] == 0
+    assert seen["open"] == 0
+    assert flipped["wrong"] > 0
+    assert flipped["open"] == 0
