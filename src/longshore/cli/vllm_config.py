@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from longshore.config import Config
+from longshore.engines.kv_transfer import kv_transfer
 
 
 def vllm_config(
@@ -30,14 +31,7 @@ def vllm_config(
     config = Config.make(**given, blocks_per_chunk=blocks_per_chunk)
     if check:
         config.check_machine()
-    extra: dict[str, object] = {"spec_name": "LongshoreSpec", "spec_module_path": "longshore.engines.vllm", **given}
+    extra: dict[str, object] = {**given}
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
-    connector: dict[str, object] = {"kv_connector": "OffloadingConnector"}
-    if report_failures:
-        connector = {
-            "kv_connector": "LongshoreConnector",
-            "kv_connector_module_path": "longshore.engines.vllm.connector",
-            "kv_load_failure_policy": "recompute",
-        }
-    typer.echo(json.dumps({**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}))
+    typer.echo(json.dumps(kv_transfer(extra, report_failures=report_failures)))

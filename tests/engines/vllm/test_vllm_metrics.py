@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey
 from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
@@ -16,20 +14,6 @@ from longshore.engines.vllm.tally import zero
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 IMAGE = 4096
-
-
-@pytest.fixture
-def rigs() -> Iterator[Any]:
-    """Makes rigs, and closes them."""
-    made: list[Rig] = []
-
-    def make(**settings: Any) -> Rig:
-        made.append(Rig(**settings))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 class Totals:

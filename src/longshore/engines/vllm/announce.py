@@ -1,7 +1,7 @@
 """KV events: which chunks tiers have got and given up, by vLLM's own keys, for routers that listen to them.
 
 Our keys lack the first bytes of vLLM's. So the keys of what is stored are remembered as long as a tier has it; what an
-earlier process has stored is named from the moment when somebody asks for it.
+earlier process has stored has no name, and is in no event, until it is stored anew.
 """
 
 from __future__ import annotations
