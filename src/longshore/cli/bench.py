@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -149,6 +150,41 @@ def cache(
     from longshore.bench import managers  # noqa: PLC0415
 
     _report(managers.run(blocks=counts_of(blocks), repeats=repeats, only=case or ()), dict, as_json)
+
+
+@bench.command()
+def vllm(
+    model: Annotated[Path, typer.Option(help="The directory of a model.")],
+    trace: Annotated[Path | None, typer.Option(help="Ask what this trace asks, instead of sessions.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 100,
+    sessions: Annotated[int, typer.Option(min=1, help="Conversations that take turns.")] = 20,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a first turn.")] = 512,
+    more: Annotated[int, typer.Option(min=1, help="Tokens that each later turn adds.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
+    host_size: Annotated[str, typer.Option(help="Host memory for blocks.")] = "1GiB",
+    file_size: Annotated[str, typer.Option(help="Disk space for blocks.")] = "2GiB",
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where the file tier goes; removed after.")] = None,
+    engine: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, as JSON.")] = "{}",
+    as_json: Json = False,
+) -> None:
+    """A model under vLLM with Longshore, beside the same without: time to first token, and what storing costs."""
+    from longshore.bench import vllm_sessions  # noqa: PLC0415
+
+    plan = vllm_sessions.Plan(
+        sessions=sessions,
+        prompt=prompt,
+        more=more,
+        answer=answer,
+        host_size=host_size,
+        file_size=file_size,
+        engine=vllm_sessions.options_of(engine),
+    )
+    with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=directory) as scratch:
+        if trace is None:
+            cases = vllm_sessions.run(model, Path(scratch), plan)
+        else:
+            cases = vllm_sessions.run_trace(model, trace, Path(scratch), plan, requests)
+        _report(cases, dict, as_json)
 
 
 def _report(cases: Iterable[Case], marks: Callable[[], dict[str, object]], as_json: bool) -> None:

@@ -218,6 +218,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.observe() as cache:
             return list(self._announcer.translate(cache.events()))
 
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was stored is safe in every tier, at most so many seconds; says whether it is."""
+        return self._runtime.flush(timeout)
+
     def shutdown(self) -> None:
         """Write back what a restart would lose, and give everything back. Idempotent."""
         if self._closed:

@@ -1,0 +1,104 @@
+"""One vLLM engine in a process of its own, driven by lines of JSON: python -m longshore.bench.vllm_engine
+
+    ◄─ {"model": DIRECTORY, ...}                 arguments of `vllm.LLM`
+    ─► {"vocabulary": 32000, "longest": 4096}
+    ◄─ ["ask", [[TOKENS], ...], ANSWER]          prompts that are asked at once, tokens of each answer
+    ─► {"seconds": ..., "cpu_seconds": ..., "settle_seconds": ..., "answers": [{"ttft": ...}, ...]}
+
+`seconds` is until the last answer is complete; after that the engine works until all that it stores is stored. It ends
+with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from itertools import count
+from typing import Any
+
+_PATIENCE = 60.0
+
+
+class Engine:
+    """vLLM, asked for tokens alone."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM  # noqa: PLC0415 - what is to be measured, and nothing else needs it
+
+        self._llm = LLM(**options)
+        self._core = self._llm.llm_engine.engine_core
+        self._names = count()
+
+    def facts(self) -> dict[str, int]:
+        """What prompts must keep to."""
+        config = self._llm.llm_engine.model_config
+        return {"vocabulary": config.get_vocab_size(), "longest": config.max_model_len}
+
+    def ask(self, prompts: list[list[int]], answer: int) -> dict[str, Any]:
+        """Ask `prompts` at once, for `answer` tokens each."""
+        from vllm import SamplingParams  # noqa: PLC0415
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        names = [str(next(self._names)) for _ in prompts]
+        begun, cpu = time.perf_counter(), _cpu_seconds()
+        first: dict[str, float] = {}
+        tokens: dict[str, list[int]] = {}
+        cached: dict[str, int] = {}
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first.setdefault(output.request_id, time.perf_counter() - begun)
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+                cached[output.request_id] = output.num_cached_tokens or 0
+        seconds = time.perf_counter() - begun
+        self._settle()
+        return {
+            "seconds": seconds,
+            "settle_seconds": time.perf_counter() - begun - seconds,
+            "cpu_seconds": _cpu_seconds() - cpu,
+            "answers": [{"ttft": first[name], "tokens": tokens[name], "cached": cached[name]} for name in names],
+        }
+
+    def close(self) -> None:
+        """End it as an operator would: what it has stored is there for the next one."""
+        self._core.shutdown()
+
+    def _settle(self) -> None:
+        """Work until nothing is being stored any more."""
+        scheduler = self._core.engine_core.scheduler
+        deadline = time.perf_counter() + _PATIENCE
+        while scheduler.has_requests() and time.perf_counter() < deadline:
+            self._llm.llm_engine.step()
+        if scheduler.connector is not None:
+            scheduler.connector.connector_scheduler.manager.flush(_PATIENCE)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and its children, a tier host among them."""
+    import psutil  # type: ignore[import-untyped]  # noqa: PLC0415 - vLLM has it
+
+    me = psutil.Process()
+    times = [each.cpu_times() for each in (me, *me.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
+
+
+def main() -> None:
+    """Serve the one at the other end of the pipe."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    engine = Engine(json.loads(sys.stdin.readline()))
+    print(json.dumps(engine.facts()), file=answers)
+    for line in sys.stdin:
+        verb, *arguments = json.loads(line)
+        if verb != "ask":
+            raise ValueError(f"expected an order to ask, got {verb!r}")
+        print(json.dumps(engine.ask(*arguments)), file=answers)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
