@@ -125,7 +125,9 @@ def test_a_selective_policy_takes_what_is_offered_the_nth_time(rigs: Any) -> Non
     assert rig.cache.counters.drops[HOST][DropReason.SELDOM] == 4
 
 
-@pytest.mark.parametrize("setting", [{"prefetch": "timeout"}, {"prompt_only": True}, {"offload": "write_back"}])
+@pytest.mark.parametrize(
+    "setting", [{"prefetch": "timeout"}, {"prompt_only": True}, {"offload": "write_back"}, {"file_mode": "gds"}]
+)
 def test_settings_without_an_effect_are_refused(setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         Rig(**setting)

@@ -43,9 +43,9 @@ def read(extra: Mapping[str, Any], blocks_per_chunk: int, replica: int = 0, repl
         raise ConfigError(
             "offload = 'write_back': vLLM offers blocks once they are complete, and not when it evicts them"
         )
+    if ours.get("file_mode", "posix") != "posix":
+        raise ConfigError(f"file_mode = {ours['file_mode']!r} is not served under vLLM: expected 'posix'")
     config = Config.make(**{**ours, "blocks_per_chunk": blocks_per_chunk, "host_shared": True})
-    if config.file_mode != "posix":
-        raise ConfigError(f"file_mode = {config.file_mode!r} is not served under vLLM: expected 'posix'")
     if replicas > 1 and config.file_path is not None:
         return Config.make(**{**config.model_dump(), "file_path": config.file_path / f"replica-{replica}"})
     return config
