@@ -46,9 +46,8 @@ class Family:
             node = parent[node]
         return found
 
-    def is_line(self, nodes: Sequence[int]) -> bool:
-        """Whether each of `nodes` is the only child of the one before it, and the last has none."""
-        at = np.array(nodes, np.int32)
+    def is_line(self, at: npt.NDArray[np.int32]) -> bool:
+        """Whether each of the nodes `at` is the only child of the one before it, and the last has none."""
         child = column(self.child)
         following = child[at[:-1]]
         return bool((following == at[1:]).all() and not child[at[-1]] and not column(self.older)[following].any())

@@ -163,8 +163,9 @@ class Index(Lookup):
     def reveal(self, nodes: Sequence[int]) -> None:
         """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind."""
         reachable, parent, child, older = self.reachable, self.parent, self._family.child, self._family.older
-        if nodes and reachable[parent[nodes[0]]] and self._family.is_line(nodes):
-            marks(reachable)[np.array(nodes, np.int32)] = 1
+        at = np.array(nodes, np.int32)
+        if nodes and reachable[parent[nodes[0]]] and self._family.is_line(at):
+            marks(reachable)[at] = 1
             return
         for i, node in enumerate(nodes, 1):
             if reachable[node] or not reachable[parent[node]]:

@@ -171,14 +171,13 @@ class Store:
         pool, writer = self.pools[tier], self.pools[tier].writer
         for slot in slots:
             del writer[slot]
-        state, node = pool.state, pool.node
-        wanted = [slot for slot in slots if state[slot] != DRAINING]
+        at = np.array(slots, np.int32)
+        draining = marks(pool.state)[at] == DRAINING
+        wanted = at[~draining]
         pool.move_all(wanted, FILLING, READY)
-        self.settle_in([node[slot] for slot in wanted], tier)
-        if len(wanted) < len(slots):
-            for slot in slots:
-                if state[slot] == DRAINING:
-                    self._settle(tier, slot)
+        self.settle_in(column(pool.node)[wanted].tolist(), tier)
+        for slot in at[draining].tolist():
+            self._settle(tier, slot)
 
     def settle_in(self, nodes: Sequence[int], tier: int) -> None:
         """Copies have become ready; parents come before children."""

@@ -88,15 +88,21 @@ class Departed:
         self.count += len(tags) - int(np.count_nonzero(known[at]))
         np.asarray(self._tags)[at], np.asarray(self._when)[at], known[at] = tags, when, uses
         head = tags & self._mask
-        by_head = np.argsort(head, kind="stable")  # those of one hash come one after the other, and lead to one another
-        at, head = at[by_head], head[by_head]
-        again = head[1:] == head[:-1]
-        before = heads[head]
-        before[1:][again] = at[:-1][again] + 1
-        np.asarray(self._before)[at] = before
-        last = np.append(~again, True)
-        heads[head[last]] = at[last] + 1
+        np.asarray(self._before)[at] = heads[head]
+        heads[head] = at + 1
+        overtaken = heads[head] != at + 1
+        if overtaken.any():  # of those of one hash the last is the head, and each leads to the one before it
+            self._link(at, head, np.flatnonzero(np.isin(head, head[overtaken])).tolist())
         self._next = (self._next + len(tags)) % self._limit
+
+    def _link(self, at: _Places, head: _Places, some: Sequence[int]) -> None:
+        """Each of `some`, positions in `at` that share their hash with others there, leads to the one before it."""
+        last: dict[int, int] = {}
+        for each in some:
+            place, hash_ = int(at[each]), int(head[each])
+            if hash_ in last:
+                self._before[place] = last[hash_] + 1
+            last[hash_] = place
 
     def take(self, key: Key) -> tuple[int, int] | None:
         """When `key` was used, and how, if it is remembered; it is forgotten now."""

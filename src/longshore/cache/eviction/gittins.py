@@ -26,17 +26,7 @@ from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, 
 from longshore.cache.eviction.departed import Departed
 from longshore.cache.eviction.promise import AGES, KINDS, Promises, age_of, ages_of
 from longshore.cache.eviction.spans import SPANS, joins, oldest_first, span_of
-from longshore.cache.eviction.usage import (
-    HELD,
-    KIND_OF,
-    KINDS_AGAIN,
-    KINDS_OF,
-    LEAF,
-    ONCE,
-    OUT,
-    USED_AGAIN,
-    USES_AGAIN,
-)
+from longshore.cache.eviction.uses import HELD, KIND_OF, KINDS_AGAIN, KINDS_OF, LEAF, ONCE, OUT, USED_AGAIN, USES_AGAIN
 from longshore.errors import CacheError
 
 _STEPS, _SHORTEST_STEP = 8, 64
@@ -314,6 +304,8 @@ class Gittins(EvictionPolicy):
     def _release_all(self, at: _Nodes) -> None:
         place = marks(self._place)
         held = at[place[at] >= HELD]
+        if not len(held):
+            return
         uses = place[held] - np.uint8(HELD)
         place[held] = uses
         kinds = np.frombuffer(uses.tobytes().translate(KINDS_OF), np.uint8)
