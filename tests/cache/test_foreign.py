@@ -216,7 +216,7 @@ def test_no_more_is_asked_than_may_be_under_way() -> None:
     assert len(desk.match("x").probes) == 1
 
 
-def test_a_chunk_is_there_when_all_ranks_have_their_part() -> None:
+def test_trap_34_a_chunk_is_there_when_all_ranks_have_their_part() -> None:
     desk = Desk(ranks=2)
     desk.match("ab")
     (probe,) = desk.probes

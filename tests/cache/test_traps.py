@@ -5,20 +5,24 @@
 20 source for destination     23 suffix at the root      could not          29 sizes per rank     33 edges of an item
                                                       26 whose tier?        30 swallowed errors   34 one rank for all
 
-29 stands in tests/test_config.py, 31 and 32 in tests/test_keys.py, the others here.
+29 stands in tests/test_config.py, 31 and 32 in tests/test_keys.py, of 34 the question to others in test_foreign.py, the
+rest here.
 """
 
+import pickle
 from pathlib import Path
 
 import pytest
 from cache_model import World
-from cache_setup import Setup, chunks, key, path_of
+from cache_setup import LOAD, Setup, chunks, key, path_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Status, TransferResult
-from longshore.cache import DropReason
+from longshore.cache import DevicePool, DropReason, TieredCache, TierSpec
 from longshore.cache.pool import SlotPool
+from longshore.cache.slab_pool import SlabPool
 from longshore.errors import CacheError, CapacityError, HoldError, JobError
 from longshore.keys import MediaItem, chain
+from longshore.slabs import Slabs
 
 BOTH = Setup(host=4, file=8, backup="write_through")
 
@@ -137,12 +141,48 @@ def test_trap_24_a_reset_leaves_no_pending_work_that_reaches_the_new_generation(
     assert [stats.used for stats in world.cache.stats()] == [0, 0]
 
 
+@pytest.mark.parametrize("status", [Status.OK, Status.IO_ERROR])
+def test_trap_24_what_ends_after_a_reset_leaves_the_same_keys_of_the_new_generation_alone(status: Status) -> None:
+    world = World(BOTH)
+    world.commit("ab", 0, False)
+    world.reset()
+    world.commit("ab", 0, False)
+    old, new = world.on("device->host")
+    world.end(old, status)
+    assert (world.where("ab"), world.match("ab", 0, None)) == ({HOST: "filling"}, None)
+    world.end(new)
+    assert world.where("ab") == {HOST: "ready", FILE: "filling"}  # of which generation, the world has checked
+
+
 def test_trap_25_what_cannot_be_done_is_refused_before_anything_changes() -> None:
     world = offloaded(Setup(host=1, per_chunk=2), "a")
     hold = world.match("a", 0, None)
     world.refused(CacheError, "onboard", hold, (0, 1, 2))
     world.refused(CacheError, "commit", chunks("xy"), (0, 1, 2))
     world.refused(JobError, "apply", (TransferResult(99, (Status.OK,)),), 0.0)
+
+
+@pytest.mark.parametrize("pool", [SlotPool(4), SlabPool(Slabs(6, (2, 3), 2))], ids=["one size", "two sizes"])
+def test_trap_25_an_allocation_that_fails_takes_nothing(pool: SlotPool) -> None:
+    pool.allocate(1, 0)
+    before = pickle.dumps(pool)
+    with pytest.raises(CapacityError):
+        pool.allocate(6, 0)
+    assert pickle.dumps(pool) == before
+
+
+def test_trap_25_what_idles_on_the_device_does_not_go_for_an_allocation_that_fails() -> None:
+    cache = TieredCache([TierSpec(HOST, 8, 4096)])
+    pool = DevicePool(cache, 3)
+    blocks = pool.allocate(2)
+    offload = pool.commit(chunks("ab"), blocks)
+    cache.apply([TransferResult(offload.job or 0, (Status.OK, Status.OK))], 0.0)
+    pool.release(blocks[1:])
+    before = pool.stats(), pool.find(chunks("ab"))
+    with pytest.raises(CapacityError, match="3 blocks were asked for, 2 of 3 can be had"):
+        pool.allocate(3)
+    assert (pool.stats(), pool.find(chunks("ab"))) == before
+    assert len(pool.allocate(2)) == 2
 
 
 def test_trap_26_a_device_block_is_not_a_slot_and_each_copy_knows_its_tier() -> None:
@@ -169,7 +209,7 @@ def test_trap_27_no_two_books_are_the_same_list() -> None:
     assert len(slots) == 4
 
 
-@pytest.mark.parametrize("moment", ["before onboarding", "during", "after", "after giving up"])
+@pytest.mark.parametrize("moment", ["before onboarding", "during", "after", "after giving up", "after its time"])
 def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str) -> None:
     world = offloaded(BOTH, "abc")
     world.discard("abc", HOST)
@@ -181,6 +221,9 @@ def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str) -> None:
         world.settle_all()
     if moment == "after giving up":
         world.give_up(hold)
+    if moment == "after its time":
+        world.tick(LOAD)
+        assert world.cache.outcome(hold) is not None
     world.abort("request")
     world.drain()
     world.evict_all()
