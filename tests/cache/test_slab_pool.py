@@ -220,3 +220,31 @@ def test_integrity_notices_a_count_that_is_wrong() -> None:
     pool._open[SMALL] += 1
     with pytest.raises(CacheError, match="pools count"):
         pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("taken", "wanted", "lacking"),
+    [
+        ((), {0: 6}, (0, 0)),  # three of the small images in a slab, two of the large ones, and two slabs
+        ((), {0: 7}, (0, 1)),
+        ((), {1: 4}, (0, 0)),
+        ((), {0: 3, 1: 2}, (0, 0)),
+        ((), {0: 4, 1: 2}, (1, 2)),
+        ((), {0: 3, 1: 3}, (1, 1)),
+        ((0,), {0: 2, 1: 2}, (0, 0)),  # in the slab that has one, there is room for two more
+        ((0,), {0: 3, 1: 1}, (1, 1)),
+        ((0,), {0: 1, 1: 3}, (1, 1)),
+        ((0, 1), {0: 2, 1: 1}, (0, 0)),
+        ((0, 1), {0: 2, 1: 3}, (1, 2)),
+        ((0, 0, 0, 1, 1), {1: 1}, (1, 1)),
+    ],
+)
+def test_it_says_of_which_size_how_many_are_lacking_together(
+    taken: tuple[int, ...], wanted: dict[int, int], lacking: tuple[int, int]
+) -> None:
+    pool = SlabPool(Slabs(6, (2, 3), 2))
+    for size in taken:
+        pool.allocate(1, size)
+    assert pool.shortage(wanted) == lacking
+    in_turn = [size for size, count in sorted(wanted.items()) for _ in range(count)]
+    assert pool.leading(in_turn) == len(in_turn) - lacking[1]

@@ -35,8 +35,8 @@ class Foreign:
 
     def has(self, key: Key) -> bool | None:
         """What the last answer said of `key`; `None` without one that still counts."""
-        present, until = self._known.get(key, (False, -1.0))
-        return present if self._flow.now < until else None
+        answer = self._known.get(key)
+        return answer[0] if answer is not None and self._flow.now < answer[1] else None
 
     def ask(self, keys: Sequence[Key]) -> list[int]:
         """Have the tier asked for those of `keys` that nothing is known of; the probes that are about one of these.
