@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from typing import Any
 
 import pytest
 from cache_setup import IMAGE_BYTES, chunks, key, path_of
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DevicePool, EventKind, TieredCache, TierSpec, WritePolicy
@@ -322,63 +318,6 @@ def test_chunks_of_several_blocks_go_as_a_whole() -> None:
     assert len(device.pool.allocate(3)) == 3
     assert (device.on_device("a"), device.on_device("ab")) == (True, False)
     device.check()
-
-
-class Requests(RuleBasedStateMachine):
-    """Requests come and go, jobs end as they like; who has how many references is kept beside it."""
-
-    @initialize(offload=st.sampled_from(list(WritePolicy)), host=st.integers(0, 4))
-    def begin(self, offload: WritePolicy, host: int) -> None:
-        self.device = Device(6, host=host, offload=offload)
-        self.requests: list[list[int]] = []
-
-    @rule(of=st.sampled_from(["a", "ab", "abc", "abd", "x", "xy", "xyz"]))
-    def request(self, of: str) -> None:
-        pool, keys = self.device.pool, chunks(of)
-        found = pool.match(keys, 0.0)
-        blocks = list(found.blocks)
-        try:
-            blocks += pool.allocate(len(keys) - len(found.blocks))
-        except CapacityError:
-            pool.release(found.blocks)
-            pool.make_way(len(keys))
-        else:
-            if found.match.hold is not None:
-                pool.onboard(found.match.hold, blocks[len(found.blocks) :][: found.match.length])
-            self.requests.append(blocks)
-            pool.commit(keys, blocks)
-        if found.match.hold is not None:
-            self.device.cache.release(found.match.hold)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        self.device.pool.release(self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1))))
-
-    @rule(data=st.data(), good=st.booleans())
-    def end(self, data: st.DataObject, good: bool) -> None:
-        running = self.device.running
-        ready = [job for job, each in running.items() if not set(each.after) & set(running)]
-        if ready:
-            self.device.end(data.draw(st.sampled_from(sorted(ready))), Status.OK if good else Status.CANCELLED)
-
-    @rule()
-    def reset(self) -> None:
-        self.device.pool.reset()
-
-    @invariant()
-    def books_agree(self) -> None:
-        self.device.take()
-        self.device.check()
-        expected = Counter(block for blocks in self.requests for block in blocks)
-        assert list(self.device.pool._references) == [expected[block] for block in range(6)]
-        free = set(self.device.pool._free)
-        touched = {b for each in self.device.running.values() for section in each.sections for b in section.blocks}
-        assert not free & touched, "a block that a job touches is not free"
-
-
-Requests.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestRequests = Requests.TestCase
 
 
 def test_a_chunk_that_finds_no_room_below_is_dropped_once_by_a_call() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from longshore.cache import (
     CacheGroup,
     CacheSettings,
     DropReason,
-    Hold,
     Match,
     MissReason,
     TieredCache,
@@ -365,66 +363,6 @@ def test_keys_that_are_no_path_are_not_fetched() -> None:
     with pytest.raises(CacheError, match="keys of a path differ"):
         desk.cache.fetch([key("a"), key("a")], 0.0)
     desk.cache.check_integrity()
-
-
-PROMPTS = ("abcd", "abxy", "ab", "wxyz", "wv")
-ENDS = (Status.OK,) * 6 + (Status.LAPSED, Status.DEADLINE, Status.CANCELLED, Status.CORRUPT, Status.QUEUE_FULL)
-
-
-def live(desk: Desk, dice: random.Random, holds: list[Hold]) -> None:
-    """One call, or one answer or result, in no particular order, and as unlucky as may be."""
-    path = dice.choice(PROMPTS)
-    desk.now += dice.random()
-    match dice.randrange(11):
-        case 0 | 1:
-            hold = desk.match(path).hold
-            holds += [] if hold is None else [hold]
-        case 2 | 9:
-            desk.fetch(path)
-        case 3 | 10 if desk.probes:
-            desk.probes.insert(0, desk.probes.pop(dice.randrange(len(desk.probes))))
-            keys = desk.probes[0].keys
-            status = dice.choice((Status.OK, Status.OK, Status.DEADLINE))
-            desk.answer("", present=tuple(dice.random() < 0.8 for _ in keys), status=status)
-        case 4 | 5 if desk.transfers:
-            desk.transfers.insert(0, desk.transfers.pop(dice.randrange(len(desk.transfers))))
-            desk.end(*(dice.choice(ENDS) for _ in desk.transfers[0].items))
-        case 6 if dice.random() < 0.2:
-            desk.cache.commit(chunks(path), range(len(path)))
-        case 6:
-            desk.cache.discard(chunks(path), HOST)
-        case 7 if holds:
-            desk.cache.release(holds.pop(dice.randrange(len(holds))))
-        case 8 if dice.random() < 0.2:
-            desk.cache.reset()
-        case _:
-            desk.cache.end_step()
-    desk.look()
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_a_store_does_the_books_are_right_and_nothing_is_left_behind(seed: int) -> None:
-    dice = random.Random(seed)
-    desk = Desk(slots=dice.choice((2, 5, 16)), names=("near", "far")[: dice.randint(1, 2)], probe_life=20.0)
-    holds: list[Hold] = []
-    for _ in range(300):
-        live(desk, dice, holds)
-        assert desk.cache.stats()[0].used <= desk.cache.stats()[0].slots
-    counters = desk.cache.counters
-    assert sum(counters.routes[f"{name}->host"].chunks for name in counters.probes) > 0
-    assert sum(counters.routes[f"{name}->host"].failed for name in counters.probes) > 0
-    for hold in holds:
-        desk.cache.release(hold)
-    while desk.transfers or desk.probes:
-        if desk.transfers:
-            desk.end()
-        else:
-            desk.answer("")
-    (stats,) = desk.cache.stats()
-    assert (stats.used, desk.cache.held, desk.cache.jobs_in_flight) == (stats.ready, 0, 0)
-    for path in PROMPTS:
-        desk.cache.discard(chunks(path), HOST)
-    assert desk.cache.stats()[0].used == 0
 
 
 def test_what_is_behind_chunks_that_only_the_engine_has_is_neither_asked_for_nor_fetched() -> None:
