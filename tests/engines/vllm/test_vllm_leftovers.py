@@ -22,14 +22,16 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import save
+from vllm.config import set_current_vllm_config
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
-from vllm_kit import config_of, file_settings
+from vllm_kit import Group, config_of, file_settings, vllm_config
 
 from longshore.engines.vllm import LongshoreSpec
 from longshore.engines.vllm.meeting import note_path
 from longshore.tiers.file.directory import Directory
 
 WORLD = 2
+GROUPS = (Group(layers=1),)
 SHARED = Path("/dev/shm")  # noqa: S108 - nothing is made there
 PATIENCE = 60.0
 
@@ -48,7 +50,8 @@ def forked(work: Callable[[], object]) -> int:
 
 
 def spec_of(rank: int, engine: str, extra: dict[str, Any]) -> LongshoreSpec:
-    return LongshoreSpec(config_of(rank, WORLD, (0,), engine, 1, extra))
+    with set_current_vllm_config(vllm_config(GROUPS, extra)):
+        return LongshoreSpec(config_of(rank, WORLD, GROUPS, engine, 1, extra))
 
 
 def rank(number: int, engine: str, extra: dict[str, Any], life: int) -> None:
@@ -56,7 +59,9 @@ def rank(number: int, engine: str, extra: dict[str, Any], life: int) -> None:
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(torch.zeros((16, 192), dtype=torch.int8), 192)], [[CanonicalKVCacheRef(0, 192)]]
     )
-    worker = spec_of(number, engine, extra).get_worker(caches)
+    spec = spec_of(number, engine, extra)
+    with set_current_vllm_config(vllm_config(GROUPS, extra)):
+        worker = spec.get_worker(caches)
     os.read(life, 1)
     worker.shutdown()
 

@@ -201,7 +201,9 @@ def test_slots_that_are_read_into_at_a_reset_are_nobodys_until_that_has_ended(
     with monkeypatch.context() as patch:
         patch.setattr(HostProcess, "reaped", False)
         patch.setattr(tier, "FORGET_PATIENCE", 0.05)  # a process that is stopped, is ended for that
+        process = rig.process
         rig.manager.reset_cache()
+        rig.wait(lambda: process.hung_up)
         assert rig.store(new, [5, 6, 7, 8], rig.request("early", new)) == []
     rig.settle()
     assert rig.store(new, [5, 6, 7, 8], rig.request("in time", new)) == new
