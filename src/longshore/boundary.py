@@ -2,7 +2,7 @@
 
     control plane (longshore.cache)              data plane (longshore.transfer, longshore.tiers)
 
-        take()   ── Transfer, Probe, Cancel, Forget ──►   movers move bytes and report
+        take()   ── Transfer, Probe, Cancel, Forget, Discard ──►   movers move bytes and report
         apply()  ◄── TransferResult, ProbeResult ───────  they decide nothing
 
 Both planes import this module; it imports neither, and no torch.
@@ -216,6 +216,14 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class Discard:
+    """Nobody wants what `slots` of `tier`, which outlives the process, hold: it is not to be found there again."""
+
+    tier: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Ask the foreign tier `tier` which of `keys` it has, written in `generation`, and give the answer by `deadline`.
 
@@ -230,7 +238,7 @@ class Probe:
     ranks: int = 1
 
 
-Command = Transfer | Probe | Cancel | Forget
+Command = Transfer | Probe | Cancel | Forget | Discard
 
 
 class Status(enum.Enum):

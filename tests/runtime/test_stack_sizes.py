@@ -149,6 +149,21 @@ def test_files_keep_both_sizes_over_a_restart(tmp_path: Path) -> None:
     machine.close()
 
 
+def test_what_was_discarded_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.commit(FULL, path(FULL, 0, 3))
+    machine.commit(WINDOW, path(WINDOW, 0, 3))
+    assert machine.stack.runtime.flush(PATIENCE)
+    with machine.stack.runtime.control() as cache:
+        for tier in (HOST, FILE):
+            assert cache.discard(path(FULL, 0, 3)[2:], tier) == 1
+    machine.close()
+    machine = Machine(tmp_path)
+    assert machine.load(FULL, path(FULL, 0, 3)) == (2, {FILE})
+    assert machine.load(WINDOW, path(WINDOW, 0, 3)) == (3, {FILE})
+    machine.close()
+
+
 @pytest.mark.parametrize("files", [False, True])
 def test_random_prompts_of_both_groups_never_get_a_wrong_byte(tmp_path: Path, files: bool) -> None:
     machine = Machine(tmp_path if files else None)

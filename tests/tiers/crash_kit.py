@@ -108,7 +108,7 @@ class Story:
         self._report()
 
     def drop(self, place: int) -> None:
-        self.tier.drop([self.shape.places[place][0]])
+        self.tier.discard([self.shape.places[place][0]])
         del self._holds[place]
         self._report()
 

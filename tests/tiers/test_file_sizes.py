@@ -24,7 +24,8 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_of
 from longshore.tiers.file.audit import Audit, Condition
-from longshore.tiers.file.format import pack_superblock, parse_superblock
+from longshore.tiers.file.format import RecordHeader, pack_superblock, parse_superblock
+from longshore.tiers.file.index_format import ENTRY, pack_checkpoint, pack_entry
 from longshore.tiers.file.inspection import inspect
 
 SMALL = TierTests.image_bytes
@@ -33,6 +34,7 @@ SLAB = PER_SLAB * (PAGE + SMALL)
 LARGE = SLAB - PAGE
 SLABS = Slabs(SLAB, (PAGE + SMALL, SLAB), 4)
 SIZES = (SMALL, LARGE)
+SCOPE = bytes(range(32))
 
 Opener = Callable[..., FileTier]
 Killed = Callable[[], None]
@@ -220,6 +222,19 @@ class TestRestart:
         assert serves_large(harness, 0, 50)
         harness.assert_serves(9, 9)
 
+    def test_entries_of_slots_that_a_size_does_not_have_are_left_out(
+        self, harness: TierHarness, directory: Path
+    ) -> None:
+        store_large(harness, 0, 50)
+        harness.tier.close()
+        header = RecordHeader(key(7), None, SCOPE, 5, 0, PAGE, 9, 0, pool=1)
+        lies = [pack_entry(header, 0), pack_entry(header._replace(slot=8, pool=2), 0)]
+        page, body = pack_checkpoint(1000, np.frombuffer(b"".join(lies), ENTRY), 0)
+        for name in ("index.0", "index.1", "journal.0", "journal.1"):
+            (directory / name).write_bytes(page + body if name == "index.0" else b"")
+        harness.reopen()
+        assert listed(harness) == {}
+
     def test_slabs_above_an_end_that_was_not_cut_yet_do_not_come_back(
         self, harness: TierHarness, directory: Path
     ) -> None:
@@ -301,7 +316,7 @@ class TestTools:
         for slot in (5, 6):
             harness.store(slot, slot)
         store_large(harness, 2, 52)
-        harness.tier.drop([2 * PER_SLAB])  # type: ignore[attr-defined]
+        harness.tier.discard([2 * PER_SLAB])  # type: ignore[attr-defined]
         harness.tier.close()
         yield directory
 

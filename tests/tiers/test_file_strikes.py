@@ -22,7 +22,7 @@ from longshore.tiers.file import SystemIo
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
 from longshore.tiers.file.index import Index, index_files, notes_for
-from longshore.tiers.file.index_format import ENTRY, fit
+from longshore.tiers.file.index_format import ENTRY, NOTE, fit
 from longshore.tiers.file.loading import load
 
 ONE_SIZE = Slabs.of_one_size(2 * PAGE, 6)
@@ -30,15 +30,19 @@ TWO_SIZES = Slabs(6 * PAGE, (2 * PAGE, 3 * PAGE), 3)
 
 
 class Flaky(SimulatedDisk):
-    """A disk of which some writes fail, after a part of them."""
+    """A disk of which some writes fail, after a part of them; and all to files whose names begin with `refuses`."""
 
     def __init__(self, dice: random.Random) -> None:
         super().__init__(remember=False)
         self.chance = 0.0
+        self.refuses = "-"
         self.fired = 0
         self._dice = dice
 
     def pwrite(self, fd: int, data: bytes | memoryview, offset: int, /) -> int:
+        if self._name(fd).startswith(self.refuses):
+            self.fired += 1
+            raise OSError(errno.EIO, "Input/output error")
         if self._dice.random() < self.chance:
             self.fired += 1
             part = bytes(data)[: self._dice.randrange(len(data) + 1)]
@@ -100,7 +104,7 @@ class World:
 
     def drop(self) -> None:
         slots = self.dice.sample(sorted(self.live), min(2, len(self.live)))
-        self.index.drop(slots)
+        self.index.discard(slots)
         for slot in slots:
             self.dropped[slot] = self.live.pop(slot)
 
@@ -165,6 +169,7 @@ def test_on_a_disk_that_fails_at_times_nothing_that_was_struck_is_listed(
     slabs: Slabs, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longshore.tiers.file.index._FEW_NOTES", 8)  # so that journals are full all the time
+    monkeypatch.setattr("longshore.tiers.file.loading._AT_ONCE", 3 * NOTE.itemsize)
     world = World(slabs, seed)
     told, partly, done = 0, 0, 0
     for step in range(1500):
@@ -193,6 +198,49 @@ def test_on_a_disk_that_fails_at_times_nothing_that_was_struck_is_listed(
     assert min(world.disk.fired, partly, done) > 2
     assert told > 700
     world.close()
+
+
+def write_to(world: World, slot: int) -> None:
+    """Alone in the index: struck, and entered."""
+    world.index.strike([(slot, 0)])
+    world.serial += 1
+    world.index.enter(RecordHeader(bytes(32), None, bytes(32), slot, 0, PAGE, sequence(1, world.serial), 0))
+    world.index.flush()
+
+
+def test_a_checkpoint_that_failed_does_not_hide_what_the_disk_lists(world: World) -> None:
+    """It knew already of what could not be struck; the one before it does not."""
+    write_to(world, 0)
+    for refused in ("journal", "index"):
+        world.disk.refuses = refused
+        world.index.discard([0]) if refused == "journal" else world.checkpoint()
+    assert world.disk.fired == 2
+    world.disk.refuses = "-"
+    listed = world.listed()
+    assert listed is not None
+    assert set(listed) == {0}, "nobody could write it down"
+    world.index.strike([(0, 0)])
+    assert world.listed() == {}
+
+
+def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_strike(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longshore.tiers.file.index._FEW_NOTES", 8)
+    world.disk.refuses = "index"
+    assert not world.checkpoint()
+    for _ in range(20):  # until there is no room for records in the journal that was begun
+        write_to(world, 0)
+    assert world.index.due
+    assert world.listed() == {}
+    world.disk.refuses = "journal.1"  # the next journal: only what was begun before is ended
+    assert not world.checkpoint()
+    world.disk.refuses = "-"
+    world.index.strike([(0, 0)])
+    assert world.listed() == {}
+    write_to(world, 1)
+    assert world.checkpoint()
+    assert set(world.listed() or ()) == {1}
 
 
 def test_what_was_written_to_a_slab_that_another_size_has_by_now_is_not_entered() -> None:
@@ -237,7 +285,7 @@ def test_what_cannot_be_struck_is_not_overwritten(harness_of: Callable[..., Tier
 def test_what_was_dropped_is_not_found_again(harness: TierHarness) -> None:
     for slot in range(4):
         harness.store(slot, slot)
-    harness.tier.drop([1, 3, 3])  # type: ignore[attr-defined]
+    harness.tier.discard([1, 3, 3])  # type: ignore[attr-defined]
     for _ in range(2):
         assert {chunk.slot for chunk in harness.tier.recover()} == {0, 2}
         harness.reopen()
@@ -246,5 +294,5 @@ def test_what_was_dropped_is_not_found_again(harness: TierHarness) -> None:
 def test_a_slot_that_does_not_exist_cannot_be_dropped(harness: TierHarness) -> None:
     harness.store(0, 0)
     with pytest.raises(PlanError, match="slot 8 does not lie"):
-        harness.tier.drop([0, 8])  # type: ignore[attr-defined]
+        harness.tier.discard([0, 8])  # type: ignore[attr-defined]
     assert {chunk.slot for chunk in harness.tier.recover()} == {0}

@@ -98,7 +98,7 @@ class TieredCache(Reading, Offering):
     def take(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
         commands, self._flow.outbox = self._flow.outbox, []
-        return commands
+        return commands + self._store.discards()
 
     def apply(self, results: Sequence[Result], now: float) -> None:
         """What became of earlier commands.

@@ -28,7 +28,7 @@ class SlotPool:
     What takes a `pool` here takes it for those of several sizes; it is 0.
     """
 
-    __slots__ = ("_free", "capacity", "fault", "node", "readers", "slabs", "state", "writer")
+    __slots__ = ("_free", "capacity", "fault", "freed", "node", "readers", "slabs", "state", "writer")
 
     def __init__(self, slots: int | Slabs) -> None:
         """`slots`: how many, where their size does not matter."""
@@ -49,6 +49,8 @@ class SlotPool:
         """The job that fills a slot."""
         self.fault: dict[int, Status] = {}
         """Slots whose bytes are known to be no good: what jobs still read from them is no good either."""
+        self.freed: list[int] | None = None
+        """Slots that have become free since `take_freed`, some of them taken again; `None` where nobody asks."""
         self._all_free(())
 
     @property
@@ -137,6 +139,8 @@ class SlotPool:
         if to == FREE:
             self.node[index] = 0
             self._give_back((index,))
+            if self.freed is not None:
+                self.freed.append(index)
             if self.fault:
                 self.fault.pop(index, None)
 
@@ -149,6 +153,13 @@ class SlotPool:
             for index in at.tolist():
                 self.fault.pop(index, None)
         self._give_back(at.tolist())
+        if self.freed is not None:
+            self.freed += at.tolist()
+
+    def take_freed(self) -> tuple[int, ...]:
+        """Slots that have become free since the last call, and still are."""
+        freed, self.freed = self.freed or [], []
+        return tuple(each for each in dict.fromkeys(freed) if each < self.capacity and self.state[each] == FREE)
 
     def note_use(self, indices: Sequence[int]) -> None:
         """These slots, the last of them the warmest, were used: of interest where slabs may change their size."""
@@ -171,6 +182,8 @@ class SlotPool:
         for index in busy:
             self.state[index] = DRAINING
         self._all_free(sorted(busy))
+        if self.freed is not None:
+            self.freed = []
 
     def draining(self) -> list[int]:
         """Slots that wait for the last job that touches them."""

@@ -126,16 +126,24 @@ class CacheSettings:
 class TierSpec:
     """One owned tier: its name, its slots, the bytes of one image, and the eviction policy to make for it.
 
-    Where images have several sizes, `slots` are the tier's `Slabs`, and `image_bytes` is left out.
+    Where images have several sizes, `slots` are the tier's `Slabs`, and `image_bytes` is left out. What lies in a tier
+    that `outlives` the process may be found by the next one, so it is told of slots whose bytes nobody wants any more.
     """
 
     name: str
     slots: int | Slabs
     image_bytes: int = 1
     policy: type[EvictionPolicy] = DEFAULT_POLICY
+    outlives: bool = False
 
     def make_pool(self) -> SlotPool:
         """The tier's slots, all of them free. Raises `CacheError` for a number or a size that cannot be."""
+        pool = self._make_pool()
+        if self.outlives:
+            pool.freed = []
+        return pool
+
+    def _make_pool(self) -> SlotPool:
         if isinstance(self.slots, Slabs):
             return (SlotPool if len(self.slots.image_bytes) == 1 else SlabPool)(self.slots)
         if self.slots < 0 or self.image_bytes < 1:

@@ -9,6 +9,7 @@ that chains go on between an engine's steps. Either way one lock guards the cach
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from longshore.boundary import (
     Cancel,
     Command,
+    Discard,
     Forget,
     Mover,
     Probe,
@@ -257,6 +259,11 @@ class Runtime:
                     self._end_waiting(command.job, Status.CANCELLED)
                 elif command.job in self._running and not self._running[command.job].expired:
                     self._running[command.job].mover.cancel(command.job)
+            case Discard():
+                for tier in self._tiers:
+                    if tier.name == command.tier:
+                        with contextlib.suppress(TierClosedError):
+                            tier.discard(command.slots)
             case Forget():
                 for tier in self._tiers:
                     self._forget(tier, command.generation)

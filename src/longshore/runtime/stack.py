@@ -241,7 +241,7 @@ def _make_cache(
     if host is not None:
         tiers.append(TierSpec(HOST, host.slabs))
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs))
+        tiers.append(TierSpec(FILE, file.slabs, outlives=True))
     daily, policy = config.file_daily_writes, config.offload if host is None else config.backup
     into = {FILE: WriteRule(policy, config.threshold, daily / 86_400)} if file is not None and daily else {}
     settings = CacheSettings(

@@ -187,6 +187,10 @@ class FaultyTier(Tier):
         """What the inner tier recovers."""
         return self.inner.recover()
 
+    def discard(self, slots: Sequence[int]) -> None:
+        """The inner tier discards."""
+        self.inner.discard(slots)
+
     def forget(self, generation: int) -> None:
         """The inner tier forgets."""
         self.inner.forget(generation)

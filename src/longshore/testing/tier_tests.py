@@ -312,6 +312,16 @@ class TierTests:
         harness.reopen()
         assert harness.tier.recover() == [StoredChunk(2, key(0), None), StoredChunk(3, key(1), None)]
 
+    def test_what_was_discarded_is_not_recovered(self, harness: TierHarness) -> None:
+        self._only_if_persistent()
+        for slot in range(3):
+            harness.store(slot, slot)
+        harness.tier.discard([1])
+        harness.reopen()
+        assert harness.tier.recover() == [StoredChunk(0, key(0), None), StoredChunk(2, key(2), None)]
+        harness.store(1, 3)
+        harness.assert_serves(1, 3)
+
     def test_generations_survive(self, harness: TierHarness) -> None:
         self._only_if_persistent()
         harness.store(0, 0)

@@ -116,6 +116,9 @@ class Tier(ABC):
         """What survived from an earlier process, least recently used first; nothing, for most tiers."""
         return []
 
+    def discard(self, slots: Sequence[int]) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
+        """Nobody wants what is in `slots` any more: after a restart, `recover` says nothing of it."""
+
     def forget(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
         """From now on, also after a restart, serve nothing written before `generation`."""
 

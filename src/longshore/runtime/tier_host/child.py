@@ -102,6 +102,8 @@ class Host:
                 theirs = wire.parse_cancel(body)
                 for ours in [ours for ours, ticket in self._tickets.items() if ticket == theirs]:
                     tier.cancel(ours)
+            case Kind.DISCARD:
+                tier.discard(wire.parse_discard(body))
             case Kind.FORGET:
                 self._say(Kind.FORGOTTEN, _why_not(tier, *wire.parse_forget(body)).encode())
             case _:

@@ -155,6 +155,13 @@ class HostedFileTier(Tier):
         found, self._found = self._found, []
         return found
 
+    def discard(self, slots: Sequence[int]) -> None:
+        """Nobody wants what is in `slots` any more; a process that is away is not told of it."""
+        self._check_open()
+        for slot in slots:
+            self.slabs.slab_of(slot)  # or there is none
+        self._tell(Kind.DISCARD, wire.pack_discard(slots))
+
     def forget(self, generation: int) -> None:
         """Serve nothing older than `generation`; that is on the medium when this returns, or before anything else is.
 

@@ -58,6 +58,7 @@ class Kind(enum.IntEnum):
     RESULT = 7
     FORGOTTEN = 8
     TROUBLES = 9
+    DISCARD = 10
 
 
 class Opened(NamedTuple):
@@ -136,6 +137,16 @@ def pack_cancel(ticket: int) -> bytes:
 def parse_cancel(body: bytes) -> int:
     """The ticket."""
     return int(_CANCEL.unpack(body)[0])
+
+
+def pack_discard(slots: Sequence[int]) -> bytes:
+    """The body of DISCARD."""
+    return struct.pack(f"<{len(slots)}I", *slots)
+
+
+def parse_discard(body: bytes) -> list[int]:
+    """The slots."""
+    return [slot for (slot,) in struct.iter_unpack("<I", body)]
 
 
 def pack_forget(generation: int, scope: bytes) -> bytes:

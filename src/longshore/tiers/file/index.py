@@ -108,16 +108,16 @@ class Index:
         with self._changing:
             self._strike(list(places))
 
-    def drop(self, slots: Iterable[int]) -> None:
+    def discard(self, slots: Iterable[int]) -> None:
         """Nobody is to find the records in `slots` any more."""
         with self._changing:
-            self._drop(slots)
+            self._discard(slots)
 
     def condemn(self, slot: int, sequence: int) -> None:
-        """The record that was written with this sequence number is unusable: drop it, if `slot` still holds it."""
+        """The record that was written with this sequence number is unusable: discard it, if `slot` still holds it."""
         with self._changing:
             if self._ledger.sequence(slot) == sequence:
-                self._drop([slot])
+                self._discard([slot])
 
     def enter(self, headers: Sequence[RecordHeader]) -> None:
         """Records were written. One whose slab was given to another pool meanwhile is not there any more."""
@@ -176,7 +176,7 @@ class Index:
         """Give the descriptor back, and note nothing: a forked child may call this. Idempotent."""
         self._journal.close()
 
-    def _drop(self, slots: Iterable[int]) -> None:
+    def _discard(self, slots: Iterable[int]) -> None:
         places = [(slot, self._ledger.pool_of(slot)) for slot in slots]
         try:
             self._strike(places)

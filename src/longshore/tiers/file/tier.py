@@ -204,12 +204,15 @@ class FileTier(Tier):
             entries = entries[[newest[key] == when for key, when in zip(keys, written, strict=True)]]
         return _chunks(entries)
 
-    def drop(self, slots: Sequence[int]) -> None:
-        """Nobody wants what is in `slots` any more: the next process is not told of it."""
+    def discard(self, slots: Sequence[int]) -> None:
+        """Nobody wants what is in `slots` any more: the next process is not told of it.
+
+        Raises `PlanError` for a slot that there is not.
+        """
         self._check_open()
         for slot in slots:
             self.slabs.slab_of(slot)  # or there is none
-        self._index.drop(slots)
+        self._index.discard(slots)
 
     def checkpoint(self) -> None:
         """Put the index on the medium now; it goes there by itself now and then, and in `close`.

@@ -1,0 +1,80 @@
+"""Tiers that outlive the process are told which slots hold nothing any more."""
+
+from __future__ import annotations
+
+from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
+from longshore.cache.adopting import Found
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def cache_with(files: int, found: int, *, outlives: bool = True) -> TieredCache:
+    """Host memory for four chunks, a file tier that was found with chunks of which each follows the one before."""
+    settings = CacheSettings(blocks_per_chunk=1, backup=WritePolicy("write_through"))
+    cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, files, outlives=outlives)], settings)
+    parents = [None, *map(key, range(found - 1))]
+    cache.adopt(FILE, [Found(slot, key(slot), parent) for slot, parent in enumerate(parents[:found])])
+    return cache
+
+
+def carry_out(cache: TieredCache) -> list[Transfer | Discard]:
+    """All that is ordered until nothing more is; every transfer goes well."""
+    seen: list[Transfer | Discard] = []
+    while commands := cache.take():
+        for command in commands:
+            assert isinstance(command, Transfer | Discard)
+            seen.append(command)
+            if isinstance(command, Transfer):
+                statuses = (Status.OK,) * len(command.items)
+                cache.apply([TransferResult(command.job, statuses)], 0.0)
+        cache.end_step()
+    return seen
+
+
+def test_what_is_discarded_is_told_once() -> None:
+    cache = cache_with(4, 4)
+    assert cache.discard([key(3)], FILE) == 1
+    assert cache.take() == [Discard(FILE, (3,))]
+    assert cache.take() == []
+
+
+def test_what_nobody_would_find_again_is_not_told() -> None:
+    cache = cache_with(4, 4, outlives=False)
+    assert cache.discard([key(3)], FILE) == 1
+    assert cache.take() == []
+
+
+def test_a_slot_that_somebody_took_again_is_told_by_what_is_written_there() -> None:
+    cache = cache_with(2, 2)
+    keys = [bytes([9, at]) * 16 for at in range(2)]
+    cache.commit(keys, [0, 1])
+    seen = carry_out(cache)
+    (write,) = [each for each in seen if isinstance(each, Transfer) and each.route.destination == FILE]
+    assert {item.destination.index for item in write.items if item.destination} == {0, 1}
+    assert [each for each in seen if isinstance(each, Discard)] == []
+
+
+def test_what_was_evicted_and_not_taken_again_is_told_before_anything_else_is_written_there() -> None:
+    cache = cache_with(6, 6)
+    listed = {slot: key(slot) for slot in range(6)}
+    for prompt in range(20):
+        cache.commit([bytes([20 + prompt, at]) * 16 for at in range(1 + prompt % 3)], list(range(1 + prompt % 3)))
+        for command in carry_out(cache):
+            if isinstance(command, Discard):
+                for slot in command.slots:
+                    listed.pop(slot, None)
+            elif command.route.destination == FILE:
+                listed.update({item.destination.index: item.key for item in command.items if item.destination})
+        residents = {each.slot.index: each.key for each in cache.residents() if each.slot.tier == FILE}
+        assert listed == residents, "what the tier lists is what the cache has there"
+    assert not {key(slot) for slot in range(6)} & set(listed.values()), "all that was there at first has left"
+
+
+def test_a_reset_says_it_all() -> None:
+    cache = cache_with(4, 4)
+    cache.discard([key(3)], FILE)
+    cache.reset()
+    assert [command for command in cache.take() if not isinstance(command, Cancel)] == [Forget(1)]
