@@ -22,7 +22,7 @@ from longshore.tiers.file import SystemIo
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
 from longshore.tiers.file.index import Index, index_files, notes_for
-from longshore.tiers.file.index_format import ENTRY, NOTE, fit
+from longshore.tiers.file.index_format import ENTERED, ENTRY, NOTE, fit, pack_entry, pack_note
 from longshore.tiers.file.loading import load
 
 ONE_SIZE = Slabs.of_one_size(2 * PAGE, 6)
@@ -241,6 +241,19 @@ def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_
     write_to(world, 1)
     assert world.checkpoint()
     assert set(world.listed() or ()) == {1}
+
+
+@pytest.mark.parametrize("together", [1, 2, 4096])
+def test_what_another_time_left_behind_the_notes_counts_for_nothing_however_they_are_read(
+    world: World, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longshore.tiers.file.loading._AT_ONCE", together * NOTE.itemsize)
+    for slot in (0, 1):
+        write_to(world, slot)
+    fd = world.directory.open("journal.1")
+    entry = pack_entry(RecordHeader(bytes(32), None, bytes(32), 2, 0, PAGE, 9, 0), 0)
+    world.disk.pwrite(fd, pack_note(1, sequence(1, 1), ENTERED, entry), PAGE + 2 * NOTE.itemsize)
+    assert set(world.listed() or ()) == {0, 1}
 
 
 def test_what_was_written_to_a_slab_that_another_size_has_by_now_is_not_entered() -> None:

@@ -185,15 +185,15 @@ class Index:
             self._note_missing(error)
 
     def _strike(self, places: list[tuple[int, int]]) -> None:
-        strikes: dict[tuple[int, int], bytes] = {}
+        strikes: dict[range, bytes] = {}
         for slot, pool in places:
             which = self._ledger.to_strike(slot, pool)
-            if which is not None:
-                strikes.setdefault((which.start, which.stop), fmt.pack_strike(slot, pool))
+            if which and which not in strikes:
+                strikes[which] = fmt.pack_strike(slot, pool)
         if strikes:
             self._journal.append([(fmt.STRUCK, entry) for entry in strikes.values()])
-            for start, stop in strikes:
-                self._ledger.note_struck(slice(start, stop))
+            for which in strikes:
+                self._ledger.note_struck(which)
         self._clear(places)
 
     def _clear(self, places: list[tuple[int, int]]) -> None:

@@ -38,6 +38,7 @@ class Ledger:
         self._clock = len(entries)
         self._told = np.zeros(slabs.indices, np.bool_)
         self._pools = np.zeros(slabs.slabs, np.uint16)  # of each slab; that of one without entries means nothing
+        self._is_told, self._pool_of = self._told.view(np.uint8).data, self._pools.data  # the same, a place at a time
         slots = entries["slot"]
         self._table[slots] = entries
         self._used[slots] = np.arange(1, self._clock + 1)
@@ -51,7 +52,7 @@ class Ledger:
 
     def pool_of(self, slot: int) -> int:
         """The pool that the slab of `slot` was given to last."""
-        return int(self._pools[slot // self._stride])
+        return self._pool_of[slot // self._stride]
 
     def claimed(self, slot: int, pool: int, key: Key, scope: bytes) -> int:
         """The write sequence number of the record in `slot`, if there is one of `key` in `scope`; otherwise 0."""
@@ -60,15 +61,15 @@ class Ledger:
             return 0
         return int(self._sequences[slot])
 
-    def to_strike(self, slot: int, pool: int) -> slice | None:
-        """What the disk must no longer list before `slot` of `pool` may be written: slots, or `None`.
+    def to_strike(self, slot: int, pool: int) -> range:
+        """What the disk must no longer list before `slot` of `pool` may be written: slots, or none.
 
         That is the slot, or, if its slab is another pool's so far, all of that.
         """
         if self.pool_of(slot) == pool:
-            return slice(slot, slot + 1) if self._told[slot] else None
+            return range(slot, slot + self._is_told[slot])
         slab = self._slab(slot)
-        return slab if self._told[slab].any() else None
+        return range(slab.start, slab.stop if self._told[slab].any() else slab.start)
 
     def clear(self, slot: int, pool: int) -> list[int]:
         """`slot` of `pool` holds nothing, nor does its slab for other pools; the slots that did are returned."""
@@ -83,15 +84,16 @@ class Ledger:
         self._pools[slot // self._stride] = pool
         return ended
 
-    def note_struck(self, which: slice) -> None:
+    def note_struck(self, which: range) -> None:
         """The disk lists nothing of these slots any more."""
-        self.strikable -= int(np.count_nonzero(self._told[which]))
-        self._told[which] = False
+        for slot in which:
+            self.strikable -= self._is_told[slot]
+            self._is_told[slot] = 0
 
     def note_entered(self, slot: int) -> None:
         """The disk lists the record in `slot`."""
-        self.strikable += not self._told[slot]
-        self._told[slot] = True
+        self.strikable += not self._is_told[slot]
+        self._is_told[slot] = 1
 
     def enter(self, slot: int, entry: bytes) -> None:
         """There is a record in `slot`, used just now; of its slab, nothing of other pools is left."""
