@@ -204,7 +204,7 @@ def write_to(world: World, slot: int) -> None:
     """Alone in the index: struck, and entered."""
     world.index.strike([(slot, 0)])
     world.serial += 1
-    world.index.enter(RecordHeader(bytes(32), None, bytes(32), slot, 0, PAGE, sequence(1, world.serial), 0))
+    world.index.enter([RecordHeader(bytes(32), None, bytes(32), slot, 0, PAGE, sequence(1, world.serial), 0)])
     world.index.flush()
 
 
