@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from cache_setup import IMAGE_BYTES
 from test_sizes import LARGE, SIZES, SMALL, Bytes
 
-from longshore.boundary import HOST, Status
+from longshore.boundary import FILE, HOST, Status
+from longshore.cache import TieredCache, TierSpec
 from longshore.errors import CacheError, CapacityError
 from longshore.slabs import Slabs
 
@@ -153,3 +155,12 @@ def test_what_is_forgotten_during_its_move_leaves_nothing_behind(how: str) -> No
     world.check()
     assert world.cache.stats()[0].used == (0 if how == "reset" else 3)
     assert shrink(world, 3) is None
+
+
+def test_a_tier_whose_slots_nobody_copies_refuses_to_move() -> None:
+    cache = TieredCache([TierSpec(HOST, 4, IMAGE_BYTES), TierSpec(FILE, 4, IMAGE_BYTES, moves=False)])
+    before = pickle.dumps(cache)
+    with pytest.raises(CacheError, match="nothing copies from slot to slot of tier 'file'"):
+        cache.resize(FILE, 2, move=True)
+    assert pickle.dumps(cache) == before
+    assert cache.resize(FILE, 2) is None

@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import column, leading, marks
+from longshore.cache.columns import column, leading, marks, numbers
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
 from longshore.cache.states import READY
@@ -87,12 +88,32 @@ class Backlog:
                 self._queue(node, tier)
         return mark != _CLEAN
 
-    def backed_up(self, node: int, tier: int) -> None:
-        """`node` has become ready in `tier`: what is behind it in warmer tiers may follow."""
-        for child in self._index.children(node):
-            mark = self._mark[child]
-            if mark and not _is_queued(mark) and _tier(mark) < tier:
-                self._queue(child, _tier(mark))
+    def note_all(self, nodes: Sequence[int]) -> list[int]:
+        """The same for many; says which of them."""
+        if not self._last or not nodes:
+            return []
+        at = numbers(nodes)
+        mark, tier = marks(self._mark)[at], self._all_dirty_in(at)
+        was = (mark.astype(np.int32) - 1) // 2
+        changed = was != tier
+        at, mark, was, tier = at[changed], mark[changed], was[changed], tier[changed]
+        for node in at[(mark != _CLEAN) & (mark % 2 == 0)].tolist():
+            self._chains.drop(node)
+        queued = (tier >= 0) & self._are_safe_below(column(self._index.parent)[at], tier)
+        marks(self._mark)[at] = np.where(tier < 0, _CLEAN, 2 * tier + 1 + queued)
+        for each in range(self._last):
+            self.counts[each] += int(np.count_nonzero(tier == each)) - int(np.count_nonzero(was == each))
+            self._chains.warm_all(_list(each), at[queued & (tier == each)])
+        clean: list[int] = at[mark != _CLEAN].tolist()
+        return clean
+
+    def backed_up(self, nodes: Sequence[int], tier: int) -> None:
+        """`nodes` have become ready in `tier`: what is behind them in warmer tiers may follow."""
+        for node in self._index.with_marked_children(nodes, self._mark):
+            for child in self._index.children(node):
+                mark = self._mark[child]
+                if mark and not _is_queued(mark) and _tier(mark) < tier:
+                    self._queue(child, _tier(mark))
 
     def exposed(self, node: int) -> None:
         """`node` is in one of the colder tiers no more: what is behind it may have to wait again."""
@@ -141,10 +162,30 @@ class Backlog:
             return -1
         return -1 if node in self.failed or self._uses[node] < self._thresholds[tier] else tier
 
+    def _all_dirty_in(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The same for nodes `at`."""
+        index, tiers = self._index, np.full(len(at), -1, np.int32)
+        uses = marks(self._uses)[at]
+        for tier in range(self._last):
+            there = column(index.slot[tier])[at] >= 0
+            dirty = index.are_ready(at, tier) & (uses >= self._thresholds[tier])
+            tiers[there] = np.where(dirty, tier, -1)[there]
+        tiers[column(index.slot[self._last])[at] >= 0] = -1
+        if self.failed:
+            tiers[[node in self.failed for node in at.tolist()]] = -1
+        return tiers
+
     def _is_safe_below(self, node: int, tier: int) -> bool:
         """Whether `node` has a ready copy in a tier colder than `tier`, so that what is behind it may follow."""
         index = self._index
         return node == ROOT or any(index.is_ready(node, colder) for colder in index.tiers[tier + 1 :])
+
+    def _are_safe_below(self, at: npt.NDArray[np.int32], tiers: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """The same for nodes `at`, each with a tier of its own."""
+        safe: npt.NDArray[np.bool_] = at == ROOT
+        for colder in self._index.tiers[1:]:
+            safe |= (tiers < colder) & self._index.are_ready(at, colder)
+        return safe
 
     def forget(self, node: int) -> None:
         """`node` is in no tier any more."""
@@ -162,13 +203,18 @@ class Backlog:
     def choose(self, tier: int, wanted: int) -> list[int]:
         """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with those behind it."""
         chosen: list[int] = []
+        child, older, mark, waiting = self._index.child, self._index.older, self._mark, _waiting(tier)
         node = self._chains.coldest(_list(tier))
         while node != _list(tier) and len(chosen) < wanted:
             behind = [node]
             while behind and len(chosen) < wanted:
                 each = behind.pop()
                 chosen.append(each)
-                behind += [c for c in self._index.children(each) if self._mark[c] == _waiting(tier)]
+                each = child[each]
+                while each:
+                    if mark[each] == waiting:
+                        behind.append(each)
+                    each = older[each]
             node = self._chains.after[node]
         return chosen
 

@@ -47,7 +47,7 @@ class Core:
         to_and_fro = [route for name in theirs for route in ((names[0], name), (name, names[0]))]
         routes = tuple(str(Route(*route)) for route in (*down, *up, *to_and_fro))
         self.counters = Counters.zero(names, routes, theirs)
-        levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
+        levels = [Level(tier.name, tier.make_pool(), tier.policy, tier.moves) for tier in tiers]
         sizes = {len(level.pool.slabs.image_bytes) for level in levels}
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
             raise CacheError(f"all tiers have the pools of {self.settings.pools}, got {sorted(sizes)} image sizes")

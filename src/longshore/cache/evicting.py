@@ -80,7 +80,9 @@ class Eviction:
                 continue
             free, kept = self._many.settle(nodes, tier, policy, count - gone)
             gone += free
-            several = min(count - gone, max(2 * (free or kept), _AT_LEAST))
+            several = max(2 * (free or kept), _AT_LEAST)
+            if not kept:
+                several = min(several, count - gone)
             if not free and not kept:
                 gone += self._evict_few(tier, several, pool, spare_dirty=spare_dirty)
         return gone

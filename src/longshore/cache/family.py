@@ -37,6 +37,17 @@ class Family:
             yield each
             each = self.older[each]
 
+    def with_marked_children(
+        self, nodes: npt.NDArray[np.int32], marked: npt.NDArray[np.uint8]
+    ) -> npt.NDArray[np.int32]:
+        """Those of `nodes` that have a child which is marked; `marked` by node."""
+        child, older = column(self.child)[nodes], column(self.older)
+        some = np.zeros(len(nodes), bool)
+        while child.any():
+            some |= marked[child] > 0
+            child = older[child]
+        return nodes[some]
+
     def path(self, node: int, length: int) -> list[int]:
         """`node` and its ancestors, at most `length` in all, tail first."""
         parent = self.parent

@@ -115,6 +115,30 @@ class Index(Lookup):
         for each in range(before + 1, tier + 1):
             self.reach[each][parent] += 1
 
+    def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:
+        """`add_copy` for `nodes`, which differ, parents first. Raises `CacheError` before anything has changed."""
+        at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
+        second = columns[tier][at] >= 0
+        parents = column(self.parent)[at]
+        orphans = (parents != ROOT) & ~np.isin(parents, at)
+        for colder in columns[tier:]:
+            orphans &= colder[parents] < 0
+        if second.any() or orphans.any():
+            name = self.key[nodes[int((second | orphans).argmax())]].hex()[:12]
+            raise CacheError(f"chunk {name} has a copy in tier {tier} already, or no parent there or in a colder one")
+        coldest = np.full(len(at), -1)
+        for each, there in enumerate(columns):
+            coldest[there[at] >= 0] = each
+        columns[tier][at] = slots
+        column(self.pools[tier].node)[slots] = at
+        for each in range(tier + 1):
+            np.add.at(column(self.reach[each]), parents[coldest < each], 1)
+
+    def with_marked_children(self, nodes: Sequence[int], marked: bytearray) -> list[int]:
+        """Those of `nodes` that have a child which is marked."""
+        found: list[int] = self._family.with_marked_children(np.array(nodes, np.int32), marks(marked)).tolist()
+        return found
+
     def drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
         """The same as `drop_copy` for nodes that a colder tier has; keeps their slots' nodes."""
         column(self.slot[tier])[at] = NONE

@@ -59,11 +59,14 @@ class TieredCache(Reading, Offering):
         and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
 
         With `move` it is copied to lower slots instead, by one job, which is returned: ask again when that has ended.
-        `None` says that the tier has its new size. What could not be copied stays, and is in the way as before.
+        `None` says that the tier has its new size. What could not be copied stays, and is in the way as before. It is a
+        `CacheError` where nothing copies from slot to slot (`TierSpec.moves`).
         """
         at = self._tier(tier)
         if move and discard:
             raise CacheError("what is in the way is moved, or discarded, not both")
+        if move and not self._store.levels[at].moves:
+            raise CacheError(f"nothing copies from slot to slot of tier {tier!r}: what is in the way can be discarded")
         job = make_way(self._flow, at, slots) if move and slots >= 0 else None
         if job is None:
             resize(self._store, at, slots, discard=discard)

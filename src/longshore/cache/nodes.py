@@ -42,10 +42,12 @@ class Nodes:
         "_free",
         "_others",
         "_shards",
+        "child",
         "children",
         "depth",
         "gone",
         "key",
+        "older",
         "parent",
         "path",
         "pools",
@@ -66,6 +68,8 @@ class Nodes:
         self.key = np.empty(self.size, object)
         self._family = Family(self.size)
         self.parent, self.children, self.path = self._family.parent, self._family.children, self._family.path
+        self.child, self.older = self._family.child, self._family.older
+        """The youngest child of each node, and its next older sibling; `ROOT` for none."""
         self.depth = zeros(self.size)
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
         self.reach = [zeros(self.size) for _ in pools]

@@ -52,6 +52,8 @@ class Level:
     name: str
     pool: SlotPool
     make_policy: type[EvictionPolicy]
+    moves: bool
+    """Whether there is a mover for copies from slot to slot."""
 
 
 class Pin:
@@ -71,9 +73,9 @@ class Store:
         levels: Sequence[Level],
         counters: Counters,
         *,
-        thresholds: Sequence[int] = (),
-        events: int = 0,
-        token_width: int = 0,
+        thresholds: Sequence[int],
+        events: int,
+        token_width: int,
     ) -> None:
         self.levels = list(levels)
         self.counters = counters
@@ -145,18 +147,15 @@ class Store:
     def place_copies(self, nodes: Sequence[int], tier: int, job: int) -> list[int]:
         """Slots in `tier` for other copies of `nodes`, parents first, for `job` to fill. The caller has made room."""
         pool, slots = self.pools[tier], self._slots_for(nodes, tier)
-        for done, (node, slot) in enumerate(zip(nodes, slots, strict=True)):
-            try:
-                self.index.add_copy(node, tier, slot)
-            except CacheError:
-                for other in slots[done:]:
-                    pool.free(other)
-                raise
-            pool.writer[slot] = job
-        if self.last:
-            clean = [node for node in nodes if self.backlog.note(node)]
-            if clean:
-                self.reconsider(np.array(clean, np.int32))
+        try:
+            self.index.add_copies(nodes, tier, slots)
+        except CacheError:
+            for slot in slots:
+                pool.free(slot)
+            raise
+        pool.writer.update(zip(slots, repeat(job), strict=False))
+        if clean := self.backlog.note_all(nodes):
+            self.reconsider(np.array(clean, np.int32))
         return slots
 
     def _slots_for(self, nodes: Sequence[int], tier: int) -> list[int]:
@@ -195,10 +194,9 @@ class Store:
 
     def tell_backlog(self, nodes: Sequence[int], tier: int) -> None:
         """Copies have become ready: what is dirty, and what may be copied down, may have changed."""
-        for node in nodes:
-            self.backlog.note(node)
-            if tier:
-                self.backlog.backed_up(node, tier)
+        self.backlog.note_all(nodes)
+        if tier and nodes:
+            self.backlog.backed_up(nodes, tier)
 
     def moved(self, tier: int, source: int, target: int, status: Status) -> None:
         """A job has copied a chunk from slot `source` to slot `target` of the same tier, or not."""

@@ -233,8 +233,8 @@ class Storing:
             return
         by = store.log.by
         store.log.by = store.index.key[chosen[0]]
-        pools: dict[int, list[int]] = {}
-        for node in chosen:
+        pools: dict[int, list[int]] = {} if store.several_sizes else {0: chosen}
+        for node in chosen if store.several_sizes else ():
             pools.setdefault(store.index.pool_of(node), []).append(node)
         for pool, nodes in pools.items():
             # What is chosen has its ancestors in this tier too, for which they are spared below; or they are needed.

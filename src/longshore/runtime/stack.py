@@ -3,7 +3,8 @@
 Runtime ── TieredCache                                file_mode = "gds":
    ├── TransferEngine   device <-> host                  device pages <-> a ring of images on the device
    ├── HostTier         slots in one Arena               (none)
-   └── FileTier         (with a file_path)               GdsFileTier, between the ring and the file
+   ├── FileTier         (with a file_path)               GdsFileTier, between the ring and the file
+   └── ForeignTier ...  (those of `open_foreign`)        (none)
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -26,11 +27,11 @@ from longshore.runtime.host_memory import open_arena, registrar_for
 from longshore.runtime.host_mover import HostMover
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
-from longshore.runtime.tier_mover import TierMover
+from longshore.runtime.tier_mover import ForeignMover, TierMover
 from longshore.runtime.weighing import Weighing
 from longshore.slabs import Slabs, by_size
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import Tier
+from longshore.tiers.base import ForeignTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.host import HostTier
 from longshore.transfer.device.base import Device
@@ -51,6 +52,7 @@ class Stack:
     Attributes:
         host: The host tier; `None` where blocks go straight to files.
         arena: Its memory.
+        foreign: The foreign tiers, as they were opened.
     """
 
     config: Config
@@ -63,6 +65,7 @@ class Stack:
     arena: Arena | None
     loop: BackgroundLoop | None
     events: EventRecorder | None
+    foreign: tuple[ForeignTier, ...] = ()
 
     def close(self, flush_timeout: float = 30.0) -> bool:
         """Write back what a restart would lose, stop, give everything back; says whether all was written."""
@@ -101,6 +104,7 @@ def open_stack(
     *,
     open_file: Callable[..., Tier] = FileTier,
     open_gds: Callable[..., Tier] = GdsFileTier,
+    open_foreign: Sequence[Callable[..., ForeignTier]] = (),
     groups: Sequence[CacheGroup] = (),
     partial: bool = False,
 ) -> Stack:
@@ -109,12 +113,15 @@ def open_stack(
     `groups` says what the layout does not: which of its groups see a window only, or keep a state. With `partial`, the
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
     `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
-    `GdsFileTier`: the place for wrappers around them. Where the device keeps no images, `gds` becomes `posix` with a
-    host tier of the default size, and the log says so. Raises `ConfigError` when the machine cannot give what is asked
-    for, or a tier cannot hold a single image, and `TierError` when the file tier cannot be opened; nothing stays behind
-    then.
+    `GdsFileTier`: the place for wrappers around them. `open_foreign` makes foreign tiers, of which the first that has a
+    chunk is read; each is called with `arena`, `image_bytes` (by pool) and `scope`, and closed with the stack. Where
+    the device keeps no images, `gds` becomes `posix` with a host tier of the default size, and the log says so. Raises
+    `ConfigError` when the machine cannot give what is asked for, or a tier cannot hold a single image, and `TierError`
+    when the file tier cannot be opened; nothing stays behind then.
     """
     config.check_machine()
+    if open_foreign and config.file_mode == "gds":
+        raise ConfigError("foreign tiers exchange images with host memory, which file_mode gds does without")
     if config.file_path is not None:
         _check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
     ring = _take_ring(config, layout, device)
@@ -136,9 +143,14 @@ def open_stack(
         movers: list[Mover] = [engine, HostMover(host)]
         if file is not None:
             movers.append(TierMover(file, host))
-        runtime = _make_runtime(config, layout, _Grouping(groups, partial, pools), host, file, movers)
+        probers = []
+        for opener in open_foreign:
+            probers.append(ForeignMover(opener(arena=arena, image_bytes=sizes, scope=scope.root), host))
+            undo.callback(probers[-1].tier.close)
+        runtime = _make_runtime(config, layout, _Grouping(groups, partial, pools), host, file, movers, probers)
         undo.pop_all()
-    return _start(config, layout, scope, runtime, engine, host, file, arena)
+    stack = _start(config, layout, scope, runtime, engine, host, file, arena)
+    return replace(stack, foreign=tuple(prober.tier for prober in probers))
 
 
 def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | None:
@@ -207,9 +219,13 @@ def _make_runtime(
     host: HostTier | None,
     file: Tier | None,
     movers: list[Mover],
+    probers: Sequence[ForeignMover] = (),
 ) -> Runtime:
-    cache, tiers = _make_cache(config, layout, grouping, host, file), [] if file is None else [file]
-    return Runtime(cache, movers, tiers, weighing=_make_weighing(config, layout, host, file))
+    foreign = [prober.tier for prober in probers]
+    cache = _make_cache(config, layout, grouping, host, file, [tier.name for tier in foreign])
+    tiers = [*([] if file is None else [file]), *foreign]
+    weighing = _make_weighing(config, layout, host, file)
+    return Runtime(cache, [*movers, *probers], tiers, probers=probers, weighing=weighing)
 
 
 def _make_weighing(config: Config, layout: KVLayout, host: HostTier | None, file: Tier | None) -> Weighing | None:
@@ -235,13 +251,18 @@ def _open_file(
 
 
 def _make_cache(
-    config: Config, layout: KVLayout, grouping: _Grouping, host: HostTier | None, file: Tier | None
+    config: Config,
+    layout: KVLayout,
+    grouping: _Grouping,
+    host: HostTier | None,
+    file: Tier | None,
+    foreign: Sequence[str],
 ) -> TieredCache:
     tiers = []
     if host is not None:
         tiers.append(TierSpec(HOST, host.slabs))
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs, outlives=True))
+        tiers.append(TierSpec(FILE, file.slabs, outlives=True, moves=False))
     daily, policy = config.file_daily_writes, config.offload if host is None else config.backup
     into = {FILE: WriteRule(policy, config.threshold, daily / 86_400)} if file is not None and daily else {}
     settings = CacheSettings(
@@ -264,7 +285,7 @@ def _make_cache(
         device_blocks=layout.num_blocks,
         pools=grouping.pools,
     )
-    cache = TieredCache(tiers, settings, generation=file.generation if file is not None else 0)
+    cache = TieredCache(tiers, settings, foreign=foreign, generation=file.generation if file is not None else 0)
     if file is not None:
         found = file.recover()
         adopted = cache.adopt(FILE, found)

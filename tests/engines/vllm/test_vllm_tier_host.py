@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,8 @@ def test_a_directory_that_is_gone_costs_what_was_in_it(rig: HostedRig, tmp_path:
     assert rig.answers("another") == [HIT] * 4
 
 
-def test_what_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
+def test_what_cannot_be_opened_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     settings = file_settings(tmp_path)
     (tmp_path / "in the way").write_text("")
     with pytest.raises(ConfigError, match="not a directory"):
@@ -189,6 +191,7 @@ def test_what_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "tier" / "superblock").write_bytes(b"another's" * 500)
     with pytest.raises(TierError, match="superblock"):
         Rig(**settings)
+    assert list(tmp_path.glob("longshore-*/*")) == []  # no note of memory that is gone
 
 
 def test_slots_that_are_read_into_at_a_reset_are_nobodys_until_that_has_ended(

@@ -76,8 +76,10 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             else:
                 scope = scope_of(self.config, note, self.settings.salt)
         announces = self.kv_events_config.enable_kv_cache_events
-        store = open_store(self.settings, note, scope, self.config.groups, events=LIMIT if announces else 0)
-        withdraw(self.config.engine_id)
+        try:
+            store = open_store(self.settings, note, scope, self.config.groups, events=LIMIT if announces else 0)
+        finally:
+            withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
         return LongshoreManager(store, numbers, self.settings.load_timeout, announces=announces)
 

@@ -1,0 +1,90 @@
+"""A stack with a foreign tier: what one engine has stored there another one is served, byte by byte."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from longshore.config import Config
+from longshore.errors import ConfigError
+from longshore.keys import Scope
+from longshore.layout import from_rows
+from longshore.runtime.stack import Stack, open_stack
+from longshore.testing import KeyStore
+from longshore.testing.key_store import Images
+from longshore.tiers.arena import Arena
+from longshore.tiers.file import capacity_for
+from longshore.transfer import CpuDevice
+
+PATIENCE = 20.0
+KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
+
+
+def opened(rows: torch.Tensor, images: Images, **settings: object) -> Stack:
+    """A stack over these rows, with a store that has `images`."""
+    layout = from_rows(rows, pages_per_block=4, block_size=16)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16)
+    host = {} if "file_mode" in settings else {"host_size": 64 * layout.image_bytes}
+    config = Config.make(**host, background=False, **settings)
+
+    def open_store(arena: Arena, image_bytes: tuple[int, ...], scope: bytes) -> KeyStore:
+        return KeyStore(arena, image_bytes, name=f"store-{len(scope)}", images=images)
+
+    return open_stack(config, layout, scope, CpuDevice(), open_foreign=[open_store])
+
+
+def rows_of(seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (8, 4 * 1024), dtype=torch.uint8, generator=torch.manual_seed(seed))
+
+
+@pytest.mark.parametrize("with_files", [False, True])
+def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files: bool) -> None:
+    images: Images = {}
+    here, there = rows_of(1), rows_of(2)
+    files = {"file_path": tmp_path, "file_size": capacity_for(8, 8192)} if with_files else {}
+    with opened(here, images, **files) as stack:
+        with stack.runtime.control() as cache:
+            job = cache.commit(KEYS, range(3)).job
+        assert job is not None
+        assert stack.runtime.wait_ended([job], PATIENCE)
+        while stack.runtime.pump():
+            pass
+        assert len(images) == 3
+        assert [store.name for store in stack.foreign] == ["store-32"]
+    with opened(there, images) as stack:
+        with stack.runtime.control() as cache:
+            probes = cache.match(KEYS, stack.runtime.clock()).probes
+        stack.runtime.wait_ended(probes, PATIENCE)
+        with stack.runtime.control() as cache:
+            jobs = cache.fetch(KEYS, stack.runtime.clock())
+        assert stack.runtime.wait_ended(jobs, PATIENCE)
+        with stack.runtime.control() as cache:
+            found = cache.match(KEYS, stack.runtime.clock())
+            assert found.hold is not None
+            cache.onboard(found.hold, [4, 5, 6])
+        assert stack.runtime.wait_onboarded(found.hold, PATIENCE).chunks == 3
+        with stack.runtime.control() as cache:
+            cache.release(found.hold)
+    assert torch.equal(there[4:7], here[:3])
+
+
+def test_a_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> None:
+    layout = from_rows(rows_of(1), pages_per_block=4, block_size=16)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16)
+    size = capacity_for(8, layout.image_bytes)
+    config = Config.make(host_size=1 << 20, background=False, file_path=tmp_path, file_size=size)
+
+    def refuse(**_: object) -> KeyStore:
+        raise ConfigError("no such store")
+
+    for _ in range(2):  # the second time the directory would be in use, had the first one stayed open
+        with pytest.raises(ConfigError, match="no such store"):
+            open_stack(config, layout, scope, CpuDevice(), open_foreign=[refuse])
+
+
+def test_foreign_tiers_need_host_memory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exchange images with host memory"):
+        opened(rows_of(1), {}, file_path=tmp_path, file_size=1 << 24, file_mode="gds")
