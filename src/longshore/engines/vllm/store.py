@@ -108,7 +108,7 @@ def _budget(config: Config, file: Tier | None) -> dict[str, WriteRule]:
 def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, groups: Any, events: int) -> TieredCache:
     tiers = [TierSpec(HOST, host.slabs)]
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs))
+        tiers.append(TierSpec(FILE, file.slabs, outlives=True))
     settings = CacheSettings(
         blocks_per_chunk=config.blocks_per_chunk,
         events=events,
