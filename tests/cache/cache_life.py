@@ -93,6 +93,11 @@ class Life(World):
         idle = all(slot in ready and slot not in busy for slot in in_the_way)
         return idle and len({slot.index // stride for slot in in_the_way}) <= below
 
+    def taken(self, tier: str) -> int:
+        """How many slabs of `tier` (slots, with one image size) have something in them."""
+        stride = len(self.setup.indices(1))
+        return len({slot.index // stride for slot in self.touched(tier)})
+
     def touched(self, tier: str) -> list[Slot]:
         """Slots of `tier` that somebody has."""
         slots = {each.slot for each in self.resident.values() if each.slot.tier == tier}

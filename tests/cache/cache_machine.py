@@ -10,7 +10,7 @@ from typing import Any
 
 from cache_groups import Groups
 from cache_movers import Job
-from cache_setup import COLDER, replay
+from cache_setup import COLDER, group_of, path_of, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -129,6 +129,18 @@ class Machine(RuleBasedStateMachine):
     def resize(self, tier: str, slots: int, how: str) -> None:
         if tier in self.world.sizes:
             self.world.resize(tier, slots, how == "discard", how == "move")
+
+    @precondition(lambda self: self.world.resident)
+    @rule(pick=small, spare=st.integers(0, 1), settle=st.booleans())
+    def compact(self, pick: int, spare: int, settle: bool) -> None:
+        """A chunk goes, and its tier gives back what it does not need: what lies above moves."""
+        if settle:
+            self.world.settle_all()
+        some = list(self.world.resident)
+        if some:
+            of, tier = some[pick % len(some)]
+            self.world.discard(path_of(of), tier, group_of(of))
+            self.world.resize(tier, self.world.taken(tier) + spare, False, True)
 
     # movers
 
