@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -61,7 +62,10 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=asked.dir) as scratch:
-        taken = list(cases(Path(scratch).resolve(), asked.sessions, [int(each) for each in asked.blocks.split(",")]))
+        taken = []
+        for case in cases(Path(scratch).resolve(), asked.sessions, [int(each) for each in asked.blocks.split(",")]):
+            taken.append(case)
+            print(f"measured {case.name}: {case.value:.2f} {case.unit}, {case.reference_value:.2f}", file=sys.stderr)
     if asked.json:
         print(json.dumps({"machine": machine_facts(), "cases": [asdict(case) for case in taken]}))
         return

@@ -15,7 +15,7 @@ ENGINE = {
     "enforce_eager": True,
     "block_size": 32,
     "num_gpu_blocks_override": 16,
-    "max_model_len": 512,
+    "max_model_len": 256,
     "max_num_seqs": 4,
 }
 
@@ -35,7 +35,7 @@ def test_sessions_come_back_from_host_memory_and_then_from_files(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     sizes = {"host_size": "32MiB", "file_size": "32MiB", "settings": {"gate": False}}
-    plan = vllm_sessions.Plan(sessions=4, prompt=150, more=20, answer=8, engine=ENGINE, **sizes)  # type: ignore[arg-type]
+    plan = vllm_sessions.Plan(sessions=8, prompt=150, more=20, answer=8, engine=ENGINE, **sizes)  # type: ignore[arg-type]
     cases = {case.name: case for case in vllm_sessions.run(save("llama", tmp_path), tmp_path, plan)}
     times = [f"ttft-{tier}/{share}" for tier in ("host", "file") for share in ("p50", "p95")]
     assert set(cases) == {"zero-reuse", "zero-reuse/cpu", *times, "found-host", "found-file"}
