@@ -61,6 +61,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "cache": (
         "tests/cache/test_states.py",
         "tests/cache/test_pool.py",
+        "tests/cache/test_discards.py",
         "tests/cache/test_slab_pool.py",
         "tests/cache/test_sizes.py",
         "tests/cache/test_resize.py",

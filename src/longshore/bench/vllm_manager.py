@@ -23,7 +23,7 @@ from longshore.boundary import HOST
 from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec
 from longshore.errors import BenchError
 from longshore.runtime import Runtime
-from longshore.runtime.loop import BackgroundLoop
+from longshore.runtime.background import BackgroundLoop
 from longshore.runtime.stamps import Stamps
 
 PROMPT = 2048

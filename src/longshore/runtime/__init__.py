@@ -1,8 +1,9 @@
 """The loop between the planes: takes the cache's commands, finds their movers, gives results back."""
 
+from longshore.runtime.background import BackgroundLoop
 from longshore.runtime.chain import TierChain
 from longshore.runtime.guard import BlockGuard
-from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.loop import Runtime
 from longshore.runtime.ranks import Rank, RankMover
 from longshore.runtime.recorder import EventRecorder
 from longshore.runtime.tier_mover import ForeignMover, TierMover

@@ -377,26 +377,3 @@ class Runtime:
                 waiting.pending.discard(transfer.job)
                 if not waiting.pending:
                     self._start(waiting)
-
-
-class BackgroundLoop:
-    """Pumps a runtime from a thread of its own, so that chains of transfers go on between an engine's steps."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="longshore-runtime", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread. Idempotent; the runtime stays open."""
-        self._stopping = True
-        self._runtime.wakeup.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        busy = True
-        while not self._stopping:
-            self._runtime.wakeup.wait(_NAP_SECONDS[1] if busy else None)
-            self._runtime.wakeup.clear()
-            busy = self._runtime.pump()

@@ -22,10 +22,11 @@ from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError, DeviceError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
+from longshore.runtime.background import BackgroundLoop
 from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.host_memory import open_arena, registrar_for
 from longshore.runtime.host_mover import HostMover
-from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.loop import Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
 from longshore.runtime.tier_mover import ForeignMover, TierMover
 from longshore.runtime.weighing import Weighing

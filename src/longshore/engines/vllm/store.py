@@ -16,7 +16,8 @@ from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSp
 from longshore.config import Config
 from longshore.engines.vllm.meeting import Note, attach
 from longshore.keys import Scope
-from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.background import BackgroundLoop
+from longshore.runtime.loop import Runtime
 from longshore.runtime.stamps import Stamps
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.runtime.tier_mover import TierMover

@@ -1,0 +1,33 @@
+"""`BackgroundLoop`: a thread that pumps a runtime, so that chains of transfers go on between an engine's steps."""
+
+from __future__ import annotations
+
+import threading
+
+from longshore.runtime.loop import Runtime
+
+_NAP_SECONDS = 1e-3
+"""How long it sleeps between two looks, while anything is in flight."""
+
+
+class BackgroundLoop:
+    """Pumps a runtime from a thread of its own, and sleeps when nothing is in flight."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="longshore-runtime", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent; the runtime stays open."""
+        self._stopping = True
+        self._runtime.wakeup.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        busy = True
+        while not self._stopping:
+            self._runtime.wakeup.wait(_NAP_SECONDS if busy else None)
+            self._runtime.wakeup.clear()
+            busy = self._runtime.pump()
