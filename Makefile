@@ -86,9 +86,11 @@ FIRST_SEED ?= 10000
 soak: $(VENV)/ready
 	$(BIN)/python tests/transfer/soak.py --minutes $(MINUTES) --first-seed $(FIRST_SEED)
 
-# Kills a process that writes to a file tier at N random instants, and compares what the next one is served.
+# Every state of a simulated disk that is too much for `make test`; then kills a process that writes to a file tier at N
+# random instants, and compares what the next one is served.
 N ?= 300
 crash: $(VENV)/ready
+	STATES=all $(BIN)/pytest -q tests/tiers/test_file_crash.py -k before_a_checkpoint
 	$(BIN)/python tests/tiers/kills.py --kills $(N)
 
 # Weakens the ordering code at one place after the other; a test must notice each time.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 
 import pytest
@@ -99,6 +100,12 @@ def most_important(moment: Moment, random: Random) -> list[Image]:
     return [*moment.one_file_at_a_time(40), *moment.sample(12, random)]
 
 
+def all_of(moment: Moment, random: Random) -> Iterable[Image]:
+    """Every state, with STATES=all in the environment (`make crash`); else some, by chance: there are too many."""
+    states = moment.states(fixed=("lock",))
+    return states if os.environ.get("STATES") == "all" else most_important(moment, random)
+
+
 @pytest.mark.parametrize("story", [short_story, long_story, joint_story, given_story])
 def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_listed_is_served(
     story: Callable[[], Story],
@@ -147,14 +154,22 @@ def test_records_that_were_written_in_one_call_are_torn_apart_and_none_is_served
     assert set(itertools.chain(*served)) == {(0, 3), (1, 4), (0, 5), (1, 1)}
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "safe", "least"), [(0, 2, False, 10_000), (1, 2, True, 150), (2, 1, True, 150), (2, 0, True, 150)]
-)
-def test_every_state_while_a_slab_changes_its_image_size_serves_no_wrong_byte(
-    first: int, then: int, safe: bool, least: int
-) -> None:
+def test_states_while_a_slab_changes_its_image_size_before_a_checkpoint_serve_no_wrong_byte() -> None:
+    """Of the machine's crashes, too: nothing of the first record need be on the medium."""
+    story = handed_over(0, 2, safe=False)
+    distinct, random = Distinct(), Random(5)
+    judged = [
+        after(image, shape=TWO_SIZES) for moment in story.disk.moments for image in distinct(all_of(moment, random))
+    ]
+    story.close()
+    assert len(judged) > (10_000 if os.environ.get("STATES") == "all" else 300)
+    assert set().union(*(each.served for each in judged)) == {(0, 1), (2, 2)}
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (2, 0)])
+def test_every_state_while_a_slab_changes_its_image_size_serves_no_wrong_byte(first: int, then: int) -> None:
     """Of the machine's crashes, too: a record of either size may be torn by one of the other."""
-    story = handed_over(first, then, safe=safe)
+    story = handed_over(first, then, safe=True)
     distinct = Distinct()
     judged = [
         after(image, shape=TWO_SIZES)
@@ -162,7 +177,7 @@ def test_every_state_while_a_slab_changes_its_image_size_serves_no_wrong_byte(
         for image in distinct(moment.states(fixed=("lock",)))
     ]
     story.close()
-    assert len(judged) > least
+    assert len(judged) > 150
     served = {each.served for each in judged}
     assert served - {frozenset()} == {frozenset({(first, 1)}), frozenset({(then, 2)})}
     assert {pair for each in judged for pair in each.listed} == {(first, 1), (then, 2)}

@@ -67,7 +67,10 @@ class Demo:
             "file_size": capacity_for(blocks, self.image_bytes),
         }
         table = read_toml(self.options.config) if self.options.config is not None else {}
-        return Config.make(**{**sizes, **table, **self.options.settings})
+        said = {**table, **self.options.settings}
+        if said.get("file_mode") == "gds":
+            del sizes["host_size"]  # there is no host tier then
+        return Config.make(**{**sizes, **said})
 
     def setup(self, direct: bool) -> dict[str, str]:
         """What a reader wants to know of this demo."""
