@@ -112,12 +112,12 @@ class Host:
     def _report(self, tier: FileTier) -> bool:
         """Tell what has ended, and what went wrong; says whether anything has ended."""
         results = tier.poll()
-        for result in results:
-            self._say(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
         troubles = tier.troubles
         if troubles != self._told:
             self._told = troubles
-            self._say(Kind.TROUBLES, wire.pack_json(troubles))
+            self._say(Kind.TROUBLES, wire.pack_json(troubles))  # first: whoever hears of a failure finds it counted
+        for result in results:
+            self._say(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
         return bool(results)
 
     def _say(self, kind: Kind, body: bytes) -> None:
