@@ -90,7 +90,7 @@ soak: $(VENV)/ready
 # random instants, and compares what the next one is served.
 N ?= 300
 crash: $(VENV)/ready
-	STATES=all $(BIN)/pytest -q tests/tiers/test_file_crash.py -k before_a_checkpoint
+	STATES=all $(BIN)/pytest -q tests/tiers/test_file_crash.py -k 'before_a_checkpoint or crash_of_the_machine'
 	$(BIN)/python tests/tiers/kills.py --kills $(N)
 
 # Weakens the ordering code at one place after the other; a test must notice each time.
