@@ -37,7 +37,7 @@ def test_the_runs_and_their_json(tmp_path: Path) -> None:
 
 def test_straight_between_device_and_files(tmp_path: Path) -> None:
     """Without a host tier, and bit for bit the same; where there is no cuFile, image by image by way of the host."""
-    options = DemoOptions(**SMALL, block_tokens=16, requests=16, settings={"file_mode": "gds"})
+    options = DemoOptions(**SMALL, block_tokens=16, requests=16, settings={"file_mode": "gds", "gate": "false"})
     facts = run_demo(options, tmp_path, Console(quiet=True)).as_json()
     assert facts["bit_exact"] is True
     assert facts["restored_blocks"]["file"] > facts["restored_blocks"]["host"] == 0
