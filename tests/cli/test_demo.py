@@ -16,10 +16,12 @@ from longshore.cli.demo_runs import Demo, run_demo
 from longshore.errors import ConfigError, EngineError
 
 SMALL = {"layers": 2, "width": 128, "device": "cpu"}
+ALWAYS = {"settings": {"gate": "false"}}
+"""A model as small as that computes sooner than it loads."""
 
 
 def test_the_runs_and_their_json(tmp_path: Path) -> None:
-    result = run_demo(DemoOptions(**SMALL, block_tokens=16), tmp_path, Console(quiet=True))
+    result = run_demo(DemoOptions(**SMALL, **ALWAYS, block_tokens=16), tmp_path, Console(quiet=True))
     facts = result.as_json()
     assert list(facts) == ["bit_exact", "requests", "restored_blocks", "ttft_ms", "tokens", "routes", "misses"]
     assert facts["bit_exact"] is True
