@@ -100,7 +100,11 @@ def work(shared: Shared, me: int, go_on: Callable[[int], bool]) -> None:
 
 
 def resources() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
+    """Descriptors and threads of this process, but for those of a checkpoint, the end of which is waited for."""
+    give_up = time.monotonic() + 60.0
+    while any(thread.name.endswith("-index") for thread in threading.enumerate()):
+        assert time.monotonic() < give_up, "a checkpoint does not end"
+        time.sleep(0.001)
     return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
 
