@@ -118,6 +118,13 @@ class Engine:
         if not runtime._wait(lambda: self.file._is_open, 60.0):
             raise RuntimeError("there is no other tier host")
 
+    def learn_that_files_are_slow(self) -> None:
+        """The gate has seen that a MiB takes a quarter of an hour to read, and next to no time onto the device."""
+        from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
+
+        for route, seconds in ((Route(FILE, HOST), 1000.0), (Route(HOST, DEVICE), 1e-6)):
+            self.manager._runtime.saw_loads(route, [TransferResult(0, (Status.OK,), 1 << 20, seconds)])
+
     def refuse_loads(self) -> None:
         """From now on nothing can be copied onto the device."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -167,6 +174,7 @@ class Engine:
                 "held": cache.held,
                 "image_bytes": [each.image_bytes for each in cache.stats()[0].sizes],
                 "refused": self.refused,
+                "recomputed": 0 if manager._runtime.weighing is None else manager._runtime.weighing.refused,
             }
 
 

@@ -36,15 +36,29 @@ def test_a_tier_host_that_is_killed_while_it_reads_costs_time_and_nothing_else(
     assert served.counters["held"] == 0
 
 
+CONNECTOR = {
+    "kv_connector": "LongshoreConnector",
+    "kv_connector_module_path": "longshore.engines.vllm.connector",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def test_what_takes_longer_to_read_than_steps_have_taken_is_computed(
+    serve: Serve, oracles: Any, tmp_path: Path
+) -> None:
+    """Nobody says how quickly prompts are computed: that is seen in the engine's own steps."""
+    ask = asked(prompts()[:2])
+    steps = [*ask, ["learn_that_files_are_slow"], ["drop_host"], ["reset"], *ask]
+    served = serve("llama", steps, {**tiers(tmp_path / "tier"), "gate": True}, 160, connector=CONNECTOR)
+    assert served.answers == oracles("llama")[:2] * 2
+    assert served.counters["recomputed"] > 0
+    assert served.counters["arrived"].get("file->host", 0) == 0
+
+
 def test_requests_whose_loads_fail_are_computed(serve: Serve, oracles: Any) -> None:
     ask = asked(prompts()[:2])
-    connector = {
-        "kv_connector": "LongshoreConnector",
-        "kv_connector_module_path": "longshore.engines.vllm.connector",
-        "kv_load_failure_policy": "recompute",
-    }
     steps = [*ask, ["reset"], ["refuse_loads"], *ask]
-    served = serve("llama", steps, {"host_size": "96MiB"}, 160, connector=connector)
+    served = serve("llama", steps, {"host_size": "96MiB"}, 160, connector=CONNECTOR)
     assert served.counters["refused"] >= 2
     assert served.counters["held"] == 0
     cold = oracles("llama")[:2]
