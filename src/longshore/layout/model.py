@@ -134,6 +134,7 @@ class KVLayout:
         rank: Which of them this is.
         device: Where the tensors are, as text.
         image_bytes: Bytes of the largest group's image: a slot of this size serves every group.
+        least_image_bytes: Bytes of the smallest group's image: images are at least so far apart.
         pools: Pool of each group. Groups whose pages share bytes share a pool, in which a block id names a slot.
         fingerprint: SHA-256 (hexadecimal) of what decides an image's bytes: sizes, order and dtypes, never addresses,
             strides or the number of blocks. Layouts with one fingerprint read each other's images.
@@ -163,6 +164,7 @@ class KVLayout:
         self._place(tuple(tensors))
         self._image_bytes = tuple(ranks * group.part_bytes for group in self.groups)
         self.image_bytes = max(self._image_bytes)
+        self.least_image_bytes = min(self._image_bytes)
         self.num_layers = 1 + max(max(group.layers) for group in self.groups)
 
     @property

@@ -42,10 +42,12 @@ def runs_of(batch: Batch, part: Part, table: RefTable, max_bytes: int | None) ->
     blocks = part.blocks.reshape(-1)
     first = np.empty((2, chunks * subs), dtype=np.uint64)
     np.multiply(blocks.view(np.uint64), table.pitch, out=first[0])
-    places = first[1].reshape(chunks, subs)
-    np.add(part.images.view(np.uint64)[:, None], np.uint64(batch.host_address), out=places)
-    if subs > 1 and width is not None:
-        places += np.arange(0, subs * width, width, dtype=np.uint64)
+    images = part.images.view(np.uint64)
+    if subs == 1 or width is None:
+        np.add(images, np.uint64(batch.host_address), out=first[1])
+    else:
+        within = np.arange(batch.host_address, batch.host_address + subs * width, width, dtype=np.uint64)
+        np.add(images[:, None], within, out=first[1].reshape(chunks, subs))
     # No run leaves an image, unless images are as long as what one reference has in them.
     if width is None or width != table.pitch or (subs == 1 and width < batch.layout.image_bytes_of(part.group)):
         return Runs(first, None, width)

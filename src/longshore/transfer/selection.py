@@ -235,7 +235,7 @@ def _check_written_once(selection: Selection, host_bytes: int) -> None:
     layout = selection.whole.layout
     if selection.whole.into == HOST:
         # Images that are apart by the length of one, or by any power of two below it, differ in the bits above that.
-        shift = min(map(layout.image_bytes_of, range(len(layout.groups)))).bit_length() - 1
+        shift = layout.least_image_bytes.bit_length() - 1
         if not _surely_differ(selection.images >> shift, (host_bytes >> shift) + 1):
             twice = repeated(selection.images)
             if twice is not None:
