@@ -116,6 +116,7 @@ class GatedStream(CpuStream):
         self.device.fault("bind", None)
 
     def drain(self) -> None:
+        self.device.fault("drain", None)
         self.device.drained += 1
 
     def close(self) -> None:

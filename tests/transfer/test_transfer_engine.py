@@ -735,6 +735,7 @@ def test_a_lane_that_fails_ends_its_jobs_and_closes_the_engine(caplog: pytest.Lo
 
     is_broken = False
     engine = TransferEngine(pools.layout, device, pools.host, clock=clock)
+    device.fault = lambda step, batch: time.sleep(A_MOMENT if step == "drain" else 0.0)  # who waits sleeps by then
     device.gates[HOST].shut()
     engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1]))
     assert device.gates[HOST].wait_arrived(1)
