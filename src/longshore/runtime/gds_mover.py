@@ -188,9 +188,9 @@ class GdsMover:
         """Wait for what has begun; the last results are still to be polled. Idempotent."""
         self._closed = True
         self._engine.close()
-        self._results += self.poll()
+        ended = self.poll()
         self._tier.close()
-        self._results += self.poll()
+        self._results = ended + self.poll()
 
     # ------------------------------------------------------------------ pieces
 
