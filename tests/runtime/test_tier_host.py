@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import random
@@ -280,6 +281,42 @@ def test_a_process_that_says_nothing_is_an_error_and_ended(tmp_path: Path) -> No
     assert not is_running(int(note.read_text()))
     with pytest.raises(TierError, match="could not be started"):
         HostedHarness(tmp_path, ("/no/such/program",))
+
+
+def test_descriptors_of_high_numbers_serve_as_well(opener: Opener) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        harness = opener()
+        harness.store(0, 0)
+        harness.tier.forget(1)
+        harness.assert_misses(0, 0, generation=1)
+        harness.close()
+    finally:
+        for each in others:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("pipes", [0, 1, 2])
+def test_a_process_that_cannot_be_started_leaves_no_descriptor_behind(
+    monkeypatch: pytest.MonkeyPatch, pipes: int
+) -> None:
+    made = []
+
+    def pipe() -> tuple[int, int]:
+        if len(made) == pipes:
+            raise OSError(errno.EMFILE, "too many open files")
+        made.append(make())
+        return made[-1]
+
+    make, before = os.pipe, len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pipe", pipe)
+    with pytest.raises(OSError, match="too many open files|No such file"):
+        HostProcess(("/no/such/program",), 0)
+    assert len(made) == pipes
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,18 +36,17 @@ class HostProcess:
         self.hung_up = False
         self._unsent = bytearray()
         self._frames = Frames()
-        theirs, self._orders = os.pipe()
-        self._answers, to_us = os.pipe()
-        try:
+        self._orders = self._answers = -1
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
+            undo.callback(self.close)
+            orders, self._orders = os.pipe()
+            theirs.callback(os.close, orders)
+            self._answers, answers = os.pipe()
+            theirs.callback(os.close, answers)
             self._popen = subprocess.Popen(
-                [*program, str(memory)], stdin=theirs, stdout=to_us, pass_fds=(memory,), env=_environment()
+                [*program, str(memory)], stdin=orders, stdout=answers, pass_fds=(memory,), env=_environment()
             )
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(theirs)
-            os.close(to_us)
+            undo.pop_all()
         os.set_blocking(self._orders, False)
         os.set_blocking(self._answers, False)
         self.pid = self._popen.pid
@@ -83,7 +82,11 @@ class HostProcess:
 
     def wait(self, timeout: float | None) -> None:
         """Block until there is something to hear, or an order can go on, at most `timeout` seconds."""
-        select.select([self._answers], [self._orders] if self._unsent else [], [], timeout)
+        either = select.poll()  # unlike `select`, whatever the numbers of the descriptors
+        either.register(self._answers, select.POLLIN)
+        if self._unsent:
+            either.register(self._orders, select.POLLOUT)
+        either.poll(None if timeout is None else 1000 * timeout)
 
     def hang_up(self) -> None:
         """No more orders, nor those that have not gone: it ends when it has finished what it has begun."""
