@@ -70,14 +70,14 @@ def pools(request: pytest.FixtureRequest) -> Iterator[Callable[..., GpuPools]]:
         each.close()
 
 
-def round_trip(pools: Pools, device: Device) -> None:
+def round_trip(pools: Pools, device: Device, compute: object = None) -> None:
     """Out, back into other blocks, and from block to block."""
     model = Model(pools)
     engine = TransferEngine(pools.layout, device, pools.host)
     try:
         out = [Section(0, 1, (3, 0, 17, 4, 5)), Section(1, 2, (9, 8, 7, 20))]
         slots = [4, 0, 9, 3, 2]
-        engine.begin_step()
+        engine.begin_step(compute)
         engine.submit(transfer(1, OFFLOAD, out, slots, valid=[3, 3, 3, 7, 7]))
         assert engine.wait([1], PATIENCE)
         model.move(out, pools.images(slots), into=HOST)
@@ -88,7 +88,7 @@ def round_trip(pools: Pools, device: Device) -> None:
         engine.submit(inside_transfer(3, pools.layout, 0, [20, 21, 22], [10, 12, 14]))
         assert engine.wait([3], PATIENCE)
         copied_inside(model.device, pools.layout, 0, [20, 21, 22], [10, 12, 14])
-        engine.end_step()
+        engine.end_step(compute)
         torch.cuda.synchronize()
         model.check(pools)
         assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
@@ -102,6 +102,10 @@ def test_every_way_keeps_every_byte(pools: Callable[..., GpuPools], page: int, w
     device = cuda(Always(way))
     round_trip(pools(page), device)
     assert not set(device.fallbacks()) & {"host_unregistered", "late_bounce", "no_batched_copy"}
+
+
+def test_compute_may_be_a_stream_of_torchs_general_class(pools: Callable[..., GpuPools]) -> None:
+    round_trip(pools(4096), cuda(Always(Way.DIRECT)), torch.accelerator.current_stream())
 
 
 @pytest.mark.parametrize("page", PAGES)

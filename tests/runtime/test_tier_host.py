@@ -311,12 +311,12 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor_behind(
         made.append(make())
         return made[-1]
 
-    make, before = os.pipe, len(os.listdir("/proc/self/fd"))
+    make, before = os.pipe, len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(os, "pipe", pipe)
-    with pytest.raises(OSError, match="too many open files|No such file"):
+    with pytest.raises(OSError, match="too many open files"):
         HostProcess(("/no/such/program",), 0)
     assert len(made) == pipes
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

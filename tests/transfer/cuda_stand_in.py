@@ -118,6 +118,7 @@ class LazyEvent:
         self.time = 0
 
     def record(self, stream: LazyStream) -> None:
+        self._check(stream)
         with self.world.lock:
             self.stream = stream
             self.at = stream.given + 1
@@ -129,10 +130,17 @@ class LazyEvent:
         self.time = self.world.clock
 
     def wait(self, stream: LazyStream) -> None:
+        self._check(stream)
         with self.world.lock:
             if self.stream is not None:
                 self.world.log.append(("wait", stream.name, (self.stream.name, self.at)))
                 stream.give(lambda: None, (self.stream, self.at))
+
+    @staticmethod
+    def _check(stream: object) -> None:
+        """Streams of torch's general class are not taken, as by `torch.cuda.Event`."""
+        if not isinstance(stream, LazyStream):
+            raise TypeError(f"expected a stream of CUDA's class, got {stream!r}")
 
     def synchronize(self) -> None:
         with self.world.lock:
@@ -325,6 +333,10 @@ class StandInAccelerator(CudaAccelerator):
 
     def new_stream(self) -> torch.Stream:
         return cast(torch.Stream, LazyStream(f"stream {len(self.world.streams)}", self.world))
+
+    def of_cuda(self, stream: torch.Stream) -> torch.Stream:
+        """Whatever stream of torch's general class there is, it is the engine's."""
+        return cast(torch.Stream, self.compute) if isinstance(stream, torch.Stream) else stream
 
     def use(self, stream: torch.Stream) -> None:
         self._used.stream = stream

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cuda_stand_in import StandIn
 from device_kit import between
 from transfer_kit import Pools, flat
@@ -15,6 +16,7 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.transfer import device as module
 from longshore.transfer.device import device_for
 from longshore.transfer.device.cuda import chooser, driver
+from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.calibrate import QUICK, THOROUGH, Effort
 from longshore.transfer.device.cuda.chooser import Calibration, Load, Sample, Way
 
@@ -183,6 +185,31 @@ def test_with_both_the_cuda_device_serves(monkeypatch: pytest.MonkeyPatch) -> No
     device_for(FakeCudaLayout())  # type: ignore[arg-type]
     device_for(FakeCudaLayout(), Path("mine.json"))  # type: ignore[arg-type]
     assert served == [("cuda:0", None), ("cuda:0", Path("mine.json"))]
+
+
+GENERAL = torch.Stream(stream_id=7, device_index=1, device_type=1)
+"""As `torch.accelerator.current_stream()` gives it."""
+
+
+def test_compute_may_be_a_stream_of_torchs_general_class() -> None:
+    stand_in = StandIn(calibration())
+    device, compute = stand_in.device, stand_in.accelerator.compute
+    assert device.resolve(GENERAL) is compute
+    given = compute.given
+    device.hold(GENERAL, device.mark(GENERAL))
+    assert compute.given == given + 2
+
+
+def test_a_stream_of_torchs_general_class_is_named_by_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, **names: int) -> None:
+            self.names = names
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    accelerator = CudaAccelerator(torch.device("cuda:1"))
+    found: Any = accelerator.of_cuda(GENERAL)
+    assert found.names == {"stream_id": 7, "device_index": 1, "device_type": 1}
+    assert accelerator.of_cuda(found) is found
 
 
 def _absent(name: str) -> None:

@@ -31,6 +31,17 @@ class CudaAccelerator(Accelerator):
         """A stream of our own, never the null stream."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
+    def of_cuda(self, stream: torch.Stream) -> torch.Stream:
+        """The same stream by torch's own class for CUDA, which is all that its CUDA events may be given.
+
+        `torch.accelerator.current_stream()` is of another, of which torch 2.6 to 2.11 read what it does not have.
+        """
+        if isinstance(stream, torch.cuda.Stream):
+            return stream
+        return torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
     def handle(self, stream: torch.Stream) -> int:
         """The driver's name for `stream`."""
         return int(cast(torch.cuda.Stream, stream).cuda_stream)

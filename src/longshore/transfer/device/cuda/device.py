@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class CudaDevice(Device):
-    """One GPU. `compute` is a `torch.cuda.Stream`, or `None` for the calling thread's current one."""
+    """One GPU. `compute` is a stream of torch's, of either class, or `None` for the calling thread's current one."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class CudaDevice(Device):
         return found
 
     def resolve(self, compute: object) -> object:
-        """The stream itself."""
+        """The stream, by torch's class for CUDA."""
         return self._compute(compute)
 
     def mark(self, compute: object) -> Event:
@@ -138,4 +138,6 @@ class CudaDevice(Device):
         self._tools.events.close()
 
     def _compute(self, compute: object) -> torch.Stream:
-        return self._accelerator.current_stream() if compute is None else cast(torch.Stream, compute)
+        if compute is None:
+            return self._accelerator.current_stream()
+        return self._accelerator.of_cuda(cast(torch.Stream, compute))
