@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from longshore.boundary import FILE, HOST, Key, Slot
 from longshore.cache import CacheGroup, CacheSettings, DevicePool, TieredCache, TierSpec, WritePolicy, WriteRule
-from longshore.cache.eviction import ARC, LRU
+from longshore.cache.eviction import ARC, LRU, Gittins
 from longshore.errors import CacheError
 from longshore.slabs import Slabs
 
@@ -108,7 +108,7 @@ class Setup(NamedTuple):
 
     def build(self) -> TieredCache:
         """A new cache, with what was found in its file tier."""
-        policy = {"lru": LRU, "arc": ARC}[self.policy]
+        policy = {"lru": LRU, "arc": ARC, "gittins": Gittins}[self.policy]
         tiers = [TierSpec(name, self.layout(slots), IMAGE_BYTES, policy) for name, slots in self.sizes.items()]
         backup = WriteRule(WritePolicy(self.backup), self.threshold, self.budget)
         settings = CacheSettings(

@@ -43,7 +43,7 @@ def setups(draw: st.DrawFn) -> Setup:
         max_writes=draw(st.sampled_from((1024, 1, 3))),
         found=tuple((slot, key(path), parent(key(path))) for slot, path in enumerate(found)),
         generation=draw(st.sampled_from((0, 3))),
-        policy=draw(st.sampled_from(("lru", "arc"))),
+        policy=draw(st.sampled_from(("lru", "arc", "gittins"))),
         foreign=draw(st.sampled_from(((), (), ("near",), ("near", "far")))),
         max_probes=draw(st.sampled_from((8192, 8192, 3))),
     )

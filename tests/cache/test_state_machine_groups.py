@@ -39,7 +39,7 @@ def setups(draw: st.DrawFn) -> Setup:
         backup=draw(st.sampled_from(("write_through", "write_back"))),
         events=draw(st.sampled_from((0, 10_000))),
         max_writes=draw(st.sampled_from((1024, 3))),
-        policy=draw(st.sampled_from(("lru", "arc"))),
+        policy=draw(st.sampled_from(("lru", "arc", "gittins"))),
         foreign=draw(st.sampled_from(((), ("near",)))),
         device_blocks=96,
     )
