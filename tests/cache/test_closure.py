@@ -4,7 +4,8 @@ import pytest
 from cache_model import World
 from cache_setup import Setup, chunks, key, path_of
 
-from longshore.boundary import FILE, HOST, Status
+from longshore.boundary import FILE, HOST, Status, TransferResult
+from longshore.cache import CacheSettings, TieredCache, TierSpec
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
@@ -157,8 +158,21 @@ def test_keys_that_do_not_follow_one_another_are_refused() -> None:
         ("offer", (chunks("ab")[::-1],)),
         ("offer", ([key("x"), key("a")],)),
         ("commit", ([key("x"), key("ab")], (0, 1))),
+        # Where the search for what can be read does not come by, but that for what is known does.
+        ("match", ([key("a"), key("x"), key("y"), key("ab"), key("z")], 1.0)),
     ):
         world.refused(CacheError, method, *args)
+
+
+def test_a_long_path_that_waits_for_its_head_can_be_read_as_soon_as_that_arrives() -> None:
+    keys = [position.to_bytes(32) for position in range(1, 2501)]
+    cache = TieredCache([TierSpec(HOST, len(keys))], CacheSettings(max_writes=len(keys)))
+    head, tail = cache.commit(keys[:10], range(10)), cache.commit(keys, range(10, len(keys)), first=10)
+    for offload, found in ((tail, 0), (head, len(keys))):
+        assert offload.job is not None
+        cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
+        assert cache.match(keys, 0.0).length == found
+    cache.check_integrity()
 
 
 def index_of(*tiers: int) -> Index:

@@ -191,13 +191,14 @@ class Index(Lookup):
         if nodes and reachable[parent[nodes[0]]] and self._family.is_line(at):
             marks(reachable)[at] = 1
             return
-        for i, node in enumerate(nodes, 1):
+        queue = list(nodes)
+        for i, node in enumerate(queue, 1):  # which grows by what has waited behind them
             if reachable[node] or not reachable[parent[node]]:
                 continue
             reachable[node] = 1
             below = child[node]
-            if below and (older[below] or i == len(nodes) or below != nodes[i]):
-                self.reveal([c for c in self.children(node) if self.warmest_ready(c) >= 0])
+            if below and (older[below] or i == len(queue) or below != queue[i]):
+                queue += [c for c in self.children(node) if self.warmest_ready(c) >= 0]
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
         """Live copies (node, tier) of descendants that are out of reach once `node` reaches down to tier `left` only.
