@@ -30,7 +30,7 @@ class World(Reading, Storing):
                 model.outcome = Outcome(0, ())
             model.reading = ()
         self.forget_abroad()
-        self.peeks = [(each, True) for each, _ in self.peeks]
+        self.peeks.clear()
         self.warm.clear()
         assert not self.cache.residents()
         self.settle()

@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+from cache_groups import Groups
 from cache_model import World
 from cache_setup import Setup, chunks, key, parent, path_of
 
@@ -176,9 +177,22 @@ def test_a_reset_lets_go_of_what_was_peeked_at() -> None:
     world.settle_all()
     world.peek(key("a"))
     world.reset()
-    assert world.cache.held == 1
-    world.end_step()
     assert world.cache.held == 0
+    world.end_step()
+
+
+def test_a_step_ends_also_if_its_tier_had_more_slots_before_a_reset() -> None:
+    world = Groups(Setup(host=8))
+    for path in ("abcd", "wxyz"):
+        world.commit(path, 0, False)
+        world.settle_all()
+    world.discard("abcd", HOST)
+    assert not world.resize(HOST, 4, discard=False, move=True)
+    world.settle_all()
+    assert world.resize(HOST, 4, discard=False)
+    world.peek(key("wxyz"))
+    world.reset()
+    world.end_step()
 
 
 def test_commands_come_once_and_in_order() -> None:

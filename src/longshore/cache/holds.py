@@ -83,6 +83,10 @@ class Holds:
         marks(self._store.seen)[at] = 1
         self._step.frombytes(at.tobytes())
 
+    def forget_step(self) -> None:
+        """The store was cleared, and with it what was protected."""
+        self._step = array("i")
+
     def end_step(self) -> None:
         """What was protected no longer is."""
         if self._step:

@@ -82,6 +82,7 @@ class TieredCache(Reading, Offering):
             if record.load is not None:
                 self._count_misses(record.load, record.load.revoke())
         self._flow.forget()
+        self._holds.forget_step()
         self._exchange.clear()
         return self.generation
 
