@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+
+import pytest
 from cache_setup import IMAGE_BYTES
 from group_kit import FULL, WINDOW, end, keys_of, orders, store, wanted
 
 from longshore.boundary import HOST, Probe, ProbeResult
 from longshore.cache import CacheSettings, MissReason, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
+from longshore.errors import CacheError
 
 STORE = "store"
 FULLS, WINDOWS = keys_of(0, 4), keys_of(1, 8)
@@ -76,3 +80,14 @@ def test_what_is_fetched_takes_no_room_from_what_the_same_prefix_needs() -> None
     assert [item.key for each in transfers for item in each.items] == FULLS[:3]
     end(cache, transfers)
     assert cache.match_groups(BOTH, 0.0).tokens == 12
+
+
+def test_keys_out_of_place_where_only_the_store_is_asked_are_refused_with_nothing_changed() -> None:
+    cache = TieredCache([TierSpec(HOST, 64)], CacheSettings(groups=(FULL, FULL), events=9), foreign=[STORE])
+    known, new = keys_of(0, 6), keys_of(0, 7, "b")
+    store(cache, 0, known)
+    store(cache, 1, keys_of(1, 5))
+    before = pickle.dumps(cache)
+    with pytest.raises(CacheError, match="key 3 of a path"):
+        cache.match_groups(wanted([known[0], *new[1:3], known[5], *new[4:]], keys_of(1, 5)), 1.0)
+    assert pickle.dumps(cache) == before

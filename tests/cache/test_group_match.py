@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import NamedTuple
 
 import pytest
@@ -159,6 +160,16 @@ def test_keys_out_of_place_are_refused_with_nothing_changed() -> None:
     assert cache.held == 0
     with pytest.raises(CacheError, match="does not stand alone"):
         cache.commit([paths[0][1]], [0], group=1)
+
+
+def test_keys_of_the_last_group_that_are_out_of_place_behind_what_can_be_read_change_nothing_either() -> None:
+    cache = grouped(FULL, FULL, events=9)
+    known, new = keys_of(1, 4), keys_of(1, 5, "b")
+    store(cache, 1, known)
+    before = pickle.dumps(cache)
+    with pytest.raises(CacheError, match="key 2 of a path"):
+        cache.match_groups(wanted(keys_of(0, 5), [known[0], new[1], known[1], *new[3:]]), 1.0)
+    assert pickle.dumps(cache) == before
 
 
 def test_each_group_of_a_request_is_an_event() -> None:

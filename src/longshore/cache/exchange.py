@@ -53,11 +53,10 @@ class Exchange:
     # ------------------------------------------------------------------ what is known
 
     def look(self, keys: Sequence[Key], end: int) -> tuple[int, tuple[int, ...]]:
-        """How many chunks foreign tiers are known to have, right behind what is on its way behind `keys[:end]`.
+        """How many chunks foreign tiers are known to have right behind `keys[:end]`, which we have, or will have.
 
         What is not known behind these is asked for; also returned are the probes that are under way about it.
         """
-        end = self._store.index.known_prefix(keys, end)
         if end and not self._store.index.get(keys[end - 1]):
             return 0, ()  # what is before these is not ours: they could not be reached
         known = 0
@@ -104,9 +103,9 @@ class Exchange:
         makes way.
         """
         store, writer = self._store, self._store.pools[0].writer
-        known, _ = self.look(keys, end)
-        jobs = dict.fromkeys(writer[slot] for node in path if (slot := store.index.slot[0][node]) in writer)
         begin = end + len(path)
+        known, _ = self.look(keys, begin)
+        jobs = dict.fromkeys(writer[slot] for node in path if (slot := store.index.slot[0][node]) in writer)
         parent, wanted = store.index.get(keys[begin - 1]) if begin else ROOT, keys[begin : begin + known]
         pin = store.pin(parent) if parent and wanted else None
         store.log.by = wanted[0] if wanted else None

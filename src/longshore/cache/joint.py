@@ -50,6 +50,8 @@ class Joint:
         """
         plan = self._plan(self._paths(wanted))
         self._check(plan)
+        if self._exchange:  # which is asked for all that our tiers lack, not only for what is needed
+            self.check(wanted)
         return plan
 
     def check(self, wanted: Sequence[Wanted]) -> None:
@@ -155,6 +157,7 @@ class Joint:
             else:
                 for at in {*need.load[:1], *need.load[-1:]}:
                     index.check_link(path.keys, at)
+                index.known_prefix(path.keys, need.end)  # as for the misses
         keys = [path.keys[at] for path, need in zip(paths, needs, strict=True) for at in need.load]
         self._check_distinct([*keys, *(n.partial.key for n in needs if n.partial and not n.partial.device)])
 
@@ -187,8 +190,9 @@ class Joint:
                 abroad = reason is MissReason.ABSENT and self._exchange.has(key)
                 store.counters.misses[MissReason.FOREIGN if abroad else reason] += 1
         else:
-            foreign, probes = self._exchange.look(path.keys, need.end) if self._exchange else (0, ())
-            store.watching.count_misses(path.keys, need.end, foreign)
+            known = store.index.known_prefix(path.keys, need.end)
+            foreign, probes = self._exchange.look(path.keys, known) if self._exchange else (0, ())
+            store.watching.count_misses(path.keys, need.end, known, foreign)
         if store.log.on:
             asked: tuple[Key, ...] = tuple(path.keys[need.first :])
             store.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)

@@ -58,10 +58,12 @@ class Reading(Core):
         end = index.reachable_prefix(keys, start)
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
+        # Foreign tiers are asked for each key behind these; else looking at some of them is enough here, too.
+        known = end + len(index.follow(keys, end)) if self._exchange else index.known_prefix(keys, end)
         partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
         self._advance(now)
-        foreign, probes = self._exchange.look(keys, end) if self._exchange else (0, ())
-        self._store.watching.count_misses(keys, end, foreign)
+        foreign, probes = self._exchange.look(keys, known) if self._exchange else (0, ())
+        self._store.watching.count_misses(keys, end, known, foreign)
         if self._store.log.on:
             asked, found = tuple(keys), end - start
             self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)

@@ -110,9 +110,12 @@ class Watching:
             return MissReason.ABSENT
         return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.BEHIND
 
-    def count_misses(self, keys: Sequence[Key], end: int, foreign: int = 0) -> None:
-        """A request got no further than to before `keys[end]`; so many of the rest a foreign tier is known to have."""
-        known, misses = self._store.index.known_prefix(keys, end), self._store.counters.misses
+    def count_misses(self, keys: Sequence[Key], end: int, known: int, foreign: int = 0) -> None:
+        """A request got no further than to before `keys[end]`; a tier will have what leads to before `keys[known]`.
+
+        So many of the rest a foreign tier is known to have.
+        """
+        misses = self._store.counters.misses
         for key in keys[end:known]:
             misses[self.miss(key)] += 1
         misses[MissReason.ABSENT] += len(keys) - known - foreign
