@@ -266,6 +266,17 @@ def test_a_reset_forgets_what_was_known_and_what_was_asked() -> None:
     assert desk.cache.stats()[0].used == 0
 
 
+def test_what_came_from_the_device_before_a_reset_is_stored_when_it_comes_again() -> None:
+    desk = Desk(slots=64)
+    desk.cache.commit(chunks("ab"), range(2))
+    desk.look()
+    desk.cache.reset()
+    desk.end()
+    assert desk.transfers == []
+    desk.store("ab")
+    assert [keys_of(each) for each in desk.transfers] == [["a", "ab"]]
+
+
 def test_what_comes_from_the_device_is_stored_once_heads_first() -> None:
     desk = Desk(slots=64)
     desk.store("abc")
@@ -323,6 +334,16 @@ def test_stores_under_way_keep_few_slots_and_those_that_do_not_fit_are_counted()
     assert sum(desk.cache.discard(chunks(path), HOST) for path in ("abc", "xyz")) == 4
     desk.end()  # what was to follow is gone from the host tier
     assert desk.transfers == []
+    assert desk.cache.counters.drops[STORE][DropReason.BACKPRESSURE] == 1 + 2
+
+
+def test_what_went_before_it_was_stored_is_stored_when_it_comes_again() -> None:
+    desk = Desk(slots=16)  # of which one is kept for stores under way
+    desk.store("ab")
+    assert desk.cache.discard(chunks("ab"), HOST) == 1
+    assert keys_of(desk.end()) == ["a"]
+    desk.store("ab")
+    assert [keys_of(each) for each in desk.transfers] == [["ab"]]
 
 
 def test_the_first_store_that_has_a_chunk_is_read() -> None:
@@ -358,11 +379,13 @@ def test_names_and_rules_that_cannot_be_are_refused() -> None:
         CacheSettings(probe_timeout=0.0)
 
 
-def test_keys_that_are_no_path_are_not_fetched() -> None:
+@pytest.mark.parametrize("call", ["match", "fetch"])
+def test_keys_that_are_no_path_are_neither_asked_for_nor_fetched(call: str) -> None:
     desk = known("ab", "ab")
+    before = pickle.dumps(desk.cache)
     with pytest.raises(CacheError, match="keys of a path differ"):
-        desk.cache.fetch([key("a"), key("a")], 0.0)
-    desk.cache.check_integrity()
+        getattr(desk.cache, call)([key("a"), key("a")], 1.0)
+    assert pickle.dumps(desk.cache) == before
 
 
 def test_what_is_behind_chunks_that_only_the_engine_has_is_neither_asked_for_nor_fetched() -> None:

@@ -187,8 +187,13 @@ class Exchange:
         """Order a store of those of `keys` that are still in the warmest tier, and not known to be there by now."""
         index, pool = self._store.index, self._store.pools[0]
         # What was thought to be there, and is not, may have been queued once more.
-        nodes = [index.get(key) for key in dict.fromkeys(keys) if not tier.has(key)]
-        nodes = [node for node in nodes if node and index.is_ready(node, 0)]
+        wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
+        nodes = [node for node in index.find(wanted) if node and index.is_ready(node, 0)]
+        if len(nodes) < len(wanted):  # these waited too long
+            here = set(index.key[nodes])
+            gone = [key for key in wanted if key not in here]
+            tier.not_sending(gone)
+            self._drop(tier, len(gone), DropReason.BACKPRESSURE)
         if not nodes:
             return
         slots = [index.slot[0][node] for node in nodes]

@@ -269,7 +269,8 @@ class Flow:
             tier, slots = job.destination
             if not good:
                 slots = [slot for slot, status in zip(slots, statuses, strict=True) if status is Status.OK]
-            if self.offloaded is not None and job.transfer.route.source == DEVICE:
+            ours = job.transfer.generation == self.generation
+            if self.offloaded is not None and ours and job.transfer.route.source == DEVICE:
                 items = zip(job.transfer.items, statuses, strict=True)
                 self.offloaded += [item.key for item, status in items if status is Status.OK]
             store.arrive(tier, slots)

@@ -95,6 +95,11 @@ class Foreign:
         while len(self._sent) > KNOWN:
             del self._sent[next(iter(self._sent))]
 
+    def not_sending(self, keys: Sequence[Key]) -> None:
+        """A store of `keys` is not to be ordered after all."""
+        for key in keys:
+            self._sent.pop(key, None)
+
     def forget(self, key: Key) -> None:
         """What was known of `key`, or thought of it, has turned out not to be so."""
         self._known.pop(key, None)
