@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import column, zeros
+from longshore.cache.columns import column, numbers, zeros
 
 _NOBODY = 0
 
@@ -27,8 +27,8 @@ class Family:
 
     def grow(self, more: int) -> None:
         """Make room for `more` nodes."""
-        for numbers in (self.parent, self.child, self.older, self.younger):
-            numbers.extend(zeros(more))
+        for links in (self.parent, self.child, self.older, self.younger):
+            links.extend(zeros(more))
 
     def children(self, node: int) -> Iterator[int]:
         """The nodes right behind `node`, youngest first. The family must not be changed meanwhile."""
@@ -65,7 +65,7 @@ class Family:
 
     def append(self, parent: int, nodes: Sequence[int]) -> None:
         """`nodes`, which are new, follow `parent`, one after the other."""
-        at, elder, head = np.array(nodes, np.int32), self.child[parent], nodes[0]
+        at, elder, head = numbers(nodes), self.child[parent], nodes[0]
         column(self.parent)[at[1:]] = at[:-1]
         column(self.child)[at[:-1]] = at[1:]
         column(self.older)[at] = column(self.younger)[at] = _NOBODY
@@ -76,7 +76,7 @@ class Family:
 
     def append_firsts(self, nodes: Sequence[int]) -> None:
         """`nodes`, which are new, follow nobody."""
-        at, elder, last = np.array(nodes, np.int32), self.child[_NOBODY], nodes[-1]
+        at, elder, last = numbers(nodes), self.child[_NOBODY], nodes[-1]
         column(self.parent)[at] = column(self.child)[at] = _NOBODY
         column(self.older)[at[:-1]] = at[1:]
         column(self.younger)[at[1:]] = at[:-1]
@@ -99,9 +99,28 @@ class Family:
         younger[elders[elders > 0]] = eldest[elders > 0]
         child[above[first]] = youngest
 
+    def siblings(
+        self, at: npt.NDArray[np.int32], parents: npt.NDArray[np.int32]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """The nodes `at`, children of `parents`, in runs, each from one to the next younger sibling.
+
+        Of each run: the eldest, the youngest, their parent, and how many they are. What has been told of may leave
+        before the next is asked for.
+        """
+        last = np.ones(len(at), bool)
+        np.not_equal(column(self.younger)[at[:-1]], at[1:], out=last[:-1])
+        ends = np.flatnonzero(last)
+        begins = np.concatenate([[0], ends[:-1] + 1])
+        runs = (at[begins], at[ends], parents[ends], ends - begins + 1)
+        return zip(*(each.tolist() for each in runs), strict=True)
+
     def leave(self, node: int, parent: int) -> None:
         """`node` is no child of `parent` any more."""
-        older, younger = self.older[node], self.younger[node]
+        self.leave_together(node, node, parent)
+
+    def leave_together(self, eldest: int, youngest: int, parent: int) -> None:
+        """Nor are siblings that follow one another, from `eldest` to `youngest`."""
+        older, younger = self.older[eldest], self.younger[youngest]
         if younger:
             self.older[younger] = older
         else:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import column, marks
+from longshore.cache.columns import column, marks, numbers
 from longshore.cache.lookup import Lookup
 from longshore.cache.nodes import NONE, ROOT
 from longshore.errors import CacheError
@@ -155,11 +155,12 @@ class Index(Lookup):
         above = column(self.parent)[at]
         tops = np.ones(len(at), bool)
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
-        parents: list[int] = above[tops].tolist()
-        for node, parent in zip(at[tops].tolist(), parents, strict=True):
+        parents = []
+        for eldest, youngest, parent, count in self._family.siblings(at[tops], above[tops]):
             for reach in self.reach[: tier + 1]:
-                reach[parent] -= 1
-            self._family.leave(node, parent)
+                reach[parent] -= count
+            self._family.leave_together(eldest, youngest, parent)
+            parents.append(parent)
         column(self.slot[tier])[at] = NONE
         for reach in self.reach[: tier + 1]:
             column(reach)[at] = 0
@@ -186,9 +187,11 @@ class Index(Lookup):
 
     def reveal(self, nodes: Sequence[int]) -> None:
         """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind."""
+        if not nodes:
+            return
         reachable, parent, child, older = self.reachable, self.parent, self._family.child, self._family.older
-        at = np.array(nodes, np.int32)
-        if nodes and reachable[parent[nodes[0]]] and self._family.is_line(at):
+        at = numbers(nodes)
+        if reachable[parent[nodes[0]]] and (self._family.is_line(at) or self._are_last(at)):
             marks(reachable)[at] = 1
             return
         queue = list(nodes)
@@ -199,6 +202,11 @@ class Index(Lookup):
             below = child[node]
             if below and (older[below] or i == len(queue) or below != queue[i]):
                 queue += [c for c in self.children(node) if self.warmest_ready(c) >= 0]
+
+    def _are_last(self, at: npt.NDArray[np.int32]) -> bool:
+        """Whether nothing is behind the nodes `at`, and all before them can be reached."""
+        above = column(self.parent)[at]
+        return bool(marks(self.reachable)[above].all() and not column(self._family.child)[at].any())
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
         """Live copies (node, tier) of descendants that are out of reach once `node` reaches down to tier `left` only.

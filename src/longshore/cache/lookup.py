@@ -94,8 +94,7 @@ class Lookup(Nodes):
         nodes = self.find(keys)
         if len(set(keys)) != len(keys):
             raise CacheError(f"the {len(keys)} keys of a path differ, only {len(set(keys))} do")
-        if nodes:
-            self.check_alone(numbers(nodes))
+        self.check_alone(numbers(nodes))
         return nodes
 
     def check_alone(self, at: npt.NDArray[np.int32]) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
-from longshore.cache.columns import column, marks, zeros
+from longshore.cache.columns import column, marks, numbers, zeros
 from longshore.cache.family import Family
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import READY
@@ -65,7 +65,7 @@ class Nodes:
         self.size = LISTS + sum(pool.capacity for pool in pools)
         """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
         # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
-        self.key = np.empty(self.size, object)
+        self.key = np.full(self.size, None, object)
         self._family = Family(self.size)
         self.parent, self.children, self.path = self._family.parent, self._family.children, self._family.path
         self.child, self.older = self._family.child, self._family.older
@@ -162,10 +162,10 @@ class Nodes:
     def resize(self) -> None:
         """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
-        self.key = np.concatenate([self.key, np.empty(more, object)])
+        self.key = np.concatenate([self.key, np.full(more, None, object)])
         self._family.grow(more)
-        for numbers in (self.depth, *self.reach):
-            numbers.extend(zeros(more))
+        for counts in (self.depth, *self.reach):
+            counts.extend(zeros(more))
         for slots in self.slot:
             slots.extend(array("i", [NONE]) * more)
         self.reachable.extend(bytes(more))
@@ -179,10 +179,10 @@ class Nodes:
         shards = self._shards
         for key, node in zip(keys, nodes, strict=True):
             shards[key[0]][key] = node
-        at = np.array(nodes, np.int32)
+        at, where = numbers(nodes), numbers(slots)
         self.key[at] = keys
-        column(self.slot[tier])[at] = slots
-        column(self.pools[tier].node)[slots] = at
+        column(self.slot[tier])[at] = where
+        column(self.pools[tier].node)[where] = at
         self._count += len(nodes)
         return at
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from longshore.boundary import DEVICE, Key, Slot
 from longshore.cache.beginnings import Text
-from longshore.cache.columns import marks
+from longshore.cache.columns import has_twins, marks
 from longshore.cache.core import Core
 from longshore.cache.jobs import Held
 from longshore.cache.nodes import ROOT
@@ -121,7 +121,7 @@ class Offering(Core):
         if lacking:
             name = mine[lacking[0]].hex()[:12]
             raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier: {name} ...")
-        if len(np.unique(at)) < len(at):
+        if has_twins(at):
             raise CacheError(f"the {len(at)} chunks differ, only {len(np.unique(at))} do")
         index.check_alone(at)
         self._store.check_pool(at.tolist() if self._store.several_sizes else (), self.settings.pool_of(group))

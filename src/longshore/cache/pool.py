@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Status
-from longshore.cache.columns import column, marks, zeros
+from longshore.cache.columns import column, marks, numbers, zeros
 from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES, step
 from longshore.errors import CacheError, CapacityError
 from longshore.slabs import Slabs
@@ -93,7 +93,7 @@ class SlotPool:
 
     def move_all(self, indices: Sequence[int] | npt.NDArray[np.int32], before: int, to: int) -> None:
         """Change the state of slots that are all in state `before`."""
-        state, after, at = marks(self.state), step(before, to), np.asarray(indices, np.int32)
+        state, after, at = marks(self.state), step(before, to), numbers(indices)
         if state[at].tobytes().count(before) < len(at):
             index = next(index for index in at.tolist() if state[index] != before)
             raise CacheError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
@@ -146,7 +146,7 @@ class SlotPool:
 
     def free_all(self, indices: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Slots that were ready, and that no job touches, are free."""
-        at = np.array(indices, np.int32)
+        at = numbers(indices)
         self.move_all(at, READY, FREE)
         column(self.node)[at] = 0
         if self.fault:

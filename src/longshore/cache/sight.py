@@ -41,17 +41,19 @@ class Sight:
     @classmethod
     def take(cls, index: Index, keys: Sequence[Key]) -> Sight:
         """Look for `keys`. Raises `CacheError` for what cannot be one."""
-        at = numbers(index.find(keys)) if keys else np.empty(0, np.int32)
+        at = numbers(index.find(keys))
         reachable = marks(index.reachable)[at] != 0
         found = np.where(reachable, np.where(index.are_ready(at, 0), _READY, _COLDER), _IN_FLIGHT)
         found[at == ROOT] = _ABSENT
+        if (found == _READY).all():
+            return cls(keys, [Presence.READY] * len(keys), at, index, index.gone)
         return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, index.gone)
 
 
 def nodes_of(index: Index, keys: Sequence[Key] | Sight) -> tuple[Sequence[Key], At]:
     """Keys and their nodes, `ROOT` for those that no tier has. Raises `CacheError` for what cannot be a key."""
     if not isinstance(keys, Sight):
-        return keys, numbers(index.find(keys)) if keys else np.empty(0, np.int32)
+        return keys, numbers(index.find(keys))
     if keys.index is index and keys.gone == index.gone:
         return keys.keys, keys.at
     return nodes_of(index, keys.keys)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from longshore.boundary import Command, Discard, Key, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.beginnings import Beginnings
-from longshore.cache.columns import column, marks
+from longshore.cache.columns import column, marks, numbers
 from longshore.cache.emptying import Emptying
 from longshore.cache.events import EVICTED, EventKind, EventLog
 from longshore.cache.evicting import Eviction
@@ -170,7 +170,7 @@ class Store:
         pool, writer = self.pools[tier], self.pools[tier].writer
         for slot in slots:
             del writer[slot]
-        at = np.array(slots, np.int32)
+        at = numbers(slots)
         draining = marks(pool.state)[at] == DRAINING
         wanted = at[~draining]
         pool.move_all(wanted, FILLING, READY)
@@ -236,7 +236,7 @@ class Store:
     def unread(self, tier: int, slots: Sequence[int]) -> None:
         """Readers have let go of these slots, which are distinct."""
         pool = self.pools[tier]
-        at, readers = np.array(slots, np.int32), column(pool.readers)
+        at, readers = numbers(slots), column(pool.readers)
         readers[at] -= 1
         idle = at[readers[at] == 0]
         state = marks(pool.state)[idle]
@@ -365,7 +365,7 @@ class Store:
         """The chunks of a path, tail first, were used: heads stay longest."""
         if not nodes:
             return
-        used = np.array(nodes, np.int32)
+        used = numbers(nodes)
         for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
             at = column(slots)[used]
             live = at >= 0

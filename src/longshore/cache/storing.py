@@ -12,11 +12,16 @@ way before its copy is in place, nor for a chunk that does not come; so whatever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.beginnings import Text
 from longshore.cache.budget import WriteBudget
+from longshore.cache.columns import column, leading, numbers
 from longshore.cache.flow import Flow
 from longshore.cache.groups import runs_of
 from longshore.cache.jobs import Side
@@ -147,12 +152,14 @@ class Storing:
         """
         store, kind, size = self._store, *self._flow.settings.group(group)
         in_window, pool = kind.first_needed(len(keys) * size, size), self._flow.settings.pool_of(group)
-        known = {at: node for at, node in enumerate(nodes, len(keys) - len(nodes)) if node}
-        fresh = [position for position in range(first, len(keys)) if position not in known]
-        window = [node for position, node in known.items() if position >= in_window]
+        at = np.zeros(len(keys), np.int32)
+        at[len(keys) - len(nodes) :] = numbers(nodes)
+        known = np.flatnonzero(at).tolist()
+        fresh = (first + np.flatnonzero(at[first:] == ROOT)).tolist()
+        window = at[known[bisect_left(known, in_window) :]].tolist()
         store.touch(window[::-1])
         store.sliding.enter(window)
-        self._retain(known, retention)
+        self._retain(at, known, retention)
         pins = [store.pin(node) for node in window]
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         store.log.by = keys[wanted[-1]] if wanted else None
@@ -160,14 +167,16 @@ class Storing:
         for pin in pins:
             store.unpin(pin)
         job, slots = self._order_alone(keys, wanted, first, blocks, group)
-        placed = dict(zip(wanted, (store.pools[0].node[slot] for slot in slots), strict=True))
-        self._retain(placed, retention)
-        known = {at: node for at, node in known.items() if store.index.key[node] == keys[at]} | placed
-        store.sliding.slide([node for position, node in known.items() if position < in_window])
-        kept = next((position for position in range(first, len(keys)) if position not in known), len(keys))
+        known = [position for position in known if store.index.key[at[position]] == keys[position]]
+        at[wanted] = column(store.pools[0].node)[numbers(slots)]
+        self._retain(at, wanted, retention)
+        there = numbers([*known, *wanted])
+        store.sliding.slide(at[there[there < in_window]].tolist())
+        had = np.zeros(len(keys), bool)
+        had[there] = True
         addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
-        had = tuple(position for position in known if position >= first and position not in placed)
-        return Offload(job, tuple(wanted), addresses, kept, had)
+        kept, before = first + leading(had[first:]), tuple(known[bisect_left(known, first) :])
+        return Offload(job, tuple(wanted), addresses, kept, before)
 
     def _order_alone(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int
@@ -175,7 +184,7 @@ class Storing:
         """Order the chunks at the positions `wanted`, for which there is room, into the host tier; job and slots."""
         if not wanted:
             return None, []
-        job, mine = self._flow.new_id(), [keys[position] for position in wanted]
+        job, mine = self._flow.new_id(), list(map(keys.__getitem__, wanted))
         slots = self._store.place_alone(mine, job, self._flow.settings.pool_of(group))
         sections = () if blocks is None else self._sections(group, wanted, first, blocks)
         self._flow.order(
@@ -183,11 +192,11 @@ class Storing:
         )
         return job, slots
 
-    def _retain(self, nodes: Mapping[int, int], retention: Sequence[Retention]) -> None:
-        """`retention` says something of some of `nodes`, by position."""
+    def _retain(self, at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
+        """`retention` says something of some of `positions`, where the nodes are `at`."""
         if retention:
-            for position, node in nodes.items():
-                self._store.retention.apply((node,), position, retention, self._flow.now)
+            for position in positions:
+                self._store.retention.apply((int(at[position]),), position, retention, self._flow.now)
 
     def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
         """The device blocks of the chunks at `positions`, of which the one at `first` has the first of `blocks`."""
@@ -202,15 +211,17 @@ class Storing:
     def _worth_alone(
         self, keys: Sequence[Key], fresh: Sequence[int], prompt: int, retention: Sequence[Retention]
     ) -> list[int]:
-        """Those of the positions `fresh` that the write policy takes; the others count as dropped."""
+        """Those of the positions `fresh`, which ascend, that the write policy takes; the others count as dropped."""
         floor, seen = self._flow.settings.priority_floor, self._sightings
-        asked = [position for position in fresh if position < prompt]
-        self._flow.drop(0, len(fresh) - len(asked), DropReason.ANSWER)
-        worth = [position for position in asked if not floor or priority_of(retention, position) >= floor]
-        self._flow.drop(0, len(asked) - len(worth), DropReason.PRIORITY)
-        often = [position for position in worth if seen is None or seen.leading([keys[position]])]
-        self._flow.drop(0, len(worth) - len(often), DropReason.SELDOM)
-        return often
+        worth = list(fresh[: bisect_left(fresh, prompt)])
+        self._flow.drop(0, len(fresh) - len(worth), DropReason.ANSWER)
+        if floor:
+            asked, worth = worth, [each for each in worth if priority_of(retention, each) >= floor]
+            self._flow.drop(0, len(asked) - len(worth), DropReason.PRIORITY)
+        if seen is not None:
+            asked, worth = worth, [each for each in worth if seen.leading([keys[each]])]
+            self._flow.drop(0, len(asked) - len(worth), DropReason.SELDOM)
+        return worth
 
     def clean(self, *, all_of_host: bool = False) -> None:
         """Order copies down until what the write rules say (or all of the host tier) is safe to evict."""

@@ -118,7 +118,8 @@ class Runtime:
                 yield self._cache
             finally:
                 self._pump()
-                self.wakeup.set()
+                if self._is_busy:
+                    self.wakeup.set()
 
     @contextmanager
     def observe(self) -> Iterator[TieredCache]:
@@ -130,7 +131,7 @@ class Runtime:
         """Make what progress there is to make, without waiting; says whether anything is in flight."""
         with self._lock:
             self._pump()
-            return bool(self._waiting or self._running or self._probing)
+            return self._is_busy
 
     def wait_onboarded(self, hold: Hold, timeout: float) -> Outcome:
         """Wait until the onboarding of `hold` has ended, at most `timeout` seconds; then what has arrived is it."""
@@ -204,6 +205,11 @@ class Runtime:
         return flushed
 
     # ------------------------------------------------------------------ inside; the lock is held
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether anything is in flight: if not, there is nothing to pump for."""
+        return bool(self._waiting or self._running or self._probing)
 
     def _wait(self, done: Callable[[], bool], timeout: float) -> bool:
         deadline = self.clock() + timeout

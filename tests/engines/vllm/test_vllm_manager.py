@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 from vllm_kit import BLOCKS, Rig, file_settings, keys_of
 
 from longshore.engines.vllm.keys import ours
 from longshore.errors import ConfigError, EngineError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_our_keys_differ_by_group_and_begin_with_what_is_spread(size: int) -> None:
+    digests = [hashlib.sha256(bytes((at,))).digest()[:size] for at in range(64)]
+    theirs = [make_offload_key(digest, group) for digest in digests for group in (0, 1)]
+    names = ours(theirs)
+    assert len(set(names)) == len(theirs)
+    assert {len(name) for name in names} == {32}
+    assert len({name[0] for name in names}) > 32
 
 
 @pytest.mark.parametrize(("world", "per_chunk"), [(1, 1), (1, 4), (2, 1), (2, 2)])

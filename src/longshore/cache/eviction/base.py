@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
-from longshore.cache.columns import marks, numbers
+from longshore.cache.columns import has_twins, marks, numbers
 from longshore.errors import CacheError
 
 Names = npt.NDArray[np.object_]
@@ -156,13 +156,11 @@ def check_new(place: bytearray, nodes: Sequence[int]) -> None:
     if len(nodes) == 1:
         if nodes[0] < LISTS or place[nodes[0]]:
             raise known(nodes[0])
-    elif nodes and (
-        min(nodes) < LISTS or marks(place)[np.array(nodes, np.int32)].any() or len(set(nodes)) < len(nodes)
-    ):
+    elif nodes and (min(nodes) < LISTS or marks(place)[at := numbers(nodes)].any() or has_twins(at)):
         raise known(next(node for i, node in enumerate(nodes) if node < LISTS or place[node] or node in nodes[:i]))
 
 
 def check_in(place: bytearray, nodes: Sequence[int]) -> None:
     """Raise `CacheError` if one of `nodes` is not in, by its mark in `place`."""
-    if not all(map(place.__getitem__, nodes) if len(nodes) < FEW else marks(place)[numbers(nodes)].tobytes()):
+    if not all(map(place.__getitem__, nodes) if len(nodes) < FEW else (marks(place)[numbers(nodes)].all(),)):
         raise unknown(next(node for node in nodes if not place[node]))

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
+from longshore.cache.columns import sparse
 from longshore.errors import CacheError
 
 _FEW = 12
@@ -44,10 +45,10 @@ class Departed:
         self._allocate(0, 0)
 
     def _allocate(self, places: int, heads: int) -> None:
-        # Zeros of numpy take memory only where they are written to. Single numbers are read faster by `data`.
-        self._tags, self._before = np.zeros(places, np.uint32).data, np.zeros(places, np.uint32).data
-        self._when, self._uses = np.zeros(places, np.int32).data, np.zeros(places, np.uint8).data
-        self._heads = np.zeros(heads, np.uint32).data
+        # Single numbers are read faster by `data`.
+        self._tags, self._before = sparse(places, np.uint32).data, sparse(places, np.uint32).data
+        self._when, self._uses = sparse(places, np.int32).data, sparse(places, np.uint8).data
+        self._heads = sparse(heads, np.uint32).data
 
     def __getstate__(self) -> dict[str, Any]:
         """As arrays, for views cannot be pickled."""

@@ -1,7 +1,7 @@
 """vLLM's keys and ours.
 
     theirs   hash of the last block of a chunk (16 or 32 bytes) ┊ number of the KV cache group (4 bytes)
-    ours     the last 32 bytes of it, filled up with zeros at the front
+    ours     the last 32 bytes of it, filled up with zeros at the end: what begins with digests is spread well
 
 So groups have keys of their own. The scope stands in the records of tiers that outlive the process.
 """
@@ -19,4 +19,4 @@ GROUP_BYTES = 4
 
 def ours(theirs: Iterable[bytes]) -> list[Key]:
     """Our keys of chunks."""
-    return [key[-_KEY_BYTES:] if len(key) >= _KEY_BYTES else key.rjust(_KEY_BYTES, b"\0") for key in theirs]
+    return [key[-_KEY_BYTES:] if len(key) >= _KEY_BYTES else key.ljust(_KEY_BYTES, b"\0") for key in theirs]

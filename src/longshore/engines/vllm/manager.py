@@ -79,13 +79,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Where a chunk is: from the answers of this step, which are had for all chunks of the request at once."""
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
-        answer = request.answers.get(key)
-        if answer is None:
-            self._ask(request, key, req_context)
-            answer = request.answers[key]
-        if answer is PENDING and key in request.colder:
-            request.wanted[key] = None
+        try:
+            answer = self._requests[req_context.req_id].answers[key]
+        except KeyError:
+            answer = self._ask(self._begin(req_context), key, req_context)
+        if answer is PENDING:
+            self._requests[req_context.req_id].want(key)
         return answer
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -137,7 +136,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 if self._announcer is not None:
                     self._announcer.name(mine, names)
                 if offload.job is not None:
-                    ticket.keys += [mine[position] for position in offload.positions]
+                    ticket.keys += map(mine.__getitem__, offload.positions)
                     ticket.jobs.append((offload.job, offload.slots.of))
                     runs[group] = offload.slots.of
         if ticket.keys:
@@ -236,10 +235,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ inside
 
-    def _ask(self, request: Request, key: OffloadKey, context: ReqContext) -> None:
-        """Answers for all chunks of a request that vLLM has told of, `key` among them."""
+    def _ask(self, request: Request, key: OffloadKey, context: ReqContext) -> LookupResult:
+        """The answer for `key`; and, for the lookups to come, those for all chunks of the request that vLLM told of."""
         told: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-        request.told = list(told) if key in told else [key]
+        asked = told if key in told else {key: 0}
+        request.told = list(asked)
         now = self._runtime.clock()
         with self._runtime.control() as cache:
             late = request.since is not None and now - request.since > self._patience
@@ -247,17 +247,17 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.sight = cache.peek(ours(() if request.barred else request.told))
         self._asked.append(request)
         if request.barred:
-            request.answers = dict.fromkeys(request.told, MISS)
-            self._tally.misses[MissReason.IO_ERROR] += 0 if request.counted else len(request.told)
+            request.answers = dict.fromkeys(asked, MISS)
+            self._tally.misses[MissReason.IO_ERROR] += 0 if request.counted else len(asked)
             request.counted = True
-            return
+            return MISS
         found = request.sight.presences
         if request.worth is None and Presence.COLDER in found:
             request.worth = self._worth(told, found, key)
         self._count_misses(request, key, late=late, brought=brought)
-        request.answers = dict.fromkeys(request.told, HIT)
+        request.answers = dict.fromkeys(asked, HIT)
         if found.count(Presence.READY) == len(found):
-            return
+            return HIT
         for each, presence in zip(request.told, found, strict=True):
             if presence is Presence.READY:
                 continue
@@ -266,7 +266,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             if presence is Presence.COLDER and not late and not brought and told.get(each, 0) <= (request.worth or 0):
                 waits = True
                 request.colder.add(each)
+            request.waits |= waits
             request.answers[each] = PENDING if waits else MISS
+        return request.answers[key]
 
     def _worth(self, told: dict[OffloadKey, int], found: Sequence[Presence], first: OffloadKey) -> float:
         """Up to which token of the prompt to read from colder tiers; `first` is what vLLM asks for first."""
@@ -288,8 +290,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _bring_up(self, request: Request, cache: TieredCache) -> None:
         """Order what `request` was told to wait for."""
-        waits = any(answer is PENDING for answer in request.answers.values())
-        if waits and request.since is None:
+        if request.waits and request.since is None:
             request.since = self._runtime.clock()
         if not request.wanted or request.holds:
             return

@@ -24,6 +24,7 @@ class Request:
         sight: What the cache has of them.
         colder: What of that is in a colder tier alone.
         wanted: What of that vLLM has asked for.
+        waits: Whether vLLM was told to wait for some of it.
         worth: The token up to which chunks are worth reading from a colder tier, once that was asked.
         since: When it was first told to wait.
         holds: What was brought up for it, until it is loaded.
@@ -40,6 +41,7 @@ class Request:
     sight: Sight | None = None
     colder: set[OffloadKey] = field(default_factory=set)
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
+    waits: bool = False
     worth: float | None = None
     since: float | None = None
     holds: list[Hold] = field(default_factory=list)
@@ -59,10 +61,15 @@ class Request:
                 return self.sight.part(begin, end)
         return ours(theirs)
 
+    def want(self, key: OffloadKey) -> None:
+        """vLLM has asked for `key`, and was told to wait."""
+        if key in self.colder:
+            self.wanted[key] = None
+
     def end_step(self) -> None:
         """What was found in this step may change."""
         self.answers, self.told, self.sight = {}, [], None
-        self.colder, self.wanted = set(), {}
+        self.colder, self.wanted, self.waits = set(), {}, False
 
 
 @dataclass(slots=True)

@@ -72,9 +72,9 @@ class Tally:
         It waits for that one if it is on its way, or may be brought up: then nothing is counted. Says whether it does
         not. It is too `late` if it has waited for too long, and what was `brought` up for it once is not again.
         """
-        first = next((i for i, presence in enumerate(found) if presence is not Presence.READY), None)
-        if first is None:
+        if found.count(Presence.READY) == len(found):
             return True
+        first = next(i for i, presence in enumerate(found) if presence is not Presence.READY)
         reason = MissReason.ABSENT
         if found[first] is not Presence.ABSENT:
             if not late and not (brought and found[first] is Presence.COLDER):

@@ -1,0 +1,62 @@
+"""Siblings that leave together leave the same family behind as if they had left one by one."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from longshore.cache.family import Family
+
+NODES = 40
+
+
+def family() -> Family:
+    """First chunks 1 to 20, in two calls; and behind the third of them 21 to 40, one after the other."""
+    made = Family(NODES + 1)
+    made.append_firsts(range(1, 11))
+    made.append_firsts(range(11, 21))
+    for node in range(21, NODES + 1):
+        made.append(3, [node])
+    return made
+
+
+def links(each: Family) -> list[list[int]]:
+    """The children of both parents, from either end."""
+    found = []
+    for parent in (0, 3):
+        down = list(islice(each.children(parent), NODES))
+        up = [down[-1]] if down else []
+        while up and each.younger[up[-1]] and len(up) < NODES:
+            up.append(each.younger[up[-1]])
+        found += [down, up]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_together_is_one_by_one(seed: int) -> None:
+    dice = random.Random(seed)
+    begins = [dice.choice(range(20)), dice.choice(range(20, NODES))]
+    parts = [
+        [*range(begin + 1, min(begin + dice.randrange(1, 12), end) + 1)]
+        for begin, end in zip(begins, (20, 40), strict=True)
+    ]
+    leaving = [node for part in parts for node in dice.choice([part, part[::-1], dice.sample(part, len(part))])]
+    leaving = [node for node in leaving if node != 3]
+    together, singly = family(), family()
+    at = np.array(leaving, np.int32)
+    parents = np.array([together.parent[node] for node in leaving], np.int32)
+    runs = list(together.siblings(at, parents))
+    for eldest, youngest, parent, _ in runs:
+        together.leave_together(eldest, youngest, parent)
+    for node in leaving:
+        singly.leave(node, singly.parent[node])
+    assert links(together) == links(singly)
+    assert sum(count for *_, count in runs) == len(leaving)
+
+
+def test_what_was_stored_together_is_one_run_from_the_eldest_on() -> None:
+    at = np.arange(20, 10, -1, dtype=np.int32)
+    assert list(family().siblings(at, np.zeros(10, np.int32))) == [(20, 11, 0, 10)]
