@@ -135,6 +135,21 @@ def test_events_tell_what_each_tier_has_got_and_given_up(rigs: Any, tmp_path: Pa
     assert not rig.manager._announcer._names  # type: ignore[union-attr]
 
 
+def test_names_are_kept_of_what_is_stored_and_of_nothing_else(rigs: Any) -> None:
+    rig, keys = rigs(events=True, offload="write_through_selective", threshold=2), keys_of(3)
+    writer = rig.request("writer", keys)
+    assert rig.store(keys, [1, 2, 3], writer) == []
+    assert rig.manager._announcer._names == {}
+    output = rig.manager.prepare_store(keys, writer)
+    assert output.keys_to_store == keys
+    for worker in rig.workers:
+        worker.stamps.stored(output.store_spec.job, 0, output.store_spec.indices[1:], output.store_spec.indices[:1])
+    rig.manager.complete_store(set(keys), writer)
+    assert list(rig.manager._announcer._names.values()) == keys[1:]
+    (stored,) = rig.manager.take_events()
+    assert stored.keys == keys[1:]
+
+
 def test_nothing_is_recorded_for_an_engine_that_publishes_no_events(rigs: Any) -> None:
     rig, keys = rigs(), keys_of(2)
     rig.store(keys, [1, 2], rig.request("writer", keys))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from itertools import compress
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -130,11 +131,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         ticket, runs, request = self._ticket(), [NO_SLOTS] * len(self._groups), self._begin(req_context)
         with self._runtime.control() as cache:
             for group, mine in self._by_group(keys):
-                names = ours(mine)
-                offload = cache.offer(names, group=group)
+                offload = cache.offer(ours(mine), group=group)
                 self._slide(request, group, mine, req_context, cache)
-                if self._announcer is not None:
-                    self._announcer.name(mine, names)
                 if offload.job is not None:
                     ticket.keys += map(mine.__getitem__, offload.positions)
                     ticket.jobs.append((offload.job, offload.slots.of))
@@ -149,8 +147,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         tickets = [self._by_key.pop(key) for key in sorted(self._by_key.keys() & keys)]
         with self._runtime.control() as cache:
             for ticket in tickets:
-                good = (self._store.stamps.said(ticket.number, ticket.slots) == GOOD).all(axis=1)
-                ticket.end(cache, good.tolist(), self._runtime.clock(), self._image_bytes)
+                good = (self._store.stamps.said(ticket.number, ticket.slots) == GOOD).all(axis=1).tolist()
+                if self._announcer is not None:
+                    stored = list(compress(ticket.keys, good))
+                    self._announcer.name(stored, ours(stored))
+                ticket.end(cache, good, self._runtime.clock(), self._image_bytes)
                 del self._stores[ticket.number]
 
     # ------------------------------------------------------------------ between steps
