@@ -661,6 +661,8 @@ def test_a_tier_that_cannot_forget_is_off_and_the_reset_goes_on(
     assert machine.runtime.flush(10.0)
     assert [r.slot.tier for r in machine.cache.residents()] == [HOST]
     assert machine.cache.counters.drops[FILE].total() == 1
+    with pytest.raises(TierClosedError):
+        machine.file.recover()
     machine.close()
 
 

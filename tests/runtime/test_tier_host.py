@@ -187,6 +187,22 @@ def test_a_process_that_does_not_forget_in_time_is_ended_and_the_next_one_does(
     harness.assert_misses(0, 0, generation=1)
 
 
+def test_a_process_that_is_opening_when_a_reset_comes_is_ended_and_the_next_one_knows_of_it(
+    harness: HostedHarness,
+) -> None:
+    harness.store(0, 0)
+    harness.kill()
+    harness.until(lambda: harness.tier._watch.process is not None)
+    assert harness.tier.is_away  # it may have opened the files, but has not been heard
+    opening = harness.pid
+    harness.tier.forget(1)
+    harness.until_open()
+    assert harness.pid != opening
+    harness.store(1, 1)
+    harness.assert_serves(1, 1)
+    assert harness.tier.troubles["tier_host"] == 2
+
+
 def test_what_is_written_after_a_reset_is_for_this_engine_alone(opener: Opener) -> None:
     harness = opener()
     harness.tier.forget(1)

@@ -327,6 +327,19 @@ def _record(slot: int, written: int) -> RecordHeader:
     return RecordHeader(written.to_bytes(32, "little"), None, bytes(32), slot, 0, PAGE, written, 0)
 
 
+def test_what_was_written_into_a_slab_that_has_changed_hands_meanwhile_is_not_entered(directory: Path) -> None:
+    opened = Directory(directory)
+    index = Index(opened, Slabs(4 * PAGE, (2 * PAGE, 4 * PAGE), 1), np.zeros(0, ENTRY), 1, sequence(1, 0))
+    index.strike([(0, 0), (1, 0)])
+    index.strike([(0, 1)])
+    index.enter([_record(1, 1)])
+    assert len(index.entries()) == 0
+    index.enter([_record(0, 2)._replace(pool=1)])
+    assert [(entry["pool"], entry["sequence"]) for entry in index.entries()] == [(1, 2)]
+    index.close()
+    opened.close()
+
+
 def test_capacity_counts_the_index(directory: Path, opener: Opener) -> None:
     opener(capacity=capacity_for(5, IMAGE)).close()
     used = sum(max(path.stat().st_size, path.stat().st_blocks * 512) for path in [directory, *directory.iterdir()])

@@ -198,6 +198,7 @@ class TestRestart:
         harness.tier.close()
         harness.tier = opener(image_bytes=sizes, capacity=1 << 20)
         assert harness.tier.recover() == []
+        assert len(harness.tier._index.entries()) == 0  # type: ignore[attr-defined]
         assert harness.tier.generation == 1
         harness.assert_misses(0, 0, generation=0, length=PAGE)
         harness.tier.close()
