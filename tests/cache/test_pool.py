@@ -1,12 +1,13 @@
 """Slots: every operation is all or nothing, and no id is trusted."""
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 
 from longshore.boundary import Status
 from longshore.cache.pool import SlotPool
-from longshore.cache.states import FILLING, READY
+from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.errors import CacheError, CapacityError
 
 
@@ -69,7 +70,7 @@ def test_a_double_free_is_refused() -> None:
 
 def test_claimed_slots_are_taken_and_the_others_are_not() -> None:
     pool = SlotPool(5)
-    pool.claim([3, 0])
+    pool.claim([3, 0], [0, 0])
     assert pool.allocate(3) == [1, 2, 4]
     pool.check_integrity()
 
@@ -77,10 +78,10 @@ def test_claimed_slots_are_taken_and_the_others_are_not() -> None:
 @pytest.mark.parametrize("indices", [[1, 4], [-1], [2, 2], [2, 0]])
 def test_claiming_what_is_taken_or_does_not_exist_changes_nothing(indices: list[int]) -> None:
     pool = SlotPool(4)
-    pool.claim([0])
+    pool.claim([0], [0])
     before = pickle.dumps(pool)
     with pytest.raises(CacheError, match="must be free, distinct and below 4"):
-        pool.claim(indices)
+        pool.claim(indices, [0] * len(indices))
     assert pickle.dumps(pool) == before
 
 
@@ -122,4 +123,77 @@ def test_slots_that_are_freed_together_are_nobodys_and_without_fault() -> None:
     pool.free_all(taken)
     assert pool.node[0] == 0
     assert not pool.fault
+    pool.check_integrity()
+
+
+def test_with_one_image_size_there_is_one_pool_to_claim_from() -> None:
+    pool = SlotPool(4)
+    with pytest.raises(CacheError, match=r"one image size, pool 0; got pools \[0, 1\]"):
+        pool.claim([2, 3], [0, 1])
+    assert pool.room() == 4
+    pool.check_integrity()
+
+
+def test_a_slot_that_is_given_back_is_nobodys() -> None:
+    pool = SlotPool(2)
+    (index,) = pool.allocate(1)
+    pool.node[index] = 7
+    pool.free(index)
+    assert pool.node[index] == 0
+
+
+def test_slots_that_nobody_asks_for_are_not_written_down() -> None:
+    pool = SlotPool(2)
+    pool.free(pool.allocate(1)[0])
+    assert pool.take_freed() == ()
+    assert pool.freed is None
+
+
+def _is_read(pool: SlotPool) -> None:
+    pool.readers[1] = 1
+
+
+def _is_written(pool: SlotPool) -> None:
+    pool.writer[1] = 5
+
+
+def _is_bad(pool: SlotPool) -> None:
+    pool.fault[1] = Status.CORRUPT
+
+
+def _is_owned(pool: SlotPool) -> None:
+    pool.node[1] = 3
+
+
+def _stays_as_it_is(pool: SlotPool) -> None:
+    """Whose state alone is wrong."""
+
+
+@pytest.mark.parametrize(
+    ("state", "spoil"),
+    [
+        (FREE, _is_read),
+        (FREE, _is_written),
+        (FREE, _is_bad),
+        (FREE, _is_owned),
+        (READY, _is_written),
+        (DRAINING, _stays_as_it_is),
+    ],
+)
+def test_marks_that_do_not_fit_a_slots_state_are_found(state: int, spoil: Callable[[SlotPool], None]) -> None:
+    pool = SlotPool(3)
+    if state != FREE:
+        pool.claim([1], [0])
+        pool.state[1] = state
+    spoil(pool)
+    with pytest.raises(CacheError, match="slot 1 is"):
+        pool.check_integrity()
+
+
+@pytest.mark.parametrize(("state", "spoil"), [(DRAINING, _is_read), (DRAINING, _is_written), (FILLING, _is_written)])
+def test_a_slot_is_drained_while_a_job_touches_it(state: int, spoil: Callable[[SlotPool], None]) -> None:
+    pool = SlotPool(3)
+    pool.claim([1], [0])
+    pool.state[1] = state
+    spoil(pool)
     pool.check_integrity()

@@ -20,7 +20,7 @@ from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layout
 from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
-from longshore.transfer.device.accelerator import Fallbacks
+from longshore.transfer.device.accelerator import EVENTS, Fallbacks
 from longshore.transfer.device.cuda.calibrate import Always, everything
 from longshore.transfer.device.cuda.chooser import Load, Way
 from longshore.transfer.device.cuda.resources import PLACES, Slip, take_ring
@@ -95,10 +95,10 @@ def test_the_ring_is_gathered_into_while_the_link_empties_it() -> None:
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 @pytest.mark.parametrize("way", [Way.STAGED, Way.ZERO_COPY])
-@pytest.mark.parametrize("page", [7, 24, 656, 4096, 1 << 16])
-def test_kernels_for_whole_blocks_are_compiled_at_start(way: Way, into: str, page: int) -> None:
+@pytest.mark.parametrize(("page", "padding"), [(7, 0), (24, 0), (24, 8), (656, 0), (4096, 0), (1 << 16, 0)])
+def test_kernels_for_whole_blocks_are_compiled_at_start(way: Way, into: str, page: int, padding: int) -> None:
     """Nothing is compiled while copies wait: neither for another shape, nor for pointers that are aligned otherwise."""
-    pools = Pools(flat(9, page, refs=3, blocks_per_chunk=2), slots=5)
+    pools = Pools(flat(9, page, refs=3, blocks_per_chunk=2, padding=padding), slots=5)
     gpu = StandIn(Always(way), staging_bytes=1 << 20)
     lane = gpu.lane(pools.layout, into)
     prepared = set(gpu.accelerator.prepared)
@@ -136,6 +136,18 @@ def test_host_memory_that_is_not_registered_goes_through_pinned_stages(into: str
     assert not gpu.library.calls
     assert gpu.device.fallbacks()["host_unregistered"] > 2
     assert gpu.device.fallbacks()["late_bounce"] == 1
+
+
+def test_copies_inside_the_device_do_not_ask_for_host_memory() -> None:
+    pools = Pools(flat(8), slots=8)
+    gpu = StandIn(Always(Way.DIRECT), in_one_piece=None)
+    expected = pools.device_bytes()
+    copied_inside(expected, pools.layout, 0, [1, 2], [4, 5])
+    lane = gpu.lane(pools.layout, DEVICE)
+    lane.send([inside(pools.layout, 0, [1, 2], [4, 5]).whole])
+    lane.close()
+    assert gpu.device.fallbacks() == {}
+    np.testing.assert_array_equal(pools.device_bytes(), expected)
 
 
 def test_stages_for_host_memory_that_nobody_spoke_for_are_taken_at_start() -> None:
@@ -287,6 +299,26 @@ def test_what_the_driver_refuses_ends_one_copy_only() -> None:
     )
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("refused", [False, True])
+def test_events_are_used_again(way: Way, refused: bool) -> None:
+    """Those of copies that have ended, and of copies that were refused: as many as were taken at start suffice."""
+    pools = Pools(flat(8, 4096), slots=8)
+    gpu = StandIn(Always(way))
+    lane = gpu.lane(pools.layout, HOST)
+    batch = between(pools, [Section(0, 0, (3,))], [1], HOST).whole
+    for _ in range(EVENTS + 1):
+        if refused:
+            gpu.library.fail_with = 1
+            with pytest.raises(DeviceError):
+                lane.send([batch])
+            lane.stream.drain()
+        gpu.library.fail_with = 0
+        lane.send([batch])
+        lane.finish()
+    assert gpu.device.fallbacks() == {}
+
+
 @pytest.mark.parametrize("is_back", [False, True])
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_a_batch_of_freed_memory_is_refused_before_it_moves(is_inside: bool, is_back: bool) -> None:
@@ -305,6 +337,26 @@ def test_a_batch_of_freed_memory_is_refused_before_it_moves(is_inside: bool, is_
     with pytest.raises(FreedLayoutError):
         lane.send([batch])
     assert not gpu.library.calls
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_images_are_padded_where_they_are_kept(on_device: bool) -> None:
+    gpu = StandIn(Always(Way.ZERO_COPY))
+    pools = Pools(flat(8), slots=8)
+    images = gpu.device.take_images(16384) if on_device else None
+    address = pools.arena.address if images is None else images.address
+    before = bytearray(b"\xff" * 8192)
+    if images is None:
+        pools.arena.array[:8192] = 0xFF
+    else:
+        images.store(0, memoryview(before))
+    gpu.lane(pools.layout, HOST).stream.zero(address + 4096, 24)
+    found = bytearray(8192)
+    if images is None:
+        found[:] = pools.arena.array[:8192].tobytes()
+    else:
+        images.load(0, memoryview(found))
+    assert found == b"\xff" * 4096 + bytes(24) + b"\xff" * (4096 - 24)
 
 
 @settings(deadline=None, max_examples=60)

@@ -133,11 +133,12 @@ class Model:
 
 
 def flat(
-    num_blocks: int, page_bytes: int = 24, *, refs: int = 2, blocks_per_chunk: int = 1, ranks: int = 1
+    num_blocks: int, page_bytes: int = 24, *, refs: int = 2, blocks_per_chunk: int = 1, ranks: int = 1, padding: int = 0
 ) -> KVLayout:
-    """One group, each reference in a tensor of its own, without padding."""
-    tensors = [torch.zeros(num_blocks * page_bytes, dtype=torch.uint8) for _ in range(refs)]
-    pages = tuple(PageRef(index, 0, page_bytes, page_bytes) for index in range(refs))
+    """One group, each reference in a tensor of its own, `padding` bytes behind each page."""
+    stride = page_bytes + padding
+    tensors = [torch.zeros(num_blocks * stride, dtype=torch.uint8) for _ in range(refs)]
+    pages = tuple(PageRef(index, 0, stride, page_bytes) for index in range(refs))
     return KVLayout((KVGroup("kv", 4, blocks_per_chunk, pages),), tensors, num_blocks, ranks)
 
 

@@ -99,12 +99,9 @@ class SlotPool:
             raise CacheError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
         state[at] = after
 
-    def claim(self, indices: Sequence[int], pools: Sequence[int] | None = None) -> None:
-        """Take these very slots (found occupied, and whole, at start), each of its pool, 0 unless said; all or none.
-
-        The one used last comes last.
-        """
-        self._take_these(indices, [0] * len(indices) if pools is None else pools, READY)
+    def claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
+        """Take these very slots of `pools`, which a start found whole, the one used last at the end; all or none."""
+        self._take_these(indices, pools, READY)
 
     def reserve(self, indices: Sequence[int], pools: Sequence[int]) -> None:
         """Take these very slots of `pools`, to be filled; all or none."""
@@ -158,7 +155,9 @@ class SlotPool:
 
     def take_freed(self) -> tuple[int, ...]:
         """Slots that have become free since the last call, and still are."""
-        freed, self.freed = self.freed or [], []
+        if not self.freed:
+            return ()
+        freed, self.freed = self.freed, []
         return tuple(each for each in dict.fromkeys(freed) if each < self.capacity and self.state[each] == FREE)
 
     def note_use(self, indices: Sequence[int]) -> None:

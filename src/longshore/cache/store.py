@@ -281,8 +281,7 @@ class Store:
 
     def discards(self) -> list[Command]:
         """For tiers that outlive the process: the slots that hold nothing any more, and that nobody has taken since."""
-        lasting = [level for level in self.levels if level.pool.freed]
-        return [Discard(level.name, slots) for level in lasting if (slots := level.pool.take_freed())]
+        return [Discard(level.name, slots) for level in self.levels if (slots := level.pool.take_freed())]
 
     def clear(self) -> None:
         """Forget every chunk. Slots that jobs still touch drain."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from longshore.boundary import HOST
@@ -73,6 +74,11 @@ class _Given(Copy):
             self._events.release(self._begun, self._ended)
 
 
+def _nowhere(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """`InOnePiece` of host memory that nobody has spoken for."""
+    return np.zeros(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
+
+
 class CudaStream(Stream):
     """One direction. Every method runs in the thread that called `bind`."""
 
@@ -93,7 +99,7 @@ class CudaStream(Stream):
         self._images = images
         self._into = into
         self._chooser = chooser
-        self._in_one_piece = in_one_piece
+        self._in_one_piece = in_one_piece or _nowhere
         self._layout = layout
         self._staging_bytes = staging_bytes
         accelerator = tools.accelerator
@@ -175,19 +181,18 @@ class CudaStream(Stream):
 
     def _is_reached(self, batch: Batch) -> bool:
         """Whether the device reaches the images of `batch`."""
-        asked, layout = self._in_one_piece, batch.layout
-        return asked is not None and all(
-            bool(np.all(asked(part.images, layout.image_bytes_of(part.group)))) for part in batch.parts
+        return all(
+            bool(np.all(self._in_one_piece(part.images, batch.layout.image_bytes_of(part.group))))
+            for part in batch.parts
         )
 
     def _choose(self, batch: Batch, pieces: Pieces) -> Way | None:
         """The way that `batch` goes; `None` when there is none."""
         ways = [way for way in self._tools.ways if way is not Way.STAGED or self._ring is not None]
-        if self._in_one_piece is not None and Way.DIRECT in ways:
-            offsets = pieces.host.view(np.int64) - batch.host_address
-            if not np.all(self._in_one_piece(offsets, pieces.size.view(np.int64))):  # images side by side, as one piece
-                self._tools.fallbacks.count("straddling_piece")
-                ways.remove(Way.DIRECT)
+        offsets = pieces.host.view(np.int64) - batch.host_address
+        if not np.all(self._in_one_piece(offsets, pieces.size.view(np.int64))):  # images side by side, as one piece
+            self._tools.fallbacks.count("straddling_piece")
+            ways = [way for way in ways if way is not Way.DIRECT]
         if not ways:
             return None
         parts = batch.parts
