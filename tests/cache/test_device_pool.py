@@ -163,6 +163,29 @@ def test_a_hold_cannot_be_onboarded_into_blocks_that_others_find() -> None:
     device.pool.onboard(hold, device.pool.allocate(1))
 
 
+def test_a_block_that_is_still_being_filled_is_not_found_on_the_device() -> None:
+    device = Device(4)
+    device.serve("ab")
+    device.serve("wxyz")
+    found = device.pool.match(chunks("ab"), 0.0)
+    blocks = device.pool.allocate(2)
+    assert found.match.hold is not None
+    device.pool.onboard(found.match.hold, blocks)
+    device.take()
+    before = pickle.dumps(device.pool)
+    with pytest.raises(CacheError, match=f"device block {blocks[0]} is still being filled"):
+        device.pool.commit(chunks("ab"), blocks)
+    assert pickle.dumps(device.pool) == before
+    assert device.pool.match(chunks("ab"), 0.0).blocks == ()
+    device.settle()
+    device.pool.commit(chunks("ab"), blocks)
+    assert device.pool.match(chunks("ab"), 0.0).blocks == tuple(blocks)
+    copy = device.pool.allocate(1)
+    device.pool.copy_inside(blocks[:1], copy, tokens=1)
+    with pytest.raises(CacheError, match="is still being filled"):
+        device.pool.commit(chunks("q"), copy)
+
+
 def test_a_block_that_a_job_reads_is_not_handed_out_when_its_request_goes() -> None:
     device = Device(1)
     blocks = device.pool.allocate(1)

@@ -72,6 +72,8 @@ class DevicePool:
         self._per_chunk = cache.settings.blocks_per_chunk
         self._references = zeros(blocks)
         self._jobs: dict[int, list[int]] = {}
+        self._fills: dict[int, tuple[int, ...]] = {}
+        """The jobs that were ordered last to fill a block."""
         self._asleep = False
         self._begin()
 
@@ -160,6 +162,7 @@ class DevicePool:
         ordered = self._cache.onboard(hold, blocks, **how)
         for part in ordered.parts:
             self._touch(part.job, blocks)
+        self._fills.update(dict.fromkeys(blocks, tuple(part.job for part in ordered.parts)))
         return ordered
 
     def copy_inside(self, sources: Sequence[int], blocks: Sequence[int], **how: Any) -> int:
@@ -168,13 +171,20 @@ class DevicePool:
         self._check_private(blocks)
         job = self._cache.copy_inside([Slot(DEVICE, self._pool, block) for block in sources], blocks, **how)
         self._touch(job, (*sources, *blocks))
+        self._fills.update(dict.fromkeys(blocks, (job,)))
         return job
 
     def commit(
         self, keys: Sequence[Key], blocks: Sequence[int], *, first: int = 0, group: int = 0, **how: Any
     ) -> Offload:
-        """As `TieredCache.commit`; from now on the chunks are found on the device, too, those that were not already."""
+        """As `TieredCache.commit`; from now on the chunks are found on the device, too, those that were not already.
+
+        `CacheError` while a load or a copy into one of `blocks` has not ended: it may fail, and others would find it.
+        """
         self._check_used(blocks)
+        filling = [block for block in blocks if any(map(self._cache.in_flight, self._fills.get(block, ())))]
+        if filling:
+            raise CacheError(f"device block {filling[0]} is still being filled")
         per_chunk, path = self._per_chunk, tuple(keys)
         chunks = [tuple(blocks[at : at + per_chunk]) for at in range(0, len(blocks), per_chunk)]
         for key, mine in zip(path[first:], chunks, strict=False):
