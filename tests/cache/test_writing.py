@@ -74,6 +74,13 @@ def test_write_back_keeps_a_quarter_free_or_safe() -> None:
     assert backed_up(world) == ["a", "x"]  # "ab" is colder, but waits for "a"
 
 
+def test_all_branches_behind_a_head_follow_it_when_it_is_backed_up() -> None:
+    world = store(World(Setup(host=5, file=5, backup="write_through")), "a", "ab", "ac", "ad", "abe")
+    assert backed_up(world) == ["a"]
+    world.end(world.on("host->file")[0])
+    assert backed_up(world) == ["ad", "ac", "ab", "abe"]
+
+
 def test_what_is_not_backed_up_is_spared_while_a_backup_is_under_way() -> None:
     world = store(World(Setup(host=2, file=4)), "a", "b")
     world.commit("c", 0, True)

@@ -109,11 +109,11 @@ class Backlog:
 
     def backed_up(self, nodes: Sequence[int], tier: int) -> None:
         """`nodes` have become ready in `tier`: what is behind them in warmer tiers may follow."""
-        for node in self._index.with_marked_children(nodes, self._mark):
-            for child in self._index.children(node):
-                mark = self._mark[child]
-                if mark and not _is_queued(mark) and _tier(mark) < tier:
-                    self._queue(child, _tier(mark))
+        behind, mark = self._index.all_children(nodes), marks(self._mark)
+        for warmer in range(tier):
+            may_follow = behind[mark[behind] == _waiting(warmer)]
+            mark[may_follow] += 1
+            self._chains.warm_all(_list(warmer), may_follow)
 
     def exposed(self, node: int) -> None:
         """`node` is in one of the colder tiers no more: what is behind it may have to wait again."""

@@ -7,6 +7,7 @@ A node's number is 1 or more; 0 is nobody, and the parent of all first ones.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -37,16 +38,19 @@ class Family:
             yield each
             each = self.older[each]
 
-    def with_marked_children(
-        self, nodes: npt.NDArray[np.int32], marked: npt.NDArray[np.uint8]
-    ) -> npt.NDArray[np.int32]:
-        """Those of `nodes` that have a child which is marked; `marked` by node."""
-        child, older = column(self.child)[nodes], column(self.older)
-        some = np.zeros(len(nodes), bool)
-        while child.any():
-            some |= marked[child] > 0
-            child = older[child]
-        return nodes[some]
+    def all_children(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The nodes right behind any of `nodes`, in their order; of each the youngest first."""
+        child = column(self.child)[nodes]
+        youngest: npt.NDArray[np.int32] = child[child != _NOBODY]
+        if not column(self.older)[youngest].any():  # none has a sibling
+            return youngest
+        found, older = array("i"), self.older
+        for first in youngest.tolist():
+            each = first
+            while each:
+                found.append(each)
+                each = older[each]
+        return column(found)
 
     def path(self, node: int, length: int) -> list[int]:
         """`node` and its ancestors, at most `length` in all, tail first."""

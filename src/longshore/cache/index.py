@@ -134,10 +134,9 @@ class Index(Lookup):
         for each in range(tier + 1):
             np.add.at(column(self.reach[each]), parents[coldest < each], 1)
 
-    def with_marked_children(self, nodes: Sequence[int], marked: bytearray) -> list[int]:
-        """Those of `nodes` that have a child which is marked."""
-        found: list[int] = self._family.with_marked_children(np.array(nodes, np.int32), marks(marked)).tolist()
-        return found
+    def all_children(self, nodes: Sequence[int]) -> npt.NDArray[np.int32]:
+        """The nodes right behind any of `nodes`, in their order; of each the youngest first."""
+        return self._family.all_children(np.array(nodes, np.int32))
 
     def drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
         """The same as `drop_copy` for nodes that a colder tier has; keeps their slots' nodes."""
