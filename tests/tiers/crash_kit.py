@@ -44,6 +44,9 @@ def one_size(pages: int = 1) -> Shape:
     return Shape(Slabs.of_one_size((1 + pages) * PAGE, 2), ((0, 0), (1, 0)))
 
 
+APART = Shape(Slabs.of_one_size(2 * PAGE, 3), ((0, 0), (2, 0)))
+"""Two places that are no neighbours: records that are written together are two pieces."""
+
 TWO_SIZES = Shape(Slabs(4 * PAGE, (2 * PAGE, 4 * PAGE), 1), ((0, 0), (1, 0), (0, 1)))
 """One slab: places 0 and 1 are for images of a page each, place 2, over both, for one of three pages."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 
 import pytest
-from crash_kit import TWO_SIZES, Distinct, Judged, Story, WrongBytesError, after, one_size
+from crash_kit import APART, TWO_SIZES, Distinct, Judged, Story, WrongBytesError, after, one_size
 
 from longshore.testing.simulated_disk import Image, Moment
 from longshore.tiers.file import FileTier
@@ -55,6 +55,15 @@ def long_story() -> Story:
 def joint_story() -> Story:
     """Two records that lie one behind the other, written in one call, twice."""
     story = Story()
+    story.write_together({0: 1, 1: 2})
+    story.checkpoint()
+    story.write_together({0: 3, 1: 4})
+    return story
+
+
+def apart_story() -> Story:
+    """Two records that lie apart, written at once through the queue, twice."""
+    story = Story(shape=APART)
     story.write_together({0: 1, 1: 2})
     story.checkpoint()
     story.write_together({0: 3, 1: 4})
@@ -106,7 +115,7 @@ def all_of(moment: Moment, random: Random) -> Iterable[Image]:
     return states if os.environ.get("STATES") == "all" else most_important(moment, random)
 
 
-@pytest.mark.parametrize("story", [short_story, long_story, joint_story, given_story])
+@pytest.mark.parametrize("story", [short_story, long_story, joint_story, apart_story, given_story])
 def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_listed_is_served(
     story: Callable[[], Story],
 ) -> None:
@@ -146,6 +155,21 @@ def test_records_that_were_written_in_one_call_are_torn_apart_and_none_is_served
     story.write_together({0: 5, 1: 1})
     (write,) = [moment for moment in story.disk.moments if moment.call == "write segment"]
     served = [after(image).served for image in Distinct()(write.one_file_at_a_time(2**8))]
+    story.close()
+    assert {(0, 3), (1, 1)} in served
+    assert {(0, 5), (1, 4)} in served
+    assert set(itertools.chain(*served)) == {(0, 3), (1, 4), (0, 5), (1, 1)}
+
+
+def test_records_that_were_written_at_once_are_torn_each_by_itself_and_none_is_served_wrong() -> None:
+    before = finished(apart_story())[-1].killed()
+    story = Story(before, shape=APART)
+    story.write_together({0: 5, 1: 1})
+    writes = [moment for moment in story.disk.moments if moment.call == "write segment"]
+    assert len(writes) == 2, "they went through the queue"
+    served = [
+        after(image, shape=APART).served for write in writes for image in Distinct()(write.one_file_at_a_time(2**8))
+    ]
     story.close()
     assert {(0, 3), (1, 1)} in served
     assert {(0, 5), (1, 4)} in served

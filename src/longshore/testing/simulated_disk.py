@@ -28,6 +28,7 @@ from pathlib import Path
 from random import Random
 
 from longshore.tiers.arena import PAGE
+from longshore.tiers.file.system import Piece, Queue, RawIo
 
 SECTOR = 512
 """What a disk writes whole or not at all."""
@@ -239,6 +240,10 @@ class SimulatedDisk:
         """It can."""
         return True
 
+    def open_queue(self, fd: int, buffers: int, /) -> Queue:
+        """`OneByOne`."""
+        return OneByOne(self, fd)
+
     def drop_cache(self, fd: int, offset: int, nbytes: int, /) -> None:
         """Nothing to do."""
 
@@ -279,3 +284,24 @@ def _moment(file: _File) -> _FileMoment:
                 contents.append(bytes(now[at]))
     several = {sector: tuple(contents) for sector, contents in sorted(sectors.items()) if len(contents) > 1}
     return _FileMoment(bytes(file.data), file.durable, several)
+
+
+class OneByOne:
+    """A queue that moves pieces by calls of `io`, the last one first: each can fail, and be cut off from the others."""
+
+    def __init__(self, io: RawIo, fd: int) -> None:
+        self._io = io
+        self._fd = fd
+
+    def move(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        """Each in a call of its own."""
+        return [self._move_one(piece, writing=writing) for piece in reversed(pieces)][::-1]
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _move_one(self, piece: Piece, *, writing: bool) -> int:
+        try:
+            return (self._io.pwritev if writing else self._io.preadv)(self._fd, *piece)
+        except OSError as error:
+            return -(error.errno or errno.EIO)

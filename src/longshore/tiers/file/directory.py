@@ -25,8 +25,9 @@ from pathlib import Path
 
 from longshore.errors import FormatError, TierError, TierInUseError
 from longshore.tiers.arena import PAGE
+from longshore.tiers.file.deep import DeepIo
 from longshore.tiers.file.format import Superblock, pack_superblock, parse_superblock
-from longshore.tiers.file.system import RawIo, SystemIo, read_all, write_all
+from longshore.tiers.file.system import RawIo, read_all, write_all
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Directory:
 
     def __init__(self, path: Path, io: RawIo | None = None) -> None:
         self.path = path
-        self.io: RawIo = SystemIo() if io is None else io
+        self.io: RawIo = DeepIo() if io is None else io
         self._pid = os.getpid()
         with contextlib.ExitStack() as undo:
             self._fd = self._open_directory()

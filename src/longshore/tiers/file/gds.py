@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from longshore.boundary import Status
 from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError
 from longshore.tiers.arena import PAGE, align
@@ -23,7 +24,7 @@ from longshore.tiers.file import cufile
 from longshore.tiers.file.cufile import CuFile
 from longshore.tiers.file.payload import Arrived, Lane, Seal, is_aligned, padded
 from longshore.tiers.file.segment import Segment
-from longshore.tiers.file.system import RawIo
+from longshore.tiers.file.system import Piece, RawIo
 from longshore.tiers.file.tier import FileTier
 
 _REASONS = ("no_gds", "gds_write", "gds_read", "unaligned", "host_checksum")
@@ -123,9 +124,9 @@ class GdsPayload:
         """Never: cuFile moves images one by one."""
         return False
 
-    def write(self, ops: Sequence[TierOp], lane: Lane, place: int, seal: Seal) -> None:
+    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> list[Status]:
         """The image first: a header must not stand before bytes that are not there yet for longer than it has to."""
-        (op,) = ops
+        (op,), (place,) = ops, places
         file = self._file_for(op)
         if file is not None:
             try:
@@ -135,27 +136,27 @@ class GdsPayload:
                 self._fell_back("gds_write", error)
             else:
                 lane.header[:] = seal(0, MIX64, found)
-                self._segment.write([lane.header], place)
-                return
+                return self._segment.move([Piece([lane.header], place)], writing=True)
         body = padded(lane, op.length)
         self._memory.load(op.offset, body[: op.length])
         algorithm = XXH3_64 if self._file is None else MIX64  # the one that who reads it here computes fast
         lane.header[:] = seal(0, algorithm, checksum(algorithm, body[: op.length]))
-        self._segment.write([lane.header, body], place)
+        return self._segment.move([Piece([lane.header, body], place)], writing=True)
 
-    def read(self, ops: Sequence[TierOp], lane: Lane, place: int) -> Arrived:
+    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Arrived:
         """Header and image, in two calls."""
-        (op,) = ops
+        (op,), (place,) = ops, places
         file = self._file_for(op)
         if file is not None:
-            found = self._segment.read([lane.header], place)
+            statuses = self._segment.move([Piece([lane.header], place)], writing=False)
             try:
                 file.read(op.offset, op.length, place + PAGE)
             except DeviceError as error:
                 self._fell_back("gds_read", error)
             else:
-                return Arrived(found + op.length, in_lane=False)
-        return Arrived(self._segment.read([lane.header, lane.bounce[: align(op.length)]], place), in_lane=True)
+                return Arrived(statuses, in_lane=False)
+        piece = Piece([lane.header, lane.bounce[: align(op.length)]], place)
+        return Arrived(self._segment.move([piece], writing=False), in_lane=True)
 
     def checksum(self, op: TierOp, lane: Lane, arrived: Arrived, algorithm: int) -> int:
         """On the device, if the image and its algorithm are for devices."""

@@ -3,7 +3,7 @@
 write    image ─► checksum ─► header │ image ─► segment          one call where images lie in host memory
 read     segment ─► header │ image                                verified by whoever asked, then delivered
 
-Several records that lie one behind the other (`runs.py`) go in one call: header │ image │ header │ image │ ...
+Of several records (`turns.py`), those that lie one behind the other are one piece: header │ image │ header │ ...
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from longshore.boundary import Status
 from longshore.checksums import XXH3_64, checksum
 from longshore.tiers.arena import PAGE, Arena, align
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.segment import Segment
+from longshore.tiers.file.system import Piece
 
 Seal = Callable[[int, int, int], bytes]
 """The header page of a record, given its position among those that are written, algorithm and checksum of its image."""
@@ -34,9 +36,9 @@ class Lane(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What a read brought: bytes, header included, and whether the image is in the lane and not yet in its place."""
+    """Which records a read brought whole, and whether the image is in the lane and not yet in its place."""
 
-    nbytes: int
+    statuses: list[Status]
     in_lane: bool
 
 
@@ -48,16 +50,16 @@ class Payload(Protocol):
         """Bytes of that memory. Raises `TierClosedError` when it is gone."""
 
     def joins(self, op: TierOp) -> bool:
-        """Whether its record can be moved in one call with those before and behind it."""
+        """Whether its record can be moved together with others."""
 
-    def write(self, ops: Sequence[TierOp], lane: Lane, place: int, seal: Seal) -> None:
-        """Write records one behind the other from byte `place` of the segment on; several only where all join.
+    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> list[Status]:
+        """Write records to bytes `places` of the segment, ascending; several only where all join.
 
-        `OSError` if that cannot be done whole.
+        Whether each was written whole. `OSError` means that none was.
         """
 
-    def read(self, ops: Sequence[TierOp], lane: Lane, place: int) -> Arrived:
-        """Read as many records from `place` on, headers into those of the lane; fewer bytes where the segment ends."""
+    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Arrived:
+        """Read the records at `places`, headers into those of the lane. As `write`."""
 
     def checksum(self, op: TierOp, lane: Lane, arrived: Arrived, algorithm: int) -> int:
         """Of the image that was read."""
@@ -85,25 +87,19 @@ class HostPayload:
         """Whether it is moved where it is."""
         return is_aligned(op)
 
-    def write(self, ops: Sequence[TierOp], lane: Lane, place: int, seal: Seal) -> None:
-        """One vectored call."""
-        buffers = []
-        for at, (op, header) in enumerate(zip(ops, lane.headers, strict=False)):
-            body = image = self._arena.view(op.offset, op.length)
+    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> list[Status]:
+        """As many pieces as do not lie one behind the other, all at once."""
+        bodies = [self._body(op, lane) for op in ops]
+        for at, (op, body, header) in enumerate(zip(ops, bodies, lane.headers, strict=False)):
             if self._needs_lane(op):
-                body = padded(lane, op.length)
-                body[: op.length] = image
+                padded(lane, op.length)[: op.length] = self._arena.view(op.offset, op.length)
             header[:] = seal(at, XXH3_64, checksum(XXH3_64, body[: op.length]))
-            buffers += [header, body]
-        self._segment.write(buffers, place)
+        return self._move(bodies, lane, places, writing=True)
 
-    def read(self, ops: Sequence[TierOp], lane: Lane, place: int) -> Arrived:
-        """One vectored call."""
-        in_lane = self._needs_lane(ops[0])
-        buffers = []
-        for op, header in zip(ops, lane.headers, strict=False):
-            buffers += [header, lane.bounce[: align(op.length)] if in_lane else self._arena.view(op.offset, op.length)]
-        return Arrived(self._segment.read(buffers, place), in_lane)
+    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Arrived:
+        """The same."""
+        bodies = [self._body(op, lane) for op in ops]
+        return Arrived(self._move(bodies, lane, places, writing=False), self._needs_lane(ops[0]))
 
     def checksum(self, op: TierOp, lane: Lane, arrived: Arrived, algorithm: int) -> int:
         """Of the image, wherever it is."""
@@ -117,6 +113,23 @@ class HostPayload:
 
     def close(self) -> None:
         """Nothing was taken."""
+
+    def _body(self, op: TierOp, lane: Lane) -> memoryview:
+        return lane.bounce[: align(op.length)] if self._needs_lane(op) else self._arena.view(op.offset, op.length)
+
+    def _move(self, bodies: Sequence[memoryview], lane: Lane, places: Sequence[int], *, writing: bool) -> list[Status]:
+        pieces: list[Piece] = []
+        piece_of: list[int] = []
+        end = -1
+        for body, header, place in zip(bodies, lane.headers, places, strict=False):
+            if place == end:
+                pieces[-1].buffers.extend((header, body))
+            else:
+                pieces.append(Piece([header, body], place))
+            piece_of.append(len(pieces) - 1)
+            end = place + PAGE + len(body)
+        statuses = self._segment.move(pieces, writing=writing)
+        return [statuses[piece] for piece in piece_of]
 
     def _needs_lane(self, op: TierOp) -> bool:
         return self._segment.direct and not is_aligned(op)

@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from longshore.tiers.arena import PAGE
 
@@ -27,8 +27,28 @@ _INTERRUPTIONS = 100
 _NEVER_THROUGH_A_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+class Piece(NamedTuple):
+    """What moves as one: writable memory, and the byte of the file that it begins at."""
+
+    buffers: list[memoryview]
+    offset: int
+
+
+class Queue(Protocol):
+    """Moves several pieces of one file at once. Any number of threads may call `move`."""
+
+    def move(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        """Bytes that were moved of each, or an error number below zero; `OSError` if none could be tried.
+
+        All is over when it returns. They have as many buffers, all together, as were said to `open_queue`, or fewer.
+        """
+
+    def close(self) -> None:
+        """Give back what it holds. Nobody may be in `move`."""
+
+
 class RawIo(Protocol):
-    """The system calls of a file tier. `preadv` and `pwritev` move images; the others keep the books beside them."""
+    """The system calls of a file tier. `preadv`, `pwritev` and a queue move images; the others keep the books."""
 
     def open_directory(self, path: Path, /) -> int:
         """A descriptor of a directory, which is made, with its parents, when it does not exist."""
@@ -78,12 +98,15 @@ class RawIo(Protocol):
     def enable_direct(self, fd: int, /) -> bool:
         """Switch `fd` to direct I/O; whether it can."""
 
+    def open_queue(self, fd: int, buffers: int, /) -> Queue | None:
+        """A queue for a file with direct I/O, and pieces of up to so many buffers; `None` where there is none."""
+
     def drop_cache(self, fd: int, offset: int, nbytes: int, /) -> None:
         """Have the page cache let go of a range of a file that is on the medium."""
 
 
 class SystemIo:
-    """`RawIo` of the operating system."""
+    """`RawIo` of the operating system, without a queue: `deep.py` has that."""
 
     def open_directory(self, path: Path, /) -> int:
         """`Path.mkdir`, `os.open`."""
@@ -170,6 +193,10 @@ class SystemIo:
             fcntl.fcntl(fd, fcntl.F_SETFL, 0)
             return False
         return True
+
+    def open_queue(self, fd: int, buffers: int, /) -> Queue | None:
+        """None."""
+        return None
 
     def drop_cache(self, fd: int, offset: int, nbytes: int, /) -> None:
         """`os.posix_fadvise`."""

@@ -8,7 +8,7 @@ everything, and what does not verify is a miss.
 from __future__ import annotations
 
 import contextlib
-import errno
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ import numpy as np
 
 from longshore.boundary import FILE, Status
 from longshore.errors import DeviceError, TierClosedError, TierError
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
@@ -27,9 +27,9 @@ from longshore.tiers.file.index_format import Entries
 from longshore.tiers.file.keeper import Keeper
 from longshore.tiers.file.opening import open_files, slabs_within
 from longshore.tiers.file.payload import Arrived, HostPayload, Lane, Payload, make_lane
-from longshore.tiers.file.runs import RUN_RECORDS, cut
-from longshore.tiers.file.segment import Segment
+from longshore.tiers.file.segment import Segment, status_of
 from longshore.tiers.file.system import RawIo
+from longshore.tiers.file.turns import TURN_RECORDS, cut
 from longshore.tiers.file.workers import Order, Workers
 from longshore.tiers.ops import check_batch, check_digest, check_generation
 
@@ -38,10 +38,8 @@ _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, S
 
 _log = logging.getLogger(__name__)
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
 _NOT_MOVED = frozenset({Status.IO_ERROR, Status.NO_SPACE, Status.SHORT})
-"""Of a call that did not move all that it should."""
+"""Of a record that was not moved whole."""
 
 
 class FileTier(Tier):
@@ -100,7 +98,7 @@ class FileTier(Tier):
             resources.callback(self._payload.close)
             self._keeper = Keeper(self._index, f"longshore-{self.name}-index")
             resources.callback(self._keeper.close)
-            self._lanes = [make_lane(sizes[-1], RUN_RECORDS) for _ in range(threads)]
+            self._lanes = [make_lane(sizes[-1], TURN_RECORDS) for _ in range(threads)]
             self._workers = Workers(self._execute, threads, f"longshore-{self.name}")
             resources.callback(self._workers.close)
             self._resources = resources.pop_all()
@@ -138,7 +136,8 @@ class FileTier(Tier):
             # All at once, which is one call of the system's; `_write` strikes what was entered since, or what failed.
             with contextlib.suppress(OSError):
                 self._index.strike((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
-        return self._workers.submit(batch, cut(batch, self._place, self._payload.joins), deadline)
+        turns = cut(batch, self._place, self._payload.joins, apart=self._segment.has_queue)
+        return self._workers.submit(batch, turns, deadline)
 
     def poll(self) -> list[TierResult]:
         """Results since the last call. What they say was written, the next process knows of."""
@@ -235,77 +234,70 @@ class FileTier(Tier):
         """The byte of the segment where the record of `op` begins."""
         return self.slabs.offset(op.pool, op.slot)
 
-    def _execute(self, run: Sequence[Order], worker: int) -> Sequence[Status]:
-        """All records of `run` in one call; where that fails, each in a call of its own, so that one fails alone."""
-        op, lane = run[0].op, self._lanes[worker]
+    def _execute(self, turn: Sequence[Order], worker: int) -> Sequence[Status]:
+        """All records of `turn` together; those that were not moved, each by itself, so that one fails alone."""
+        op, lane = turn[0].op, self._lanes[worker]
         if op.generation < self.generation:
-            return [Status.MISMATCH if op.op is Op.READ else Status.CANCELLED] * len(run)
+            return [Status.MISMATCH if op.op is Op.READ else Status.CANCELLED] * len(turn)
         if not self._health.allows(op.op):
-            return [Status.TIER_OFF] * len(run)
-        reads = [each for each, _ in run if each.op is Op.READ]
+            return [Status.TIER_OFF] * len(turn)
+        reads = [each for each, _ in turn if each.op is Op.READ]
         claims = self._index.claimed([(each.slot, each.pool, each.key) for each in reads], self._scope)
         try:
-            statuses = self._carry_out(run, lane)
+            statuses = self._write(turn, lane) if op.op is Op.WRITE else self._read([op for op, _ in turn], lane)
+        except OSError as error:
+            _log.debug("%s of %d slots from %d on: %s", op.op.value, len(turn), op.slot, error)
+            statuses = [status_of(error)] * len(turn)
         except DeviceError as error:  # of the device where images are: what the disk holds is as good as before
             _log.debug("%s of slot %d: %s", op.op.value, op.slot, error)
-            statuses, claims = [Status.IO_ERROR] * len(run), []
-        if len(run) > 1 and not _NOT_MOVED.isdisjoint(statuses):
-            return [status for order in run for status in self._execute([order], worker)]
+            statuses, claims = [Status.IO_ERROR] * len(turn), []
+        again = len(turn) > 1 and not _NOT_MOVED.isdisjoint(statuses)
+        ended = [not again or status not in _NOT_MOVED for status in statuses]
         if claims:
-            statuses = self._served(run, claims, statuses)
-        for status in statuses:
+            statuses = self._served(turn, claims, statuses, ended)
+        for status in itertools.compress(statuses, ended):
             self._health.note(op.op, status)
         self._keeper.nudge()
+        if again:
+            return [
+                status if over else self._execute([order], worker)[0]
+                for order, status, over in zip(turn, statuses, ended, strict=True)
+            ]
         return statuses
 
-    def _carry_out(self, run: Sequence[Order], lane: Lane) -> list[Status]:
-        """Move the records of `run`, in one call, and verify what was read."""
-        op = run[0].op
-        try:
-            return self._write(run, lane) if op.op is Op.WRITE else self._read([op for op, _ in run], lane)
-        except OSError as error:
-            _log.debug("%s of %d slots from %d on: %s", op.op.value, len(run), op.slot, error)
-            return [Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR] * len(run)
-
-    def _served(self, run: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> list[Status]:
+    def _served(
+        self, turn: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status], ended: Sequence[bool]
+    ) -> list[Status]:
         """Tell the index: what was served was used, what is no good is not to be found again."""
-        self._index.touch([op.slot for (op, _), how in zip(run, statuses, strict=True) if how is Status.OK])
-        for (op, _), claimed, status in zip(run, claims, statuses, strict=True):
-            if claimed and status.condemns_source:
+        self._index.touch([op.slot for (op, _), how in zip(turn, statuses, strict=True) if how is Status.OK])
+        for (op, _), claimed, status, over in zip(turn, claims, statuses, ended, strict=True):
+            if claimed and over and status.condemns_source:
                 self._index.condemn(op.slot, claimed)
-        forgotten_meanwhile = run[0].op.generation < self.generation
+        forgotten_meanwhile = turn[0].op.generation < self.generation
         return [Status.MISMATCH if how is Status.OK and forgotten_meanwhile else how for how in statuses]
 
-    def _write(self, run: Sequence[Order], lane: Lane) -> list[Status]:
-        headers = [
-            fmt.RecordHeader(
-                key=op.key,
-                parent=op.parent,
-                scope=self._scope,
-                slot=op.slot,
-                generation=op.generation,
-                length=op.length,
-                sequence=fmt.sequence(self._superblock.opens, serial),
-                payload_checksum=0,
-                pool=op.pool,
-            )
-            for op, serial in run
-        ]
+    def _write(self, turn: Sequence[Order], lane: Lane) -> list[Status]:
+        headers: list[fmt.RecordHeader] = []
 
         def seal(at: int, algorithm: int, checksum: int) -> bytes:
-            return fmt.pack_header(headers[at]._replace(payload_checksum=checksum, algorithm=algorithm))
+            op, serial = turn[at]
+            written = fmt.sequence(self._superblock.opens, serial)
+            identity = op.key, op.parent, self._scope, op.slot, op.generation, op.length
+            headers.append(fmt.RecordHeader(*identity, written, checksum, op.pool, algorithm))
+            return fmt.pack_header(headers[-1])
 
-        ops = [op for op, _ in run]
+        ops = [op for op, _ in turn]
         self._index.strike([(op.slot, op.pool) for op in ops])
-        self._payload.write(ops, lane, self._place(ops[0]), seal)
-        self._index.enter(headers)
-        return [Status.OK] * len(run)
+        statuses = self._payload.write(ops, lane, list(map(self._place, ops)), seal)
+        self._index.enter([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
+        return statuses
 
     def _read(self, ops: Sequence[TierOp], lane: Lane) -> list[Status]:
-        arrived = self._payload.read(ops, lane, self._place(ops[0]))
-        if arrived.nbytes < sum(PAGE + op.length for op in ops):
-            return [Status.SHORT] * len(ops)
-        return [self._verify(op, bytes(header), lane, arrived) for op, header in zip(ops, lane.headers, strict=False)]
+        arrived = self._payload.read(ops, lane, list(map(self._place, ops)))
+        return [
+            self._verify(op, bytes(header), lane, arrived) if how is Status.OK else how
+            for op, header, how in zip(ops, lane.headers, arrived.statuses, strict=False)
+        ]
 
     def _verify(self, op: TierOp, header: bytes, lane: Lane, arrived: Arrived) -> Status:
         """What arrived for `op`; delivered, if it is right."""

@@ -1,4 +1,4 @@
-"""Threads that carry out the operations of submitted batches, run by run, and the books that say how each one ended.
+"""Threads that carry out the operations of submitted batches, turn by turn, and the books that say how each one ended.
 
     submit ──► reads  ─┐                      ┌──► ended batches ──► poll
                writes ─┴─► worker 0 .. n-1 ───┘
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from longshore.boundary import Status
 from longshore.errors import TierClosedError, TierError
 from longshore.tiers.base import Op, TierOp, TierResult
-from longshore.tiers.file.runs import Run
+from longshore.tiers.file.turns import Turn
 from longshore.tiers.ops import Batch
 
 _log = logging.getLogger(__name__)
@@ -37,35 +37,35 @@ class Order(NamedTuple):
 
 
 Execute = Callable[[Sequence[Order], int], Sequence[Status]]
-"""Carries out a run of operations, given the index of the worker; a status for each."""
+"""Carries out the operations of a turn, given the index of the worker; a status for each."""
 
 
 class _Job(NamedTuple):
-    """A run of a batch whose first operation has serial number `first`."""
+    """A turn of a batch whose first operation has serial number `first`."""
 
     batch: Batch
     first: int
-    run: Run
+    turn: Turn
 
     @property
     def pending(self) -> bool:
-        return self.batch.pending(self.run[0])  # a run begins, or is ended from outside, as a whole
+        return self.batch.pending(self.turn[0])  # a turn begins, or is ended from outside, as a whole
 
     @property
     def orders(self) -> list[Order]:
-        return [Order(self.batch.ops[at], self.first + at) for at in self.run]
+        return [Order(self.batch.ops[at], self.first + at) for at in self.turn]
 
     def begin(self, now: float) -> None:
-        for at in self.run:
+        for at in self.turn:
             self.batch.begin(at, now)
 
     def end(self, statuses: Iterable[Status], now: float) -> None:
-        for at, status in zip(self.run, statuses, strict=True):
+        for at, status in zip(self.turn, statuses, strict=True):
             self.batch.end(at, status, now)
 
 
 class Workers:
-    """`threads` workers that call `execute`, each with one run at a time. Raises `TierError` if there are fewer."""
+    """`threads` workers that call `execute`, each with one turn at a time. Raises `TierError` if there are fewer."""
 
     def __init__(self, execute: Execute, threads: int, name: str) -> None:
         self._execute = execute
@@ -92,8 +92,8 @@ class Workers:
                 self.close()
                 raise TierError(f"expected {threads} threads, the system gave {started}: {error}") from error
 
-    def submit(self, ops: Sequence[TierOp], runs: Sequence[Run], deadline: float) -> int:
-        """Queue checked `ops`, all of them in `runs`, each of one kind; a ticket."""
+    def submit(self, ops: Sequence[TierOp], turns: Sequence[Turn], deadline: float) -> int:
+        """Queue checked `ops`, all of them in `turns`, each of one kind; a ticket."""
         with self._changed:
             if self._closed:
                 raise TierClosedError("the tier was closed")
@@ -104,9 +104,9 @@ class Workers:
             self._earliest = min(self._earliest, deadline)
             if batch.late(now):
                 batch.end_pending(Status.DEADLINE, now)
-            self._enqueue(batch, runs)
+            self._enqueue(batch, turns)
             self._settle(batch)
-            self._changed.notify(len(runs))
+            self._changed.notify(len(turns))
             return batch.ticket
 
     def poll(self) -> list[TierResult]:
@@ -138,10 +138,10 @@ class Workers:
         for thread in self._threads:
             thread.join()
 
-    def _enqueue(self, batch: Batch, runs: Sequence[Run]) -> None:
-        for job in (_Job(batch, self._serials, run) for run in runs):
+    def _enqueue(self, batch: Batch, turns: Sequence[Turn]) -> None:
+        for job in (_Job(batch, self._serials, turn) for turn in turns):
             if job.pending:
-                queue = self._reads if batch.ops[job.run[0]].op is Op.READ else self._writes
+                queue = self._reads if batch.ops[job.turn[0]].op is Op.READ else self._writes
                 queue.append(job)
         self._serials += len(batch.ops)
 
@@ -168,7 +168,7 @@ class Workers:
             if not job.batch.late(now):
                 job.begin(now)
                 return job
-            job.end([Status.DEADLINE] * len(job.run), now)
+            job.end([Status.DEADLINE] * len(job.turn), now)
             self._settle(job.batch)
 
     def _next(self) -> _Job:

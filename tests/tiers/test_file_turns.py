@@ -22,7 +22,7 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, SystemIo
 from longshore.tiers.file.health import State
-from longshore.tiers.file.runs import RUN_BYTES, RUN_RECORDS, cut
+from longshore.tiers.file.turns import TURN_BYTES, TURN_RECORDS, cut
 
 IMAGE = TierTests.image_bytes
 STRIDE = PAGE + IMAGE
@@ -183,26 +183,40 @@ def test_a_reset_between_two_writes_keeps_them_apart(harness: TierHarness, io: S
 
 
 @given(
-    slots=st.lists(st.tuples(st.integers(0, 300), st.sampled_from(Op), st.sampled_from([PAGE, 16 * PAGE])), max_size=80)
+    slots=st.lists(
+        st.tuples(st.integers(0, 300), st.sampled_from(Op), st.sampled_from([PAGE, 16 * PAGE]), st.integers(0, 1)),
+        max_size=80,
+    ),
+    apart=st.booleans(),
 )
-def test_each_operation_is_in_one_run_and_each_run_is_one_piece(slots: list[tuple[int, Op, int]]) -> None:
-    ops = [TierOp(op, slot, key(slot), None, 0, length, 0) for slot, op, length in slots]
+def test_each_operation_is_in_one_turn_and_those_of_a_turn_can_go_together(
+    slots: list[tuple[int, Op, int, int]], apart: bool
+) -> None:
+    ops = [TierOp(op, slot, key(slot), None, 0, length, generation) for slot, op, length, generation in slots]
     stride = 17 * PAGE
-    runs = cut(ops, lambda op: op.slot * stride, lambda op: op.slot % 10 != 9)
-    assert sorted(at for run in runs for at in run) == list(range(len(ops)))
-    for run in runs:
-        assert len(run) <= RUN_RECORDS
-        assert len(run) == 1 or sum(ops[at].length for at in run) <= RUN_BYTES
-        assert len({ops[at].op for at in run}) == 1
-        for before, after in itertools.pairwise(run):
-            assert ops[after].slot == ops[before].slot + 1
-            assert ops[before].length == 16 * PAGE
+    turns = cut(ops, lambda op: op.slot * stride, lambda op: op.slot % 10 != 9, apart=apart)
+    assert sorted(at for turn in turns for at in turn) == list(range(len(ops)))
+    for turn in turns:
+        assert len(turn) <= TURN_RECORDS
+        assert len(turn) == 1 or sum(ops[at].length for at in turn) <= TURN_BYTES
+        assert len({(ops[at].op, ops[at].generation) for at in turn}) == 1
+        assert [ops[at].slot for at in turn] == sorted(ops[at].slot for at in turn)
+        for before, after in itertools.pairwise(turn):
+            assert apart or ops[after].slot == ops[before].slot + 1
+            assert apart or ops[before].length == 16 * PAGE
             assert ops[before].slot % 10 != 9
             assert ops[after].slot % 10 != 9
 
 
-def test_many_neighbours_make_few_runs() -> None:
-    ops = [TierOp(Op.READ, slot, key(slot), None, 0, 16 * PAGE, 0) for slot in range(64)]
+@pytest.mark.parametrize("step", [1, 3])
+def test_many_records_make_few_turns(step: int) -> None:
+    """Wherever they lie, where the system has a queue; else, if they are neighbours."""
+    ops = [TierOp(Op.READ, step * slot, key(slot), None, 0, 16 * PAGE, 0) for slot in range(64)]
     random.Random(0).shuffle(ops)
-    runs = cut(ops, lambda op: op.slot * 17 * PAGE, lambda op: True)
-    assert [len(run) for run in runs] == [RUN_BYTES // (16 * PAGE)] * 2
+
+    def lengths(*, apart: bool) -> list[int]:
+        return [len(turn) for turn in cut(ops, lambda op: op.slot * 17 * PAGE, lambda op: True, apart=apart)]
+
+    few = [TURN_BYTES // (16 * PAGE)] * (64 * 16 * PAGE // TURN_BYTES)
+    assert lengths(apart=True) == few
+    assert lengths(apart=False) == (few if step == 1 else [1] * 64)

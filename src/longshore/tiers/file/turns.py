@@ -1,0 +1,53 @@
+"""Which operations of a batch one worker carries out at once.
+
+    batch    slots 7 3 9 4 5   ──►   turns   3 4 5 7 9       where the system has a queue
+                                             3 4 5 │ 7 │ 9   where each thread moves one piece
+
+The chunks of a prompt are written in order, mostly into slots that follow each other, and asked for together. Records
+that lie one behind the other are one piece: a disk moves a large one faster than as many bytes in small ones, and for
+less processor time. And whatever is done once for several records, by one thread, costs less than for each: locks, a
+place in the interpreter, cold caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from longshore.tiers.arena import PAGE
+from longshore.tiers.base import Op, TierOp
+
+TURN_BYTES = 2 << 20
+"""Of images in one turn. More were no faster: they leave threads without work."""
+
+TURN_RECORDS = 32
+"""In one turn, at most."""
+
+Turn = tuple[int, ...]
+"""Positions in the batch, in the order of their records."""
+
+
+def cut(
+    batch: Sequence[TierOp], place: Callable[[TierOp], int], joins: Callable[[TierOp], bool], *, apart: bool
+) -> list[Turn]:
+    """The turns of `batch`, each position in one; an operation in each is of one kind, and of one generation.
+
+    `place` is the byte where a record begins; `joins` says whether one can be moved together with others; `apart`,
+    whether a turn may have records that do not lie one behind the other.
+    """
+    if len(batch) == 1:
+        return [(0,)]
+    places = [place(op) for op in batch]
+    turns: list[list[int]] = []
+    nbytes = 0
+    for at in sorted(range(len(batch)), key=lambda at: (batch[at].op is Op.WRITE, places[at])):
+        op = batch[at]
+        if turns and nbytes + op.length <= TURN_BYTES and len(turns[-1]) < TURN_RECORDS and joins(op):
+            before = batch[turns[-1][-1]]
+            alike = op.op is before.op and op.generation == before.generation and joins(before)
+            if alike and (apart or places[at] - places[turns[-1][-1]] == PAGE + before.length):
+                turns[-1].append(at)
+                nbytes += op.length
+                continue
+        turns.append([at])
+        nbytes = op.length
+    return [tuple(turn) for turn in turns]

@@ -1,0 +1,321 @@
+"""The queue of the system: several pieces at once, each with an outcome of its own; what it refuses goes without it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from longshore.boundary import Status
+from longshore.testing import TierHarness, TierTests
+from longshore.testing.tier_harness import image
+from longshore.tiers.arena import PAGE
+from longshore.tiers.base import Op
+from longshore.tiers.file import FileTier, deep
+from longshore.tiers.file.deep import AioQueue, DeepIo
+from longshore.tiers.file.system import Piece, Queue
+
+STRIDE = PAGE + TierTests.image_bytes
+SLOTS = 8
+APART = [0, 2, 4, 6]
+
+
+def contexts() -> int:
+    """Places for events that processes of this machine have taken."""
+    return int(Path("/proc/sys/fs/aio-nr").read_text())
+
+
+def memory(pages: int, byte: int = 0) -> memoryview:
+    found = memoryview(mmap.mmap(-1, pages * PAGE))
+    found[:] = bytes([byte]) * len(found)
+    return found
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    """A file of sixteen pages, numbered."""
+    (tmp_path / "file").write_bytes(b"".join(bytes([page]) * PAGE for page in range(16)))
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_DIRECT)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def queue(fd: int) -> Iterator[AioQueue]:
+    queue = DeepIo().open_queue(fd, 8)
+    assert isinstance(queue, AioQueue), "this system has one"
+    yield queue
+    queue.close()
+
+
+class Calls:
+    """The system's calls, of which some are answered by a test: by number, results or errors in turn."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, list[Callable[..., int]]] = {}
+        self._real = deep._syscall
+
+    def __call__(self, number: int, *arguments: int) -> int:
+        if self.answers.get(number):
+            return self.answers[number].pop(0)(lambda *changed: self._real(number, *changed), *arguments)
+        return int(self._real(number, *arguments))
+
+
+def fails(number: int) -> Callable[..., int]:
+    def call(real: Callable[..., int], *arguments: int) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    return call
+
+
+def takes_one(real: Callable[..., int], context: int, count: int, *rest: int) -> int:
+    return real(context, 1, *rest)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
+    monkeypatch.setattr(deep, "_syscall", calls)
+    return calls
+
+
+NUMBERS = deep._NUMBERS[os.uname().machine]
+
+
+def test_pieces_of_several_buffers_come_from_and_go_to_where_they_belong(queue: AioQueue) -> None:
+    one, two, three = memory(1), memory(2), memory(1)
+    assert queue.move([Piece([one, two], 3 * PAGE), Piece([three], 9 * PAGE)], writing=False) == [3 * PAGE, PAGE]
+    assert [one[0], two[0], two[PAGE], three[0]] == [3, 4, 5, 9]
+    assert queue.move([Piece([memory(1, 77)], 4 * PAGE), Piece([memory(1, 78)], 0)], writing=True) == [PAGE, PAGE]
+    assert queue.move([Piece([one, two], 3 * PAGE), Piece([three], 0)], writing=False) == [3 * PAGE, PAGE]
+    assert [one[0], two[0], two[PAGE], three[0]] == [3, 77, 5, 78]
+
+
+def test_each_piece_has_an_outcome_of_its_own(queue: AioQueue) -> None:
+    """One that the file ends in, one behind its end, one that direct I/O cannot move."""
+    pieces = [
+        Piece([memory(2)], 15 * PAGE),
+        Piece([memory(1)], 16 * PAGE),
+        Piece([memory(1)], 17),
+        Piece([memory(1)], 0),
+    ]
+    assert queue.move(pieces, writing=False) == [PAGE, 0, -errno.EINVAL, PAGE]
+
+
+def test_a_system_that_takes_them_bit_by_bit_gets_all(queue: AioQueue, calls: Calls) -> None:
+    calls.answers[NUMBERS.submit] = [takes_one, takes_one]
+    pieces = [Piece([memory(1)], page * PAGE) for page in range(4)]
+    assert queue.move(pieces, writing=False) == [PAGE] * 4
+    assert [piece.buffers[0][0] for piece in pieces] == [0, 1, 2, 3]
+    assert not calls.answers[NUMBERS.submit]
+
+
+def test_what_the_system_does_not_take_has_failed_and_the_others_have_ended(queue: AioQueue, calls: Calls) -> None:
+    calls.answers[NUMBERS.submit] = [takes_one, fails(errno.EAGAIN)]
+    pieces = [Piece([memory(1)], page * PAGE) for page in (5, 6, 7)]
+    assert queue.move(pieces, writing=False) == [PAGE, -errno.EAGAIN, -errno.EAGAIN]
+    assert [piece.buffers[0][0] for piece in pieces] == [5, 0, 0]
+
+
+def test_a_wait_that_is_interrupted_goes_on(queue: AioQueue, calls: Calls) -> None:
+    calls.answers[NUMBERS.getevents] = [fails(errno.EINTR), fails(errno.EINTR)]
+    assert queue.move([Piece([memory(1)], 0), Piece([memory(1)], PAGE)], writing=False) == [PAGE] * 2
+    assert not calls.answers[NUMBERS.getevents]
+
+
+def test_a_wait_that_fails_ends_what_is_under_way_and_gives_the_context_back(queue: AioQueue, calls: Calls) -> None:
+    before = contexts()
+    calls.answers[NUMBERS.getevents] = [fails(errno.EFAULT)]
+    piece = Piece([memory(1)], 9 * PAGE)
+    with pytest.raises(OSError, match="Bad address"):
+        queue.move([piece, piece], writing=False)
+    assert contexts() < before
+    assert piece.buffers[0][0] == 9, "nothing arrives later"
+    assert queue.move([piece, piece], writing=False) == [PAGE] * 2
+
+
+def test_as_many_contexts_as_threads_move_at_once_and_none_in_the_end(fd: int) -> None:
+    before = contexts()
+    queue = DeepIo().open_queue(fd, 8)
+    assert queue is not None
+    one = contexts() - before
+    assert one > 0
+    meeting = threading.Barrier(3)
+
+    def work() -> None:
+        meeting.wait(60)
+        for _ in range(50):
+            assert queue.move([Piece([memory(1)], PAGE)] * 2, writing=False) == [PAGE] * 2
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert contexts() - before <= 3 * one
+    queue.close()
+    queue.close()
+    assert contexts() == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EAGAIN, errno.EPERM])
+def test_a_tier_without_a_queue_does_what_others_do(
+    harness_of: Callable[..., TierHarness], calls: Calls, number: int
+) -> None:
+    calls.answers[NUMBERS.setup] = [fails(number)]
+    harness = harness_of(slots=SLOTS)
+    assert not calls.answers[NUMBERS.setup]
+    assert not cast(FileTier, harness.tier)._segment.has_queue
+    assert store(harness, APART) == (Status.OK,) * 4
+    assert load(harness, APART) == (Status.OK,) * 4
+
+
+class Spied(DeepIo):
+    """The system, with a note of what went through its queue; pieces that touch a bad byte fail, there and alone."""
+
+    def __init__(self) -> None:
+        self.moved: list[list[int]] = []
+        self.alone: list[int] = []
+        self.bad: dict[int, int] = {}
+
+    def open_queue(self, fd: int, buffers: int, /) -> Queue | None:
+        queue = super().open_queue(fd, buffers)
+        assert queue is not None
+        return Spy(self, queue)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+        return self._try(super().preadv, fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
+        return self._try(super().pwritev, fd, buffers, offset)
+
+    def _try(self, call: Callable[..., int], fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.alone.append(offset)
+        if offset in self.bad:
+            raise OSError(self.bad[offset], os.strerror(self.bad[offset]))
+        return call(fd, buffers, offset)
+
+
+class Spy:
+    def __init__(self, io: Spied, queue: Queue) -> None:
+        self._io = io
+        self._queue = queue
+
+    def move(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        self._io.moved.append([piece.offset for piece in pieces])
+        moved = self._queue.move(pieces, writing=writing)
+        bad = self._io.bad
+        return [-bad.get(piece.offset, -count) for piece, count in zip(pieces, moved, strict=True)]
+
+    def close(self) -> None:
+        self._queue.close()
+
+
+@pytest.fixture
+def io() -> Spied:
+    return Spied()
+
+
+@pytest.fixture
+def harness(io: Spied, harness_of: Callable[..., TierHarness]) -> TierHarness:
+    harness = harness_of(io=io, slots=SLOTS)
+    io.alone.clear()
+    return harness
+
+
+def store(harness: TierHarness, slots: Sequence[int]) -> tuple[Status, ...]:
+    ops = [harness.op(Op.WRITE, slot, slot, place=at) for at, slot in enumerate(slots)]
+    for op, slot in zip(ops, slots, strict=True):
+        harness.bytes_of(op)[:] = image(slot, op.length)
+    return harness.run(*ops)
+
+
+def load(harness: TierHarness, slots: Sequence[int]) -> tuple[Status, ...]:
+    """Statuses; what was served is what was written."""
+    ops = [harness.op(Op.READ, slot, slot, place=at) for at, slot in enumerate(slots)]
+    for op in ops:
+        harness.bytes_of(op)[:] = 0xCC
+    statuses = harness.run(*ops)
+    for op, slot, status in zip(ops, slots, statuses, strict=True):
+        if status is Status.OK:
+            np.testing.assert_array_equal(harness.bytes_of(op), image(slot, op.length))
+    return statuses
+
+
+def test_records_that_lie_apart_are_in_the_disk_at_once_and_neighbours_are_one_piece(
+    harness: TierHarness, io: Spied
+) -> None:
+    slots = [5, 0, 3, 1, 7]
+    for run in (store, load):
+        assert run(harness, slots) == (Status.OK,) * 5
+    assert io.moved == [[0, 3 * STRIDE, 5 * STRIDE, 7 * STRIDE]] * 2
+    assert io.alone == []
+    assert load(harness, [3]) == (Status.OK,)
+    assert io.alone == [3 * STRIDE], "a single piece needs no queue"
+
+
+def test_a_rotten_record_among_others_is_a_miss_and_they_are_served(
+    harness: TierHarness, io: Spied, directory: Path
+) -> None:
+    store(harness, APART)
+    with (directory / "segment").open("r+b") as segment:
+        segment.seek(4 * STRIDE + PAGE)
+        segment.write(b"rot")
+    assert load(harness, APART) == (Status.OK, Status.OK, Status.CORRUPT, Status.OK)
+    assert io.alone == []
+    assert {chunk.slot for chunk in harness.tier.recover()} == {0, 2, 6}
+
+
+@pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
+@pytest.mark.parametrize(("number", "status"), [(errno.EIO, Status.IO_ERROR), (errno.ENOSPC, Status.NO_SPACE)])
+def test_a_bad_sector_fails_the_record_that_it_is_in(
+    harness: TierHarness, io: Spied, kind: Op, number: int, status: Status
+) -> None:
+    store(harness, APART)
+    io.bad = {2 * STRIDE: number}
+    run = load if kind is Op.READ else store
+    assert run(harness, APART) == (Status.OK, status, Status.OK, Status.OK)
+    assert io.alone == [2 * STRIDE], "among others, and then by itself"
+    assert cast(FileTier, harness.tier).troubles[f"{kind.value}_io_error"] == int(status is Status.IO_ERROR)
+    io.bad = {}
+    assert {chunk.slot for chunk in harness.tier.recover()} == ({0, 4, 6} if run is store else _left(status))
+
+
+def _left(status: Status) -> set[int]:
+    """A record that could not be read is not looked for again, if that is the disk's fault."""
+    return {0, 4, 6} if status.condemns_source else set(APART)
+
+
+def test_what_only_the_queue_cannot_do_is_done_without_it(harness: TierHarness, calls: Calls) -> None:
+    """A submission that is refused, a wait that fails, no context left."""
+    store(harness, APART)
+    answered: list[Any] = []
+    for number, answer in ((NUMBERS.submit, fails(errno.EAGAIN)), (NUMBERS.getevents, fails(errno.EFAULT))):
+        calls.answers[number] = [answer]
+        assert load(harness, APART) == (Status.OK,) * 4
+        answered.append(calls.answers[number])
+    calls.answers[NUMBERS.setup] = [fails(errno.EAGAIN)]  # the one there was has gone with the wait
+    assert load(harness, APART) == (Status.OK,) * 4
+    assert [*answered, calls.answers[NUMBERS.setup]] == [[], [], []]
+    assert cast(FileTier, harness.tier).troubles["read_io_error"] == 0
+
+
+def test_a_forked_child_that_closes_its_copy_leaves_the_queue_alone(harness: TierHarness, io: Spied) -> None:
+    store(harness, APART)
+    child = os.fork()
+    if not child:
+        harness.tier.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    io.moved.clear()
+    assert load(harness, APART) == (Status.OK,) * 4
+    assert len(io.moved) == 1
