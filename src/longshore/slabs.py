@@ -108,14 +108,14 @@ class Slabs:
 
     def check(self, pool: int, index: int) -> None:
         """Raise `PlanError` unless `pool` may have a slot `index`."""
-        self._check_pool(pool)
-        if not 0 <= index < self.indices or index % self.stride >= self.images[pool]:
-            raise self._no_slot(pool, index)
+        self.offset(pool, index)
 
     def offset(self, pool: int, index: int) -> int:
         """Bytes from the tier's start to the image in slot `index` of `pool`. `PlanError` if there is no such slot."""
-        self.check(pool, index)
         slab, position = divmod(index, self.stride)
+        if not (0 <= pool < len(self.images) and 0 <= slab < self.slabs and position < self.images[pool]):
+            self._check_pool(pool)
+            raise self._no_slot(pool, index)
         return slab * self.slab_bytes + position * self.image_bytes[pool]
 
     def offsets(self, pool: int, indices: Sequence[int] | I64) -> I64:

@@ -217,6 +217,7 @@ def test_many_records_make_few_turns(step: int) -> None:
     def lengths(*, apart: bool) -> list[int]:
         return [len(turn) for turn in cut(ops, lambda op: op.slot * 17 * PAGE, lambda op: True, apart=apart)]
 
-    few = [TURN_BYTES // (16 * PAGE)] * (64 * 16 * PAGE // TURN_BYTES)
+    most = min(TURN_RECORDS, TURN_BYTES // (16 * PAGE))
+    few = [most] * (64 // most)
     assert lengths(apart=True) == few
     assert lengths(apart=False) == (few if step == 1 else [1] * 64)

@@ -154,7 +154,7 @@ class Arena:
         """Writable bytes `[offset, offset + length)`; raises `TierError` when they do not lie within the arena."""
         if offset < 0 or length < 0 or offset + length > self.nbytes:
             raise TierError(f"bytes [{offset}, {offset + length}) do not lie within an arena of {self.nbytes}")
-        return memoryview(self.array.data)[offset : offset + length]
+        return self.array.data[offset : offset + length]
 
     def register(self, registrar: Registrar, slot_bytes: int, largest: int = LARGEST_PIECE) -> None:
         """Make the arena known to a device, in pieces of at most `largest` bytes that no slot straddles.

@@ -162,7 +162,7 @@ def judge(page: bytes, wanted: Wanted) -> Verdict:
         header = parse_header(page)
     except FormatError:
         return Verdict(Status.CORRUPT)
-    found = Wanted(header.key, header.scope, header.slot, header.pool, header.generation, header.length)
+    found = (header.key, header.scope, header.slot, header.pool, header.generation, header.length)
     return Verdict(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum, header.algorithm)
 
 

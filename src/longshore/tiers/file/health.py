@@ -13,6 +13,7 @@ import enum
 import logging
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 from longshore.boundary import Status
 from longshore.tiers.base import Op
@@ -70,10 +71,14 @@ class Health:
             wrong = {f"{op.value}_{status.value}": self._wrong[op, status] for op, status in _WRONG}
             return {**wrong, **{state.value: int(state is self.state) for state in (State.READ_ONLY, State.OFF)}}
 
-    def note(self, op: Op, status: Status) -> None:
-        """One was tried, and ended so."""
-        if status is Status.OK and not self._failures[op]:
+    def note(self, op: Op, statuses: Sequence[Status]) -> None:
+        """Some were tried, one after the other, and ended so."""
+        if not self._failures[op] and statuses.count(Status.OK) == len(statuses):
             return
+        for status in statuses:
+            self._note(op, status)
+
+    def _note(self, op: Op, status: Status) -> None:
         with self._lock:
             if status is not Status.OK:
                 self._wrong[op, status] += 1

@@ -8,10 +8,10 @@ everything, and what does not verify is a miss.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -236,45 +236,54 @@ class FileTier(Tier):
 
     def _execute(self, turn: Sequence[Order], worker: int) -> Sequence[Status]:
         """All records of `turn` together; those that were not moved, each by itself, so that one fails alone."""
-        op, lane = turn[0].op, self._lanes[worker]
+        op = turn[0].op
         if op.generation < self.generation:
             return [Status.MISMATCH if op.op is Op.READ else Status.CANCELLED] * len(turn)
         if not self._health.allows(op.op):
             return [Status.TIER_OFF] * len(turn)
-        reads = [each for each, _ in turn if each.op is Op.READ]
-        claims = self._index.claimed([(each.slot, each.pool, each.key) for each in reads], self._scope)
+        claims, statuses = self._carry_out(turn, self._lanes[worker])
+        if len(turn) == 1 or _all_ok(statuses):
+            return self._settle(turn, claims, statuses)
+        moved = [status not in _NOT_MOVED for status in statuses]
+        whole = list(compress(turn, moved)), list(compress(claims, moved)), list(compress(statuses, moved))
+        settled = iter(self._settle(*whole))
+        return [
+            next(settled) if over else self._execute([order], worker)[0]
+            for order, over in zip(turn, moved, strict=True)
+        ]
+
+    def _carry_out(self, turn: Sequence[Order], lane: Lane) -> tuple[list[int], list[Status]]:
+        """Which records to be read the index knows (`Index.claimed`), and what came of all of `turn`."""
+        ops = [op for op, _ in turn]
+        reading = ops[0].op is Op.READ
+        claims = self._index.claimed([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
         try:
-            statuses = self._write(turn, lane) if op.op is Op.WRITE else self._read([op for op, _ in turn], lane)
+            return claims, self._read(ops, lane) if reading else self._write(turn, lane)
         except OSError as error:
-            _log.debug("%s of %d slots from %d on: %s", op.op.value, len(turn), op.slot, error)
-            statuses = [status_of(error)] * len(turn)
+            _log.debug("%s of %d slots from %d on: %s", ops[0].op.value, len(ops), ops[0].slot, error)
+            return claims, [status_of(error)] * len(ops)
         except DeviceError as error:  # of the device where images are: what the disk holds is as good as before
-            _log.debug("%s of slot %d: %s", op.op.value, op.slot, error)
-            statuses, claims = [Status.IO_ERROR] * len(turn), []
-        again = len(turn) > 1 and not _NOT_MOVED.isdisjoint(statuses)
-        ended = [not again or status not in _NOT_MOVED for status in statuses]
+            _log.debug("%s of slot %d: %s", ops[0].op.value, ops[0].slot, error)
+            return [], [Status.IO_ERROR] * len(ops)
+
+    def _settle(self, turn: Sequence[Order], claims: Sequence[int], statuses: list[Status]) -> list[Status]:
+        """What `statuses` mean for the index, and for the disk; what they are, if there was a reset meanwhile."""
         if claims:
-            statuses = self._served(turn, claims, statuses, ended)
-        for status in itertools.compress(statuses, ended):
-            self._health.note(op.op, status)
+            self._index.touch([op.slot for (op, _), how in zip(turn, statuses, strict=True) if how is Status.OK])
+            if not _all_ok(statuses):
+                self._condemn(turn, claims, statuses)
+            if turn[0].op.generation < self.generation:
+                statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
+        if statuses:
+            self._health.note(turn[0].op.op, statuses)
         self._keeper.nudge()
-        if again:
-            return [
-                status if over else self._execute([order], worker)[0]
-                for order, status, over in zip(turn, statuses, ended, strict=True)
-            ]
         return statuses
 
-    def _served(
-        self, turn: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status], ended: Sequence[bool]
-    ) -> list[Status]:
-        """Tell the index: what was served was used, what is no good is not to be found again."""
-        self._index.touch([op.slot for (op, _), how in zip(turn, statuses, strict=True) if how is Status.OK])
-        for (op, _), claimed, status, over in zip(turn, claims, statuses, ended, strict=True):
-            if claimed and over and status.condemns_source:
+    def _condemn(self, turn: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:
+        """What is no good is not to be found again."""
+        for (op, _), claimed, status in zip(turn, claims, statuses, strict=True):
+            if claimed and status.condemns_source:
                 self._index.condemn(op.slot, claimed)
-        forgotten_meanwhile = turn[0].op.generation < self.generation
-        return [Status.MISMATCH if how is Status.OK and forgotten_meanwhile else how for how in statuses]
 
     def _write(self, turn: Sequence[Order], lane: Lane) -> list[Status]:
         headers: list[fmt.RecordHeader] = []
@@ -315,6 +324,10 @@ class FileTier(Tier):
     def _payload_is_intact(self, found: int, expected: int) -> bool:
         """Whether an image has the checksum that was written. The one place: a negative control overrides it."""
         return found == expected
+
+
+def _all_ok(statuses: list[Status]) -> bool:
+    return statuses.count(Status.OK) == len(statuses)  # by identity, in C: a status hashes itself in Python
 
 
 def _chunks(entries: Entries) -> list[StoredChunk]:
