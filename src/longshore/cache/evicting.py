@@ -19,7 +19,7 @@ from longshore.cache.many import Many
 if TYPE_CHECKING:
     from longshore.cache.store import Store
 
-_AT_FIRST, _AT_LEAST = 512, 64
+_AT_FIRST, _AT_LEAST = 2048, 256
 """How many copies are looked at together at first; later twice as many as went, or stay, but no fewer than this."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import column, numbers, zeros
+from longshore.cache.columns import column, zeros
 
 _NOBODY = 0
 
@@ -67,27 +67,27 @@ class Family:
         following = child[at[:-1]]
         return bool((following == at[1:]).all() and not child[at[-1]] and not column(self.older)[following].any())
 
-    def append(self, parent: int, nodes: Sequence[int]) -> None:
-        """`nodes`, which are new, follow `parent`, one after the other."""
-        at, elder, head = numbers(nodes), self.child[parent], nodes[0]
+    def append(self, parent: int, at: npt.NDArray[np.int32]) -> None:
+        """The nodes `at`, which are new, follow `parent`, one after the other."""
+        elder, head, tail = self.child[parent], int(at[0]), int(at[-1])
         column(self.parent)[at[1:]] = at[:-1]
         column(self.child)[at[:-1]] = at[1:]
         column(self.older)[at] = column(self.younger)[at] = _NOBODY
-        self.parent[head], self.child[nodes[-1]], self.older[head] = parent, _NOBODY, elder
+        self.parent[head], self.child[tail], self.older[head] = parent, _NOBODY, elder
         if elder:
             self.younger[elder] = head
         self.child[parent] = head
 
-    def append_firsts(self, nodes: Sequence[int]) -> None:
-        """`nodes`, which are new, follow nobody."""
-        at, elder, last = numbers(nodes), self.child[_NOBODY], nodes[-1]
+    def append_firsts(self, at: npt.NDArray[np.int32]) -> None:
+        """The nodes `at`, which are new, follow nobody."""
+        elder, first, last = self.child[_NOBODY], int(at[0]), int(at[-1])
         column(self.parent)[at] = column(self.child)[at] = _NOBODY
         column(self.older)[at[:-1]] = at[1:]
         column(self.younger)[at[1:]] = at[:-1]
-        self.older[last], self.younger[nodes[0]] = elder, _NOBODY
+        self.older[last], self.younger[first] = elder, _NOBODY
         if elder:
             self.younger[elder] = last
-        self.child[_NOBODY] = nodes[0]
+        self.child[_NOBODY] = first
 
     def graft(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
         """Each of `nodes`, which are new, follows that of `parents`; of siblings the first is the youngest."""

@@ -53,28 +53,26 @@ class Index(Lookup):
 
     def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
         """`extend` for keys of which `follow` has said that they are new, behind a parent that accepts them."""
-        nodes = self._numbers(len(keys))
-        if not nodes:
+        if not keys:
             return []
-        self._family.append(parent, nodes)
-        at, depth = self._enter(keys, nodes, tier, slots), self.depth[parent] + 1
+        at, depth = self._numbers(len(keys)), self.depth[parent] + 1
+        self._family.append(parent, at)
         column(self.depth)[at] = np.arange(depth, depth + len(at))
         for each in range(tier + 1):
             self.reach[each][parent] += 1
             column(self.reach[each])[at[:-1]] = 1
-        return nodes
+        return self._enter(keys, at, tier, slots)
 
     def link_alone(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
         """New nodes, which stand alone, for `keys` that `find_alone` did not find."""
-        nodes = self._numbers(len(keys))
-        if not nodes:
+        if not keys:
             return []
-        self._family.append_firsts(nodes)
-        at = self._enter(keys, nodes, tier, slots)
+        at = self._numbers(len(keys))
+        self._family.append_firsts(at)
         column(self.depth)[at] = 0
         for each in range(tier + 1):
-            self.reach[each][ROOT] += len(nodes)
-        return nodes
+            self.reach[each][ROOT] += len(keys)
+        return self._enter(keys, at, tier, slots)
 
     def graft(
         self,
@@ -89,15 +87,16 @@ class Index(Lookup):
         Each follows the key at position `before`, int64, shape `(len(keys),)`; or, where that is -1, the node `above`,
         int32 and of the same shape, which accepts it. The caller has seen to it that all keys are new and distinct.
         """
-        at = self._enter(keys, self._numbers(len(keys)), tier, slots)
+        at = self._numbers(len(keys))
         if not len(at):
             return at
+        nodes = self._enter(keys, at, tier, slots)
         parents = np.where(before >= 0, at[before], above)
         self._family.graft(parents, at)
         for reach in self.reach[: tier + 1]:
             np.add.at(column(reach), parents, 1)
         depth, reachable = self.depth, self.reachable
-        for node, parent in zip(at.tolist(), parents.tolist(), strict=True):
+        for node, parent in zip(nodes, parents.tolist(), strict=True):
             depth[node] = depth[parent] + 1
             reachable[node] = reachable[parent]
         return at

@@ -137,7 +137,7 @@ class Many:
         store.policies[tier].leave(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
         store.pools[tier].free_all(slots)
-        store.reconsider(at, apart_from=tier)
+        store.reconsider(at[::-1], apart_from=tier)
 
     def _drop_leaves(self, nodes: Sequence[int], tier: int) -> None:
         """Evict sole copies of the last tier."""
@@ -153,7 +153,7 @@ class Many:
         freed = [parent for parent in parents if parent and not index.reach[0][parent]]
         for parent in freed:
             if index.is_ready(parent, tier) and policy.is_held(parent):
-                policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1] or (parent,))
+                policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
         if tier and freed:
             store.reconsider(np.array(freed, np.int32), apart_from=tier)
 

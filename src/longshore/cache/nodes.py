@@ -172,29 +172,27 @@ class Nodes:
         self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
         self.size += more
 
-    def _enter(
-        self, keys: Sequence[Key], nodes: Sequence[int], tier: int, slots: Sequence[int]
-    ) -> npt.NDArray[np.int32]:
-        """`nodes` are those of `keys`, in `slots` of `tier`."""
+    def _enter(self, keys: Sequence[Key], at: npt.NDArray[np.int32], tier: int, slots: Sequence[int]) -> list[int]:
+        """The nodes `at` are those of `keys`, in `slots` of `tier`; as numbers."""
+        nodes: list[int] = at.tolist()
         shards = self._shards
         for key, node in zip(keys, nodes, strict=True):
             shards[key[0]][key] = node
-        at, where = numbers(nodes), numbers(slots)
+        where = numbers(slots)
         self.key[at] = keys
         column(self.slot[tier])[at] = where
         column(self.pools[tier].node)[where] = at
         self._count += len(nodes)
-        return at
+        return nodes
 
-    def _numbers(self, count: int) -> list[int]:
+    def _numbers(self, count: int) -> npt.NDArray[np.int32]:
+        """Numbers of `count` new nodes."""
         free = self._free
         if len(free) < count:
             raise CacheError(f"the index has room for {self.size - LISTS} chunks, one for each slot")
-        if count == 0:
-            return []
-        nodes = free[-count:].tolist()[::-1]
-        del free[-count:]
-        return nodes
+        at = np.array(free[len(free) - count :], np.int32)[::-1]
+        del free[len(free) - count :]
+        return at
 
     def _forget(self, node: int, key: Key, parent: int) -> None:
         del self._shards[key[0]][key]

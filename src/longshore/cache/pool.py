@@ -135,7 +135,7 @@ class SlotPool:
         self.state[index] = step(self.state[index], to)
         if to == FREE:
             self.node[index] = 0
-            self._give_back((index,))
+            self._give_back(array("i", (index,)))
             if self.freed is not None:
                 self.freed.append(index)
             if self.fault:
@@ -149,7 +149,7 @@ class SlotPool:
         if self.fault:
             for index in at.tolist():
                 self.fault.pop(index, None)
-        self._give_back(at.tolist())
+        self._give_back(array("i", at.tobytes()))
         if self.freed is not None:
             self.freed += at.tolist()
 
@@ -212,9 +212,9 @@ class SlotPool:
         del free[-count:]
         return taken
 
-    def _give_back(self, indices: Sequence[int]) -> None:
+    def _give_back(self, indices: array[int]) -> None:
         """These slots are free again."""
-        self._free.extend(indices)
+        self._free += indices
 
     def _claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
         """These slots, which are free, are so no longer; or `CacheError`."""

@@ -191,7 +191,7 @@ class SlabPool(SlotPool):
             self._partial.drop(slab + LISTS)
         return taken
 
-    def _give_back(self, indices: Sequence[int]) -> None:
+    def _give_back(self, indices: array[int]) -> None:
         stride = self.slabs.stride
         for index in indices:
             slab = index // stride
@@ -273,7 +273,7 @@ class SlabPool(SlotPool):
     def _take_exactly(self, slab: int, wanted: set[int]) -> None:
         pool = self.owner[slab]
         free = self._take_from(slab, self.slabs.images[pool])
-        self._give_back([index for index in reversed(free) if index not in wanted])
+        self._give_back(array("i", (index for index in reversed(free) if index not in wanted)))
 
     def _resize(self, slabs: int) -> None:
         before = len(self.owner)

@@ -153,10 +153,14 @@ def known(node: int) -> CacheError:
 
 def check_new(place: bytearray, nodes: Sequence[int]) -> None:
     """Raise `CacheError` if one of `nodes` is in already, by its mark in `place`, or twice among them, or no node."""
+    if not nodes:
+        return
     if len(nodes) == 1:
-        if nodes[0] < LISTS or place[nodes[0]]:
-            raise known(nodes[0])
-    elif nodes and (min(nodes) < LISTS or marks(place)[at := numbers(nodes)].any() or has_twins(at)):
+        good = nodes[0] >= LISTS and not place[nodes[0]]
+    else:
+        at = numbers(nodes)
+        good = at.min() >= LISTS and not marks(place)[at].any() and not has_twins(at)
+    if not good:
         raise known(next(node for i, node in enumerate(nodes) if node < LISTS or place[node] or node in nodes[:i]))
 
 

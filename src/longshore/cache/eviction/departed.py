@@ -5,15 +5,14 @@
                        └───┘         │                  each place names an older one of the same hash, as in the
     heads    ... ────────────────────┘ ...              window of LZ77: a link to something younger has been overtaken
 
-Keys are told apart by 32 bits of checksum alone. One in some hundred takes for another's at a million places: what is
-remembered guides guesses, and no more.
+Keys, which are digests, are told apart by their last four bytes alone. At a million places one in some thousand takes
+for another's: what is remembered guides guesses, and no more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,11 @@ from longshore.boundary import Key
 from longshore.cache.columns import sparse
 from longshore.errors import CacheError
 
-_FEW = 12
-"""So many chains are followed one by one."""
+_FEW = 24
+"""So many chains are sooner followed one by one."""
+
+_TAG = 4
+"""Bytes of a key that are remembered."""
 
 _Places = npt.NDArray[np.int64]
 
@@ -63,7 +65,7 @@ class Departed:
         """`key`, which is not remembered, left: it takes the place of the oldest."""
         if not len(self._tags):
             self._allocate(self._limit, self._mask + 1)
-        at, tag = self._next, crc32(key)
+        at, tag = self._next, _tag_of(key)
         head = tag & self._mask
         if not self._uses[at]:
             self.count += 1
@@ -92,24 +94,25 @@ class Departed:
         np.asarray(self._before)[at] = heads[head]
         heads[head] = at + 1
         overtaken = heads[head] != at + 1
-        if overtaken.any():  # of those of one hash the last is the head, and each leads to the one before it
-            self._link(at, head, np.flatnonzero(np.isin(head, head[overtaken])).tolist())
+        if overtaken.any():
+            self._link(at[overtaken].tolist(), head[overtaken].tolist())
         self._next = (self._next + len(tags)) % self._limit
 
-    def _link(self, at: _Places, head: _Places, some: Sequence[int]) -> None:
-        """Each of `some`, positions in `at` that share their hash with others there, leads to the one before it."""
-        last: dict[int, int] = {}
-        for each in some:
-            place, hash_ = int(at[each]), int(head[each])
+    def _link(self, places: Sequence[int], hashes: Sequence[int]) -> None:
+        """These have been noted together with younger ones of their hashes: each of those leads to the one before it."""
+        before, last = self._before, dict[int, int]()
+        for place, hash_ in zip(places, hashes, strict=True):
             if hash_ in last:
-                self._before[place] = last[hash_] + 1
+                before[place] = last[hash_] + 1
             last[hash_] = place
+        for hash_, place in last.items():
+            before[self._heads[hash_] - 1] = place + 1
 
     def take(self, key: Key) -> tuple[int, int] | None:
         """When `key` was used, and how, if it is remembered; it is forgotten now."""
         if not self.count:
             return None
-        tag = crc32(key)
+        tag = _tag_of(key)
         at = self._search(tag, self._heads[tag & self._mask] - 1, -1)
         if at < 0:
             return None
@@ -132,12 +135,13 @@ class Departed:
 
     def _search(self, tag: int, at: int, last: int) -> int:
         """The place of `tag`, by the links from place `at` on, which is older than `last`; or -1."""
-        tags, uses, before, youngest, limit = self._tags, self._uses, self._before, self._next - 1, self._limit
+        tags, uses, before, mask = self._tags, self._uses, self._before, self._mask
+        youngest, limit = self._next - 1, self._limit
         while at >= 0:
-            age = (youngest - at) % limit
-            if age <= last:
+            age, other = (youngest - at) % limit, tags[at] ^ tag
+            if age <= last or other & mask:
                 break
-            if tags[at] == tag and uses[at]:
+            if not other and uses[at]:
                 return at
             at, last = before[at] - 1, age
         return -1
@@ -148,9 +152,9 @@ class Departed:
         places, who, last = np.full(len(tags), -1), np.arange(len(tags)), np.full(len(tags), -1)
         at = np.asarray(self._heads)[tags & self._mask].astype(np.int64) - 1
         while len(who) > _FEW:
-            age = (self._next - 1 - at) % self._limit
-            linked = (at >= 0) & (age > last)
-            found = linked & (noted[at] == tags[who]) & (uses[at] > 0)
+            age, other = (self._next - 1 - at) % self._limit, noted[at] ^ tags[who]
+            linked = (at >= 0) & (age > last) & (other & self._mask == 0)
+            found = linked & (other == 0) & (uses[at] > 0)
             places[who[found]] = at[found]
             further = linked & ~found
             who, last = who[further], age[further]
@@ -166,6 +170,14 @@ class Departed:
             raise CacheError(f"{noted} departures are noted, {self.count} counted")
 
 
+def _tag_of(key: Key) -> int:
+    """The last bytes of `key`."""
+    return int.from_bytes(key[-_TAG:], "little")
+
+
 def _tags_of(keys: Sequence[Key]) -> _Places:
-    """The checksum of each key."""
-    return np.fromiter(map(crc32, keys), np.int64, len(keys))
+    """The same of each key, at once where all are equally long, in whole words."""
+    words, rest = divmod(len(keys[0]), _TAG) if keys else (0, 0)
+    if not words or rest or list(map(len, keys)).count(words * _TAG) < len(keys):
+        return np.fromiter(map(_tag_of, keys), np.int64, len(keys))
+    return np.frombuffer(b"".join(keys), "<u4")[words - 1 :: words].astype(np.int64)
