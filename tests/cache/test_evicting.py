@@ -94,6 +94,19 @@ def test_what_all_branches_set_free_together_goes_before_what_is_younger(branche
     assert residents(cache) == {"x", *("z" * i for i in range(1, len(known)))}
 
 
+def test_what_a_hold_keeps_counts_as_a_child_however_many_branches_go() -> None:
+    cache = cache_of(5)
+    store(cache, "abc")
+    store(cache, "abcd", 3)
+    store(cache, "ae", 1)
+    hold = cache.match(chunks("ab"), 0.0).hold
+    assert hold is not None
+    offload = cache.commit(chunks("zyxw"), range(4))  # both branches go, and with them all that may: not `a`
+    assert residents(cache) == {"a", "ab", "z", "zy", "zyx"}
+    assert len(offload.accepted) == 3
+    cache.check_integrity()
+
+
 def test_a_known_chunk_behind_another_one_than_its_own_is_refused() -> None:
     cache = cache_of(4)
     store(cache, "ab")

@@ -204,18 +204,19 @@ class Backlog:
         """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with those behind it."""
         chosen: list[int] = []
         child, older, mark, waiting = self._index.child, self._index.older, self._mark, _waiting(tier)
-        node = self._chains.coldest(_list(tier))
-        while node != _list(tier) and len(chosen) < wanted:
-            behind = [node]
-            while behind and len(chosen) < wanted:
-                each = behind.pop()
-                chosen.append(each)
-                each = child[each]
-                while each:
-                    if mark[each] == waiting:
-                        behind.append(each)
-                    each = older[each]
-            node = self._chains.after[node]
+        head = self._chains.coldest(_list(tier))
+        while head != _list(tier) and len(chosen) < wanted:
+            node, behind = head, list[int]()
+            while node and len(chosen) < wanted:
+                chosen.append(node)
+                node = child[node]
+                while node and (older[node] or mark[node] != waiting):  # an only child that waits is next
+                    if mark[node] == waiting:
+                        behind.append(node)
+                    node = older[node]
+                if not node and behind:
+                    node = behind.pop()
+            head = self._chains.after[head]
         return chosen
 
     def check_integrity(self) -> None:

@@ -119,9 +119,12 @@ class Index(Lookup):
         at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
         parents = column(self.parent)[at]
-        orphans = (parents != ROOT) & ~np.isin(parents, at)
+        orphans = parents != ROOT
+        orphans[1:] &= parents[1:] != at[:-1]
         for colder in columns[tier:]:
             orphans &= colder[parents] < 0
+        if orphans.any():
+            orphans &= ~np.isin(parents, at)
         if second.any() or orphans.any():
             name = self.key[nodes[int((second | orphans).argmax())]].hex()[:12]
             raise CacheError(f"chunk {name} has a copy in tier {tier} already, or no parent there or in a colder one")

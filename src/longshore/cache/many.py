@@ -158,20 +158,24 @@ class Many:
             store.reconsider(np.array(freed, np.int32), apart_from=tier)
 
     def _held_chain(self, node: int, tier: int, policy: EvictionPolicy, left: dict[int, int], most: int) -> list[int]:
-        """`node`, behind which nothing is left, and at most so many that may go right after it, each if held.
+        """`node`, which is held, and behind which nothing is left; and those that may go right after it, each if held.
 
-        `left` has how many children some nodes will have, of those that will have fewer than they have now.
+        At most so many in all. `left` has how many children some nodes will have, of those that will have fewer than
+        they have now; it is told what will be behind the last of these.
         """
         parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
+        if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # a warmer tier may have the whole path
+            return []
         chain: list[int] = []
         while node and len(chain) < most and is_held(node):
             chain.append(node)
             node = parent[node]
-            if reach[node] > 1 or node in left:
-                left[node] = left.get(node, reach[node]) - 1
-                if left[node]:
-                    break
-        return chain[: leading(self._free(np.array(chain, np.int32), tier))] if chain else chain
+            if left.get(node, reach[node]) > 1:
+                break
+        del chain[leading(self._free(np.array(chain, np.int32), tier)) :]
+        above = parent[chain[-1]]
+        left[above] = left.get(above, reach[above]) - 1
+        return chain
 
     def _free(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
         """Which of the nodes `at`, whose copies in `tier` are ready, have no other copy, and nothing that keeps it."""

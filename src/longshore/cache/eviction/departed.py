@@ -5,7 +5,7 @@
                        └───┘         │                  each place names an older one of the same hash, as in the
     heads    ... ────────────────────┘ ...              window of LZ77: a link to something younger has been overtaken
 
-Keys, which are digests, are told apart by their last four bytes alone. At a million places one in some thousand takes
+Keys, which are digests, are told apart by their first four bytes alone. At a million places one in some thousand takes
 for another's: what is remembered guides guesses, and no more.
 """
 
@@ -171,8 +171,8 @@ class Departed:
 
 
 def _tag_of(key: Key) -> int:
-    """The last bytes of `key`."""
-    return int.from_bytes(key[-_TAG:], "little")
+    """The first bytes of `key`."""
+    return int.from_bytes(key[:_TAG], "little")
 
 
 def _tags_of(keys: Sequence[Key]) -> _Places:
@@ -180,4 +180,4 @@ def _tags_of(keys: Sequence[Key]) -> _Places:
     words, rest = divmod(len(keys[0]), _TAG) if keys else (0, 0)
     if not words or rest or list(map(len, keys)).count(words * _TAG) < len(keys):
         return np.fromiter(map(_tag_of, keys), np.int64, len(keys))
-    return np.frombuffer(b"".join(keys), "<u4")[words - 1 :: words].astype(np.int64)
+    return np.frombuffer(b"".join(keys), "<u4")[::words].astype(np.int64)
