@@ -99,7 +99,7 @@ class Departed:
         self._next = (self._next + len(tags)) % self._limit
 
     def _link(self, places: Sequence[int], hashes: Sequence[int]) -> None:
-        """These have been noted together with younger ones of their hashes: each of those leads to the one before it."""
+        """These were noted together with younger ones of their hashes: each of those leads to the one before it."""
         before, last = self._before, dict[int, int]()
         for place, hash_ in zip(places, hashes, strict=True):
             if hash_ in last:
