@@ -7,6 +7,7 @@ A node's number is 1 or more; 0 is nobody, and the parent of all first ones.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import numpy as np
