@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +185,11 @@ def test_what_turns_out_rotten_while_another_request_waits_for_it_is_a_miss(rigs
     segment = tmp_path / "tier" / "segment"
     segment.write_bytes(bytes(byte ^ 255 for byte in segment.read_bytes()))
     first, second = rig.request("first", keys), rig.request("second", keys)
-    with rig.manager._runtime.observe():  # results wait outside
-        assert rig.lookup(keys, first) == [PENDING] * 2
-        assert [rig.manager.lookup(key, second) for key in keys] == [PENDING] * 2
+    host = rig.manager._store.file._watch.process.pid  # type: ignore[union-attr]
+    os.kill(host, signal.SIGSTOP)
+    assert rig.lookup(keys, first) == [PENDING] * 2
+    assert [rig.manager.lookup(key, second) for key in keys] == [PENDING] * 2
+    os.kill(host, signal.SIGCONT)
     assert rig.manager._runtime._wait(lambda: not rig.cache.jobs_in_flight, 10.0)
     rig.end_step()  # which brings up what the second one was promised
     assert rig.cache.counters.lost["file"] == 2
