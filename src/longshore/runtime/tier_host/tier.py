@@ -165,17 +165,17 @@ class HostedFileTier(Tier):
     def forget(self, generation: int) -> None:
         """Serve nothing older than `generation`; that is on the medium when this returns, or before anything else is.
 
-        Raises `TierError` when it cannot be stored, as `FileTier` does.
+        Raises `TierError` when it cannot be stored, as `FileTier` does; a second try may succeed.
         """
         self._check_open()
         check_generation(generation)
-        if generation <= self._generation:
+        if generation <= self._generation and not self._forgotten:
             return
-        self._generation = generation
+        self._generation = max(generation, self._generation)
         if not self._fixed_weights:
             self._scope = os.urandom(len(self._scope))
         self._forgotten = None
-        if self._tell(Kind.FORGET, wire.pack_forget(generation, self._scope)):
+        if self._tell(Kind.FORGET, wire.pack_forget(self._generation, self._scope)):
             self._wait_until_forgotten()
         elif self._watch.process is not None:
             self._watch.process.kill()  # it is opening an older generation; the next one is told of this one
