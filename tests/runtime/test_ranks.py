@@ -18,7 +18,7 @@ from rank_child import part_of
 import longshore
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Item, Key, Route, Slot, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.errors import PlanError, TierClosedError
+from longshore.errors import PlanError, QueueFullError, TierClosedError
 from longshore.runtime import Rank, RankMover, Runtime, TierMover
 from longshore.runtime import ranks as ranks_module
 from longshore.runtime.stamps import GOOD, Stamps
@@ -348,6 +348,22 @@ def test_what_a_rank_said_by_another_ticket_does_not_count(pair: Pair) -> None:
     pair.mover.submit(down(1, 2))
     pair.movers[0].end()
     assert pair.pump() == []
+
+
+def test_a_load_does_not_take_the_stamp_of_one_that_has_not_ended(pair: Pair) -> None:
+    pair.mover.submit(up(3, 1))
+    pair.movers[0].end()
+    assert pair.pump() == []
+    later = 3 + Stamps.LOADS
+    with pytest.raises(QueueFullError, match=f"job {later} would take the stamps of load 3"):
+        pair.mover.submit(up(later, 2))
+    pair.mover.submit(down(later, 2))  # slots have stamps of their own
+    pair.movers[1].end(job=3)
+    assert [result.job for result in pair.pump()] == [3]
+    pair.mover.submit(up(later + Stamps.LOADS, 1))
+    for mover in pair.movers:
+        mover.end(job=later + Stamps.LOADS)
+    assert [result.statuses for result in pair.pump()] == [(Status.OK,)]
 
 
 def test_what_is_cancelled_ends_when_no_rank_touches_it_any_more(pair: Pair) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longshore.boundary import DEVICE, Cancel, Mover, Route, Slot, Status, Transfer, TransferResult
-from longshore.errors import LongshoreError, PlanError, TierClosedError
+from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.stamps import BAD, GOOD, SILENT, U64, Stamps
 from longshore.tiers.host import HostTier
 
@@ -76,9 +76,15 @@ class RankMover:
         return frozenset((self._store, self._load))
 
     def submit(self, transfer: Transfer) -> None:
-        """Have all ranks begin `transfer`. Raises `PlanError`, or `TierClosedError` while a rank is lost."""
+        """Have all ranks begin `transfer`.
+
+        Raises `PlanError`, `TierClosedError` while a rank is lost, or `QueueFullError` for a load whose stamps belong
+        to one that has not ended.
+        """
         if self._closed or self._lost:
             raise TierClosedError(f"lost ranks: {sorted(self._lost)}" if self._lost else "the mover was closed")
+        if transfer.route == self._load:
+            self._check_stamps(transfer.job)
         job = _Job(transfer, self._slots(transfer), self._clock())
         self._tell(transfer)
         self._jobs[transfer.job] = job
@@ -139,6 +145,12 @@ class RankMover:
             self._host.slabs.check(ours.pool, ours.index)
             slots.append(ours)
         return slots
+
+    def _check_stamps(self, number: int) -> None:
+        """Raise unless the stamps of load `number` are free: what a rank says of it must not hide an earlier word."""
+        for other, job in self._jobs.items():
+            if job.transfer.route == self._load and (number - other) % Stamps.LOADS == 0:
+                raise QueueFullError(f"job {number} would take the stamps of load {other}, which has not ended")
 
     def _said(self, job: _Job) -> U64:
         """What each rank said of each item, or that it is away; shape (items, ranks)."""
