@@ -14,7 +14,7 @@ from cache_stage import Stage
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
 from longshore.cache import DropReason, Offload, Retention
-from longshore.cache.retention import priority_of
+from longshore.cache.retention import DEFAULT_PRIORITY
 
 
 class Storing(Stage):
@@ -123,6 +123,12 @@ class Storing(Stage):
         must = not orphan and allowed and not self.setup.slabs and fresh <= self.room_for(keys[:known])
         return Storing.Before(keys[:end], known, orphan, must, self.cache.counters.drops[HOST].copy(), left)
 
+    @staticmethod
+    def priority(retention: Sequence[Retention], position: int) -> int:
+        """The priority of the chunk at `position`."""
+        said = [each for each in retention if each.first <= position and (each.end is None or position < each.end)]
+        return max((each.priority for each in said), default=DEFAULT_PRIORITY)
+
     def left_out(
         self, keys: list[Key], known: int, retention: Sequence[Retention], prompt: int | None
     ) -> tuple[Counter[DropReason], int]:
@@ -130,7 +136,7 @@ class Storing(Stage):
         ends = [len(keys)] * 2
         if self.setup.prompt_only and prompt is not None:
             ends[1] = max(known, min(prompt, len(keys)))
-        low = (i for i in range(known, ends[-1]) if priority_of(retention, i) < self.setup.priority_floor)
+        low = (i for i in range(known, ends[-1]) if self.priority(retention, i) < self.setup.priority_floor)
         ends.append(next(low, ends[-1]))
         if self.setup.offload == "write_through_selective":
             fresh = keys[known : ends[-1]]

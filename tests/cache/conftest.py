@@ -11,6 +11,23 @@ from cache_machine import PUBLIC
 from longshore.cache import TieredCache
 from longshore.cache import loading as loading_module
 
+SLOW = (
+    "test_state_machine",
+    "test_state_machine_groups",
+    "test_state_machine_device",
+    "test_cascade_model",
+    "test_gate",
+    "test_spans",
+    "test_evicting",
+    "test_determinism",
+)
+"""Modules that take seconds."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes last, so that with `-x` a run ends soon where something is wrong."""
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else -1)
+
 
 @pytest.fixture
 def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def make(kind: type[EvictionPolicy], slots: int = SLOTS) -> EvictionPolicy:
 def banded(slots: int = SLOTS, kind: type[EvictionPolicy] = LRU) -> Banded:
     """Priorities over `kind`; no node has one of its own yet."""
     first = make(kind, slots)
-    return Banded(slots, first.names, kind, first, 35, LISTS + 64)
+    return Banded(slots, first.names, kind, first, 35, bytearray([35]) * (LISTS + 64))
 
 
 MAKERS = {"LRU": lambda: make(LRU), "ARC": lambda: make(ARC), "Gittins": lambda: make(Gittins), "banded": banded}
@@ -99,6 +99,30 @@ def test_a_held_node_can_leave(policy: EvictionPolicy) -> None:
     assert (len(policy), A in policy) == (2, False)
     policy.insert([A])
     assert sorted(evict(policy, 3)) == [A, B, C]
+
+
+@given(
+    kind=st.sampled_from(sorted(MAKERS)),
+    some=st.lists(st.sampled_from(NODES), unique=True),
+    held=st.sets(st.sampled_from(NODES)),
+)
+def test_many_are_held_or_leave_together_as_one_by_one(kind: str, some: list[int], held: set[int]) -> None:
+    for verb in ("hold", "remove"):
+        single, together = MAKERS[kind](), MAKERS[kind]()
+        for policy in (single, together):
+            policy.insert(list(NODES))
+            for node in held:
+                policy.hold(node)
+        getattr(together, f"{verb}_all")(some)
+        for node in some:
+            getattr(single, verb)(node)
+        assert list(together.order()) == list(single.order())
+        assert [together.is_held(node) for node in NODES] == [single.is_held(node) for node in NODES]
+        assert len(together) == len(single)
+        together.check_integrity()
+        with pytest.raises(CacheError, match="is not in the policy"):
+            getattr(together, f"{verb}_all")([*NODES, LISTS + 40])
+        together.check_integrity()
 
 
 def test_neighbours_that_are_used_together_keep_their_order(policy: EvictionPolicy) -> None:
@@ -201,7 +225,8 @@ def test_a_node_comes_in_once_and_lists_are_no_nodes(policy: EvictionPolicy) -> 
 def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) -> None:
     policy: EvictionPolicy = MAKERS[kind]()
     if isinstance(policy, Banded):
-        policy.priorities = {node: node % 3 for node in NODES if node % 2}
+        for node in NODES[1::2]:
+            policy._priorities[node] = node % 3
     resident: set[int] = set()
     held: set[int] = set()
     for verb, node in steps:
@@ -301,7 +326,7 @@ def test_ghosts_are_the_last_that_left_each_list_and_were_not_taken_back(steps: 
 
 def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
     policy = banded()
-    policy.priorities = {A: 90, B: 10}
+    policy._priorities[A], policy._priorities[B] = 90, 10
     policy.insert([C, B, A])
     policy.touch([B])
     assert evict(policy, 3) == [B, C, A]
@@ -310,10 +335,8 @@ def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
 def test_a_change_of_priority_moves_a_node_and_it_goes_first_there() -> None:
     policy = banded()
     policy.insert([A, B, C])
-    policy.priorities[C] = 90
-    policy.move([C])
-    policy.priorities[A] = 90
-    policy.move([A])
-    policy.move([D])  # which is not in
+    for node in (C, A, D):  # which is not in
+        policy._priorities[node] = 90
+        policy.move(np.array([node], np.int32))
     policy.check_integrity()
     assert evict(policy, 3) == [B, A, C]

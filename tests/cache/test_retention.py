@@ -10,7 +10,7 @@ from cache_setup import IMAGE_BYTES, chunks, key, path_of
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
-from longshore.cache.retention import at
+from longshore.cache.retention import DEFAULT_PRIORITY, priorities, said
 from longshore.cache.sightings import Sightings
 from longshore.errors import CacheError, JobError
 
@@ -90,6 +90,21 @@ def test_a_priority_ends_with_its_time() -> None:
     assert on(cache) == ["c", "d"]
 
 
+def test_a_path_whose_time_is_over_goes_from_its_end_before_what_never_had_a_priority() -> None:
+    cache = build(5)
+    put(cache, "abc", Retention(0, None, 90, seconds=30.0))
+    put(cache, "x")
+    put(cache, "y", Retention(0, None, 20))
+    cache.tick(30.0)
+    cache.check_integrity()
+    gone: list[str] = []
+    for path in "pqrst":
+        before = on(cache)
+        put(cache, path)
+        gone += set(before).difference(on(cache))
+    assert gone == ["y", "abc", "ab", "a", "x"]
+
+
 def test_a_low_priority_ends_with_its_time_too_and_a_new_one_replaces_an_old_one() -> None:
     cache = build(2)
     put(cache, "a", Retention(0, None, 1, seconds=5.0))
@@ -115,9 +130,13 @@ def test_tokens_become_the_chunks_that_have_one_of_them() -> None:
     assert Retention.of_tokens(5, 9, 90, chunk_tokens=4) == Retention(1, 3, 90)
     assert Retention.of_tokens(4, 8, 90, 2.0, chunk_tokens=4) == Retention(1, 2, 90, 2.0)
     assert Retention.of_tokens(0, None, 1, chunk_tokens=4) == Retention(0, None, 1)
-    said = (Retention(0, 2, 10), Retention(1, None, 20))
-    assert [each and each.priority for each in (at(said, 0), at(said, 1), at(said, 5))] == [10, 20, 20]
-    assert at(said[:1], 2) is None
+
+
+def test_of_several_ranges_the_one_of_the_highest_priority_is_meant_and_the_first_of_equals() -> None:
+    ranges = (Retention(0, 2, 10), Retention(1, 4, 20, 5.0), Retention(3, 6, 20))
+    assert said(ranges, range(7)).tolist() == [0, 1, 1, 1, 2, 2, -1]
+    assert priorities(ranges, (6, 0, 4)).tolist() == [DEFAULT_PRIORITY, 10, 20]
+    assert priorities((), (0, 1)).tolist() == [DEFAULT_PRIORITY] * 2
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,17 @@ class Chains:
         after[behind] = ahead
         before[ahead] = behind
 
+    def drop_all(self, at: npt.NDArray[np.int32]) -> None:
+        """Take elements, which differ, out of the lists that they are in; those that follow one another as one."""
+        if not len(at):
+            return
+        after, before, numbers = self.after, self.before, at.tolist()
+        first = 0
+        for last in [*np.flatnonzero(column(after)[at[:-1]] != at[1:]).tolist(), len(numbers) - 1]:
+            behind, ahead = before[numbers[first]], after[numbers[last]]
+            after[behind], before[ahead] = ahead, behind
+            first = last + 1
+
     def coldest(self, which: int) -> int:
         """The first element of list `which`; the list's own number when it is empty."""
         return self.after[which]

@@ -11,13 +11,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
+from longshore.cache.columns import marks, numbers
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.banded import Banded
 from longshore.cache.eviction.sized import Sized
-from longshore.cache.retention import DEFAULT_PRIORITY, Retention, at
+from longshore.cache.retention import DEFAULT_PRIORITY, Retention, said
 
 if TYPE_CHECKING:
     from longshore.cache.store import Store
+
+
+Nodes = Sequence[int] | npt.NDArray[np.int32]
 
 
 class Keeping:
@@ -26,53 +33,74 @@ class Keeping:
     def __init__(self, store: Store) -> None:
         self.used = False
         self._store = store
-        self._priority: dict[int, int] = {}
+        self._priority = bytearray()
+        """By node, once one has been named."""
         self._until: dict[int, float] = {}
-        self._due: list[tuple[float, int]] = []
+        self._due: list[tuple[float, tuple[int, ...]]] = []
+        """When times end that were named, and whose; some of them have been named anew since. A heap."""
+        self._listed = 0
+        """Nodes in it."""
         self._bands: list[Banded] = []
 
-    def apply(self, nodes: Sequence[int], first: int, retention: Sequence[Retention], now: float) -> None:
-        """`nodes` are the chunks of a request from position `first` on, of which `retention` says something."""
-        for position, node in enumerate(nodes, first):
-            said = at(retention, position)
-            if said is not None:
-                self._set(node, said.priority, None if said.seconds is None else now + said.seconds)
-        self._move(nodes)
+    def grow(self, nodes: int) -> None:
+        """Nodes may now have any number below `nodes`."""
+        if self.used:
+            self._priority.extend(bytes([DEFAULT_PRIORITY]) * (nodes - len(self._priority)))
+
+    def apply(self, nodes: Nodes, positions: npt.ArrayLike, retention: Sequence[Retention], now: float) -> None:
+        """`nodes` are the chunks at `positions` of a request, parents first, of which `retention` says something."""
+        which, at = said(retention, positions), numbers(nodes)
+        for number, each in enumerate(retention):
+            mine = at[which == number]
+            if len(mine):
+                self._set(mine, each.priority, None if each.seconds is None else now + each.seconds)
+        self._move(at[which >= 0])
 
     def expire(self, now: float) -> None:
         """Time has passed: those whose time is over have the default priority again."""
         while self._due and self._due[0][0] <= now:
-            until, node = heapq.heappop(self._due)
-            if self._until.get(node) == until:
-                self._set(node, DEFAULT_PRIORITY, None)
-                self._move((node,))
+            until, nodes = heapq.heappop(self._due)
+            self._listed -= len(nodes)
+            over = numbers([node for node in nodes if self._until.get(node) == until])
+            self._set(over, DEFAULT_PRIORITY, None)
+            self._move(over)
 
-    def forget(self, node: int) -> None:
-        """`node` is in no tier any more."""
-        self._until.pop(node, None)
-        self._priority.pop(node, None)
+    def forget(self, nodes: Sequence[int]) -> None:
+        """`nodes` are in no tier any more."""
+        self._set(numbers(nodes), DEFAULT_PRIORITY, None)
 
-    def _set(self, node: int, priority: int, until: float | None) -> None:
+    def _set(self, at: npt.NDArray[np.int32], priority: int, until: float | None) -> None:
         if not self.used:
             self._begin()
-        self._until.pop(node, None)
-        self._priority.pop(node, None)
-        if priority != DEFAULT_PRIORITY:
-            self._priority[node] = priority
+        marks(self._priority)[at] = priority
+        nodes: tuple[int, ...] = tuple(at.tolist())
         if until is not None:
-            if len(self._due) > 2 * len(self._until) + 64:
-                self._due = sorted((due, each) for each, due in self._until.items())
-            self._until[node] = until
-            heapq.heappush(self._due, (until, node))
+            self._until.update(dict.fromkeys(nodes, until))
+            heapq.heappush(self._due, (until, nodes))
+            self._listed += len(nodes)
+            if self._listed > 2 * len(self._until) + 64:
+                self._list_anew()
+        elif self._until:
+            for node in nodes:
+                self._until.pop(node, None)
 
-    def _move(self, nodes: Sequence[int]) -> None:
-        """The priorities of some of `nodes` have changed."""
+    def _list_anew(self) -> None:
+        """Leave out the times that have been named anew."""
+        due: dict[float, list[int]] = {}
+        for node, until in self._until.items():
+            due.setdefault(until, []).append(node)
+        self._due = [(until, tuple(nodes)) for until, nodes in sorted(due.items())]
+        self._listed = len(self._until)
+
+    def _move(self, at: npt.NDArray[np.int32]) -> None:
+        """The priorities of nodes `at` have changed."""
         for band in self._bands:
-            band.move(nodes)
+            band.move(at)
 
     def _begin(self) -> None:
         """Split the eviction policies by priority."""
         store, self.used = self._store, True
+        self._priority = bytearray([DEFAULT_PRIORITY]) * store.index.size
         for tier, level in enumerate(store.levels):
             split = partial(self._split, level.make_policy)
             policy = store.policies[tier]
@@ -82,7 +110,6 @@ class Keeping:
                 store.policies[tier] = split(policy)
 
     def _split(self, make: type[EvictionPolicy], first: EvictionPolicy) -> EvictionPolicy:
-        band = Banded(first.slots, first.names, make, first, DEFAULT_PRIORITY, self._store.index.size)
-        band.priorities = self._priority
+        band = Banded(first.slots, first.names, make, first, DEFAULT_PRIORITY, self._priority)
         self._bands.append(band)
         return band

@@ -9,8 +9,12 @@ those of which nothing was said. After the retention settings of TensorRT-LLM.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from longshore.errors import CacheError
 
@@ -48,13 +52,20 @@ def check(retention: Sequence[Retention]) -> None:
             )
 
 
-def at(retention: Sequence[Retention], position: int) -> Retention | None:
-    """What is said of the chunk at `position`: the highest priority, if several ranges have it."""
-    said = [each for each in retention if each.first <= position and (each.end is None or position < each.end)]
-    return max(said, key=lambda each: each.priority, default=None)
+def said(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArray[np.intp]:
+    """Which of `retention` is meant for the chunk at each of `positions`; -1 for none. Shape `(len(positions),)`.
+
+    If several ranges have it, the one with the highest priority is, and the first of equals.
+    """
+    at = np.asarray(positions, np.int64)
+    which = np.full(len(at), -1)
+    for number in sorted(range(len(retention)), key=lambda each: (retention[each].priority, -each)):
+        first, end = retention[number][:2]
+        which[(at >= first) & (at < (math.inf if end is None else end))] = number
+    return which
 
 
-def priority_of(retention: Sequence[Retention], position: int) -> int:
-    """The priority of the chunk at `position`."""
-    said = at(retention, position)
-    return DEFAULT_PRIORITY if said is None else said.priority
+def priorities(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    """The priority of the chunk at each of `positions`. Shape `(len(positions),)`."""
+    of = np.array([*(each.priority for each in retention), DEFAULT_PRIORITY], np.uint8)
+    return of[said(retention, positions)]

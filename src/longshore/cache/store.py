@@ -123,6 +123,7 @@ class Store:
         self.backlog.grow(self.index.size)
         self.sliding.grow(self.index.size)
         self.beginnings.grow(self.index.size)
+        self.retention.grow(self.index.size)
         self.seen.extend(bytes(self.index.size - len(self.seen)))
 
     # ------------------------------------------------------------------ arrivals
@@ -426,8 +427,7 @@ class Store:
     def forget(self, nodes: Sequence[int]) -> None:
         """`nodes` are in no tier any more: what is known of them beside the index is known no longer."""
         if self.retention.used:
-            for node in nodes:
-                self.retention.forget(node)
+            self.retention.forget(nodes)
         if self.beginnings.on:
             self.beginnings.forget(nodes)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from longshore.cache.flow import Flow
 from longshore.cache.groups import runs_of
 from longshore.cache.jobs import Side
 from longshore.cache.nodes import ROOT
-from longshore.cache.retention import Retention, priority_of
+from longshore.cache.retention import Retention, priorities
 from longshore.cache.sightings import Sightings
 from longshore.cache.types import DropReason, Offload
 from longshore.cache.writing import WriteRule
@@ -114,7 +115,7 @@ class Storing:
         known = first + len(path)
         store.touch(path[::-1])
         if retention:
-            store.retention.apply(path, first, retention, self._flow.now)
+            store.retention.apply(path, np.arange(first, known), retention, self._flow.now)
         parent = path[-1] if path else store.index.get(keys[first - 1]) if first else ROOT
         wanted = self._worth(keys[known:], known, retention)
         store.log.by = keys[known] if known < len(keys) else None
@@ -127,7 +128,7 @@ class Storing:
         slots = store.place(mine, parent, job, pool)
         if retention:
             nodes = [store.pools[0].node[slot] for slot in slots]
-            store.retention.apply(nodes, known, retention, self._flow.now)
+            store.retention.apply(nodes, np.arange(known, known + fresh), retention, self._flow.now)
         accepted = range(known, known + fresh)
         sections = () if blocks is None else self._sections(group, accepted, first, blocks)
         parents = [store.index.key[parent], *mine[:-1]]
@@ -194,9 +195,8 @@ class Storing:
 
     def _retain(self, at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
         """`retention` says something of some of `positions`, where the nodes are `at`."""
-        if retention:
-            for position in positions:
-                self._store.retention.apply((int(at[position]),), position, retention, self._flow.now)
+        if retention and len(positions):
+            self._store.retention.apply(at[numbers(positions)], positions, retention, self._flow.now)
 
     def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
         """The device blocks of the chunks at `positions`, of which the one at `first` has the first of `blocks`."""
@@ -216,7 +216,7 @@ class Storing:
         worth = list(fresh[: bisect_left(fresh, prompt)])
         self._flow.drop(0, len(fresh) - len(worth), DropReason.ANSWER)
         if floor:
-            asked, worth = worth, [each for each in worth if priority_of(retention, each) >= floor]
+            asked, worth = worth, list(compress(worth, priorities(retention, worth) >= floor))
             self._flow.drop(0, len(asked) - len(worth), DropReason.PRIORITY)
         if seen is not None:
             asked, worth = worth, [each for each in worth if seen.leading([keys[each]])]
@@ -308,8 +308,7 @@ class Storing:
         """How many leading chunks of `fresh`, which are new, the write policy takes; the others count as dropped."""
         worth, floor = len(fresh), self._flow.settings.priority_floor
         if floor:
-            priorities = (priority_of(retention, first + i) for i in range(worth))
-            above = next((i for i, priority in enumerate(priorities) if priority < floor), worth)
+            above = leading(priorities(retention, np.arange(first, first + worth)) >= floor)
             self._flow.drop(0, worth - above, DropReason.PRIORITY)
             worth = above
         if self._sightings is not None:

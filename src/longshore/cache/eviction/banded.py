@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from longshore.cache.columns import marks, numbers
 from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.cache.eviction.parted import OUT, Parted
 
@@ -23,17 +27,20 @@ class Banded(Parted):
         make: Callable[[int, Names], EvictionPolicy],
         first: EvictionPolicy,
         priority: int,
-        nodes: int,
+        priorities: bytearray,
     ) -> None:
-        super().__init__(slots, names, {priority: first}, nodes)
+        """`priorities`: those that nodes are to have, by node; whoever changes one calls `move`."""
+        super().__init__(slots, names, {priority: first}, len(priorities))
         self._make = make
-        self._default = priority
-        self.priorities: dict[int, int] = {}
-        """The priority that a node is to have; those that are not here have the default."""
+        self._priorities = priorities
 
     def wanted(self, node: int) -> int:
         """The priority that `node` is to have."""
-        return self.priorities.get(node, self._default)
+        return self._priorities[node]
+
+    def all_wanted(self, nodes: Sequence[int]) -> bytes:
+        """The priority that each of `nodes` is to have."""
+        return marks(self._priorities)[numbers(nodes)].tobytes()
 
     def part(self, number: int) -> EvictionPolicy:
         """The policy of a priority, made if there is none yet."""
@@ -43,15 +50,14 @@ class Banded(Parted):
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))
         return self._parts[number]
 
-    def move(self, nodes: Sequence[int]) -> None:
-        """Those of `nodes` that are in get the priority that they are to have.
+    def move(self, at: npt.NDArray[np.int32]) -> None:
+        """Those of the nodes `at`, a part of a path, parents first, that are in get the priority they are to have.
 
         Each goes first among those of that priority, the last of them before the others.
         """
-        moving = [node for node in nodes if self._part[node] not in (OUT, self.wanted(node))]
-        for node in moving:
-            self.remove(node)
+        part = marks(self._part)[at]
+        moving: list[int] = at[(part != OUT) & (part != marks(self._priorities)[at])].tolist()
+        self.remove_all(moving[::-1])
         self.insert(moving)
-        for node in moving:
-            self.hold(node)
+        self.hold_all(moving)
         self.release(moving)

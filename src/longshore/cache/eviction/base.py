@@ -56,6 +56,11 @@ class EvictionPolicy(ABC):
     def hold(self, node: int) -> None:
         """`node` cannot go at present. Holding what is held changes nothing."""
 
+    def hold_all(self, nodes: Sequence[int]) -> None:
+        """`hold` for many, which differ."""
+        for node in nodes:
+            self.hold(node)
+
     @abstractmethod
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, and first."""
@@ -63,6 +68,11 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; for want of room if its key is `evicted`, which a policy may remember."""
+
+    def remove_all(self, nodes: Sequence[int]) -> None:
+        """`remove` for many, which differ, and leave for other reasons than want of room."""
+        for node in nodes:
+            self.remove(node)
 
     @abstractmethod
     def coldest(self) -> int:

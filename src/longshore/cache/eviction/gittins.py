@@ -121,6 +121,13 @@ class Gittins(EvictionPolicy):
             self._chains.drop(node)
             self._place[node] = use | HELD
 
+    def hold_all(self, nodes: Sequence[int]) -> None:
+        """`nodes` cannot go at present."""
+        check_in(self._place, nodes)
+        at, place = numbers(nodes), marks(self._place)
+        self._chains.drop_all(at[place[at] < HELD])
+        place[at] |= HELD
+
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, each as the first of its list."""
         check_in(self._place, nodes)
@@ -145,6 +152,14 @@ class Gittins(EvictionPolicy):
             self._departed.add(evicted, self._used[node], use & ~HELD)
         self._place[node] = OUT
         self._count -= 1
+
+    def remove_all(self, nodes: Sequence[int]) -> None:
+        """`nodes` left."""
+        check_in(self._place, nodes)
+        at, place = numbers(nodes), marks(self._place)
+        self._chains.drop_all(at[place[at] < HELD])
+        place[at] = OUT
+        self._count -= len(at)
 
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These, the first of all and held ones among them, left; how they were used is remembered."""

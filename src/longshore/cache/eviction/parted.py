@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import marks
+from longshore.cache.columns import marks, numbers
 from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
 from longshore.errors import CacheError
 
@@ -34,9 +34,9 @@ class Parted(EvictionPolicy):
     def wanted(self, node: int) -> int:
         """The number of the policy that `node`, which is new, goes to."""
 
-    def all_wanted(self, nodes: Sequence[int]) -> Sequence[int]:
-        """`wanted` for many."""
-        return [self.wanted(node) for node in nodes]
+    def all_wanted(self, nodes: Sequence[int]) -> bytes:
+        """`wanted` for many, a byte for each."""
+        return bytes(map(self.wanted, nodes))
 
     def part(self, number: int) -> EvictionPolicy:
         """The policy of this number."""
@@ -56,12 +56,12 @@ class Parted(EvictionPolicy):
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` became resident, each where it is wanted."""
-        here = marks(self._part)[np.array(nodes, np.int32)] != OUT
-        if here.any():
-            raise known(nodes[int(here.argmax())])
+        here = self._parts_of(nodes)
+        if here.count(OUT) < len(here):
+            raise known(next(node for node, part in zip(nodes, here, strict=True) if part != OUT))
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
-            marks(self._part)[np.array(ours, np.int32)] = number
+            marks(self._part)[numbers(ours)] = number
 
     def touch(self, nodes: Sequence[int]) -> None:
         """`nodes` were used."""
@@ -71,6 +71,11 @@ class Parted(EvictionPolicy):
     def hold(self, node: int) -> None:
         """`node` cannot go at present."""
         self._of(node).hold(node)
+
+    def hold_all(self, nodes: Sequence[int]) -> None:
+        """These cannot go at present."""
+        for policy, ours in self._by_policy(nodes):
+            policy.hold_all(ours)
 
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, and first in their policies."""
@@ -82,11 +87,16 @@ class Parted(EvictionPolicy):
         self._of(node).remove(node, evicted=evicted)
         self._part[node] = OUT
 
+    def remove_all(self, nodes: Sequence[int]) -> None:
+        """These left."""
+        for policy, ours in self._by_policy(nodes):
+            policy.remove_all(ours)
+        marks(self._part)[numbers(nodes)] = OUT
+
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These left, all of one policy."""
         self._of(nodes[0]).leave(nodes, keys)
-        for node in nodes:
-            self._part[node] = OUT
+        marks(self._part)[numbers(nodes)] = OUT
 
     def keep(self, nodes: Sequence[int]) -> None:
         """These, all of one policy, cannot go at present."""
@@ -145,15 +155,18 @@ class Parted(EvictionPolicy):
         return self._parts[number]
 
     def _by_policy(self, nodes: Sequence[int]) -> Iterator[tuple[EvictionPolicy, Sequence[int]]]:
-        numbers = itemgetter(*nodes)(self._part) if len(nodes) > 1 else (self._part[nodes[0]],) if nodes else ()
-        if OUT in numbers:
-            raise unknown(nodes[numbers.index(OUT)])
-        return ((self._parts[number], ours) for number, ours in self._split(nodes, numbers))
+        parts = self._parts_of(nodes)
+        if OUT in parts:
+            raise unknown(nodes[parts.index(OUT)])
+        return ((self._parts[number], ours) for number, ours in self._split(nodes, parts))
+
+    def _parts_of(self, nodes: Sequence[int]) -> bytes:
+        """The number of the policy that each of `nodes` is in, or `OUT`."""
+        return marks(self._part)[numbers(nodes)].tobytes()
 
     @staticmethod
-    def _split(nodes: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+    def _split(nodes: Sequence[int], parts: bytes) -> list[tuple[int, Sequence[int]]]:
         """`nodes` by policy, in their order."""
-        each = dict.fromkeys(numbers)
-        if len(each) == 1:
-            return [(number, nodes) for number in each]
-        return [(number, [node for node, its in zip(nodes, numbers, strict=True) if its == number]) for number in each]
+        if parts.count(parts[:1]) == len(parts):
+            return [(parts[0], nodes)] if parts else []
+        return [(number, list(compress(nodes, map(number.__eq__, parts)))) for number in dict.fromkeys(parts)]

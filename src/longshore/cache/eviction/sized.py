@@ -25,9 +25,9 @@ class Sized(Parted):
         """The pool of `node`."""
         return self._pools_of((node,))[0]
 
-    def all_wanted(self, nodes: Sequence[int]) -> Sequence[int]:
+    def all_wanted(self, nodes: Sequence[int]) -> bytes:
         """The pool of each of `nodes`."""
-        return self._pools_of(nodes)
+        return bytes(self._pools_of(nodes))
 
     def resize(self, slots: int, names: Names) -> None:
         """The tier has as many slots now as all its slabs have for the smallest size; each size's share follows."""
