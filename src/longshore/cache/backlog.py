@@ -93,17 +93,24 @@ class Backlog:
         if not self._last or not nodes:
             return []
         at = numbers(nodes)
-        mark, tier = marks(self._mark)[at], self._all_dirty_in(at)
-        was = (mark.astype(np.int32) - 1) // 2
-        changed = was != tier
-        at, mark, was, tier = at[changed], mark[changed], was[changed], tier[changed]
-        for node in at[(mark != _CLEAN) & (mark % 2 == 0)].tolist():
+        mark, due = marks(self._mark)[at], self._all_due(at)
+        was = np.frombuffer(mark.tobytes().translate(_WAITING), np.uint8)
+        changed = was != due
+        if not changed.all():
+            at, mark, was, due = at[changed], mark[changed], was[changed], due[changed]
+            if not len(at):
+                return []
+        for node in at[was != mark].tolist():
             self._chains.drop(node)
-        queued = (tier >= 0) & self._are_safe_below(column(self._index.parent)[at], tier)
-        marks(self._mark)[at] = np.where(tier < 0, _CLEAN, 2 * tier + 1 + queued)
-        for each in range(self._last):
-            self.counts[each] += int(np.count_nonzero(tier == each)) - int(np.count_nonzero(was == each))
-            self._chains.warm_all(_list(each), at[queued & (tier == each)])
+        for tier in range(self._last):
+            becomes = due == _waiting(tier)
+            self.counts[tier] += int(np.count_nonzero(becomes)) - int(np.count_nonzero(was == _waiting(tier)))
+            if becomes.any():
+                above = column(self._index.parent)[at[becomes]]
+                queued = np.flatnonzero(becomes)[self._are_safe_below(above, tier)]
+                due[queued] += 1
+                self._chains.warm_all(_list(tier), at[queued])
+        marks(self._mark)[at] = due
         clean: list[int] = at[mark != _CLEAN].tolist()
         return clean
 
@@ -162,29 +169,33 @@ class Backlog:
             return -1
         return -1 if node in self.failed or self._uses[node] < self._thresholds[tier] else tier
 
-    def _all_dirty_in(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The same for nodes `at`."""
-        index, tiers = self._index, np.full(len(at), -1, np.int32)
-        uses = marks(self._uses)[at]
+    def _all_due(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+        """For each of the nodes `at` the mark that it should have, as long as it waits."""
+        index, due = self._index, np.zeros(len(at), np.uint8)
+        lost = column(index.slot[self._last])[at] < 0  # with the copies that are not in the last tier
+        if not lost.any():
+            return due
         for tier in range(self._last):
             there = column(index.slot[tier])[at] >= 0
-            dirty = index.are_ready(at, tier) & (uses >= self._thresholds[tier])
-            tiers[there] = np.where(dirty, tier, -1)[there]
-        tiers[column(index.slot[self._last])[at] >= 0] = -1
+            dirty = index.are_ready(at, tier)
+            if self._thresholds[tier]:
+                dirty &= marks(self._uses)[at] >= self._thresholds[tier]
+            due[there] = dirty[there] * np.uint8(_waiting(tier))
+        due *= lost
         if self.failed:
-            tiers[[node in self.failed for node in at.tolist()]] = -1
-        return tiers
+            due[[node in self.failed for node in at.tolist()]] = _CLEAN
+        return due
 
     def _is_safe_below(self, node: int, tier: int) -> bool:
         """Whether `node` has a ready copy in a tier colder than `tier`, so that what is behind it may follow."""
         index = self._index
         return node == ROOT or any(index.is_ready(node, colder) for colder in index.tiers[tier + 1 :])
 
-    def _are_safe_below(self, at: npt.NDArray[np.int32], tiers: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """The same for nodes `at`, each with a tier of its own."""
+    def _are_safe_below(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
+        """The same for nodes `at`."""
         safe: npt.NDArray[np.bool_] = at == ROOT
-        for colder in self._index.tiers[1:]:
-            safe |= (tiers < colder) & self._index.are_ready(at, colder)
+        for colder in self._index.tiers[tier + 1 :]:
+            safe |= self._index.are_ready(at, colder)
         return safe
 
     def forget(self, node: int) -> None:
@@ -260,6 +271,10 @@ def _tier(mark: int) -> int:
 
 def _is_queued(mark: int) -> bool:
     return mark % 2 == 0
+
+
+_WAITING = bytes([_CLEAN, *(mark - 1 | 1 for mark in range(1, 256))])
+"""The mark of what is dirty in the same tier, and not queued."""
 
 
 def _list(tier: int) -> int:

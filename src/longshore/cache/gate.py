@@ -21,9 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-import numpy as np
-import numpy.typing as npt
-
 from longshore.cache.types import Run
 from longshore.errors import CacheError
 
@@ -208,16 +205,18 @@ class _Fit:
 
     def __init__(self, terms: int) -> None:
         self.count = 0
-        self._moments = [[0.0] * terms for _ in range(terms)]
-        self._sides = [0.0] * terms
+        self._terms = terms
+        self._pairs = [(i, j) for i in range(terms) for j in range(i, terms + 1)]
+        """Of which two the moments are; the last is the constant that the terms are to make up."""
+        self._moments = [0.0] * len(self._pairs)
         self._found: list[float] | None = [0.0] * terms
 
     def observe(self, terms: Sequence[float], seconds: float) -> None:
         """Take in that `terms` took `seconds`, which is more than zero."""
-        row = [term / seconds for term in terms]
-        for line, side in zip(self._moments, row, strict=True):
-            line[:] = [_MEMORY * moment + side * term for moment, term in zip(line, row, strict=True)]
-        self._sides = [_MEMORY * side + term for side, term in zip(self._sides, row, strict=True)]
+        row = [*(term / seconds for term in terms), 1.0]
+        self._moments = [
+            _MEMORY * moment + row[i] * row[j] for moment, (i, j) in zip(self._moments, self._pairs, strict=True)
+        ]
         self.count += 1
         if self.count <= _REFIT or self.count % _REFIT == 0:
             self._found = None
@@ -226,28 +225,50 @@ class _Fit:
     def coefficients(self) -> list[float]:
         """One per term, none below zero."""
         if self._found is None:
-            self._found = self._solve().tolist()
+            self._found = self._fitted()
         return self._found
 
-    def _solve(self) -> npt.NDArray[np.float64]:
-        moments, sides, size = np.array(self._moments), np.array(self._sides), len(self._sides)
-        scale = np.sqrt(np.maximum(np.diag(moments), 1e-300))
-        moments /= np.outer(scale, scale)
-        moments[np.diag_indices(size)] += [1e-4, *[1e-9] * (size - 1)]
-        sides /= scale
-        best, least = np.linalg.solve(moments, sides), 0.0
-        if (best >= 0).all():
-            return best / scale
-        best = np.zeros(size)
-        for several in range(1, size):
-            for subset in combinations(range(size), several):
-                at = list(subset)
-                found = np.linalg.solve(moments[np.ix_(at, at)], sides[at])
-                error = -float(sides[at] @ found)  # what is left of the squares, but for a constant
-                if error < least and (found >= 0).all():
-                    best, least = np.zeros(size), error
-                    best[at] = found
-        return best / scale
+    def _fitted(self) -> list[float]:
+        size = self._terms
+        moment = dict(zip(self._pairs, self._moments, strict=True))
+        scale = [math.sqrt(max(moment[i, i], 1e-300)) for i in range(size)]
+        rows = [[moment[min(i, j), max(i, j)] / (scale[i] * scale[j]) for j in range(size)] for i in range(size)]
+        for i, row in enumerate(rows):
+            row[i] += 1e-9 if i else 1e-4
+        sides = [moment[i, size] / scale[i] for i in range(size)]
+        best, least = _solved(rows, sides), 0.0
+        if not _may_be_seconds(best):
+            best = [0.0] * size
+            for several in range(1, size):
+                for subset in combinations(range(size), several):
+                    found = _solved([[rows[i][j] for j in subset] for i in subset], [sides[i] for i in subset])
+                    # What is left of the squares, but for a constant.
+                    error = -sum(sides[i] * each for i, each in zip(subset, found, strict=True))
+                    if error < least and _may_be_seconds(found):
+                        least, best = error, [0.0] * size
+                        for i, each in zip(subset, found, strict=True):
+                            best[i] = each
+        return [each / unit for each, unit in zip(best, scale, strict=True)]
+
+
+def _may_be_seconds(found: Sequence[float]) -> bool:
+    return all(each >= 0 for each in found)  # nor no number at all
+
+
+def _solved(rows: Sequence[Sequence[float]], sides: Sequence[float]) -> list[float]:
+    """The `x` of rows * x = sides, for few, symmetric and positive definite rows: by elimination, without pivots."""
+    lines = [[*row, side] for row, side in zip(rows, sides, strict=True)]
+    size = len(lines)
+    for i, pivot in enumerate(lines):
+        for line in lines[i + 1 :]:
+            factor = line[i] / pivot[i]
+            for j in range(i, size + 1):
+                line[j] -= factor * pivot[j]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        line = lines[i]
+        found[i] = (line[size] - sum(line[j] * found[j] for j in range(i + 1, size))) / line[i]
+    return found
 
 
 class _Wait:

@@ -11,7 +11,6 @@ time, answers are not stored, and the device keeps nothing: what the tiers give 
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
 from array import array
@@ -20,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
+
+from xxhash import xxh3_128_digest
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Probe, ProbeResult, Result, Transfer, TransferResult
 from longshore.cache import CacheSettings, Counters, Gate, Hold, Match, Run, TieredCache, TierSpec
@@ -30,7 +31,7 @@ from longshore.trace.request import TraceRequest
 from longshore.trace.timing import Timing
 from longshore.trace.virtual import VirtualMovers
 
-_ROOT = hashlib.sha256(b"longshore replay 1").digest()
+_ROOT = xxh3_128_digest(b"longshore replay 2")
 
 _TIERS = (HOST, FILE, REMOTE)
 
@@ -370,9 +371,12 @@ class TieredReplay:
 
 
 def _keys(path: Sequence[int]) -> list[Key]:
-    """Keys of a path of ids: each names its whole prefix, so nothing needs to be remembered."""
-    keys, key, sha256 = [], _ROOT, hashlib.sha256
+    """Keys of a path of ids: each names its whole prefix, so nothing needs to be remembered.
+
+    Nobody outside will ever see one, so a fast hash will do, whose 16 bytes stand twice to be as long as a key is.
+    """
+    keys, parent = [], _ROOT
     for block in path:
-        key = sha256(key + block.to_bytes(8, "big")).digest()
-        keys.append(key)
+        parent = xxh3_128_digest(parent + block.to_bytes(8, "big"))
+        keys.append(parent + parent)
     return keys
