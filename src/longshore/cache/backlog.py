@@ -96,18 +96,18 @@ class Backlog:
         mark, due = marks(self._mark)[at], self._all_due(at)
         was = np.frombuffer(mark.tobytes().translate(_WAITING), np.uint8)
         changed = was != due
-        if not changed.all():
-            at, mark, was, due = at[changed], mark[changed], was[changed], due[changed]
-            if not len(at):
+        if (count := np.count_nonzero(changed)) < len(at):
+            if not count:
                 return []
+            at, mark, was, due = at[changed], mark[changed], was[changed], due[changed]
         for node in at[was != mark].tolist():
             self._chains.drop(node)
         for tier in range(self._last):
-            becomes = due == _waiting(tier)
-            self.counts[tier] += int(np.count_nonzero(becomes)) - int(np.count_nonzero(was == _waiting(tier)))
-            if becomes.any():
+            becomes = (due == _waiting(tier)).nonzero()[0]
+            self.counts[tier] += len(becomes) - int(np.count_nonzero(was == _waiting(tier)))
+            if len(becomes):
                 above = column(self._index.parent)[at[becomes]]
-                queued = np.flatnonzero(becomes)[self._are_safe_below(above, tier)]
+                queued = becomes[self._are_safe_below(above, tier)]
                 due[queued] += 1
                 self._chains.warm_all(_list(tier), at[queued])
         marks(self._mark)[at] = due
@@ -173,7 +173,7 @@ class Backlog:
         """For each of the nodes `at` the mark that it should have, as long as it waits."""
         index, due = self._index, np.zeros(len(at), np.uint8)
         lost = column(index.slot[self._last])[at] < 0  # with the copies that are not in the last tier
-        if not lost.any():
+        if not np.count_nonzero(lost):
             return due
         for tier in range(self._last):
             there = column(index.slot[tier])[at] >= 0

@@ -15,6 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 
+_INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)  # found out anew each time, they would cost as much again
+_seen_as = np.frombuffer
+
+
 def zeros(count: int) -> array[int]:
     """A column of `count` 32-bit zeros."""
     return array("i", [0]) * count
@@ -39,12 +43,12 @@ def grown(numbers: array[int], size: int) -> array[int]:
 
 def column(numbers: array[int]) -> npt.NDArray[np.int32]:
     """A column of 32-bit numbers as numpy sees it."""
-    return np.frombuffer(numbers, np.int32)
+    return _seen_as(numbers, _INT32)
 
 
 def marks(each: bytearray) -> npt.NDArray[np.uint8]:
     """A column of bytes as numpy sees it."""
-    return np.frombuffer(each, np.uint8)
+    return _seen_as(each, _UINT8)
 
 
 def numbers(each: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

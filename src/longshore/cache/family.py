@@ -65,7 +65,8 @@ class Family:
         """Whether each of the nodes `at` is the only child of the one before it, and the last has none."""
         child = column(self.child)
         following = child[at[:-1]]
-        return bool((following == at[1:]).all() and not child[at[-1]] and not column(self.older)[following].any())
+        apart = (following != at[1:]) | (column(self.older)[following] > 0)
+        return not child[at[-1]] and not np.count_nonzero(apart)
 
     def append(self, parent: int, at: npt.NDArray[np.int32]) -> None:
         """The nodes `at`, which are new, follow `parent`, one after the other."""

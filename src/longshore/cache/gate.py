@@ -123,9 +123,12 @@ class Gate:
         queued = queued or {}
         total = sum(run.chunks for run in runs)
         saved = self.prefill_seconds(context, total * self._chunk_tokens)
-        if not total or saved is None or self._cost(self._tally(runs), now, queued) is None:
+        cost = self._cost(self._tally(runs), now, queued)
+        if not total or saved is None or cost is None:
             return self._order(runs, total, now)
-        gains = {count: self._gain(context, runs, count, now, queued) for count in self._candidates(runs, now, queued)}
+        gains = {0: 0.0, total: saved - cost}
+        for count in self._candidates(runs, now, queued) - set(gains):
+            gains[count] = self._gain(context, runs, count, now, queued)
         best = max(gains, key=lambda count: (gains[count], count))
         if best == total:
             return self._order(runs, total, now)

@@ -123,18 +123,19 @@ class Index(Lookup):
         orphans[1:] &= parents[1:] != at[:-1]
         for colder in columns[tier:]:
             orphans &= colder[parents] < 0
-        if orphans.any():
-            orphans &= ~np.isin(parents, at)
-        if second.any() or orphans.any():
-            name = self.key[nodes[int((second | orphans).argmax())]].hex()[:12]
+        if np.count_nonzero(orphans):
+            orphans[orphans] = ~np.isin(parents[orphans], at)
+        refused = second | orphans
+        if np.count_nonzero(refused):
+            name = self.key[nodes[int(refused.argmax())]].hex()[:12]
             raise CacheError(f"chunk {name} has a copy in tier {tier} already, or no parent there or in a colder one")
-        coldest = np.full(len(at), -1)
-        for each, there in enumerate(columns):
-            coldest[there[at] >= 0] = each
+        reaching = np.zeros(len(at), bool)
+        for each in reversed(self.tiers):
+            reaching |= columns[each][at] >= 0
+            if each <= tier:
+                np.add.at(column(self.reach[each]), parents[~reaching], 1)
         columns[tier][at] = slots
         column(self.pools[tier].node)[slots] = at
-        for each in range(tier + 1):
-            np.add.at(column(self.reach[each]), parents[coldest < each], 1)
 
     def all_children(self, nodes: Sequence[int]) -> npt.NDArray[np.int32]:
         """The nodes right behind any of `nodes`, in their order; of each the youngest first."""

@@ -163,7 +163,7 @@ class Loading:
         """
         index, pools = self._store.index, self._store.pools
         at = column(index.slot[0])[np.array(path, np.int32)]
-        absent = np.flatnonzero(at < 0).tolist()
+        absent = (at < 0).nonzero()[0].tolist()
         column(pools[0].readers)[at[at >= 0]] += 1
         warm = leading(marks(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
         slots, tiers = at.tolist(), [0] * len(path)

@@ -71,7 +71,7 @@ class Many:
                 ready[there] |= marks(store.pools[other].state)[slots[there]] == READY
                 if other > tier:
                     colder |= there
-        if not others.any():
+        if not np.count_nonzero(others):
             return others, ~others
         return self._idle(at, tier) & colder & ready, ~others
 
@@ -100,7 +100,7 @@ class Many:
             return [], leading(~idle | (below > 0))
         tops = parents[:free] != ROOT
         tops[:-1] &= ~behind[1:free]
-        return self._with_freed(nodes[:free], np.flatnonzero(tops).tolist(), tier, policy, most), 0
+        return self._with_freed(nodes[:free], tops.nonzero()[0].tolist(), tier, policy, most), 0
 
     def _with_freed(
         self, nodes: Sequence[int], tops: Sequence[int], tier: int, policy: EvictionPolicy, most: int

@@ -60,8 +60,7 @@ class Watching:
     def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
         store, at = self._store, np.array(nodes, np.int32)
-        slots = column(store.index.slot[0])[at]
-        if len(at) and slots.min() >= 0 and (marks(store.pools[0].state)[slots] == READY).all():
+        if len(at) and np.count_nonzero(store.index.are_ready(at, 0)) == len(at):
             return (Run(store.levels[0].name, len(at)),)
         warmest = np.full(len(at), _NOWHERE, np.uint8)
         for tier in reversed(store.index.tiers):

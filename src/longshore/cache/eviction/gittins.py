@@ -166,7 +166,7 @@ class Gittins(EvictionPolicy):
         at, place = numbers(nodes), marks(self._place)
         uses = place[at]
         held = uses >= HELD
-        self._take_out(at[~held].tolist() if held.any() else nodes)
+        self._take_out(at[~held].tolist() if np.count_nonzero(held) else nodes)
         uses &= HELD - 1
         if len(nodes) < FEW:
             for key, node, use in zip(keys, nodes, uses.tolist(), strict=True):
@@ -324,9 +324,9 @@ class Gittins(EvictionPolicy):
         uses = place[held] - np.uint8(HELD)
         place[held] = uses
         kinds = np.frombuffer(uses.tobytes().translate(KINDS_OF), np.uint8)
-        steps, inverse = np.unique(column(self._used)[held], return_inverse=True)
-        spans = np.array([span_of(step, self._now) for step in steps.tolist()], np.uint8)
-        lists = kinds * np.uint8(SPANS) + spans[inverse]
+        steps: list[int] = column(self._used)[held].tolist()
+        spans = {step: span_of(step, self._now) for step in set(steps)}
+        lists = kinds * np.uint8(SPANS) + np.frombuffer(bytes(map(spans.__getitem__, steps)), np.uint8)
         for which in set(lists.tobytes()):
             self._chains.chill_all(which, held[lists == which])
             self._look_at(which)
@@ -372,7 +372,9 @@ class Gittins(EvictionPolicy):
 
     def _look_at(self, which: int) -> None:
         """List `which` is empty no more."""
-        self._first = min(self._first, self._rank[which])
+        rank = self._rank[which]
+        if rank < self._first:
+            self._first = rank
 
     def _steps(self, nodes: Sequence[int]) -> Iterator[Sequence[int]]:
         """`nodes`, which are used, in parts, so that no step of the clock falls into one; the clock goes on."""
