@@ -68,6 +68,15 @@ def test_a_replay_in_virtual_time(tmp_path: Path) -> None:
     assert "assumed:" in table
 
 
+def test_an_optimum_that_takes_much_memory_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.cli.replay._MUCH", 300)
+    experiment = ["replay", EXCERPT, "--capacity-blocks", "100"]
+    told = " ".join(CliRunner().invoke(app, experiment, catch_exceptions=False).stderr.split())
+    assert told.count("More than 300 blocks were asked for") == 1
+    assert "in 9 bytes each; --no-optimum does without" in told
+    assert "--no-optimum" not in CliRunner().invoke(app, [*experiment, "--no-optimum"], catch_exceptions=False).stderr
+
+
 def test_engines_that_are_asked_for_too_much_are_told_of() -> None:
     done = CliRunner().invoke(app, ["replay", EXCERPT, *TIMED, "--prefill-rate", "50"], catch_exceptions=False)
     assert "--engines" in done.stderr

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import cache
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_kit import prompts
 
-from longshore.trace.optimum import optimal_hits
+from longshore.trace.optimum import next_references, optimal_hits
 from longshore.trace.paths import Paths
 
 
@@ -56,3 +58,24 @@ def test_paths_are_numbered_as_they_first_appear() -> None:
     assert (list(paths), paths[2], paths[-1], len(paths), paths.unique) == ([[0, 1], [], [0, 2]], [0, 2], [0, 2], 3, 3)
     with pytest.raises(IndexError):
         paths[3]
+
+
+@settings(max_examples=50, deadline=None)
+@given(blocks=st.lists(st.integers(0, 5), max_size=20), at_once=st.integers(1, 21))
+def test_next_references_are_found_some_at_a_time(blocks: list[int], at_once: int) -> None:
+    following = [next((j for j in range(i + 1, len(blocks)) if blocks[j] == blocks[i]), -1) for i in range(len(blocks))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("longshore.trace.optimum._AT_ONCE", at_once)
+        assert next_references(np.array(blocks, np.int32)).tolist() == following
+
+
+def test_a_trace_that_is_hit_all_the_time_takes_nine_bytes_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.trace.optimum._AT_ONCE", 1 << 13)
+    paths = Paths(range(16 * (i % 40), 16 * (i % 40) + 16) for i in range(6_000))
+    assert (paths.references, paths.unique) == (96_000, 640)
+    tracemalloc.start()
+    hits = optimal_hits(paths, 400)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert hits > paths.references // 2
+    assert peak < 5 * paths.references + (1 << 19)  # 4 of the 9 bytes are the paths' own

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-
 _INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)  # found out anew each time, they would cost as much again
 _seen_as = np.frombuffer
 

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from longshore.trace.tiered import TieredReplay
 
 _SAY_EVERY = 500
+_MUCH = 100_000_000
+"""Blocks asked for, of which the optimum remembers each, that take memory enough to speak of."""
+
 _COMFORTABLE = 0.7
 """Share of their time that engines are busy where queues stay short."""
 
@@ -80,7 +83,9 @@ def replay(
     prefill_rate: PrefillRate = None,
     engines: Engines = 1,
     gate: Annotated[bool, typer.Option(help="Compute what is slower to load; without, load whatever is found.")] = True,
-    optimum: Annotated[bool, typer.Option(help="Say what knowing the future would give; costs memory.")] = True,
+    optimum: Annotated[
+        bool, typer.Option(help="Say what knowing the future would give; takes 9 bytes for each block asked for.")
+    ] = True,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -106,7 +111,7 @@ def replay(
                 "--capacity-blocks knows no time: expected it without --model, --host, --file, --remote, --report"
             )
         with console.status("reading") as status:
-            facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, optimum)
+            facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, _Blocks(optimum, console))
     else:
         from longshore.trace.policies import policy_named  # noqa: PLC0415
         from longshore.trace.tiered import TieredReplay  # noqa: PLC0415
@@ -121,7 +126,7 @@ def replay(
         name, kind = policy_named(policy)
         run = TieredReplay(timing, block_tokens, tiers, kind, engines=engines, gated=gate)
         with console.status("reading") as status:
-            facts, rows = _replay(run, _progress(requests, status), name, optimum, report)
+            facts, rows = _replay(run, _progress(requests, status), name, _Blocks(optimum, console), report)
         _warn(run, console)
     if as_json:
         typer.echo(json.dumps(facts))
@@ -130,14 +135,14 @@ def replay(
 
 
 def _experiment(
-    requests: Iterable[TraceRequest], slots: int, policy: str | None, optimum: bool
+    requests: Iterable[TraceRequest], slots: int, policy: str | None, blocks: _Blocks
 ) -> tuple[dict[str, object], list[Row]]:
     from longshore.trace.experiment import Experiment  # noqa: PLC0415 - numpy takes longer to load than `--help` may
     from longshore.trace.policies import policy_named  # noqa: PLC0415
     from longshore.trace.result import ratio  # noqa: PLC0415
 
     name, kind = policy_named(policy)
-    tier, blocks = Experiment(kind, slots), _Blocks(optimum)
+    tier = Experiment(kind, slots)
     for request in requests:
         tier.serve(request.hash_ids)
         blocks.add(request.hash_ids)
@@ -167,11 +172,10 @@ def _experiment(
 
 
 def _replay(
-    run: TieredReplay, requests: Iterable[TraceRequest], policy: str, optimum: bool, report: Path | None
+    run: TieredReplay, requests: Iterable[TraceRequest], policy: str, blocks: _Blocks, report: Path | None
 ) -> tuple[dict[str, object], list[Row]]:
     from longshore.trace.result import Replayed  # noqa: PLC0415
 
-    blocks = _Blocks(optimum)
     for request in run.run(requests):
         blocks.add(request.hash_ids[: request.input_length // run.block_tokens])
     found = Replayed(run, policy, blocks.unique, blocks.optimal(run.slots))
@@ -195,20 +199,33 @@ def _warn(run: TieredReplay, console: Console) -> None:
 
 
 class _Blocks:
-    """The blocks that were asked for: which, and, if the optimum is asked for, in what order."""
+    """The blocks that were asked for: which, and, if the optimum is asked for, in what order.
 
-    def __init__(self, optimum: bool) -> None:
+    The order takes memory for each block asked for, and not only for each different one: once that is much, it is said.
+    """
+
+    def __init__(self, optimum: bool, console: Console) -> None:
         from longshore.trace.paths import Paths  # noqa: PLC0415
 
         self._paths = Paths() if optimum else None
         self._seen: set[int] = set()
+        self._console, self._told = console, False
 
     def add(self, path: tuple[int, ...]) -> None:
         """One request's blocks."""
         if self._paths is None:
             self._seen.update(path)
-        else:
-            self._paths.add(path)
+            return
+        self._paths.add(path)
+        if not self._told and self._paths.references > _MUCH:
+            from longshore.trace.optimum import BYTES_PER_REFERENCE  # noqa: PLC0415
+
+            self._told = True
+            self._console.print(
+                f"More than {_MUCH:,} blocks were asked for. To say what knowing the future would give, all of them "
+                f"are remembered, in {BYTES_PER_REFERENCE} bytes each; --no-optimum does without.",
+                style="yellow",
+            )
 
     @property
     def unique(self) -> int:

@@ -12,12 +12,15 @@ A reference is one block of one request; all references of a trace have numbers,
 
 So the number of a block's next reference says both when it comes and how deep it stands, and the kept block to give up
 is the one of the greatest number. What was used since has a number that has passed: it can never be the greatest while
-something else is kept, and needs no removing.
+something else is kept, and is swept out now and then.
+
+Whoever looks into the future has to remember all of it: 9 bytes for each reference, and some more for each slot and for
+each different block.
 """
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +28,15 @@ import numpy.typing as npt
 
 from longshore.errors import TraceError
 from longshore.trace.paths import Paths
+
+BYTES_PER_REFERENCE = 9
+"""The number of its block, that of its next reference, and whether it is kept."""
+
+_AT_ONCE = 1 << 18
+"""References that are sorted together."""
+
+_FEW = 64
+"""So many that were used since are not worth sweeping out."""
 
 
 def optimal_hits(paths: Paths, slots: int) -> int:
@@ -51,13 +63,29 @@ def optimal_hits(paths: Paths, slots: int) -> int:
         while live > slots:
             kept[-heappop(furthest)] = 0
             live -= 1
+        if len(furthest) > 2 * live + _FEW:
+            furthest = [each for each in furthest if -each >= end]
+            heapify(furthest)
     return hits
 
 
-def next_references(blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """For each reference, the number of the next one to the same block; -1 without one."""
-    order = np.argsort(blocks, kind="stable")
-    same = blocks[order[:-1]] == blocks[order[1:]]
-    following = np.full(len(blocks), -1, np.int64)
-    following[order[:-1][same]] = order[1:][same]
+def next_references(blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.signedinteger]:
+    """For each reference, the number of the next one to the same block; -1 without one.
+
+    In 32 bits if that is enough; from the end on, some references at a time, so that little else is in memory.
+    """
+    number = np.dtype(np.int32 if len(blocks) <= np.iinfo(np.int32).max else np.int64)
+    following: npt.NDArray[np.signedinteger] = np.full(len(blocks), -1, number)
+    first = np.full(int(blocks.max()) + 1 if len(blocks) else 0, -1, number)  # of those looked at, by block
+    for end in range(len(blocks), 0, -_AT_ONCE):
+        start = max(0, end - _AT_ONCE)
+        order = np.argsort(blocks[start:end], kind="stable")
+        ordered = blocks[start:end][order]
+        order += start
+        same = ordered[:-1] == ordered[1:]
+        following[order[:-1][same]] = order[1:][same]
+        last = np.append(~same, True)
+        following[order[last]] = first[ordered[last]]
+        begins = np.append(True, ~same)
+        first[ordered[begins]] = order[begins]
     return following

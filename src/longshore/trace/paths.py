@@ -41,6 +41,11 @@ class Paths(Sequence[list[int]]):
         return np.frombuffer(self._starts, np.int64)
 
     @property
+    def references(self) -> int:
+        """How many references there are."""
+        return len(self._blocks)
+
+    @property
     def unique(self) -> int:
         """How many different blocks there are; their numbers are below it."""
         return len(self._numbers)

@@ -35,7 +35,7 @@ def stack_distances(paths: Paths) -> npt.NDArray[np.int64]:
     end = np.repeat(starts[1:], np.diff(starts))
     count = len(begin)
     use_of = begin + end - 1 - np.arange(count)  # where a reference stands among the uses, and the other way round
-    later = next_references(paths.blocks[use_of])
+    later = next_references(paths.blocks[use_of]).astype(np.int64)
     again = np.flatnonzero(later >= 0)
     before = np.full(count, -1, np.int64)
     before[later[again]] = again

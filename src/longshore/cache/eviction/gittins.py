@@ -372,9 +372,7 @@ class Gittins(EvictionPolicy):
 
     def _look_at(self, which: int) -> None:
         """List `which` is empty no more."""
-        rank = self._rank[which]
-        if rank < self._first:
-            self._first = rank
+        self._first = min(self._first, self._rank[which])
 
     def _steps(self, nodes: Sequence[int]) -> Iterator[Sequence[int]]:
         """`nodes`, which are used, in parts, so that no step of the clock falls into one; the clock goes on."""
