@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import compress
+from itertools import compress, repeat
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -75,8 +75,10 @@ def _numbers(numbers: Iterable[int]) -> _Numbers:
 
 def _of_the_last_size(slabs: _Numbers, pools: _Numbers) -> npt.NDArray[np.bool_]:
     """Which chunks are not left of the former size of their slab: that of its newest chunk is the last."""
-    last = dict(zip(slabs.tolist(), pools.tolist(), strict=True))
-    kept: npt.NDArray[np.bool_] = np.fromiter(map(last.__getitem__, slabs.tolist()), np.int64, len(slabs)) == pools
+    each, slab = np.unique(slabs, return_inverse=True)
+    last = np.empty(len(each), np.int64)
+    last[slab] = pools  # of several about one slab, the last one stays
+    kept: npt.NDArray[np.bool_] = last[slab] == pools
     return kept
 
 
@@ -93,7 +95,7 @@ def _parents(
         raise CacheError(f"the {count} chunks to adopt have different keys, only {len(places)} differ")
     places[None] = _TOP
     try:
-        before = np.array([places.get(parent, _LOST) for _, _, parent, _ in found], np.int64)
+        before = np.fromiter(map(places.get, map(itemgetter(2), found), repeat(_LOST)), np.int64, count)
     except TypeError as error:
         raise CacheError(f"a parent is a digest in bytes: {error}") from None
     inside = before >= 0

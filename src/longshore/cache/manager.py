@@ -13,6 +13,7 @@ transfers in `flow`, and decided upon in `loading` and `storing`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from longshore.boundary import Command, Key, ProbeResult, Result, TransferResult
 from longshore.cache.adopting import Chunk, Found, adopt
@@ -36,8 +37,10 @@ class TieredCache(Reading, Offering):
         Chunks whose parents are gone cannot be reached: their slots stay free. Two chunks in one slot, or two of one
         key, are a `CacheError`, and nothing is taken in.
         """
-        chunks = [each if len(each) == 4 else Found(*each) for each in found]
-        return adopt(self._store, self._tier(tier), chunks)
+        chunks = list(found)
+        named = set(map(len, chunks)) <= {4}  # as from a tier, where there may be half a million of them
+        whole = cast("list[Chunk]", chunks) if named else [Found(*each) for each in chunks]
+        return adopt(self._store, self._tier(tier), whole)
 
     def sleep(self) -> bool:
         """The device's memory is about to be freed: cancel what touches it, and take no orders that would.

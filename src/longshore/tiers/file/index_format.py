@@ -130,8 +130,9 @@ def parse_checkpoint_body(header: CheckpointHeader, body: bytes) -> Entries:
     if digest(body) != header.checksum:
         raise FormatError(f"checkpoint: expected entries with checksum {header.checksum:#018x}")
     entries = np.frombuffer(body, ENTRY)
-    if not describes(entries).all():
-        raise FormatError(f"checkpoint: entry {int(describes(entries).argmin())} describes no record")
+    right = describes(entries)
+    if not right.all():
+        raise FormatError(f"checkpoint: entry {int(right.argmin())} describes no record")
     slots = np.sort(entries["slot"])
     if (slots[1:] == slots[:-1]).any():
         raise FormatError("checkpoint: two entries for one slot")
@@ -225,7 +226,8 @@ def one_size_a_slab(entries: Entries, stride: int) -> Entries:
     ended[by_age] = _ended(slabs[by_age], entries["pool"][by_age])
     place = np.empty(len(entries), np.int64)
     place[by_age] = np.arange(len(entries))
-    return entries[place > ended]
+    left: Entries = entries.take(np.flatnonzero(place > ended))
+    return left
 
 
 def _last_of_each(numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:

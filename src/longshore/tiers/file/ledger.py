@@ -18,6 +18,7 @@ from longshore.slabs import Slabs
 from longshore.tiers.file.index_format import ENTRY, Entries
 
 _SIZE = ENTRY.itemsize
+_WHOLE = np.dtype((np.void, _SIZE))  # an entry as a piece of memory: as `ENTRY`, it is copied field by field
 _NOTHING = bytes(_SIZE)
 _KEY, _SCOPE = slice(0, 32), slice(64, 96)  # of an entry
 
@@ -40,7 +41,7 @@ class Ledger:
         self._pools = np.zeros(slabs.slabs, np.uint16)  # of each slab; that of one without entries means nothing
         self._is_told, self._pool_of = self._told.view(np.uint8).data, self._pools.data  # the same, a place at a time
         slots = entries["slot"]
-        self._table[slots] = entries
+        self._table.view(_WHOLE)[slots] = np.ascontiguousarray(entries).view(_WHOLE)
         self._used[slots] = np.arange(1, self._clock + 1)
         self._told[slots] = True
         self._pools[slots // self._stride] = entries["pool"]

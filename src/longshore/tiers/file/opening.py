@@ -3,6 +3,7 @@
     capacity, image sizes ──► slabs       as many as fit, the books beside them included
     ──► all files reserved                whatever fails up to here leaves the directory as it was
     ──► superblock                        from here on the geometry is the new one
+                                          also where something fails after this
     superblock, index ──► entries ──► index   what is left; without a usable index, every header is read
     ──► files trimmed                     what is beyond the new ends
 
@@ -16,6 +17,8 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from longshore.errors import FormatError, TierError
 from longshore.slabs import Slabs
@@ -136,7 +139,7 @@ def _entries(directory: Directory, segment: Segment, superblock: fmt.Superblock,
         if held:
             _log.warning("%s has no index that can be used: reading the headers of all %d slabs", directory.path, held)
         entries = scan(segment, slabs)
-    entries = entries[(entries["generation"] == superblock.generation) & fit(entries, slabs)]
+    entries = entries.take(np.flatnonzero((entries["generation"] == superblock.generation) & fit(entries, slabs)))
     return one_size_a_slab(entries, slabs.stride), epoch
 
 

@@ -65,7 +65,10 @@ class FileTier(Tier):
         threads: int = 16,
         io: RawIo | None = None,
     ) -> None:
-        """Open the tier; raises `TierError`, `TierInUseError` or `FormatError`, with the files as they were.
+        """Open the tier; raises `TierError`, `TierInUseError` or `FormatError`, and keeps what the files held.
+
+        That is, until they have been made over to another number of slabs, or to images of other sizes. If the disk
+        fails after that, before all is open, they are made over all the same: the next start finds what fits.
 
         `arena` is where images are, or opens what moves them between the segment and other memory. `scope` is the
         32-byte fingerprint that bytes must have been written under to be served. `io` replaces the system calls, for
