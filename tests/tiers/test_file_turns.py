@@ -27,6 +27,8 @@ from longshore.tiers.file.turns import TURN_BYTES, TURN_RECORDS, cut
 IMAGE = TierTests.image_bytes
 STRIDE = PAGE + IMAGE
 SLOTS = 8
+LONG = 1 << 20
+"""Of an image so long that the bytes of a turn limit how many are in it."""
 
 
 class Sectors(SystemIo):
@@ -184,7 +186,7 @@ def test_a_reset_between_two_writes_keeps_them_apart(harness: TierHarness, io: S
 
 @given(
     slots=st.lists(
-        st.tuples(st.integers(0, 300), st.sampled_from(Op), st.sampled_from([PAGE, 16 * PAGE]), st.integers(0, 1)),
+        st.tuples(st.integers(0, 300), st.sampled_from(Op), st.sampled_from([PAGE, LONG]), st.integers(0, 1)),
         max_size=80,
     ),
     apart=st.booleans(),
@@ -193,7 +195,7 @@ def test_each_operation_is_in_one_turn_and_those_of_a_turn_can_go_together(
     slots: list[tuple[int, Op, int, int]], apart: bool
 ) -> None:
     ops = [TierOp(op, slot, key(slot), None, 0, length, generation) for slot, op, length, generation in slots]
-    stride = 17 * PAGE
+    stride = PAGE + LONG
     turns = cut(ops, lambda op: op.slot * stride, lambda op: op.slot % 10 != 9, apart=apart)
     assert sorted(at for turn in turns for at in turn) == list(range(len(ops)))
     for turn in turns:
@@ -203,21 +205,21 @@ def test_each_operation_is_in_one_turn_and_those_of_a_turn_can_go_together(
         assert [ops[at].slot for at in turn] == sorted(ops[at].slot for at in turn)
         for before, after in itertools.pairwise(turn):
             assert apart or ops[after].slot == ops[before].slot + 1
-            assert apart or ops[before].length == 16 * PAGE
+            assert apart or ops[before].length == LONG
             assert ops[before].slot % 10 != 9
             assert ops[after].slot % 10 != 9
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_many_records_make_few_turns(step: int) -> None:
+@pytest.mark.parametrize(("length", "most"), [(PAGE, TURN_RECORDS), (LONG, TURN_BYTES // LONG)])
+def test_many_records_make_few_turns(step: int, length: int, most: int) -> None:
     """Wherever they lie, where the system has a queue; else, if they are neighbours."""
-    ops = [TierOp(Op.READ, step * slot, key(slot), None, 0, 16 * PAGE, 0) for slot in range(64)]
+    ops = [TierOp(Op.READ, step * slot, key(slot), None, 0, length, 0) for slot in range(64)]
     random.Random(0).shuffle(ops)
 
     def lengths(*, apart: bool) -> list[int]:
-        return [len(turn) for turn in cut(ops, lambda op: op.slot * 17 * PAGE, lambda op: True, apart=apart)]
+        return [len(turn) for turn in cut(ops, lambda op: op.slot * (PAGE + length), lambda op: True, apart=apart)]
 
-    most = min(TURN_RECORDS, TURN_BYTES // (16 * PAGE))
     few = [most] * (64 // most)
     assert lengths(apart=True) == few
     assert lengths(apart=False) == (few if step == 1 else [1] * 64)
