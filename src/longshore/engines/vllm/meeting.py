@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -75,9 +76,10 @@ class Note:
 def note_path(engine: str) -> Path:
     """Where the note of an engine lies. The directory belongs to this user alone, or `EngineError`."""
     directory = Path(tempfile.gettempdir()) / f"longshore-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # whatever is there
+        directory.mkdir(mode=0o700)
     status = directory.lstat()
-    if not directory.is_dir() or directory.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise EngineError(f"{directory} is not a directory of this user alone")
     return directory / f"{hashlib.sha256(engine.encode()).hexdigest()[:24]}.json"
 

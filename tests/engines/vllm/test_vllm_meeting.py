@@ -1,0 +1,94 @@
+"""The note by which the processes of one engine find their memory: whose it is, and what is left of engines before."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longshore.engines.vllm.meeting import Note, find, note_path, publish, withdraw
+from longshore.engines.vllm.model import Model
+from longshore.errors import EngineError
+
+ENGINE = "an engine"
+HERE = Note(
+    arena="/proc/self/fd/0",
+    stamps="/proc/self/fd/0",
+    slab_bytes=8192,
+    image_bytes=(4096, 8192),
+    slabs=3,
+    pools=(1, 0, 1),
+    ranks=1,
+    world=2,
+    fingerprint="layout",
+    device="cpu",
+    model=Model(groups=("a", "b", "c"), windows=(None, 16, 1)),
+)
+GONE = replace(HERE, arena="/proc/0/fd/0")
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where notes lie."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"longshore-{os.getuid()}"
+
+
+def test_a_note_says_what_was_published_until_it_is_withdrawn(directory: Path) -> None:
+    publish(ENGINE, HERE)
+    assert find(ENGINE, 0.0) == HERE
+    assert [path.stat().st_mode & 0o777 for path in (directory, *directory.iterdir())] == [0o700, 0o600]
+    with pytest.raises(EngineError, match="no worker of engine another"):
+        find("another", 0.0)
+    withdraw(ENGINE)
+    assert list(directory.iterdir()) == []
+
+
+def test_the_note_of_an_engine_that_was_killed_is_not_believed() -> None:
+    publish(ENGINE, GONE)
+    naps = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        publish(ENGINE, HERE)
+
+    assert find(ENGINE, nap=nap) == HERE
+    assert len(naps) == 1
+    publish(ENGINE, GONE)
+    with pytest.raises(EngineError, match="no worker of engine"):
+        find(ENGINE, 0.0)
+
+
+def link(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir(mode=0o700)
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def open_to_others(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o770)
+
+
+def of_another_user(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    os.chown(path, os.getuid() + 1, -1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        link,
+        open_to_others,
+        pytest.param(of_another_user, marks=pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")),
+        lambda path: path.symlink_to("nowhere"),
+        lambda path: path.touch(mode=0o600),
+    ],
+)
+def test_notes_lie_in_no_directory_that_others_have_a_hand_in(directory: Path, make: Callable[[Path], object]) -> None:
+    make(directory)
+    with pytest.raises(EngineError, match="is not a directory of this user alone"):
+        note_path(ENGINE)
