@@ -12,7 +12,8 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -338,8 +339,21 @@ class StandInAccelerator(CudaAccelerator):
         """Whatever stream of torch's general class there is, it is the engine's."""
         return cast(torch.Stream, self.compute) if isinstance(stream, torch.Stream) else stream
 
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        before = getattr(self._used, "is_current", False)
+        self._used.is_current = True
+        yield
+        self._used.is_current = before
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is on this GPU."""
+        return getattr(self._used, "is_current", False)
+
     def use(self, stream: torch.Stream) -> None:
         self._used.stream = stream
+        self._used.is_current = True
 
     def new_event(self) -> torch.Event:
         return cast(torch.Event, LazyEvent(self.world))
@@ -372,6 +386,7 @@ class StandInAccelerator(CudaAccelerator):
         return mix64(memory.view(torch.uint8).numpy().tobytes())
 
     def _later(self, kernel: Callable[..., None], *arguments: Any) -> None:
+        assert self.is_current, "a kernel on another GPU"
         self.kernels.append(kernel.__name__.removesuffix("_reference"))
         self.launched.add(kernels_for(arguments[-1]))
         aligned = {tensor.data_ptr() % 16 == 0 for tensor in arguments[:-1]}

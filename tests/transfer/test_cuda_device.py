@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from longshore.transfer.device.cuda import chooser, driver
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.calibrate import QUICK, THOROUGH, Effort
 from longshore.transfer.device.cuda.chooser import Calibration, Load, Sample, Way
+from longshore.transfer.device.cuda.shape import Shape
 
 TINY = Effort((24, 512, 4096), small=4096, large=1 << 16, repeats=2)
 
@@ -185,6 +188,32 @@ def test_with_both_the_cuda_device_serves(monkeypatch: pytest.MonkeyPatch) -> No
     device_for(FakeCudaLayout())  # type: ignore[arg-type]
     device_for(FakeCudaLayout(), Path("mine.json"))  # type: ignore[arg-type]
     assert served == [("cuda:0", None), ("cuda:0", Path("mine.json"))]
+
+
+def test_a_thread_that_measures_is_where_it_was_afterwards(tmp_path: Path) -> None:
+    stand_in = StandIn(None, calibration=tmp_path / "kept.json")
+    stand_in.device.calibrate(TINY)
+    assert not stand_in.accelerator.is_current
+    assert stand_in.accelerator.current_stream() is stand_in.accelerator.compute
+
+
+def test_kernels_are_compiled_on_the_gpu_that_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now: list[torch.device] = []
+    seen: list[list[torch.device]] = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        now.append(device)
+        yield
+        now.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    for name in ("gather", "scatter", "shift"):
+        monkeypatch.setattr(f"longshore.transfer.device.cuda.kernels.{name}", lambda *_: seen.append(now.copy()))
+    where = torch.device("cpu")
+    CudaAccelerator(where).prepare(Shape.of(1, 1, 1, widest=16, alignment=16, tail=False))
+    assert seen == [[where]] * 3
+    assert not now
 
 
 GENERAL = torch.Stream(stream_id=7, device_index=1, device_type=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -46,6 +47,11 @@ class CudaAccelerator(Accelerator):
         """The driver's name for `stream`."""
         return int(cast(torch.cuda.Stream, stream).cuda_stream)
 
+    def as_current(self) -> AbstractContextManager[object]:
+        """Within it the GPU is the calling thread's: Triton launches kernels there, whatever tensors they are given."""
+        current: AbstractContextManager[object] = torch.cuda.device(self.device)
+        return current
+
     def use(self, stream: torch.Stream) -> None:
         """Make `stream`, and its device, the calling thread's own: a new thread starts on device 0."""
         torch.cuda.set_device(self.device)
@@ -65,8 +71,9 @@ class CudaAccelerator(Accelerator):
         from longshore.transfer.device.cuda import kernels  # noqa: PLC0415 - Triton is optional
 
         none = torch.zeros(2, dtype=torch.int64, device=self.device)
-        for move in (kernels.gather, kernels.scatter, kernels.shift):
-            move(none, none, none, shape._replace(chunks=0))
+        with self.as_current():
+            for move in (kernels.gather, kernels.scatter, kernels.shift):
+                move(none, none, none, shape._replace(chunks=0))
 
     def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
         """`kernels.gather`."""
@@ -94,5 +101,5 @@ class CudaAccelerator(Accelerator):
         """`longshore.checksums.mix64` of device memory, int64 of any length; in any thread."""
         from longshore.transfer.device.cuda import mixing  # noqa: PLC0415
 
-        with torch.cuda.device(self.device):
+        with self.as_current():
             return mixing.mix64(memory)

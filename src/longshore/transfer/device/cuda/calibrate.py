@@ -90,17 +90,18 @@ class Pages:
 
 def measure(tools: Tools, staging_bytes: int, effort: Effort) -> Mapping[str, Mapping[Way, tuple[Sample, ...]]]:
     """Samples of every way that the device has, in both directions. Uses the calling thread's streams meanwhile."""
-    before = tools.accelerator.current_stream()
     curves: dict[str, dict[Way, list[Sample]]] = {into: {way: [] for way in tools.ways} for into in (HOST, DEVICE)}
-    try:
-        for size in effort.sizes:
-            pages = Pages(tools, size, effort.large)
-            for into, ways in curves.items():
-                for way, samples in ways.items():
-                    stream = CudaStream(tools, pages.layout, into, Always(way), everything, staging_bytes)
-                    samples.append(_sample(stream, pages, into, size, effort))
-    finally:
-        tools.accelerator.use(before)
+    with tools.accelerator.as_current():
+        before = tools.accelerator.current_stream()
+        try:
+            for size in effort.sizes:
+                pages = Pages(tools, size, effort.large)
+                for into, ways in curves.items():
+                    for way, samples in ways.items():
+                        stream = CudaStream(tools, pages.layout, into, Always(way), everything, staging_bytes)
+                        samples.append(_sample(stream, pages, into, size, effort))
+        finally:
+            tools.accelerator.use(before)
     return {into: {way: tuple(samples) for way, samples in ways.items()} for into, ways in curves.items()}
 
 
