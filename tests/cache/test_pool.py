@@ -143,6 +143,16 @@ def test_a_slot_that_is_given_back_is_nobodys() -> None:
     assert pool.node[index] == 0
 
 
+def test_a_slot_that_is_gone_is_not_told_of() -> None:
+    pool = SlotPool(4)
+    pool.freed = []
+    pool.claim([1, 3], [0, 0])
+    pool.free(3)
+    pool.free(1)
+    pool.resize(3)
+    assert pool.take_freed() == (1,)
+
+
 def test_slots_that_nobody_asks_for_are_not_written_down() -> None:
     pool = SlotPool(2)
     pool.free(pool.allocate(1)[0])
