@@ -65,6 +65,25 @@ def test_every_option_changes_the_answer(tmp_path: Path) -> None:
     assert json.loads(run(EXCERPT, *MODEL, *same, "--json")) == usual
 
 
+def test_traces_in_which_nothing_comes_back_get_an_honest_answer(tmp_path: Path) -> None:
+    lengths = tmp_path / "t.csv"
+    lengths.write_text("timestamp,input_length,output_length\n1,900,5\n2,900,5\n")
+    told = " ".join(run(str(lengths), *MODEL, "--ttft-p95", "1us").split())
+    assert "to compute all, as nothing that is worth keeping comes back" in told
+    assert "The knee is" not in told
+    assert "on one engine computing one prompt at a time" in told
+    kept = json.loads(run(str(lengths), *MODEL, "--ttft-p95", "3600s", "--json"))
+    assert kept["words"][0].startswith("Nothing needs to be bought: all computed, 0.04")
+    assert (kept["recommended"]["host_bytes"], kept["recommended"]["file_bytes"], len(kept["frontier"])) == (0, 0, 1)
+
+
+def test_a_trace_without_requests_cannot_be_planned_for(tmp_path: Path) -> None:
+    header = tmp_path / "t.csv"
+    header.write_text("timestamp,input_length,output_length\n")
+    with pytest.raises(LongshoreError, match="expected a request"):
+        run(str(header), *MODEL)
+
+
 @pytest.mark.parametrize("time", ["500", "ms", "-1s", "0s", "nans", "infs", "soon"])
 def test_a_target_that_is_no_time_is_refused(time: str) -> None:
     with pytest.raises(LongshoreError, match="--ttft-p95: expected a time such as 500ms or 2s"):

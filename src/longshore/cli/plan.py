@@ -101,9 +101,12 @@ def recommendation(found: Plan) -> tuple[str, ...]:
     nothing, best, knee = found.frontier[0], found.frontier[-1], found.knee
     lines = []
     if found.recommended is None:
+        way = (
+            f"with {amount(best)}" if best != nothing else "to compute all, as nothing that is worth keeping comes back"
+        )
         lines.append(
-            f"No size keeps {found.target:.3g} s for 19 of 20 requests: the best reaches {best.ttft_p95:.3g} s, with "
-            f"{amount(best)}. More engines, faster ones, or shorter prompts would be needed."
+            f"No size keeps {found.target:.3g} s for 19 of 20 requests: the best reaches {best.ttft_p95:.3g} s, {way}. "
+            "More engines, faster ones, or shorter prompts would be needed."
         )
     elif found.recommended == nothing:
         lines.append(f"Nothing needs to be bought: all computed, {nothing.ttft_p95:.3g} s is kept already.")
@@ -114,19 +117,21 @@ def recommendation(found: Plan) -> tuple[str, ...]:
             f"{choice.ttft_p95:.3g} s, against {nothing.ttft_p95:.3g} s if all is computed; "
             f"{100 * choice.hit_ratio:.1f} % of the blocks are found."
         )
-    lines.append(
-        f"The knee is at {amount(knee)} ({cost(found, knee)}, {knee.ttft_p95:.3g} s): beyond it, more buys little. "
-        f"The most that this trace can use is {amount(best)}, for {best.ttft_p95:.3g} s."
-    )
+    if best != nothing:
+        lines.append(
+            f"The knee is at {amount(knee)} ({cost(found, knee)}, {knee.ttft_p95:.3g} s): beyond it, more buys little. "
+            f"The most that this trace can use is {amount(best)}, for {best.ttft_p95:.3g} s."
+        )
     return tuple(lines)
 
 
 def assumptions(found: Plan, timing: Timing, engines: int) -> tuple[str, ...]:
     """What the answer rests on."""
     geometry = timing.geometry
+    many = "one engine computing" if engines == 1 else f"{engines:,} engines, each computing"
     return (
-        f"Assumed: the next weeks look like these {found.requests:,} requests, on {engines} engines that compute one "
-        "prompt at a time and keep nothing on the device; decoding takes no time.",
+        f"Assumed: the next weeks look like these {found.requests:,} requests, on {many} one "
+        "prompt at a time and keeping nothing on the device; decoding takes no time.",
         f"Assumed: {geometry.name} has {geometry.kv_bytes_per_token:,} bytes of KV cache for each token "
         f"({geometry.source}).",
         f"Assumed: {timing.profile.source}.",

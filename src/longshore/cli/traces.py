@@ -65,7 +65,12 @@ FileWrite = Annotated[str | None, typer.Option(help="Bytes a second into files."
 PrefillRate = Annotated[
     float | None, typer.Option(min=1e-3, help="Tokens a second that one engine computes of a short prompt.")
 ]
-Engines = Annotated[int, typer.Option(min=1, help="Engines that share the tiers; each computes a prompt at a time.")]
+Engines = Annotated[
+    int, typer.Option(min=1, max=10_000, help="Engines that share the tiers; each computes a prompt at a time.")
+]
+
+_TOO_MUCH = 1 << 63
+"""Bytes that nobody has."""
 
 _SHOWN = 3
 """Bad lines that are shown; of more there is the number."""
@@ -142,6 +147,6 @@ def size_of(text: str, option: str) -> int:
         count = int(TypeAdapter(ByteSize).validate_python(text.removesuffix("/s")))
     except ValidationError:
         count = 0
-    if count < 1:
-        raise ConfigError(f"{option}: expected a size such as 64GiB or 1.5TB, got {text!r}")
+    if not 0 < count < _TOO_MUCH:
+        raise ConfigError(f"{option}: expected a size such as 64GiB or 1.5TB, got {text[:80]!r}")
     return count

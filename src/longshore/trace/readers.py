@@ -47,9 +47,11 @@ def form_of(path: str | Path) -> Form:
         return Form.LENGTHS
     try:
         with Path(path).open("rb") as file:
-            first = next((line for line in lines_of(file) if line.strip()), b"{}")
+            first = next((line for line in lines_of(file) if line.strip()), None)
     except OSError as error:
         raise TraceError(f"cannot read trace {path}: {error.strerror or error}") from error
+    if first is None:
+        raise TraceError(f"{path}: expected a trace, and there is nothing in it")
     try:
         fields = Fields.parse(str(path), first)
     except TraceError:

@@ -33,6 +33,9 @@ from longshore.trace.virtual import VirtualMovers
 
 _ROOT = xxh3_128_digest(b"longshore replay 2")
 
+MOST_BLOCKS = 1 << 28
+"""Of each tier: what is known of a slot takes memory, whether or not it is ever filled."""
+
 _TIERS = (HOST, FILE, REMOTE)
 
 
@@ -115,7 +118,8 @@ class TieredReplay:
         gated: Whether loading is weighed against computing; without it whatever is found is loaded.
 
     Raises:
-        TraceError: A tier has no room for a block, or there is no host memory, engine or block.
+        TraceError: A tier has no room for a block, or for more than `MOST_BLOCKS`; or there is no host memory, engine
+            or block.
     """
 
     def __init__(
@@ -136,6 +140,10 @@ class TieredReplay:
             if nbytes < image:
                 raise TraceError(f"{name}: expected room for a block of {image} bytes, got {nbytes} bytes")
         slots = {name: nbytes // image for name, nbytes in tiers.items()}
+        if max(slots.values()) > MOST_BLOCKS:
+            raise TraceError(
+                f"expected room for at most {MOST_BLOCKS:,} blocks of {image} bytes in a tier, got {slots}"
+            )
         self.slots = sum(slots.values())
         self.remote = RemoteStore(slots.pop(REMOTE)) if REMOTE in slots else None
         self.tally = Tally()
