@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longshore.config import Config
-from longshore.errors import ConfigError
+from longshore.errors import ConfigError, PlanError, TierClosedError
 from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.stack import Stack, open_stack
@@ -88,3 +88,18 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> 
 def test_foreign_tiers_need_host_memory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exchange images with host memory"):
         opened(rows_of(1), {}, file_path=tmp_path, file_size=1 << 24, file_mode="gds")
+
+
+def test_a_store_for_images_of_other_sizes_is_closed_again() -> None:
+    layout = from_rows(rows_of(1), pages_per_block=4, block_size=16)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16)
+    made: list[KeyStore] = []
+
+    def other(arena: Arena, **_: object) -> KeyStore:
+        made.append(KeyStore(arena, [1 << 20]))
+        return made[-1]
+
+    with pytest.raises(PlanError, match="store has images of"):
+        open_stack(Config.make(host_size=1 << 20), layout, scope, CpuDevice(), open_foreign=[other])
+    with pytest.raises(TierClosedError):
+        made[0].ask([], 0, 0.0)

@@ -146,8 +146,9 @@ def open_stack(
             movers.append(TierMover(file, host))
         probers = []
         for opener in open_foreign:
-            probers.append(ForeignMover(opener(arena=arena, image_bytes=sizes, scope=scope.root), host))
-            undo.callback(probers[-1].tier.close)
+            tier = opener(arena=arena, image_bytes=sizes, scope=scope.root)
+            undo.callback(tier.close)
+            probers.append(ForeignMover(tier, host))
         runtime = _make_runtime(config, layout, _Grouping(groups, partial, pools), host, file, movers, probers)
         undo.pop_all()
     stack = _start(config, layout, scope, runtime, engine, host, file, arena)
