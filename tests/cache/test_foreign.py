@@ -370,6 +370,34 @@ def test_a_fetch_takes_no_room_from_what_others_hold() -> None:
     assert [keys_of(transfer) for transfer in desk.transfers] == [["a"]]
 
 
+def test_a_fetch_takes_no_room_from_what_it_follows() -> None:
+    desk = Desk(slots=2)
+    desk.store("a")
+    desk.end()
+    found = desk.match("abc")
+    desk.answer("abc")
+    assert found.hold is not None
+    desk.cache.release(found.hold)
+    desk.fetch("abc")
+    assert [keys_of(transfer) for transfer in desk.transfers] == [["ab"]]
+    assert desk.resident() == {"a"}
+
+
+def test_a_fetch_of_chunks_that_stand_alone_takes_no_room_from_those_that_are_here() -> None:
+    desk = Desk(slots=2, groups=(CacheGroup(block_size=4, window=1 << 40),))
+    keys = [key(path) for path in "abc"]
+    for some in (keys[:1], keys):
+        desk.cache.fetch(some, 0.0)
+        desk.look()
+        desk.answer("", present=(True,) * len(desk.probes[0].keys))
+        desk.cache.fetch(some, 0.0)
+        desk.look()
+        if some != keys:
+            desk.end()
+    assert [[item.key for item in transfer.items] for transfer in desk.transfers] == [keys[2:]]
+    assert desk.resident() == {"a"}
+
+
 def test_names_and_rules_that_cannot_be_are_refused() -> None:
     with pytest.raises(CacheError, match="different names"):
         TieredCache([TierSpec(HOST, 1, 1)], foreign=(HOST,))

@@ -170,6 +170,19 @@ def test_a_slab_in_which_something_is_held_stays_and_the_next_one_goes() -> None
     assert world.kept(SMALL, *"abcd") == []
 
 
+def test_a_slab_is_not_emptied_of_what_is_nowhere_else_before_that_is_copied_down() -> None:
+    world = Bytes(host=2, file=4)
+    for prompt in "abcdefgh":
+        world.commit(SMALL, prompt)
+        world.settle()
+    for _ in range(2):
+        assert world.commit(LARGE, "x").job is None, "copies are under way"
+        world.settle()
+    assert world.commit(LARGE, "x").job is not None
+    assert world.cache.counters.drops[HOST][DropReason.BACKPRESSURE] == 2
+    assert all(world.where(SMALL, prompt) for prompt in "abcdefgh")
+
+
 def test_a_slab_that_jobs_read_or_write_stays() -> None:
     world = Bytes(host=1)
     world.commit(SMALL, "a")

@@ -81,6 +81,14 @@ def test_all_branches_behind_a_head_follow_it_when_it_is_backed_up() -> None:
     assert backed_up(world) == ["ad", "ac", "ab", "abe"]
 
 
+def test_an_offload_takes_no_room_from_what_it_follows() -> None:
+    world = store(World(Setup(host=2)), "a")
+    world.commit("abc", 1, True)
+    assert world.where("a") == {HOST: "ready"}
+    assert world.where("ab") == {HOST: "filling"}
+    assert drops(world) == {NO_ROOM: 1}
+
+
 def test_what_is_not_backed_up_is_spared_while_a_backup_is_under_way() -> None:
     world = store(World(Setup(host=2, file=4)), "a", "b")
     world.commit("c", 0, True)
