@@ -240,6 +240,16 @@ def test_holds_are_released_once() -> None:
     assert world.discard("a", FILE) == 1
 
 
+def test_a_hold_is_onboarded_once() -> None:
+    world = World(BOTH)
+    world.commit("a", 0, False)
+    world.settle_all()
+    hold = world.match("a", 0, None)
+    assert hold is not None
+    world.onboard(hold, 1, 0, 0)
+    world.refused(HoldError, "onboard", hold, (7,))
+
+
 def test_a_result_is_taken_once() -> None:
     world = World(BOTH._replace(ranks=2))
     world.commit("a", 0, False)

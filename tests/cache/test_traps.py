@@ -116,7 +116,7 @@ def test_trap_22_tails_go_before_heads_even_when_heads_are_older() -> None:
 
 
 def test_trap_23_a_suffix_that_comes_from_a_colder_tier_keeps_its_parent_and_its_place() -> None:
-    world = offloaded(Setup(host=8, file=8, backup="write_through", per_chunk=2), "abcd")
+    world = offloaded(Setup(host=8, file=8, backup="write_through", per_chunk=2), "ab", "abcd")
     world.discard("abcd", HOST)
     warm = world.match("ab", 0, None)
     assert warm is not None
