@@ -141,6 +141,7 @@ HOSTILE: list[tuple[Form, object, str]] = [
     (Form.LENGTHS, b"1,-2,3", "at least 1, got '-2'"),
     (Form.LENGTHS, b"1,0,3", "at least 1, got '0'"),
     (Form.LENGTHS, b"1," + b"9" * 5000 + b",3", "a number of tokens"),
+    (Form.LENGTHS, b"1,999999999999999,3", "at most 4194304 blocks of 16 tokens, got 999999999999999 tokens"),
     (Form.LENGTHS, b"nan,2,3", "seconds or a date, got 'nan'"),
     (Form.LENGTHS, b"yesterday,2,3", "seconds or a date"),
     (Form.LENGTHS, b'"1,2,3', "line of CSV"),

@@ -48,6 +48,8 @@ def test_distances_by_hand() -> None:
     assert stack_distances(Paths([[1, 2, 3], [4, 5], [1, 2, 3]])).tolist() == [NEVER] * 5 + [3, 4, 5]
     assert stack_distances(Paths([])).tolist() == []
     assert stack_distances(Paths([[], [7], [], [7]])).tolist() == [NEVER, 1]
+    with pytest.raises(TraceError, match="request 3: expected different blocks, got one twice"):
+        stack_distances(Paths([[1, 2], [1, 2], [3, 1, 3]]))
 
 
 def test_the_published_lru_row_is_on_the_curve() -> None:

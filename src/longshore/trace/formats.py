@@ -31,6 +31,9 @@ from longshore.trace.request import TraceRequest
 
 _ROOT = hashlib.sha256(b"longshore trace 1").digest()
 
+MAX_BLOCKS = 1 << 22
+"""Blocks of one prompt, where a few digits of a line stand for all of them."""
+
 
 def read_sessions(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
     """Requests of all sessions, by time of arrival. Sessions overlap, so the file is looked through before the first.
@@ -130,6 +133,10 @@ class _Lengths:
         except IndexError as error:
             raise TraceError(f"{where}: expected {max(self._columns.values()) + 1} cells, got {len(cells)}") from error
         length, output = _length(where, tokens, 1), _length(where, answer, 0)
+        if length > MAX_BLOCKS * self._block_tokens:
+            raise TraceError(
+                f"{where}: expected at most {MAX_BLOCKS} blocks of {self._block_tokens} tokens, got {length} tokens"
+            )
         seconds = _seconds(where, when)
         if self._begin is None:
             self._begin = seconds

@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from longshore.errors import TraceError
 from longshore.trace.optimum import next_references
 from longshore.trace.paths import Paths
 
@@ -28,7 +29,7 @@ NEVER = np.iinfo(np.int64).max
 def stack_distances(paths: Paths) -> npt.NDArray[np.int64]:
     """For each reference, in the order of `paths.blocks`, the least capacity in blocks at which it is resident.
 
-    No block may appear twice in one request.
+    Raises `TraceError` for a request in which a block appears twice: it cannot come after itself.
     """
     starts = paths.starts
     begin = np.repeat(starts[:-1], np.diff(starts))
@@ -36,6 +37,9 @@ def stack_distances(paths: Paths) -> npt.NDArray[np.int64]:
     count = len(begin)
     use_of = begin + end - 1 - np.arange(count)  # where a reference stands among the uses, and the other way round
     later = next_references(paths.blocks[use_of]).astype(np.int64)
+    if ((later >= 0) & (later < end)).any():
+        request = int(np.searchsorted(starts, int(((later >= 0) & (later < end)).argmax()), side="right"))
+        raise TraceError(f"request {request}: expected different blocks, got one twice")
     again = np.flatnonzero(later >= 0)
     before = np.full(count, -1, np.int64)
     before[later[again]] = again
