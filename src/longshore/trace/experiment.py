@@ -19,6 +19,9 @@ from longshore.cache.chains import LISTS
 from longshore.cache.eviction.base import EvictionPolicy
 from longshore.errors import TraceError
 
+_ODD = 0x9E3779B97F4A7C15
+"""Policies may tell keys apart by some of their bytes, for keys are digests; so ids are spread over all of theirs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hits:
@@ -96,7 +99,7 @@ class Experiment:
         elif not self._free:
             names = self._grow()
         node = self._free.pop()
-        names[node] = block.to_bytes(8, "big")
+        names[node] = (block * _ODD % 2**64).to_bytes(8, "little")
         self._block[node] = block
         self._node[block] = node
         policy.insert((node,), leaf=leaf)
