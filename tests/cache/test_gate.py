@@ -188,6 +188,10 @@ def test_what_cannot_have_been_seen_is_refused_and_changes_nothing(bad: float) -
         lambda: known.observe_prefill(0, 1, bad),
         lambda: known.chunks_to_load(0, [Run("tape", 1)], 0.0),
         lambda: known.chunks_to_load(-1, [Run("host", 1)], 0.0),
+        lambda: known.chunks_to_load(0, [Run("host", 1)], bad),
+        lambda: known.chunks_to_load(0, [Run("host", 1)], 0.0, {"host": bad}),
+        lambda: known.load_seconds([Run("host", 1)], bad),
+        lambda: known.load_seconds([Run("host", 1)], 0.0, {"host": bad}),
     ]
     for call in calls:
         with pytest.raises(CacheError):

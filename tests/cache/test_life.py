@@ -1,5 +1,6 @@
 """From a restart to a reset: what is found, what is forgotten, and what a chunk goes through in between."""
 
+import math
 import pickle
 
 import pytest
@@ -8,7 +9,7 @@ from cache_model import World
 from cache_setup import Setup, chunks, key, parent, path_of
 
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
-from longshore.cache import MissReason, Outcome, TieredCache, TierSpec
+from longshore.cache import MissReason, Outcome, TieredCache, TierSpec, Wanted
 from longshore.errors import CacheError, HoldError, JobError
 
 BOTH = Setup(host=4, file=4, backup="write_through")
@@ -211,6 +212,15 @@ def test_commands_and_results_survive_a_pipe() -> None:
     world.commit("ab", 0, False)
     for job in world.jobs.values():
         assert pickle.loads(pickle.dumps(job.transfer)) == job.transfer  # noqa: S301
+
+
+@pytest.mark.parametrize("now", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_none_is_refused(now: float) -> None:
+    world = World(BOTH._replace(groups=1))
+    calls: list[tuple[str, tuple[object, ...]]] = [("tick", (now,)), ("apply", ([], now))]
+    calls += [(name, (chunks("a"), now)) for name in ("match", "fetch")]
+    for name, args in [*calls, *((name, ([Wanted(chunks("a"))], now)) for name in ("match_groups", "fetch_groups"))]:
+        world.refused(CacheError, name, *args)
 
 
 def test_time_does_not_run_backwards() -> None:

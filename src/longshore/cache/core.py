@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -67,6 +68,12 @@ class Core:
     def generation(self) -> int:
         """How many resets there were, over all processes that shared the persistent tier."""
         return self._flow.generation
+
+    @staticmethod
+    def _check_time(now: float) -> None:
+        """Raise `CacheError` for what is no clock's reading: time never comes back from infinity."""
+        if not math.isfinite(now):
+            raise CacheError(f"a time is a finite number of seconds, got {now}")
 
     def _advance(self, now: float) -> None:
         self._flow.now = self._store.log.now = max(self._flow.now, now)

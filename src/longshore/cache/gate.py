@@ -104,6 +104,8 @@ class Gate:
 
     def load_seconds(self, runs: Sequence[Run], now: float, queued: Mapping[str, float] | None = None) -> float | None:
         """Time until all `runs` are on the device; `None` if a route that they take was never observed."""
+        _check(now=now)
+        _check(**(queued or {}))
         return self._cost(self._tally(runs), now, queued or {})
 
     def chunks_to_load(
@@ -119,8 +121,9 @@ class Gate:
 
         The answer counts as ordered: until these loads should have ended, others wait for them.
         """
-        _check(context=context)
         queued = queued or {}
+        _check(context=context, now=now)
+        _check(**queued)
         total = sum(run.chunks for run in runs)
         saved = self.prefill_seconds(context, total * self._chunk_tokens)
         cost = self._cost(self._tally(runs), now, queued)

@@ -99,6 +99,7 @@ class TieredCache(Reading, Offering):
 
         Their movers are told, and own their slots until they end.
         """
+        self._check_time(now)
         self._advance(now)
         self._order_writes()
 
@@ -112,6 +113,7 @@ class TieredCache(Reading, Offering):
 
         A job or probe that is not in flight, or reported twice by a rank, is a `JobError`, and nothing is applied.
         """
+        self._check_time(now)
         answers = [result for result in results if isinstance(result, ProbeResult)]
         self._exchange.check(answers)
         loads = self._flow.apply([result for result in results if isinstance(result, TransferResult)])

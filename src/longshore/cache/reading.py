@@ -49,6 +49,7 @@ class Reading(Core):
         With the `text` behind the keys, which are of `group`, the chunk behind the run is looked for that begins as it
         should; what `onboard` is then given another block for.
         """
+        self._check_time(now)
         self._check_first(keys, start)
         size = 0 if text is None else self.settings.group(group)[1]
         if text is not None and self.settings.stands_alone(group):
@@ -86,6 +87,7 @@ class Reading(Core):
         first tokens of a chunk serve, too. What is not known of foreign tiers is asked for, and never waited for.
         Raises `CacheError` where a key is out of place.
         """
+        self._check_time(now)
         plan = self._joint.plan(wanted)
         self._advance(now)
         return self._joint.match(plan, wanted, request)
@@ -97,6 +99,7 @@ class Reading(Core):
         for, and nothing that is not backed up makes way. Fetches outlive the request that wanted them. The keys are of
         one KV cache group; of one whose chunks stand alone each of `keys[start:]` is wanted for itself.
         """
+        self._check_time(now)
         self._check_first(keys, start)
         if self.settings.stands_alone(group):
             nodes = self._store.index.find_alone(keys[start:])
@@ -115,6 +118,7 @@ class Reading(Core):
         That is the longest at which all of them can be served when it is there. Of what there is no room for, the
         request does without.
         """
+        self._check_time(now)
         self._joint.check(wanted)
         self._advance(now)
         return self._joint.fetch(wanted)
