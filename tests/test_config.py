@@ -52,6 +52,8 @@ def test_sizes_are_numbers_or_text(text: str | int, size: int) -> None:
         ("max_writes", 2.5, "a valid integer"),
         ("load_timeout", 0, "greater than 0"),
         ("load_timeout", float("nan"), "less than or equal to 86400"),
+        ("prefill_speed", float("inf"), "a finite number"),
+        ("events_path", "~nobody-of-this-name/events", "a home directory that is known"),
         ("threshold", 1, "greater than or equal to 2"),
         ("threshold", 256, "less than or equal to 255"),
         ("priority_floor", 101, "less than or equal to 100"),

@@ -59,7 +59,9 @@ class Config(BaseModel):
         60.0, gt=0, le=86_400, description="seconds after which a write that has not begun is dropped"
     )
     gate: bool = Field(True, description="compute what would take longer to read from a file; off: load what is found")
-    prefill_speed: float = Field(0.0, ge=0, description="prompt tokens computed a second, for the gate; 0: as measured")
+    prefill_speed: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="prompt tokens computed a second, for the gate; 0: as measured"
+    )
     max_writes: int = Field(1024, ge=1, description="chunks in flight per write route")
     file_threads: int = Field(16, ge=1, le=256, description="threads of the file tier")
     background: bool = Field(True, description="move blocks between the engine's steps, in a thread")
@@ -91,7 +93,10 @@ class Config(BaseModel):
     @field_validator("file_path", "events_path", "calibration")
     @classmethod
     def _at_home(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser()
+        try:
+            return None if value is None else value.expanduser()
+        except RuntimeError as error:
+            raise ValueError("a home directory that is known") from error
 
     @model_validator(mode="after")
     def _file_tier_is_whole(self) -> Self:
