@@ -150,7 +150,7 @@ def test_prices_that_are_none(prices: bytes | None, words: str, tmp_path: Path) 
 @pytest.mark.parametrize("command", ["explain", "fsck", "inspect"])
 def test_a_path_that_is_not_what_it_should_be(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"\xff\xfe\n")
-    assert "PATH" in refusal(command) or "Missing argument" in refusal(command)
+    assert "Missing argument" in refusal(command)
     for path in ("gone", "file", ".", "file/below"):
         assert str(tmp_path) in refusal(command, str(tmp_path / path)), path
 

@@ -5,7 +5,8 @@
 
 An access to a resident block is a use. Any other makes room, if there is none, and brings the block in. Nothing is
 held, and there are never more blocks than slots. What drives the policies is their own interface, in the way in which
-the cache does: a block that is brought in gets a number that is free, so nothing can be remembered by numbers.
+the cache does: a block that is brought in gets a number that is free, so nothing can be remembered by numbers, and has
+a digest for its key, of which policies may remember a part.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from xxhash import xxh3_64_digest
 
 from longshore.cache.chains import LISTS
 from longshore.cache.eviction.base import EvictionPolicy
 from longshore.errors import TraceError
-
-_ODD = 0x9E3779B97F4A7C15
-"""Policies may tell keys apart by some of their bytes, for keys are digests; so ids are spread over all of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class Experiment:
         elif not self._free:
             names = self._grow()
         node = self._free.pop()
-        names[node] = (block * _ODD % 2**64).to_bytes(8, "little")
+        names[node] = xxh3_64_digest(block.to_bytes(8, "big"))
         self._block[node] = block
         self._node[block] = node
         policy.insert((node,), leaf=leaf)
