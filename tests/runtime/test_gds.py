@@ -210,8 +210,8 @@ def test_what_went_by_way_of_the_host_is_a_metric(pages: Pages, tmp_path: Path, 
         def count(reason: str) -> float | None:
             return found.get_sample_value("longshore_file_fallbacks_total", {"reason": reason})
 
-        reasons = ("no_direct_io", "no_gds", "gds_write", "gds_read", "unaligned", "host_checksum")
-        assert [count(reason) for reason in reasons] == [0] * 6
+        reasons = ("no_direct_io", "no_queue", "no_gds", "gds_write", "gds_read", "unaligned", "host_checksum")
+        assert [count(reason) for reason in reasons] == [0] * 7
 
         def fault(name: str) -> None:
             if name == "write":

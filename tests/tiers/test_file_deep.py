@@ -174,7 +174,7 @@ def test_a_tier_without_a_queue_does_what_others_do(
     calls.answers[NUMBERS.setup] = [fails(number)]
     harness = harness_of(slots=SLOTS)
     assert not calls.answers[NUMBERS.setup]
-    assert not cast(FileTier, harness.tier)._segment.has_queue
+    assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": 1}
     assert store(harness, APART) == (Status.OK,) * 4
     assert load(harness, APART) == (Status.OK,) * 4
 
@@ -261,6 +261,7 @@ def test_records_that_lie_apart_are_in_the_disk_at_once_and_neighbours_are_one_p
     assert io.alone == []
     assert load(harness, [3]) == (Status.OK,)
     assert io.alone == [3 * STRIDE], "a single piece needs no queue"
+    assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": 0}
 
 
 def test_a_rotten_record_among_others_is_a_miss_and_they_are_served(

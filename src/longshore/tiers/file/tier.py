@@ -108,8 +108,11 @@ class FileTier(Tier):
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """What is done the slower way, by reason. `no_direct_io`: by way of the page cache."""
-        return {"no_direct_io": int(not self.direct)}
+        """What is done the slower way, by reason.
+
+        `no_direct_io`: by way of the page cache. `no_queue`: one piece for each thread, not several at once.
+        """
+        return {"no_direct_io": int(not self.direct), "no_queue": int(not self._segment.has_queue)}
 
     @property
     def generation(self) -> int:
