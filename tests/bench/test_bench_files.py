@@ -105,6 +105,15 @@ def test_without_fio_the_plain_loop_is_the_reference(tmp_path: Path, monkeypatch
     assert case.reference == PlainLoop.name
 
 
+def test_who_shares_the_file_of_the_tier_does_not_disturb_its_reads(tmp_path: Path) -> None:
+    """A read of the tier that finds anything else than its own record ends the benchmark."""
+    names = [f"{kind}/256KiB" for kind in ("overwrite", "read", "mixed", SCATTERED, "vs-per-file-read", "cpu")]
+    cases = list(files.run(tmp_path, total_bytes=2 << 20, repeats=2, only=names, allow_page_cache=True))
+    assert {case.name for case in cases} == set(names)
+    assert all(case.value > 0 for case in cases)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_functions_of_vllm_are_used_where_they_are_installed(
     tmp_path: Path, images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:

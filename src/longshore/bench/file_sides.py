@@ -32,6 +32,7 @@ from longshore.errors import BenchError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, capacity_for
+from longshore.tiers.file.directory import SEGMENT
 
 THREADS = 16
 """Of everything here that is not the file tier, and images that fio has under way."""
@@ -121,6 +122,11 @@ class FileTierSide:
     def direct(self) -> bool:
         """Whether it has direct I/O."""
         return self._tier.direct
+
+    @property
+    def segment(self) -> Path:
+        """The file that the images are in. Who writes to it makes an overwrite necessary before the next read."""
+        return self._directory / SEGMENT
 
     def move(self, kind: str) -> float:
         """A batch for each prompt, from the first `submit` to the last result."""

@@ -8,7 +8,9 @@
     vs-per-file-write, -read, -scattered                                     beside a store of one file for each image
     cpu         core-seconds per GB, of an overwrite and a read              beside those of the plain threads
 
-Sides take turns, in another order each time.
+Sides take turns, in another order each time. How fast a file is depends on where it lies: on some disks by half. So
+those who move the same bytes without records do it within the tier's own file, but for writes to what was never
+written, and where reads of the tier would find what they have left.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from longshore.bench.machine import check_direct
 SIZES = ("256KiB", "2MiB")
 _PER_FILE = "vs-per-file-"
 _OF_PER_FILE = {f"{_PER_FILE}write": "overwrite", f"{_PER_FILE}read": "read", f"{_PER_FILE}{SCATTERED}": SCATTERED}
+_IN_PLACE = frozenset({"overwrite", "read", SCATTERED})
 KINDS = ("write", "overwrite", "read", "mixed", SCATTERED, *_OF_PER_FILE, "cpu")
 NAMES = tuple(f"{kind}/{size}" for size in SIZES for kind in KINDS)
 
@@ -58,31 +61,30 @@ def run(
             found = check_direct(parent, direct=ours.direct, allow_page_cache=allow_page_cache)
             if marks is not None:
                 marks.update(found)
-            plain = PlainLoop(directory / "plain", images, direct=ours.direct)
-            undo.callback(plain.close)
             for kind in kinds:
-                yield _measure(f"{kind}/{size}", kind, ours, plain, directory, images, repeats)
+                with _scratch(directory) as scratch:
+                    yield _measure(f"{kind}/{size}", kind, ours, scratch, images, repeats)
 
 
-def _measure(
-    name: str, kind: str, ours: FileTierSide, plain: PlainLoop, directory: Path, images: Images, repeats: int
-) -> Case:
-    if kind == "cpu":
-        return _cpu(name, ours, plain, images, repeats)
+def _measure(name: str, kind: str, ours: FileTierSide, scratch: Path, images: Images, repeats: int) -> Case:
     if kind in _OF_PER_FILE:
-        with _scratch(directory) as scratch:
-            files = PerFile(scratch / "images", images, direct=ours.direct)
-            return _beside(name, _OF_PER_FILE[kind], ours, [files], images, repeats)
-    references: list[Side] = [plain]
-    if Fio.is_installed():
-        references.append(Fio(directory / "fio", images, direct=ours.direct))
-    return _beside(name, kind, ours, references, images, repeats)
+        files = PerFile(scratch / "images", images, direct=ours.direct)
+        return _beside(name, _OF_PER_FILE[kind], ours, [files], images, repeats)
+    plain = PlainLoop(ours.segment if kind in _IN_PLACE else scratch / "plain", images, direct=ours.direct)
+    with contextlib.closing(plain):
+        if kind == "cpu":
+            return _cpu(name, ours, plain, images, repeats)
+        references: list[Side] = [plain]
+        if Fio.is_installed():
+            path = ours.segment if kind in _IN_PLACE else scratch / "fio"
+            references.append(Fio(path, images, direct=ours.direct))
+        return _beside(name, kind, ours, references, images, repeats)
 
 
 def _beside(name: str, kind: str, ours: FileTierSide, references: list[Side], images: Images, repeats: int) -> Case:
     """Ours, and the best of `references`."""
     sides: list[Side] = [ours, *references]
-    for side in sides:
+    for side in reversed(sides):  # ours last: the others may have its file
         if kind in ("read", "mixed", SCATTERED):  # whatever was measured before: there is something to read
             side.move("overwrite")
     taken = medians([functools.partial(side.move, kind) for side in sides], repeats=repeats)
