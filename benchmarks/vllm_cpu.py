@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,7 @@ def save_model(directory: Path) -> Path:
 
 
 def cases(scratch: Path, sessions: int, blocks: list[int]) -> Iterator[Case]:
+    """All figures, the scheduler's own time at last."""
     longest = 512 + 3 * 16 + 2 * 64
     engine = {
         "dtype": "float32",
@@ -47,9 +49,16 @@ def cases(scratch: Path, sessions: int, blocks: list[int]) -> Iterator[Case]:
         "max_model_len": 1024,
         "max_num_seqs": 4,
     }
+    begun = time.monotonic()
+
+    def tell(line: str) -> None:
+        print(f"{time.monotonic() - begun:6.0f} s  {line}", file=sys.stderr, flush=True)
+
     model = save_model(scratch / "model")
-    yield from vllm_sessions.run(model, scratch, vllm_sessions.Plan(sessions=sessions, engine=engine))
-    yield from vllm_manager.run(blocks=blocks)
+    yield from vllm_sessions.run(model, scratch, vllm_sessions.Plan(sessions=sessions, engine=engine), tell=tell)
+    for each in blocks:
+        tell(f"the scheduler's own time, {each} tracked blocks")
+        yield from vllm_manager.run(blocks=[each])
 
 
 def main() -> None:
@@ -62,11 +71,19 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=asked.dir) as scratch:
-        taken = []
-        for case in cases(Path(scratch).resolve(), asked.sessions, [int(each) for each in asked.blocks.split(",")]):
-            taken.append(case)
-            print(f"measured {case.name}: {case.value:.2f} {case.unit}, {case.reference_value:.2f}", file=sys.stderr)
-    if asked.json:
+        taken: list[Case] = []
+        try:
+            for case in cases(Path(scratch).resolve(), asked.sessions, [int(each) for each in asked.blocks.split(",")]):
+                taken.append(case)
+                print(
+                    f"measured {case.name}: {case.value:.2f} {case.unit}, {case.reference_value:.2f}", file=sys.stderr
+                )
+        finally:  # what was measured before an interrupt, or an engine's end, is told all the same
+            show(taken, as_json=asked.json)
+
+
+def show(taken: list[Case], *, as_json: bool) -> None:
+    if as_json:
         print(json.dumps({"machine": machine_facts(), "cases": [asdict(case) for case in taken]}))
         return
     for case in taken:

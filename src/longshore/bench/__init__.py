@@ -8,7 +8,8 @@ calibration.py   which way of copying is the fastest on a GPU
 managers.py      match, offload, evict, memory     against vLLM's CPU manager, or an ordered dictionary
 vllm_manager.py  a long prompt in vLLM's scheduler  against vLLM's CPU manager
 vllm_sessions.py sessions under vLLM               against the same without Longshore
-vllm_engine.py   one engine in a process of its own
+vllm_trace.py    a trace under vLLM                 against the same without Longshore
+vllm_arms.py     these two sides; vllm_engine.py is one of them, in a process of its own
 rivals.py        those two, behind one interface
 files.py         images to files and back          against fio and plain direct I/O over the same bytes
 file_sides.py    who moves them, ours and the others

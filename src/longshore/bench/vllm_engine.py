@@ -3,10 +3,12 @@
     ◄─ {"model": DIRECTORY, ...}                 arguments of `vllm.LLM`
     ─► {"vocabulary": 32000, "longest": 4096}
     ◄─ ["ask", [[TOKENS], ...], ANSWER]          prompts that are asked at once, tokens of each answer
-    ─► {"seconds": ..., "cpu_seconds": ..., "settle_seconds": ..., "answers": [{"ttft": ...}, ...]}
+    ─► {"seconds": ..., "cpu_seconds": ..., "settle_seconds": ..., "loaded": {"host": 0, ...},
+        "answers": [{"ttft": ..., "tokens": [...], "cached": 96}, ...]}
 
-`seconds` is until the last answer is complete; after that the engine works until all that it stores is stored. It ends
-with its input.
+`seconds` is until the last answer is complete; after that the engine works until all that it stores is stored. Tiers
+have given the tokens `loaded` since the start; `cached` are those of a prompt that were not computed. It ends with its
+input.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ class Engine:
             "seconds": seconds,
             "settle_seconds": time.perf_counter() - begun - seconds,
             "cpu_seconds": _cpu_seconds() - cpu,
+            "loaded": self._loaded(),
             "answers": [{"ttft": first[name], "tokens": tokens[name], "cached": cached[name]} for name in names],
         }
 
@@ -69,12 +72,25 @@ class Engine:
 
     def _settle(self) -> None:
         """Work until nothing is being stored any more."""
-        scheduler = self._core.engine_core.scheduler
         deadline = time.perf_counter() + _PATIENCE
-        while scheduler.has_requests() and time.perf_counter() < deadline:
+        while self._scheduler.has_requests() and time.perf_counter() < deadline:
             self._llm.llm_engine.step()
-        if scheduler.connector is not None:
-            scheduler.connector.connector_scheduler.manager.flush(_PATIENCE)
+        if self._manager is not None:
+            self._manager.flush(_PATIENCE)
+
+    def _loaded(self) -> dict[str, int]:
+        """Tokens by the tier that they were loaded from; nothing without tiers."""
+        return {} if self._manager is None else dict(self._manager.loaded_tokens)
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._core.engine_core.scheduler
+
+    @property
+    def _manager(self) -> Any:
+        """Longshore's part of the scheduler, if it is there."""
+        connector = self._scheduler.connector
+        return None if connector is None else connector.connector_scheduler.manager
 
 
 def _cpu_seconds() -> float:

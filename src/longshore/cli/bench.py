@@ -15,6 +15,7 @@ from rich.table import Table
 
 from longshore.bench.harness import Case, Report, counts_of, size_of
 from longshore.bench.machine import check_disk, machine_facts
+from longshore.cli.traces import BlockTokens
 from longshore.errors import BenchError
 
 bench = typer.Typer(
@@ -157,6 +158,7 @@ def vllm(
     model: Annotated[Path, typer.Option(help="The directory of a model.")],
     trace: Annotated[Path | None, typer.Option(help="Ask what this trace asks, instead of sessions.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 100,
+    block_tokens: BlockTokens = 512,
     sessions: Annotated[int, typer.Option(min=1, help="Conversations that take turns.")] = 20,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a first turn.")] = 512,
     more: Annotated[int, typer.Option(min=1, help="Tokens that each later turn adds.")] = 64,
@@ -168,7 +170,7 @@ def vllm(
     as_json: Json = False,
 ) -> None:
     """A model under vLLM with Longshore, beside the same without: time to first token, and what storing costs."""
-    from longshore.bench import vllm_sessions  # noqa: PLC0415
+    from longshore.bench import vllm_arms, vllm_sessions, vllm_trace  # noqa: PLC0415
 
     plan = vllm_sessions.Plan(
         sessions=sessions,
@@ -177,28 +179,44 @@ def vllm(
         answer=answer,
         host_size=host_size,
         file_size=file_size,
-        engine=vllm_sessions.options_of(engine),
+        engine=vllm_arms.options_of(engine),
     )
-    with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=directory) as scratch:
-        if trace is None:
-            cases = vllm_sessions.run(model, Path(scratch), plan)
-        else:
-            cases = vllm_sessions.run_trace(model, trace, Path(scratch), plan, requests)
-        _report(cases, dict, as_json)
+    with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=directory) as made:
+        scratch = Path(made).resolve()
+
+        def cases(tell: Callable[[str], None]) -> Iterable[Case]:
+            if trace is None:
+                return vllm_sessions.run(model, scratch, plan, tell=tell)
+            return vllm_trace.run(model, trace, scratch, plan, requests=requests, block_tokens=block_tokens, tell=tell)
+
+        _report_telling(cases, dict, as_json)
 
 
 def _report(cases: Iterable[Case], marks: Callable[[], dict[str, object]], as_json: bool) -> None:
     """Run all `cases`, and print them with the machine; `marks` are asked for when all have run."""
-    with Console(stderr=True).status("measuring") as progress:
-        taken = []
-        for case in cases:
-            taken.append(case)
-            progress.update(f"measured {case.name}")
+    _report_telling(lambda tell: cases, marks, as_json)
+
+
+def _report_telling(
+    begin: Callable[[Callable[[str], None]], Iterable[Case]], marks: Callable[[], dict[str, object]], as_json: bool
+) -> None:
+    """The same for cases that tell how far they are. What was measured before an interrupt is printed, too."""
+    console, taken, interrupted = Console(stderr=True), list[Case](), False
+    with console.status("measuring") as progress:
+        try:
+            for case in begin(progress.update if console.is_terminal else console.print):
+                taken.append(case)
+                progress.update(f"measured {case.name}")
+        except KeyboardInterrupt:
+            interrupted = True
     report = Report({**machine_facts(), **marks()}, tuple(taken))
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
         _render(report, Console())
+    if interrupted:
+        console.print("interrupted: not all was measured")
+        raise typer.Exit(130)
 
 
 def _render(report: Report, console: Console) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from tiny_models import save
+from typer.testing import CliRunner
 
-from longshore.bench import vllm_manager, vllm_sessions
-from longshore.errors import BenchError
+from longshore.bench import vllm_arms, vllm_manager, vllm_sessions, vllm_trace
+from longshore.cli.app import app
+from longshore.errors import BenchError, TraceError
 
 ENGINE = {
     "dtype": "float32",
@@ -48,7 +51,57 @@ def test_sessions_come_back_from_host_memory_and_then_from_files(
 def test_orders_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for text in ("{", "[]"):
         with pytest.raises(BenchError, match=r"arguments of vllm\.LLM"):
-            vllm_sessions.options_of(text)
-    assert vllm_sessions.options_of('{"dtype": "float32"}') == {"dtype": "float32"}
-    with pytest.raises(BenchError, match=r"without\.log"):
+            vllm_arms.options_of(text)
+    assert vllm_arms.options_of('{"dtype": "float32"}') == {"dtype": "float32"}
+    with pytest.raises(BenchError, match=r"nothing/config\.json is not there"):
         list(vllm_sessions.run(tmp_path / "nothing", tmp_path, vllm_sessions.Plan(engine={})))
+    (tmp_path / "config.json").write_text('{"model_type": "no such model"}')
+    with pytest.raises(BenchError, match="no such model"):  # the end of the engine's output
+        list(vllm_sessions.run(tmp_path, tmp_path, vllm_sessions.Plan(engine={})))
+
+
+def conversations(path: Path, users: int) -> Path:
+    """Each user asks once, and then once more behind that, when all others have asked; blocks of 32 tokens."""
+    with path.open("w") as file:
+        for turn in range(2):
+            for user in range(users):
+                blocks = [100 * user + block for block in range(4 + turn)]
+                request = {"timestamp": 0, "input_length": 32 * len(blocks) - 5, "output_length": 8, "hash_ids": blocks}
+                file.write(json.dumps(request) + "\n")
+    return path
+
+
+def test_a_trace_is_asked_of_both_and_what_returns_comes_from_the_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    model, trace = save("llama", tmp_path / "model"), conversations(tmp_path / "trace.jsonl", 6)
+    order = ["bench", "vllm", "--model", str(model), "--trace", str(trace), "--block-tokens", "32", "--answer", "8"]
+    order += ["--engine", json.dumps(ENGINE), "--host-size", "32MiB", "--file-size", "32MiB", "--dir", str(tmp_path)]
+    done = CliRunner().invoke(app, [*order, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    cases = {case["name"]: case for case in json.loads(done.stdout)["cases"]}
+    times = ["ttft-trace/p50", "ttft-trace/p95"]
+    assert set(cases) == {"served-trace", "loaded-trace", "found-trace", *times}
+    assert (cases["served-trace"]["value"], cases["served-trace"]["reference_value"]) == (12, 12)
+    # The device has lost them all: each brings its first three blocks whole, the fourth was not complete.
+    assert cases["loaded-trace"]["value"] == 6 * 3 * 32
+    assert cases["loaded-trace"]["reference_value"] == 6 * (123 + 155)
+    assert cases["found-trace"]["value"] == pytest.approx(3 * 32 / 155)
+    assert cases["found-trace"]["reference_value"] == 0
+    assert all(cases[name]["value"] > 0 and cases[name]["reference_value"] > 0 for name in times)
+    assert "request 12 of 12" in done.stderr
+    assert list(tmp_path.glob("longshore-bench-*")) == []
+
+
+def test_a_trace_that_cannot_be_asked_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    plan = vllm_sessions.Plan(engine={})
+    once = tmp_path / "once.jsonl"
+    once.write_text(conversations(tmp_path / "all.jsonl", 1).read_text().splitlines()[0])
+    (tmp_path / "bad.jsonl").write_text('{"hash_ids": [1], "input_length": "many"}')
+    for name, error in (("once", BenchError), ("bad", TraceError), ("missing", TraceError)):
+        with pytest.raises(error, match=name):
+            list(vllm_trace.run(tmp_path, tmp_path / f"{name}.jsonl", tmp_path, plan, requests=9, block_tokens=32))
+    assert list(tmp_path.glob("*.log")) == []

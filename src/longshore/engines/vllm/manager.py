@@ -12,7 +12,7 @@ A lookup never blocks. `HIT` means verified bytes in the host tier; what is on i
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -210,6 +210,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.observe() as cache:
             weighing = self._runtime.weighing
             return self._tally.stats(cache, 0 if weighing is None else weighing.refused)
+
+    @property
+    def loaded_tokens(self) -> Mapping[str, int]:
+        """Tokens of the first KV cache group that were loaded until now, by the tier that they came from."""
+        return self._tally.tokens
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What tiers have got and given up since the last call, if vLLM publishes KV events."""
