@@ -20,7 +20,7 @@ from longshore.cache import DropReason
 from longshore.engines.vllm.keys import ours
 from longshore.engines.vllm.tally import zero
 from longshore.errors import ConfigError, TierError
-from longshore.runtime.tier_host import HostedFileTier, tier
+from longshore.runtime.tier_host import HostedFileTier, tier, watch
 from longshore.runtime.tier_host.process import HostProcess
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -129,6 +129,29 @@ def test_a_tier_host_that_hangs_costs_the_time_that_a_request_may_wait(tmp_path:
     rig.manager.on_request_finished(reader)
     rig.signal(signal.SIGCONT)
     rig.settle()
+    assert rig.cache.held == 0
+    rig.close()
+
+
+def test_a_tier_host_that_never_answers_again_is_ended_and_the_next_one_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = HostedRig(load_timeout=0.2, **file_settings(tmp_path))
+    rig.store_in_files()
+    stopped = rig.process.pid
+    rig.signal(signal.SIGSTOP)
+    reader = rig.request("reader", KEYS)
+    assert rig.lookup(KEYS, reader) == [PENDING] * 4
+    rig.wait(lambda: rig.lookup(KEYS, reader) == [MISS] * 4)
+    assert rig.cache.jobs_in_flight == 1
+    rig.manager.on_request_finished(reader)
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "SILENCE", 1.0)
+        rig.settle()  # nobody has let it go on
+    assert rig.file.troubles["tier_host"] == 1
+    rig.wait(lambda: rig.file._is_open)
+    assert rig.process.pid != stopped
+    assert rig.answers("another") == [HIT] * 4
     assert rig.cache.held == 0
     rig.close()
 

@@ -3,6 +3,9 @@
     standard input   orders                    FD   the host arena's memory
     standard output  answers
 
+A thread of its own says that the process lives, as long as there is something to do: also while the others wait for a
+disk that is slow, or hangs.
+
 The end of the orders is this process's end: it comes whoever dies, and however. Signals that are meant for the engine
 do not end it: a terminal's interrupt goes to all processes, and what the engine still wants written comes after that.
 """
@@ -15,6 +18,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +37,9 @@ LOCK_PATIENCE = 10.0
 _NAPS = (50e-6, 1e-3)
 """Seconds between two looks at what has ended, while anything is under way: from, and growing to."""
 
+BEAT = 1.0
+"""Seconds from one sign of life to the next."""
+
 _AT_ONCE = 1 << 20
 
 Order = Mapping[str, Any]
@@ -48,16 +55,22 @@ class Host:
         self._tickets: dict[int, int] = {}
         """Theirs, by the file tier's."""
         self._told: dict[str, int] = {}
+        self._tier: FileTier | None = None
+        self._saying = threading.Lock()
+        self._busy = threading.Event()
+        """Set while there is something to do, of which the other side waits to hear."""
 
     def run(self, memory: int) -> int:
         """Open what the first order says, and serve; the exit status."""
         order = self._first_order()
         if order is None:
             return 0
+        self._busy.set()
+        threading.Thread(target=self._beat, name="longshore-beat", daemon=True).start()
         try:
             arena = Arena.attach(memory, order["arena_bytes"])
             os.close(memory)
-            tier = open_tier(order, arena)
+            tier = self._tier = open_tier(order, arena)
         except LongshoreError as error:
             self._say(Kind.REFUSED, wire.pack_json([type(error).__name__, str(error)]))
             return 1
@@ -85,7 +98,10 @@ class Host:
         )
         nap, longest = _NAPS
         while True:
+            if not self._tickets:
+                self._busy.clear()
             if select.select([self._orders], [], [], nap if self._tickets else None)[0]:
+                self._busy.set()
                 data = os.read(self._orders, _AT_ONCE)
                 if not data:
                     return
@@ -120,10 +136,19 @@ class Host:
             self._say(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
         return bool(results)
 
+    def _beat(self) -> None:
+        """Tell that this process lives, and how much has ended; by a thread that waits for no disk."""
+        with contextlib.suppress(OSError):  # who would hear it is gone
+            while True:
+                self._busy.wait()
+                self._say(Kind.ALIVE, wire.pack_alive(0 if self._tier is None else self._tier.ended))
+                time.sleep(BEAT)
+
     def _say(self, kind: Kind, body: bytes) -> None:
-        left = memoryview(frame(kind, body))
-        while left:
-            left = left[os.write(self._answers, left) :]
+        with self._saying:
+            left = memoryview(frame(kind, body))
+            while left:
+                left = left[os.write(self._answers, left) :]
 
 
 def open_tier(order: Order, arena: Arena) -> FileTier:

@@ -6,6 +6,9 @@ Whatever was under way when the process died ends as `Status.AWAY`, but only onc
 reads may still land in the arena. While there is no process that has opened the files, so does whatever is ordered: a
 miss, or no copy, and never a wait. Chunks in the files stay where the control plane knows them to be, and are read
 again later; every read verifies everything, so what was torn is found then.
+
+A process whose disk hangs is stalled, and left alone: another one would wait for that disk as well. It keeps the slots
+of what it has begun; what is ordered ends as `AWAY` until something else has ended.
 """
 
 from __future__ import annotations
@@ -22,17 +25,20 @@ from longshore.boundary import FILE, Status
 from longshore.errors import TierClosedError, TierError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.process import PROGRAM, HostProcess
-from longshore.runtime.tier_host.watch import Watch
+from longshore.runtime.tier_host.watch import Silence, Watch
 from longshore.runtime.tier_host.wire import Kind, frame
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import TROUBLES as OF_FILES
 from longshore.tiers.ops import check_batch, check_digest, check_generation
 
-_DEATHS = "tier_host"
+_DEATHS, _STALLS = "tier_host", "stalled"
 
-TROUBLES = (*OF_FILES, _DEATHS)
+TROUBLES = (*OF_FILES, _DEATHS, _STALLS)
 """All that `HostedFileTier.troubles` counts."""
+
+STALLED = 10.0
+"""Seconds in which nothing has ended of what is under way, after which no more is ordered until something has."""
 
 CLOSE_PATIENCE = 60.0
 """Seconds that a process has to finish what it has begun when the tier is closed."""
@@ -94,6 +100,10 @@ class HostedFileTier(Tier):
         self._closed = False
         self._pid = os.getpid()
         self._watch = Watch(self._start, clock)
+        self._standstill = Silence(clock)
+        self._ended = self._ended_before = 0
+        """Operations that the process has carried out, as it said; and had, when somebody looked the last time."""
+        self._stalls = 0
         opened = self._open_first()
         self.slabs, self._generation = opened.slabs, opened.generation
         self._fallbacks, self._troubles, self._found = opened.fallbacks, opened.troubles, opened.found
@@ -112,14 +122,18 @@ class HostedFileTier(Tier):
 
     @property
     def troubles(self) -> Mapping[str, int]:
-        """The file tier's, of all processes; and how many of these have died, or could not open the files."""
+        """The file tier's, of all processes; how many of these have died, or could not open the files; and stalled."""
         added = {reason: count + self._past[reason] for reason, count in self._troubles.items()}
-        return {**added, _DEATHS: self._watch.deaths}
+        return {**added, _DEATHS: self._watch.deaths, _STALLS: self._stalls}
 
     @property
     def is_away(self) -> bool:
-        """Whether there is no process that has opened the files: all that is ordered is a miss."""
-        return not self._is_open
+        """Whether no process has opened the files, or the one that has is stalled: all that is ordered is a miss."""
+        return not self._is_open or self._is_stalled
+
+    @property
+    def _is_stalled(self) -> bool:
+        return self._standstill.seconds >= STALLED
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Order `batch`. Generations above `generation` are refused, as by `FileTier`."""
@@ -131,7 +145,7 @@ class HostedFileTier(Tier):
             raise TierError(f"generation {newest} was never given to forget(), which knows {self._generation}")
         ticket, self._tickets = self._tickets, self._tickets + 1
         self._under_way[ticket] = len(batch)
-        if not self._tell(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
+        if self._is_stalled or not self._tell(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
             self._end(ticket, Status.AWAY)
         return ticket
 
@@ -211,13 +225,14 @@ class HostedFileTier(Tier):
             raise TierError(f"the tier host could not be started: {error}") from error
         try:
             while True:
-                process.wait(None)
-                frames, died = self._watch.look()
+                process.wait(Silence.MOST)
+                frames, died = self._watch.look(owed=True)
                 for kind, body in frames:
                     if kind is Kind.OPENED:
                         self._is_open = True
                         return wire.parse_opened(body)
-                    raise _error(body)
+                    if kind is not Kind.ALIVE:
+                        raise _error(body)
                 if died:
                     raise TierError(f"the tier host ended {process.ending}, before it had opened the files")
         except BaseException:
@@ -233,7 +248,7 @@ class HostedFileTier(Tier):
         return self._is_open
 
     def _listen(self) -> None:
-        frames, died = self._watch.look()
+        frames, died = self._watch.look(owed=bool(self._under_way) or not self._is_open)
         for kind, body in frames:
             self._hear(kind, body)
         if died:
@@ -241,6 +256,18 @@ class HostedFileTier(Tier):
             self._past.update(self._troubles)
             self._troubles = dict.fromkeys(self._troubles, 0)
             self._end_all(Status.AWAY)
+        self._look_for_progress()
+
+    def _look_for_progress(self) -> None:
+        """Has the disk done anything since the last look? What was not begun in time, or called off, does not count."""
+        was, moved = self._is_stalled, self._ended != self._ended_before
+        self._ended_before = self._ended
+        self._standstill.look(over=moved or not self._under_way)
+        if self._is_stalled and not was:
+            self._stalls += 1
+            _log.error("the disk of the file tier has done nothing for %.0f s: misses until it does", STALLED)
+        if was and not self._is_stalled:
+            _log.warning("the disk of the file tier answers again")
 
     def _hear(self, kind: Kind, body: bytes) -> None:
         match kind:
@@ -257,6 +284,8 @@ class HostedFileTier(Tier):
                 self._forgotten = body.decode()
             case Kind.TROUBLES:
                 self._troubles = wire.parse_json(body)
+            case Kind.ALIVE:
+                self._ended = wire.parse_alive(body)
             case _:
                 raise TierError(f"{kind.name} is no answer")
 
@@ -278,9 +307,11 @@ class HostedFileTier(Tier):
         process.hang_up()
         deadline = time.monotonic() + CLOSE_PATIENCE
         while not process.hung_up and (left := deadline - time.monotonic()) > 0:
-            process.wait(left)
-            for kind, body in process.receive():
+            process.wait(min(left, Silence.MOST))
+            frames = process.receive()
+            for kind, body in frames:
                 self._hear(kind, body)
+            self._watch.end_if_silent(process, over=bool(frames))
         if not process.wait_reaped(max(0.0, deadline - time.monotonic())):
             process.kill()
             if not process.wait_reaped(_KILL_PATIENCE):

@@ -1,8 +1,10 @@
 """`Watch`: there is a tier host, or there will be one again. What dies is reaped, and started anew after a pause.
 
-    none ──begin──► running ──(it hangs up)──► killed, reaped ──pause──► running ...
+    none ──begin──► running ──(it hangs up, or is silent)──► killed, reaped ──pause──► running ...
 
-Pauses double from one death to the next, so that a disk that ends every process costs next to nothing.
+A tier host that has something to do says each second that it lives, whatever its disk does. So one that is silent for
+`SILENCE` seconds is stopped, or stuck in itself, and is ended. Pauses double from one death to the next, so that a disk
+that ends every process costs next to nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from longshore.runtime.tier_host.wire import Kind
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
 """Seconds from a death to the next start: at first, and growing to."""
 
+SILENCE = 30.0
+"""Seconds without a sign of life from a process that has something to do: then it is ended."""
+
 STABLE = 60.0
 """Seconds that a process lives to count as good: after it the pauses begin anew."""
 
@@ -28,6 +33,26 @@ class Heard(NamedTuple):
 
     frames: list[tuple[Kind, bytes]]
     died: bool
+
+
+class Silence:
+    """Seconds that something has been waited for, as far as somebody looked.
+
+    A look stands for a second at most: whoever was suspended, with what it waits for, has not waited meanwhile.
+    """
+
+    MOST = 1.0
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+        self._last = clock()
+
+    def look(self, *, over: bool) -> None:
+        """Somebody looks. It is `over` if what is waited for has come, or nothing is."""
+        now = self._clock()
+        self.seconds = 0.0 if over else self.seconds + min(now - self._last, self.MOST)
+        self._last = now
 
 
 class Watch:
@@ -45,6 +70,7 @@ class Watch:
         self._clock = clock
         self._begun = self._restart_at = clock()
         self._pause = FIRST_PAUSE
+        self._silence = Silence(clock)
 
     def begin(self) -> HostProcess:
         """Start a process, now. Raises `OSError`."""
@@ -52,18 +78,30 @@ class Watch:
         self.process = self._start()
         return self.process
 
-    def look(self) -> Heard:
-        """What there is to hear. Starts a process when there is none and the pause is over."""
+    def look(self, *, owed: bool) -> Heard:
+        """What there is to hear. Starts a process when there is none and the pause is over.
+
+        Nothing needs to be heard of one that is not `owed` an answer.
+        """
         if self.process is None:
             self._begin_if_due()
             return Heard([], died=False)
         frames = self.process.receive()
+        self.end_if_silent(self.process, over=bool(frames) or not owed)
         if self.process.hung_up:
             self.process.kill()  # it may live on with its pipe closed
             if self.process.reaped:
                 self._bury(self.process)
                 return Heard(frames, died=True)
         return Heard(frames, died=False)
+
+    def end_if_silent(self, process: HostProcess, *, over: bool) -> None:
+        """Kill a process that has been silent for too long; the silence is `over` if it has spoken, or need not."""
+        self._silence.look(over=over)
+        if self._silence.seconds >= SILENCE:
+            _log.error("the tier host (process %d) was silent for %.0f s, and is ended", process.pid, SILENCE)
+            self._silence.seconds = 0.0
+            process.kill()
 
     def _begin_if_due(self) -> None:
         if self._clock() < self._restart_at:

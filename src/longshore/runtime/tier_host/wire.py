@@ -10,6 +10,7 @@
     FORGET     generation, scope               ──►
                                                ◄──    FORGOTTEN  why it could not be done; nothing if it was
                                                ◄──    TROUBLES   counts by reason (JSON), whenever they change
+                                               ◄──    ALIVE      operations carried out until now; each second, if busy
     end of file                                ──►    it finishes what it has begun, and ends
 
 Nothing is ordered before OPENED. Both sides are of one version, which OPEN names. Clocks are `CLOCK_MONOTONIC`, which
@@ -37,6 +38,7 @@ _CANCEL = struct.Struct("<Q")
 _FORGET = struct.Struct("<Q32s")
 _RESULT = struct.Struct("<QQdd")
 _LENGTH = struct.Struct("<Q")
+_ALIVE = struct.Struct("<Q")
 _FOUND = np.dtype([("slot", "<u8"), ("pool", "<u2"), ("has_parent", "?"), ("key", "V32"), ("parent", "V32")])
 
 _OPS = tuple(Op)
@@ -59,6 +61,7 @@ class Kind(enum.IntEnum):
     FORGOTTEN = 8
     TROUBLES = 9
     DISCARD = 10
+    ALIVE = 11
 
 
 class Opened(NamedTuple):
@@ -147,6 +150,16 @@ def pack_discard(slots: Sequence[int]) -> bytes:
 def parse_discard(body: bytes) -> list[int]:
     """The slots."""
     return [slot for (slot,) in struct.iter_unpack("<I", body)]
+
+
+def pack_alive(ended: int) -> bytes:
+    """The body of ALIVE."""
+    return _ALIVE.pack(ended)
+
+
+def parse_alive(body: bytes) -> int:
+    """Operations that were carried out."""
+    return int(_ALIVE.unpack(body)[0])
 
 
 def pack_forget(generation: int, scope: bytes) -> bytes:

@@ -125,6 +125,11 @@ class FileTier(Tier):
         return self._health.state
 
     @property
+    def ended(self) -> int:
+        """Operations that were carried out until now: while this grows, the disk answers."""
+        return self._workers.ended
+
+    @property
     def troubles(self) -> dict[str, int]:
         """How often something went wrong, by what it was; everything that can is there from the start."""
         return {**self._health.troubles, "checkpoint": self._keeper.failures}

@@ -79,6 +79,8 @@ class Workers:
         self._tickets = 0
         self._serials = 0
         self._closed = False
+        self.ended = 0
+        """Operations that workers have carried out."""
         # Daemons: a process that ends without close must not wait for a stuck device.
         self._threads = [
             threading.Thread(target=self._work, args=(index,), name=f"{name}-{index}", daemon=True)
@@ -192,5 +194,6 @@ class Workers:
                 statuses = [Status.IO_ERROR] * len(orders)
             with self._changed:  # once for the end of one and the begin of the next: threads are many, images short
                 job.end(statuses, time.monotonic())
+                self.ended += len(orders)
                 self._settle(job.batch)
                 job = self._begin_next()
