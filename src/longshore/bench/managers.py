@@ -120,22 +120,21 @@ def _below(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: 
 
 
 def _evict(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int, name: str = "evict") -> Case:
-    """Fresh prompts into a full tier: as many blocks in each repeat, never more than a quarter of the tier."""
+    """Fresh prompts into a full tier, sides in turn: as many blocks each time, at most a quarter of the tier."""
     batches = [[load.fresh(n) for n in lengths(min(size // 4, 30_000))] for _ in range(repeats)]
     total = sum(map(len, batches[0]))
     sides: list[Callable[[Sequence[Key]], None]] = [
         lambda keys: ours.store(keys, evicting=True),
         *(o.store for o in others),
     ]
-    medians = []
-    for side in sides:
-        taken = []
-        for batch in batches:
+    taken: list[list[float]] = [[] for _ in sides]
+    for batch in batches:
+        for side, each in zip(sides, taken, strict=True):
             begun = time.thread_time()
             for prompt in batch:
                 side(prompt)
-            taken.append(time.thread_time() - begun)
-        medians.append(statistics.median(taken))
+            each.append(time.thread_time() - begun)
+    medians = list(map(statistics.median, taken))
     return _per_block(
         f"{name}/{size}", medians[0], list(zip(medians[1:], [o.name for o in others], strict=True)), total
     )
