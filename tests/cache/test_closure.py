@@ -196,6 +196,23 @@ def test_the_index_refuses_orphans_and_second_copies() -> None:
     index.check_integrity()
 
 
+def test_copies_of_many_are_all_refused_if_one_is_an_orphan_or_a_second_copy() -> None:
+    index = index_of(4, 4)
+    a, ab = index.extend(ROOT, chunks("ab"), 0, [0, 1])
+    (c,) = index.extend(ROOT, chunks("c"), 0, [2])
+    with pytest.raises(CacheError, match=f"chunk {key('ab').hex()[:12]} has a copy in tier 1 already, or no parent"):
+        index.add_copies([c, ab], 1, [0, 1])
+    with pytest.raises(CacheError, match=f"chunk {key('c').hex()[:12]} has a copy in tier 0 already"):
+        index.add_copies([c], 0, [3])
+    assert [index.coldest(node) for node in (a, ab, c)] == [0, 0, 0]
+    index.check_integrity()
+    index.add_copies([a, c, ab], 1, [0, 1, 2])
+    assert [index.coldest(node) for node in (a, ab, c)] == [1, 1, 1]
+    with pytest.raises(CacheError, match=f"chunk {key('ab').hex()[:12]} has a copy in tier 1 already"):
+        index.add_copies([ab], 1, [3])
+    index.check_integrity()
+
+
 def test_a_number_is_used_again_and_knows_nothing_of_its_former_chunk() -> None:
     index = index_of(4)
     a, ab = index.extend(ROOT, chunks("ab"), 0, [0, 1])

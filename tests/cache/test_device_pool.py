@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from cache_setup import IMAGE_BYTES, chunks, key, path_of
 
-from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, DevicePool, EventKind, TieredCache, TierSpec, WritePolicy
+from longshore.boundary import DEVICE, FILE, HOST, Status, Transfer, TransferResult
+from longshore.cache import CacheGroup, CacheSettings, DevicePool, EventKind, TieredCache, TierSpec, WritePolicy
 from longshore.cache.device_pool import Found
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, CapacityError
@@ -395,6 +395,17 @@ def test_what_comes_to_the_device_and_leaves_it_is_among_the_events() -> None:
     assert heard() == [("removed", "x", "device", "evicted"), ("moved", "ab", "device", HOST)]
     assert device.pool.sleep()
     assert heard() == [("removed", "a", "device", "asleep"), ("removed", "ab", "device", "asleep")]
+
+
+def test_what_comes_to_the_device_is_told_with_what_it_needs_to_be_reached() -> None:
+    groups = (CacheGroup(block_size=4), CacheGroup(block_size=4, window=6))
+    device = Device(6, events=100, groups=groups)
+    paths = chunks("abc"), chunks("xyz", 1)
+    for group, keys in enumerate(paths):
+        device.pool.commit(keys, device.pool.allocate(3), group=group)
+    came = {each.key: each.parent for each in device.cache.events() if each.tier == DEVICE}
+    (a, ab, abc), alone = paths
+    assert came == {a: None, ab: a, abc: ab} | dict.fromkeys(alone)
 
 
 def test_what_cannot_be_a_key_is_no_event() -> None:

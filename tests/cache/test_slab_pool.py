@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -159,7 +160,9 @@ class Model(RuleBasedStateMachine):
         assert [pool.room(each) for each in range(self.pools)] == [self.room(each) for each in range(self.pools)]
         assert pool.used == len(self.all_taken)
         assert {slab: owner for slab, owner in enumerate(pool.owner) if owner != NOBODY} == self.owner
-        assert all(pool.pool_of(index) == self.owner[index // self.slabs.stride] for index in self.all_taken)
+        owners = [self.owner[index // self.slabs.stride] for index in self.all_taken]
+        assert [pool.pool_of(index) for index in self.all_taken] == owners
+        assert pool.pools_of(np.array(self.all_taken, np.int32)).tolist() == owners
         sizes = self.slabs.image_bytes
         assert pool.used_bytes == sum(sizes[pool.pool_of(index)] for index in self.all_taken) <= self.slabs.nbytes
         for each in range(self.pools):
