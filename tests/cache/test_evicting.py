@@ -94,6 +94,16 @@ def test_what_all_branches_set_free_together_goes_before_what_is_younger(branche
     assert residents(cache) == {"x", *("z" * i for i in range(1, len(known)))}
 
 
+def test_a_head_stays_while_one_of_two_branches_does() -> None:
+    cache = cache_of(4)
+    store(cache, "ab")
+    store(cache, "abc", 2)
+    store(cache, "ae", 1)
+    cache.commit(chunks("zyx"), range(3))  # one branch goes from its end, then the other: not the head before that
+    assert residents(cache) == {"a", "z", "zy", "zyx"}
+    cache.check_integrity()
+
+
 def test_what_a_hold_keeps_counts_as_a_child_however_many_branches_go() -> None:
     cache = cache_of(5)
     store(cache, "abc")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from longshore.cache.chains import LISTS
 from longshore.cache.eviction import Gittins
 from longshore.cache.eviction.departed import Departed
+from longshore.cache.eviction.gittins import _FADE
 from longshore.cache.eviction.promise import AGES, KINDS, Promises, age_of, kind_of
 from longshore.errors import CacheError
 
@@ -170,10 +171,10 @@ class Tier:
         if len(self.node) == self.slots:
             gone = self.policy.coldest()
             self.policy.remove(gone, evicted=self.names[gone])
-            del self.node[int.from_bytes(self.names[gone], "big")]
+            del self.node[int.from_bytes(self.names[gone], "little")]
             self.free.append(gone)
         node = self.node[key] = self.free.pop()
-        self.names[node] = key.to_bytes(32, "big")
+        self.names[node] = key.to_bytes(32, "little")
         self.policy.insert([node], leaf=leaf)
         return False
 
@@ -306,7 +307,7 @@ def test_what_is_released_among_older_ones_does_not_grow_older_with_them() -> No
     )
 )
 def test_whatever_happens_each_node_is_in_the_list_of_its_kind_and_age(steps: list[tuple[str, int, int]]) -> None:
-    names = np.array([i.to_bytes(32, "big") for i in range(LISTS + 200)], object)
+    names = np.array([i.to_bytes(32, "little") for i in range(LISTS + 200)], object)
     policy = Gittins(150, names)
     policy.grow(LISTS + 200)
     for verb, start, count in 3 * steps:
@@ -323,6 +324,16 @@ def test_whatever_happens_each_node_is_in_the_list_of_its_kind_and_age(steps: li
         elif gone := policy.ahead(count):
             policy.leave(gone, names[gone].tolist())
         policy.check_integrity()
+
+
+def test_what_was_counts_for_half_after_each_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    faded: list[int] = []
+    monkeypatch.setattr(Promises, "fade", lambda _: faded.append(tier.policy._now))
+    tier = Tier(8)
+    tier.use(0)
+    while tier.policy._now < 2 * _FADE + 1:
+        tier.use(0)
+    assert faded == [_FADE, 2 * _FADE]
 
 
 def test_lists_that_disagree_are_found() -> None:
