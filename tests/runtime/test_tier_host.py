@@ -16,7 +16,7 @@ import pytest
 from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
 
 from longshore.boundary import Status
-from longshore.errors import FormatError, TierClosedError, TierError, TierInUseError
+from longshore.errors import FormatError, PlanError, TierClosedError, TierError, TierInUseError
 from longshore.runtime.tier_host import TROUBLES, HostedFileTier, tier, watch
 from longshore.runtime.tier_host.process import HostProcess
 from longshore.testing.tier_harness import image, key
@@ -117,6 +117,17 @@ def test_orders_that_the_pipe_does_not_take_at_once_are_not_lost(harness: Hosted
     assert harness.tier._watch.process._unsent
     harness.signal(signal.SIGCONT)
     assert {harness.wait(ticket).statuses for ticket in tickets} == {(Status.OK,) * 400}
+
+
+def test_what_the_process_would_refuse_is_refused_before_it_is_told(harness: HostedHarness) -> None:
+    write, most = harness.op(Op.WRITE, 0, 0), harness.tier.slabs.indices
+    for wrong in ({"generation": 1}, {"slot": most}, {"offset": harness.arena.nbytes}, {"pool": 1}, {"length": 0}):
+        with pytest.raises(TierError):
+            harness.tier.submit([write, write._replace(**wrong)], math.inf)
+    with pytest.raises(PlanError):
+        harness.tier.discard([most])
+    harness.store(0, 0)
+    assert harness.tier.troubles["tier_host"] == 0
 
 
 def test_signals_meant_for_the_engine_do_not_end_it(harness: HostedHarness) -> None:
