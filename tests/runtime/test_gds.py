@@ -33,7 +33,6 @@ from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
 from longshore.testing import flip_image_bit
-from longshore.tiers.arena import PAGE
 from longshore.tiers.file import GdsFileTier, capacity_for
 from longshore.transfer.device import CpuDevice
 from longshore.transfer.device.cpu import CpuImages
@@ -403,12 +402,13 @@ def test_a_read_that_fails_ends_what_comes_after_it(machine: Machine, pages: Pag
 
 
 def test_slots_that_a_failed_read_left_are_zero(machine: Machine) -> None:
-    noise = bytearray(np.random.default_rng(0).integers(0, 256, PAGE, dtype=np.uint8))
-    for slot in range(4):
-        machine.memory.store(slot * machine.layout.image_bytes, memoryview(noise))
-    assert machine.run(machine.transfer(1, READ, range(1))).statuses == (Status.MISMATCH,)
-    found = bytearray(PAGE)
-    machine.memory.load(0, memoryview(found))
+    machine.run(machine.transfer(1, WRITE, range(1)))
+    read = machine.transfer(2, READ, range(1))
+    other = replace(read, items=(read.items[0]._replace(key=KEYS[1]),))
+    assert machine.run(other).statuses == (Status.MISMATCH,)
+    used = machine.ring._free[-1]  # the record is whole, so its image has come
+    found = bytearray(machine.layout.image_bytes)
+    machine.memory.load(used * len(found), memoryview(found))
     assert not any(found)
 
 
