@@ -132,6 +132,13 @@ class TestWhatALaterProcessIsToldOf:
         harness.assert_misses(0, 1)
         assert found(killed()) == {0: key(0)}
 
+    def test_of_records_of_one_key_the_one_that_was_written_last_is_listed(
+        self, harness: TierHarness, killed: Callable[..., FileTier]
+    ) -> None:
+        for slot, number in ((3, 5), (1, 5), (0, 6), (2, 5), (1, 7)):
+            harness.store(slot, number)
+        assert found(killed()) == {0: key(6), 1: key(7), 2: key(5)}
+
     def test_what_was_forgotten_is_not_listed(self, harness: TierHarness, killed: Callable[..., FileTier]) -> None:
         harness.store(0, 0)
         harness.tier.checkpoint()  # type: ignore[attr-defined]
