@@ -1,6 +1,6 @@
 """Nodes: one small number per key that some tier has, or will have, and what is known of each.
 
-Nodes live in arrays (24 bytes each, and 8 for each tier): a million of them are some twenty objects, not a million,
+Nodes live in arrays (29 bytes each, and 8 for each tier): a million of them are some twenty objects, not a million,
 which is what the garbage collector and the memory bill see. Keys find their node in 256 dictionaries, by their first
 byte (keys are digests), so that none of them ever takes long to grow.
 """

@@ -130,7 +130,7 @@ class Departed:
         at, uses = places[who], np.asarray(self._uses)
         found = list(zip(who.tolist(), np.asarray(self._when)[at].tolist(), uses[at].tolist(), strict=True))
         uses[at] = 0
-        self.count -= len(set(at.tolist()))  # two keys may have one checksum
+        self.count -= len(set(at.tolist()))  # two keys may begin alike
         return found
 
     def _search(self, tag: int, at: int, last: int) -> int:
