@@ -122,6 +122,16 @@ def test_a_backup_that_failed_is_not_tried_again_and_blocks_nothing() -> None:
     assert world.where("a") == {}
 
 
+def test_what_waits_for_a_tier_that_is_off_makes_way_without_a_copy() -> None:
+    world = store(World(Setup(host=2, file=4, max_writes=1)), "a", "b", "c")
+    assert backed_up(world) == ["a"]
+    assert drops(world) == {BACKPRESSURE: 1}  # `a` is being copied, `b` waits for its turn: both were passed over
+    world.end(world.on("host->file")[0], Status.TIER_OFF)
+    store(world, "d", "e", "f")
+    assert {path_of(of) for of, _ in world.resident} == {"e", "f"}
+    assert drops(world) == {BACKPRESSURE: 1}
+
+
 def test_siblings_that_fail_together_are_both_left_alone() -> None:
     world = store(World(Setup(host=4, file=4, backup="write_through")), "ab")
     world.end(world.on("host->file")[0], Status.DEADLINE)
