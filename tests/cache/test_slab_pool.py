@@ -204,6 +204,15 @@ def test_the_slab_that_was_not_used_for_longest_is_named_first() -> None:
     assert pool.last_use(SMALL) == float("inf")
 
 
+def test_slots_of_slabs_that_are_begun_can_be_claimed() -> None:
+    pool = SlabPool(Slabs(12, (3, 4), 3))
+    assert pool.allocate(5, SMALL) == [0, 1, 2, 3, 4]
+    pool.claim([8, 7, 5], [LARGE, SMALL, SMALL])
+    pool.check_integrity()
+    assert pool.allocate(1, SMALL) == [6]
+    assert (pool.room(SMALL), pool.room(LARGE), pool.used) == (0, 2, 9)
+
+
 def test_too_many_sizes_are_refused() -> None:
     with pytest.raises(CacheError, match="fewer than 255 image sizes, got 255"):
         SlabPool(Slabs(255, tuple(range(1, 256)), 1))
