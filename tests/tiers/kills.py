@@ -119,19 +119,22 @@ def write(directory: Path, seed: int, out: int) -> None:
     dice = random.Random(seed)
     with opened(directory) as (tier, arena):
         while True:
-            flying: dict[int, tuple[int, int]] = {}
+            pairs, batches = [], dice.choice([1, 2, PLACES])  # together, which is by the disk's queue, or one by one
             for place, slab in enumerate(dice.sample(range(SLABS.slabs), PLACES)):
                 number = dice.randrange(KEYS // 2) * 2 + (slab + (dice.random() < 0.3)) % 2
                 slot = dice.choice(SLABS.slots_of(slab, pool_of(number)))
                 written = image(number)
                 arena.array[place * PLACE : place * PLACE + len(written)] = written
                 os.write(out, _LINE.pack(_BEGUN, slot, number, tier.generation))
-                flying[tier.submit([operation(tier, Op.WRITE, slot, number, place)], math.inf)] = slot, number
+                pairs.append((slot, number))
+            ops = [operation(tier, Op.WRITE, *pair, place) for place, pair in enumerate(pairs)]
+            flying = {tier.submit(ops[at::batches], math.inf): pairs[at::batches] for at in range(batches)}
             while flying:
                 for result in tier.poll():
-                    if result.statuses != (Status.OK,):
-                        raise RuntimeError(f"a write ended as {result.statuses}")
-                    os.write(out, _LINE.pack(_DONE, *flying.pop(result.ticket), tier.generation))
+                    if set(result.statuses) != {Status.OK}:
+                        raise RuntimeError(f"writes ended as {result.statuses}")
+                    for pair in flying.pop(result.ticket):
+                        os.write(out, _LINE.pack(_DONE, *pair, tier.generation))
             if dice.random() < 0.05:
                 tier.checkpoint()
             if dice.random() < 0.02:
