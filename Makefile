@@ -52,7 +52,8 @@ vllm: $(VENV)/ready
 	.venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider tests/engines/vllm
 	PYTHONPATH=.venvs/vllm-0.33 .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider \
 		tests/engines/vllm/test_vllm_contract.py tests/engines/vllm/test_vllm_manager.py \
-		tests/engines/vllm/test_vllm_scope.py tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_tier_host.py
+		tests/engines/vllm/test_vllm_scheduling.py tests/engines/vllm/test_vllm_scope.py \
+		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_tier_host.py
 
 # Tests and figures of an NVIDIA GPU; fails where there is none. SANITIZED names the tests that compute-sanitizer watches.
 SANITIZED ?= every_way_keeps_every_byte or reference_does

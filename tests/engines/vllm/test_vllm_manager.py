@@ -234,6 +234,24 @@ def test_under_the_plain_connector_the_start_says_what_it_cannot_do(caplog: pyte
     assert "longshore vllm-config" in said
 
 
+@pytest.mark.parametrize(
+    ("change", "warned"),
+    [
+        ({}, 1),
+        ({"vllm": {"shutdown_timeout": 120}}, 0),
+        ({"backup": "write_through"}, 0),
+        ({"file_path": None, "file_size": 0}, 0),
+    ],
+)
+def test_the_start_warns_where_a_stop_would_lose_what_was_not_written_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], warned: int
+) -> None:
+    Rig(world=2, **{**file_settings(tmp_path), **change}).close()
+    said = [record.getMessage() for record in caplog.records if "--shutdown-timeout" in record.getMessage()]
+    assert len(said) == warned
+    assert all("backup: write_through" in each for each in said)
+
+
 def test_what_cannot_be_served_is_refused_at_start() -> None:
     with pytest.raises(EngineError, match="pipeline"):
         Rig(parallel={"pp_size": 2})

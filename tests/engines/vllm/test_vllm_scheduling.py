@@ -30,8 +30,11 @@ PAGE = 5000
 class Scheduling:
     """One request at a time, whose blocks the device forgets at once."""
 
-    def __init__(self, rig: Rig, drafts: tuple[int, ...] = (), *, plain: bool = False) -> None:
-        """Over the manager and worker of `rig`; or over plain ones, which say what vLLM makes of such groups."""
+    def __init__(self, rig: Rig, drafts: tuple[int, ...] = (), *, plain: bool = False, retention: int = 0) -> None:
+        """Over the manager and worker of `rig`; or over plain ones, which say what vLLM makes of such groups.
+
+        `retention` is vLLM's `prefix_cache_retention_interval`, 0 by default as there.
+        """
         self.rig = rig
         groups = rig.groups
         spec: Any = PlainSpec(rig.specs[0].config) if plain else rig.specs[0]
@@ -50,7 +53,9 @@ class Scheduling:
                 for group in groups
             ],
         )
-        self.scheduler = OffloadingConnectorScheduler(spec, vllm_config(groups, {}), config)
+        self.scheduler = OffloadingConnectorScheduler(
+            spec, vllm_config(groups, {"vllm": {"cache_config.prefix_cache_retention_interval": retention}}), config
+        )
         self.free = itertools.count(1)
         self.checked = 0
 
@@ -142,6 +147,7 @@ def content(tokens: list[int], group: Group, at: int, layer: int) -> torch.Tenso
 FULL = Group(0)
 COARSE = Group(0, tokens=64)
 WINDOW = Group(1, window=40)
+DRAFT = Group(2, layers=1)
 
 
 PROMPT = list(range(5, 218))
@@ -159,7 +165,7 @@ PROMPTS = [PROMPT, [*PROMPT, *[7] * 40], [*PROMPT[:100], *[9] * 60]]
         pytest.param([FULL, Group(1, layers=1)], (1,), 1, id="a draft group"),
         pytest.param([FULL, Group(1, layers=1)], (1,), 2, id="a draft group, two blocks in a chunk"),
         pytest.param([COARSE, WINDOW], (), 1, id="blocks of two sizes"),
-        pytest.param([COARSE, WINDOW, Group(2, layers=1)], (2,), 1, id="all of them"),
+        pytest.param([COARSE, WINDOW, DRAFT], (2,), 1, id="all of them"),
     ],
 )
 def test_what_is_loaded_is_what_was_computed(
@@ -174,6 +180,19 @@ def test_what_is_loaded_is_what_was_computed(
     assert rig.cache.held == 0
     assert rig.cache.jobs_in_flight == 0
     rig.cache.check_integrity()
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2])
+@pytest.mark.parametrize(("retention", "is_found"), [(0, False), (32, True)])
+def test_a_window_beside_a_draft_group_is_found_only_where_vllm_retains_more_of_it(
+    rigs: Any, per_chunk: int, retention: int, is_found: bool
+) -> None:
+    """By default vLLM stores only the window before a prompt's end, and a draft group gives up the chunk there."""
+    rig = rigs(groups=[FULL, WINDOW, DRAFT], per_chunk=per_chunk, page=PAGE, blocks=200, host_size="4MiB")
+    sides = [Scheduling(rig, (DRAFT.number,), plain=plain, retention=retention) for plain in (True, False)]
+    plain, ours = ([each.ask(f"{at} of {each}", tokens) for at, tokens in enumerate(PROMPTS)] for each in sides)
+    assert ours == plain
+    assert [hit > 0 for hit in plain] == [False, is_found, is_found]
 
 
 def test_a_bit_that_flips_is_seen(rigs: Any) -> None:

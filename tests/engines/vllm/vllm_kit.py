@@ -78,6 +78,17 @@ def keys_of(count: int, group: int = 0, name: str = "prompt") -> list[OffloadKey
     return [make_offload_key(hashlib.sha256(f"{name} {i}".encode()).digest(), group) for i in range(count)]
 
 
+def group_config(group: Group, per_chunk: int) -> OffloadingGroupConfig:
+    """As vLLM tells its connector of a group: from 0.33 on with the chunks of its window, which 0.32 adds later."""
+    about = (group.tokens, group.names, group.number)
+    if "sliding_window_size_in_chunks" not in OffloadingGroupConfig.__dataclass_fields__:
+        return OffloadingGroupConfig(*about)
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_sliding_window_size_in_chunks
+
+    window = get_sliding_window_size_in_chunks(group.get_kv_cache_spec(None), group.tokens * per_chunk)
+    return OffloadingGroupConfig(*about, sliding_window_size_in_chunks=window)
+
+
 def config_of(
     rank: int, world: int, groups: Sequence[Group], engine: str, per_chunk: int, extra: dict[str, Any]
 ) -> OffloadingConfig:
@@ -96,7 +107,7 @@ def config_of(
     }
     ours = {key: value for key, value in extra.items() if key not in NOT_SETTINGS}
     return OffloadingConfig(
-        groups=tuple(OffloadingGroupConfig(group.tokens, group.names, group.number) for group in groups),
+        groups=tuple(group_config(group, per_chunk) for group in groups),
         worker_kv_bytes_per_block=0,
         enable_kv_cache_events=extra.get("events", False),
         extra_config={"host_size": "1MiB", "host_huge_pages": False, **ours},
@@ -129,6 +140,7 @@ def vllm_config(groups: Sequence[Group], extra: dict[str, Any]) -> Any:
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         parallel_config=SimpleNamespace(nnodes_within_dp=1, decode_context_parallel_size=1, world_size=1),
         speculative_config=None,
+        shutdown_timeout=0,
         lora_config=None,
         compilation_config=SimpleNamespace(
             static_forward_context={name: group for group in groups for name in group.names}

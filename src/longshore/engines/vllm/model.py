@@ -60,6 +60,14 @@ def nodes() -> int:
     return 1 if vllm is None else int(vllm.parallel_config.nnodes_within_dp)
 
 
+def is_killed_at_once() -> bool:
+    """Whether vLLM kills its engine a few seconds after it was told to stop, as far as this process knows."""
+    from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - only workers have one
+
+    vllm = get_current_vllm_config_or_none()
+    return vllm is not None and vllm.shutdown_timeout == 0
+
+
 def describe(groups: Sequence[Any], salt: str) -> Model:
     """The model whose worker is being made in this process; `groups` are those of an `OffloadingConfig`."""
     from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - only workers have one

@@ -14,13 +14,14 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from longshore.boundary import HOST, Section, Slot
+from longshore.cache import WritePolicy
 from longshore.config import format_bytes
 from longshore.engines.vllm import contract
 from longshore.engines.vllm.announce import LIMIT
 from longshore.engines.vllm.caches import Blocks, layout_of
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.meeting import Note, attach, find, publish, withdraw
-from longshore.engines.vllm.model import describe, nodes
+from longshore.engines.vllm.model import describe, is_killed_at_once, nodes
 from longshore.engines.vllm.scope import scope_of, why_transient
 from longshore.engines.vllm.settings import read, refuse
 from longshore.engines.vllm.store import open_store
@@ -42,6 +43,11 @@ _log = logging.getLogger(__name__)
 _PLAIN = (
     "vLLM's plain OffloadingConnector cannot be told that a load has failed: one that fails twice will stop the "
     "engine. With LongshoreConnector its request is computed instead: `longshore vllm-config` prints what to pass."
+)
+
+_KILLED = (
+    "vLLM kills its engine a few seconds after it was told to stop, and with it what is in host memory alone: give it "
+    "the time to write that to files (--shutdown-timeout 120), or have it written at once (backup: write_through)."
 )
 
 
@@ -115,9 +121,16 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         per_chunk = self.config.cache.blocks_per_chunk
         worker = LongshoreWorker(engine, arena, stamps, parallel.rank, per_chunk, has_part=has_part)
         worker.reports_failures = self.reports_failures
-        if parallel.rank == 0 and not self.reports_failures:
-            _log.warning(_PLAIN)
+        if parallel.rank == 0:
+            self._warn()
         return worker
+
+    def _warn(self) -> None:
+        """Of what the configuration costs, unless that was meant."""
+        if not self.reports_failures:
+            _log.warning(_PLAIN)
+        if self.settings.file_path is not None and self.settings.backup is WritePolicy.BACK and is_killed_at_once():
+            _log.warning(_KILLED)
 
     def _test(self, engine: TransferEngine, caches: Any, layout: KVLayout, note: Note, *, slab: int) -> None:
         """A chunk of each group goes into host memory and back. No request has begun: no block is in use, and no slot.
