@@ -7,7 +7,7 @@ from itertools import groupby, takewhile
 
 from cache_abroad import Abroad
 from cache_holds import ModelHold
-from cache_setup import LOAD, PREFETCH, chunks, group_of
+from cache_setup import LOAD, PREFETCH, chunks, group_of, parent, text_of
 
 from longshore.boundary import HOST, Key, Urgency
 from longshore.cache import Hold, Match, MissReason, Onboarding, PrefetchPolicy
@@ -16,15 +16,44 @@ from longshore.cache import Hold, Match, MissReason, Onboarding, PrefetchPolicy
 class Reading(Abroad):
     """Calls of one request after the other."""
 
+    told: set[Key]
+
     def match(self, path: str, start: int, request: str | None) -> Hold | None:
         keys = chunks(path)
-        length = 0
-        while start + length < len(keys) and self.is_readable(keys[start + length]):
-            length += 1
-        foreign = self.miss(keys, start + length)
+        end = self.ready_end(keys, start)
+        foreign = self.miss(keys, end)
         found = self.ask_match(keys, start, request)
-        assert (found.start, found.length, found.foreign) == (start, length, foreign)
-        self.held(found.hold, ModelHold(keys[start : start + length], request, start=start))
+        assert (found.start, found.length, found.foreign, found.partial) == (start, end - start, foreign, None)
+        return self.matched(found, ModelHold(keys[start:end], request, start=start))
+
+    def match_text(self, path: str, start: int, request: str | None) -> Hold | None:
+        """The same by keys and tokens: where nobody has the next chunk, one that begins like it is held, too."""
+        keys, text = chunks(path), text_of(path, self.setup.per_chunk)
+        end = self.ready_end(keys, start)
+        foreign, alike = self.miss(keys, end), self.alike(keys, end)
+        found: Match = self.call("match", keys, self.now, start=start, request=request, text=text)
+        assert (found.start, found.length, found.foreign) == (start, end - start, foreign)
+        assert (found.partial is None) == (not alike)
+        held = keys[start:end]
+        if found.partial is not None:
+            assert found.partial.key in alike
+            assert (found.partial.tokens, found.partial.device) == (len(text.tokens) // len(keys) // 2, False)
+            held.append(found.partial.key)
+        return self.matched(found, ModelHold(held, request, start=start))
+
+    def ready_end(self, keys: Sequence[Key], start: int) -> int:
+        """The first position from `start` on of what cannot be read."""
+        return next((at for at in range(start, len(keys)) if not self.is_readable(keys[at])), len(keys))
+
+    def alike(self, keys: Sequence[Key], end: int) -> set[Key]:
+        """What can be read in the place of `keys[end]`, and begins like it as far as the cache was told."""
+        if end == len(keys):
+            return set()
+        return {each for each in self.told if parent(each) == parent(keys[end]) and self.is_readable(each)}
+
+    def matched(self, found: Match, model: ModelHold) -> Hold | None:
+        """What was found is as the model says."""
+        self.held(found.hold, model)
         self.carry()
         assert found.probes == self.probes()
         self.check()

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from longshore.boundary import FILE, HOST, Key, Slot
-from longshore.cache import CacheGroup, CacheSettings, DevicePool, TieredCache, TierSpec, WritePolicy, WriteRule
+from longshore.cache import CacheGroup, CacheSettings, DevicePool, Text, TieredCache, TierSpec, WritePolicy, WriteRule
 from longshore.cache.eviction import ARC, LRU, Gittins
 from longshore.errors import CacheError
 from longshore.slabs import Slabs
@@ -26,6 +26,8 @@ GROUPS = (CacheGroup(block_size=4), CacheGroup(block_size=4, window=6), CacheGro
 IMAGE_UNITS, SLAB_UNITS = (2, 3), 6
 """Where images have two sizes: theirs, and a slab's, in units of `IMAGE_BYTES`. Group 1 has the large one."""
 PADS = b".~="
+ROOT = b"root"
+"""What first keys are rooted in."""
 COLDER = ("third", "fourth", "fifth")
 """Names of tiers below the file tier."""
 FRESH = "zyxwvuts"
@@ -46,6 +48,12 @@ def chunks(path: str, group: int = 0) -> list[Key]:
     """The keys of a prompt, head first."""
     step = letters(group)
     return [key(path[:end], group) for end in range(step, len(path) + 1, step)]
+
+
+def text_of(path: str, per_chunk: int) -> Text:
+    """The tokens of a prompt of group 0: any two letters begin alike, and differ from the middle on."""
+    half = GROUPS[0].block_size * per_chunk // 2
+    return Text([token for letter in path for token in (0, ord(letter)) for _ in range(half)], ROOT)
 
 
 def path_of(of: Key) -> str:
@@ -96,6 +104,7 @@ class Setup(NamedTuple):
     priority_floor: int = 0
     events: int = 0
     groups: int = 0
+    partial: bool = False
     slabs: bool = False
     foreign: tuple[str, ...] = ()
     max_probes: int = 8192
@@ -129,7 +138,8 @@ class Setup(NamedTuple):
             write_timeout=WRITE,
             max_writes=self.max_writes,
             device_blocks=self.device_blocks,
-            groups=GROUPS[: self.groups],
+            groups=GROUPS[: max(self.groups, self.partial)],
+            partial=self.partial,
             pools=(0, 1, 0) if self.slabs else (),
             probe_timeout=PROBE,
             probe_life=PROBE_LIFE,

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from cache_movers import Job, Tag
-from cache_setup import Setup, above, chunks, parent
+from cache_setup import Setup, above, chunks, parent, text_of
 from cache_stage import Stage
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
@@ -24,7 +24,13 @@ class Storing(Stage):
         self.offers: list[Job] = []
         self.sightings: Counter[Key] = Counter()
         """How often chunks that no tier had were offered."""
+        self.told: set[Key] = set()
+        """Chunks that some tier has, or is getting, and of which the cache was told the tokens."""
         super().__init__(setup)
+
+    def look(self) -> None:
+        super().look()
+        self.told = {each for each in self.told if not self.is_absent(each)}
 
     def commit(
         self,
@@ -41,13 +47,16 @@ class Storing(Stage):
         self.compute(keys[first:], blocks)
         wanted = self.setup.offload != "write_back" or evicting
         before = self.before_store(keys, first, retention, prompt, wanted)
+        how = {"text": text_of(path, per_chunk)} if self.setup.partial else {}
         offload = self.call(
-            "commit", keys, tuple(blocks), first=first, evicting=evicting, retention=retention, prompt=prompt
+            "commit", keys, tuple(blocks), first=first, evicting=evicting, retention=retention, prompt=prompt, **how
         )
         accepted = self.after_store(before, offload.accepted) if wanted else 0
         if not wanted:
             assert (offload.job, offload.accepted) == (None, ())
         self.settle()
+        if self.setup.partial and wanted:
+            self.told.update(each for each in keys[first:] if not self.is_absent(each))
         if offload.job is None:
             self.give_blocks(blocks)
             return
