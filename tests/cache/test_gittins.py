@@ -336,6 +336,25 @@ def test_what_was_counts_for_half_after_each_so_many_steps(monkeypatch: pytest.M
     assert faded == [_FADE, 2 * _FADE]
 
 
+def test_a_long_path_that_is_used_is_one_chunk_after_the_other() -> None:
+    single, together = Tier(16_384).policy, Tier(16_384).policy
+    nodes = list(range(LISTS, LISTS + 600))
+    for policy in (single, together):
+        policy.names[nodes] = [node.to_bytes(32, "little") for node in nodes]
+        policy.insert(nodes[300:])
+        policy.insert(nodes[:300])
+        policy.touch(nodes[100:200])
+        for held in (LISTS + 5, LISTS + 6, LISTS + 350):
+            policy.hold(held)
+    together.touch(nodes)
+    for node in nodes:
+        single.touch([node])
+    together.check_integrity()
+    assert list(together.order()) == list(single.order())
+    assert together._place == single._place
+    assert together._promises.came_back == single._promises.came_back
+
+
 def test_lists_that_disagree_are_found() -> None:
     tier = Tier(8)
     for key in range(4):
