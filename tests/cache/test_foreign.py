@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cache_setup import chunks, key, path_of
 
-from longshore.boundary import HOST, Probe, ProbeResult, Route, Status, Transfer, TransferResult, Urgency
+from longshore.boundary import FILE, HOST, Probe, ProbeResult, Route, Status, Transfer, TransferResult, Urgency
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
@@ -368,6 +368,20 @@ def test_a_fetch_takes_no_room_from_what_others_hold() -> None:
     desk.answer("abc")
     desk.fetch("abc")
     assert [keys_of(transfer) for transfer in desk.transfers] == [["a"]]
+
+
+def test_a_fetch_takes_no_room_from_what_is_not_backed_up() -> None:
+    desk = Desk()
+    desk.cache = TieredCache([TierSpec(HOST, 2, 4096), TierSpec(FILE, 4, 4096)], foreign=(STORE,))
+    for path in "ab":
+        desk.cache.commit(chunks(path), [0])
+        desk.look()
+        while desk.transfers:
+            desk.end()
+    desk.match("x")
+    desk.answer("x")
+    assert desk.fetch("x") == ()
+    assert {path_of(each.key) for each in desk.cache.residents()} == {"a", "b"}
 
 
 def test_a_fetch_takes_no_room_from_what_it_follows() -> None:
