@@ -142,6 +142,16 @@ def test_the_default_policy_hits_what_its_page_says(conversation: Paths) -> None
     assert found == pytest.approx((0.110, 0.294), abs=0.002)
 
 
+def test_what_is_asked_for_twice_and_never_again_makes_way() -> None:
+    """A text comes back once, 99 texts later: what was used twice must go before what was used once."""
+    texts = [list(range(8 * text, 8 * text + 8)) for text in range(1600)]
+    paths = Paths(path for text in range(1500) for path in (texts[text + 99], texts[text]))
+    slots = 8 * 120
+    hits = {kind: experiment(paths, policy_named(kind)[1], slots).hits for kind in ("gittins", "lru")}
+    assert hits["lru"] == 0  # 198 texts were asked for meanwhile
+    assert hits["gittins"] > 0.8 * optimal_hits(paths, slots)
+
+
 def test_the_published_bound_is_reproduced(conversation: Paths) -> None:
     found = [optimal_hits(conversation, round(share * conversation.unique)) / 288_500 for share in SHARES]
     assert found == pytest.approx(BOUND, abs=0.0006)

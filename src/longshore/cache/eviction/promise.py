@@ -11,6 +11,8 @@ come after a pause promises little at first, and more as the pause draws to its 
 Of two kinds the one that was used more often never promises less, and the end of a prompt never more than what was used
 once. Chunks before others in a prompt are used at least as often, and what stands behind a chunk that went is of no use
 any more; so it could not go before what is behind it, either.
+But where hardly any of a kind come back, it cannot be what stands before those of fewer uses that do: it promises only
+a part of what they do.
 """
 
 from __future__ import annotations
@@ -49,6 +51,9 @@ def age_of(steps: int) -> int:
     """The age of what was used `steps` ago."""
     return min(steps.bit_length(), AGES - 1)
 
+
+_RARER = 4.0
+"""What comes back so many times more rarely than what was used less often is not what stands before it."""
 
 _LAST_BEGINS = 1 << AGES - 2
 _AGE_OF = np.array([age_of(steps) for steps in range(_LAST_BEGINS + 1)], np.uint8)
@@ -90,6 +95,13 @@ class Promises:
         reached = np.maximum(self._seen[:, None] - sooner, back)
         return (back + _IMAGINED * _CHANCE) / (reached + _IMAGINED)
 
+    def shares(self) -> npt.NDArray[np.float64]:
+        """For each kind from twice on, what part it promises at least of what kinds of fewer uses do: 1, or less."""
+        back = self._back.reshape(KINDS, AGES).sum(axis=1)
+        likely = (back + _IMAGINED * _CHANCE) / (np.maximum(self._seen, back) + _IMAGINED)
+        shares: npt.NDArray[np.float64] = np.minimum(1.0, _RARER * likely[2:] / np.maximum.accumulate(likely[1:-1]))
+        return shares
+
     def table(self) -> npt.NDArray[np.float64]:
         """For each kind and age what is promised: hits per step of the clock."""
         chances = self.chances().T[:, :, None] * _ONWARD  # by age to come, kind, and age to begin with
@@ -99,7 +111,12 @@ class Promises:
         hits = np.cumsum(still * chances, axis=0)
         time = np.cumsum(still * (_ONWARD_WIDTHS - chances * _HALF_WIDTHS), axis=0)
         promised: npt.NDArray[np.float64] = (hits / np.maximum(time, _NO_TIME)).max(axis=0)
-        np.maximum.accumulate(promised[1:], axis=0, out=promised[1:])
+        shares = self.shares()
+        if shares.min() >= 1.0:
+            np.maximum.accumulate(promised[1:], axis=0, out=promised[1:])
+        else:
+            for kind, share in enumerate(shares.tolist(), 2):
+                np.maximum(promised[kind], share * promised[1:kind].max(axis=0), out=promised[kind])
         np.minimum(promised[0], promised[1], out=promised[0])
         return promised
 
