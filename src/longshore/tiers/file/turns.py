@@ -38,11 +38,8 @@ def cut(
         return [(0,)]
     order = sorted((op.op is Op.WRITE, place(op), at) for at, op in enumerate(batch))
     turns: list[list[int]] = []
-    kind, end, nbytes = (
-        None,
-        0,
-        0,
-    )  # of the turn that may go on, where its last record ends, and the bytes of its images
+    kind = None  # of the operations in the turn that may go on
+    end = nbytes = 0  # where its last record ends, and the bytes of its images
     for _, begin, at in order:
         op = batch[at]
         mine = (op.op, op.generation) if joins(op) else None
