@@ -6,6 +6,7 @@ import hashlib
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from longshore.transfer.engine import TransferEngine
 
 BLOCKS, ROW, PER_CHUNK = 40, 6 * 500, 2
 CHUNKS = 12
+PATIENCE = 60.0  # seconds
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(CHUNKS)]
 WRITE, READ = Route(DEVICE, FILE), Route(FILE, DEVICE)
 
@@ -318,11 +320,12 @@ class Machine:
         return self.wait(transfer.job)
 
     def wait(self, job: int) -> TransferResult:
-        for _ in range(100_000):
+        give_up = time.monotonic() + PATIENCE
+        while time.monotonic() < give_up:
             for result in self.mover.poll():
                 if result.job == job:
                     return result
-            self.engine.wait([], 0)
+            time.sleep(0.0005)
         raise AssertionError(f"job {job} does not end")
 
 
