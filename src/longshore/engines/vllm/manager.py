@@ -32,6 +32,7 @@ from longshore.boundary import DEVICE, HOST, Route, Slots
 from longshore.cache import MissReason, PrefetchPolicy, Presence, TieredCache
 from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
+from longshore.engines.vllm.pace import Pace
 from longshore.engines.vllm.requests import Request, Ticket
 from longshore.engines.vllm.store import Store
 from longshore.engines.vllm.tally import Tally
@@ -64,6 +65,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Stores by their first key: vLLM reports all keys of a store together, in any order."""
         self._stale: list[tuple[Ticket, bool]] = []
         """Tickets of which nobody will tell any more, and whether they are stores."""
+        self._pace = Pace()
         self._closed = False
         self._tally = Tally(store.file)
         self._announcer = Announcer() if announces else None
@@ -174,6 +176,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._asked.clear()
             cache.end_step()
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
+        self._pace.planned(self._is_awaited)
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even without requests."""
@@ -337,6 +340,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if over:
             ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
         return over
+
+    def _is_awaited(self) -> bool:
+        """Whether copies are on their way that a request, or a step to come, waits for."""
+        waiting = (request.loan is not None or request.holds for request in self._requests.values())
+        return bool(self._stores or self._stale) or any(waiting)
 
     def _ticket(self) -> Ticket:
         self._last_ticket += 1

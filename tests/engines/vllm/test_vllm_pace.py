@@ -1,0 +1,90 @@
+"""An engine that asks again and again without computing gives up the interpreter lock, and no other does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_kit import file_settings, keys_of
+
+from longshore.engines.vllm import pace as pace_module
+from longshore.engines.vllm.keys import ours
+from longshore.engines.vllm.pace import Pace
+
+
+class Clock:
+    """Time that passes when it is slept, and when it is told to."""
+
+    def __init__(self) -> None:
+        self.now, self.naps = 100.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.naps += 1
+
+    def taken(self) -> int:
+        """Naps since the last call."""
+        naps, self.naps = self.naps, 0
+        return naps
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pace_module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    return clock
+
+
+def test_steps_that_come_at_once_are_slowed_down_while_something_is_awaited(clock: Clock) -> None:
+    pace = Pace()
+    pace.planned(lambda: True)
+    assert clock.taken() == 0
+    for _ in range(3):
+        clock.now += 1e-4
+        pace.planned(lambda: True)
+        assert clock.taken() == 1
+        clock.now += 1e-4
+        pace.planned(lambda: False)
+        assert clock.taken() == 0
+
+
+def test_a_step_that_computes_is_never_slowed_down_nor_asked_what_it_awaits(clock: Clock) -> None:
+    pace, asked = Pace(), list[bool]()
+    for _ in range(3):
+        clock.now += 0.6e-3
+        pace.planned(lambda: bool(asked.append(True)))
+    assert (clock.taken(), asked) == (0, [])
+
+
+def test_loans_stores_and_chunks_on_their_way_up_are_awaited(rigs: Any, tmp_path: Path, clock: Clock) -> None:
+    rig, keys = rigs(**file_settings(tmp_path)), keys_of(2)
+
+    def naps() -> int:
+        rig.end_step()
+        clock.taken()
+        rig.end_step()
+        return clock.taken()
+
+    writer, reader = rig.request("writer", keys), rig.request("reader", keys)
+    assert naps() == 0
+    stored = rig.manager.prepare_store(keys, writer)
+    assert naps() == 1
+    rig.copy_in(stored.store_spec, [1, 2])
+    rig.manager.complete_store(set(keys), writer)
+    assert naps() == 0
+    assert rig.manager._runtime.flush(10.0)
+    with rig.manager._runtime.control() as cache:
+        cache.discard(ours(keys), "host")
+    rig.lookup(keys, reader)
+    assert naps() == 1
+    assert rig.manager._runtime._wait(lambda: not rig.cache.jobs_in_flight, 10.0)
+    lent = rig.manager.prepare_load(keys, reader)
+    assert naps() == 1
+    rig.run("submit_load", lent, rig._theirs(lent, [11, 12]))
+    rig.manager.complete_load(set(keys), reader)
+    assert naps() == 0
