@@ -25,6 +25,10 @@ WITHOUT = "the same vLLM without Longshore"
 Tell = Callable[[str], None]
 """Takes a line that says how far a benchmark is."""
 
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
+"""For the C library of both sides: whether it gives the memory of each step's tensors back, to fault it in again, hangs
+on where small blocks happen to lie in its heap, and is worth a sixth of a step on the CPU. So both keep it."""
+
 _LAST_LINES = 8
 """Of an engine's output, in the error that says that it has ended."""
 
@@ -54,7 +58,7 @@ class Arm:
     def __init__(self, model: Path, options: Mapping[str, Any], log: Path, tell: Tell) -> None:
         """Start it, which takes up to a minute; what it prints goes to `log`. Raises `BenchError` if it cannot."""
         tell(f"starting vLLM {log.stem} Longshore")
-        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        environment = {**_KEEP_MEMORY, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         self._log = log.open("ab")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "longshore.bench.vllm_engine"],

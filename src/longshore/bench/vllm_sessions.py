@@ -27,6 +27,9 @@ from longshore.trace.tokens import FIRST_TOKEN
 _BATCH = 4
 """First turns that are asked at once."""
 
+_BATCHES = 12
+"""Batches of first turns, at least: what storing costs is a few hundredths. The first of them never come back."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -89,13 +92,16 @@ class Sessions:
         cold = [self._text(self._plan.prompt) for _ in range(_BATCH)]
         self._tell("first turns: a batch to warm up")
         both.ask([cold, cold], self._plan.answer)
-        texts = [self._text(self._plan.prompt) for _ in range(self._plan.sessions)]
+        sessions = self._plan.sessions
+        others = max(0, _BATCH * _BATCHES - sessions)
+        texts = [self._text(self._plan.prompt) for _ in range(others + sessions)]
         pairs: list[list[dict[str, Any]]] = []
         for start in range(0, len(texts), _BATCH):
             batch = texts[start : start + _BATCH]
             self._tell(f"first turns: {start + len(batch)} of {len(texts)}")
             pairs.append(both.ask([batch, batch], self._plan.answer))
             self._note([batch, batch], pairs[-1])
+        self._histories = [history[others:] for history in self._histories]
         tokens = _BATCH * (self._plan.prompt + self._plan.answer)
         speeds = [statistics.median(tokens / pair[side]["seconds"] for pair in pairs) for side in (0, 1)]
         ratios = [pair[1]["seconds"] / pair[0]["seconds"] for pair in pairs]
