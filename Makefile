@@ -22,8 +22,9 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	MYPYPATH=src:. $(BIN)/mypy -p longshore -p examples
 
+# Side by side, in as many processes as there are cores, and at most four.
 tests: $(VENV)/ready
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Longshore needs Python 3.11 or newer, this is " + sys.version)'

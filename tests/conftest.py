@@ -29,7 +29,9 @@ settings.register_profile("mutants", max_examples=15, derandomize=True, **_COMMO
 settings.register_profile("soak", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-_EDGES_TAKEN = pytest.StashKey[Counter[Edge]]()
+_EDGES_TAKEN = "edges taken"
+_all_taken: Counter[Edge] = Counter()
+"""Of all tests that have ended, whichever process they ran in."""
 
 
 @pytest.fixture
@@ -46,16 +48,23 @@ def edges_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(pool, "step", counted)
     yield taken
-    request.config.stash.setdefault(_EDGES_TAKEN, Counter()).update(taken)
+    told = [(before.value, after.value, count) for (before, after), count in taken.items()]
+    request.node.user_properties.append((_EDGES_TAKEN, told))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A test has ended: add up what it has counted."""
+    if report.when == "teardown":
+        for before, after, count in dict(report.user_properties).get(_EDGES_TAKEN, ()):
+            _all_taken[State(before), State(after)] += count
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how often each legal edge was taken."""
-    taken = config.stash.get(_EDGES_TAKEN, None)
-    if taken is None:
+    if not _all_taken:
         return
-    covered = sum(taken[edge] > 0 for edge in EDGES)
+    covered = sum(_all_taken[edge] > 0 for edge in EDGES)
     terminalreporter.section(f"state table: {covered} of {len(EDGES)} legal edges taken")
     for edge, meaning in EDGES.items():
         before, after = edge
-        terminalreporter.write_line(f"{before.value:>8} -> {after.value:<8} {taken[edge]:>9,}  {meaning}")
+        terminalreporter.write_line(f"{before.value:>8} -> {after.value:<8} {_all_taken[edge]:>9,}  {meaning}")

@@ -7,7 +7,7 @@ at the same memory, but for the moment only: while it does, a column cannot grow
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
@@ -67,3 +67,27 @@ def leading(true: npt.NDArray[np.bool_]) -> int:
     """How many lead that are true."""
     first = int(true.argmin()) if len(true) else 0
     return len(true) if not len(true) or true[first] else first
+
+
+class Stack:
+    """Numbers, taken and given back at the end. It never shrinks: an array that does may move, 2 ms for a million."""
+
+    def __init__(self, numbers: array[int]) -> None:
+        self._places = numbers
+        self._count = len(numbers)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places[: self._count])
+
+    def take(self, count: int) -> array[int]:
+        """The last `count`, which there are; the last of all comes last."""
+        before, self._count = self._count, self._count - count
+        return self._places[self._count : before]
+
+    def give(self, numbers: array[int]) -> None:
+        """More behind the last."""
+        before, self._count = self._count, self._count + len(numbers)
+        self._places[before : self._count] = numbers

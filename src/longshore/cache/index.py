@@ -18,6 +18,7 @@ The index stands in three modules: `nodes` (the columns), `lookup` (questions ab
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -168,7 +169,7 @@ class Index(Lookup):
             column(reach)[at] = 0
         self.key[at] = None
         marks(self.reachable)[at] = 0
-        self._free.frombytes(at.tobytes())
+        self._free.give(array("i", at.tobytes()))
         self._count -= len(at)
         self.gone += len(at)
         return parents

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
-from longshore.cache.columns import column, marks, numbers, zeros
+from longshore.cache.columns import Stack, column, marks, numbers, zeros
 from longshore.cache.family import Family
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import READY
@@ -76,7 +76,7 @@ class Nodes:
         self.reachable = bytearray(self.size)
         self.depth[ROOT] = -1
         self.reachable[ROOT] = 1
-        self._free = array("i", range(self.size - 1, LISTS - 1, -1))
+        self._free = Stack(array("i", range(self.size - 1, LISTS - 1, -1)))
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
         self._count = 0
         self.gone = 0
@@ -169,7 +169,7 @@ class Nodes:
         for slots in self.slot:
             slots.extend(array("i", [NONE]) * more)
         self.reachable.extend(bytes(more))
-        self._free = array("i", range(self.size + more - 1, self.size - 1, -1)) + self._free
+        self._free = Stack(array("i", range(self.size + more - 1, self.size - 1, -1)) + array("i", self._free))
         self.size += more
 
     def _enter(self, keys: Sequence[Key], at: npt.NDArray[np.int32], tier: int, slots: Sequence[int]) -> list[int]:
@@ -187,19 +187,16 @@ class Nodes:
 
     def _numbers(self, count: int) -> npt.NDArray[np.int32]:
         """Numbers of `count` new nodes."""
-        free = self._free
-        if len(free) < count:
+        if len(self._free) < count:
             raise CacheError(f"the index has room for {self.size - LISTS} chunks, one for each slot")
-        at = np.array(free[len(free) - count :], np.int32)[::-1]
-        del free[len(free) - count :]
-        return at
+        return numbers(self._free.take(count))[::-1]
 
     def _forget(self, node: int, key: Key, parent: int) -> None:
         del self._shards[key[0]][key]
         self._family.leave(node, parent)
         self.key[node] = None
         self.reachable[node] = 0
-        self._free.append(node)
+        self._free.give(array("i", (node,)))
         self._count -= 1
         self.gone += 1
 

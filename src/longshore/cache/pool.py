@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Status
-from longshore.cache.columns import column, marks, numbers, zeros
+from longshore.cache.columns import Stack, column, marks, numbers, zeros
 from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES, step
 from longshore.errors import CacheError, CapacityError
 from longshore.slabs import Slabs
@@ -203,30 +203,27 @@ class SlotPool:
     def _all_free(self, taken: Sequence[int]) -> None:
         """All slots are free but `taken`, which ascend."""
         busy = set(taken)
-        self._free = array("i", [i for i in range(self.capacity - 1, -1, -1) if i not in busy])
+        self._free = Stack(array("i", [i for i in range(self.capacity - 1, -1, -1) if i not in busy]))
 
     def _take(self, count: int, pool: int) -> list[int]:
         """`count` free slots, which there are, free no longer."""
-        free = self._free
-        taken = free[-count:].tolist()[::-1]
-        del free[-count:]
-        return taken
+        return self._free.take(count).tolist()[::-1]
 
     def _give_back(self, indices: array[int]) -> None:
         """These slots are free again."""
-        self._free += indices
+        self._free.give(indices)
 
     def _claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
         """These slots, which are free, are so no longer; or `CacheError`."""
         if any(pools):
             raise CacheError(f"there is one image size, pool 0; got pools {sorted(set(pools))}")
         wanted = set(indices)
-        self._free = array("i", [i for i in self._free if i not in wanted])
+        self._free = Stack(array("i", [i for i in self._free if i not in wanted]))
 
     def _resize(self, slabs: int) -> None:
         """From now on there are `slabs` slots; those that are not any more are free."""
         new = range(slabs - 1, self.capacity - 1, -1)
-        self._free = array("i", [*new, *(i for i in self._free if i < slabs)])
+        self._free = Stack(array("i", [*new, *(i for i in self._free if i < slabs)]))
 
     def _check_free(self, marked: Sequence[int]) -> None:
         """Raise `CacheError` unless `marked`, which ascend, are the free slots."""

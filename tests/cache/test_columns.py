@@ -1,0 +1,33 @@
+"""Columns: a stack that never moves gives what a list would."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.cache.columns import Stack
+
+
+@given(st.lists(st.integers(-5, 5)), st.lists(st.one_of(st.integers(0, 4), st.lists(st.integers(-5, 5), max_size=4))))
+def test_a_stack_gives_what_a_list_would(first: list[int], steps: list[int | list[int]]) -> None:
+    stack, plain = Stack(array("i", first)), list(first)
+    for step in steps:
+        if isinstance(step, list):
+            stack.give(array("i", step))
+            plain += step
+        elif step <= len(plain):
+            assert stack.take(step).tolist() == plain[len(plain) - step :]
+            del plain[len(plain) - step :]
+        assert (len(stack), list(stack)) == (len(plain), plain)
+
+
+def test_a_stack_stays_where_it_is() -> None:
+    stack = Stack(array("i", range(100_000)))
+    where = stack._places.buffer_info()
+    for count in (1, 10_000, 50_000):
+        taken = stack.take(count)
+        assert stack._places.buffer_info() == where
+        stack.give(taken)
+        assert stack._places.buffer_info() == where
