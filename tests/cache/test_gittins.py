@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 import random
 
 import numpy as np
@@ -380,14 +378,3 @@ def test_lists_that_disagree_are_found() -> None:
 def test_a_life_of_a_million_steps_does_not_overflow_an_age() -> None:
     assert age_of(2**31 - 1) == AGES - 1
     assert math.isfinite(Promises().table().sum())
-
-
-def test_what_departed_can_be_pickled() -> None:
-    departed = Departed(8)
-    empty = copy.deepcopy(departed)  # by way of the same state
-    for memory in (departed, empty):
-        memory.add(b"a", 3, 2)
-    other = copy.deepcopy(departed)
-    assert pickle.dumps(other) == pickle.dumps(departed)
-    assert other.take(b"a") == empty.take(b"a") == (3, 2)
-    assert departed.count == 1

@@ -25,11 +25,11 @@ import hashlib
 import random
 import statistics
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from longshore.bench.harness import Case, chosen, compare
+from longshore.bench.memory import bytes_per_block
 from longshore.bench.ours import Ours, Two
 from longshore.bench.prompts import Load, lengths
 from longshore.bench.rivals import Rival, makers_of_rivals
@@ -40,6 +40,8 @@ from longshore.keys import Scope, chain
 _TOKENS = 131_072
 _BLOCK = 16
 _PREFERRED = 64
+_REFILLS = 7
+"""After so many further fillings the default policy remembers as many departures as it ever does."""
 _PER_SIZE = ("match", "commit", "offload", "evict", "below", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
 
 
@@ -186,35 +188,14 @@ def _pause(size: int, load: Load) -> Case:
 
 
 def _memory(size: int, kinds: Sequence[str]) -> Iterator[Case]:
-    """What is allocated while a tier is filled, its keys included; and what more once all of it has been evicted."""
-    taken = []
-    makers: list[Callable[[], Ours | Rival]] = [
-        partial(Ours, size),
-        *(partial(make, size) for make in makers_of_rivals()),
-    ]
-    names, ghosts = [], 0.0
-    for i, make in enumerate(makers):
-        gc.collect()
-        tracemalloc.start()
-        side = make()
-        names.append(side.name)
-        dice = random.Random(1)  # noqa: S311
-        for _ in range(size // 64):
-            side.store([dice.randbytes(32) for _ in range(64)])
-        gc.collect()
-        taken.append(tracemalloc.get_traced_memory()[0] / (size // 64 * 64))
-        if i == 0 and "ghosts" in kinds:
-            for _ in range(size // 64):
-                side.store([dice.randbytes(32) for _ in range(64)])
-            gc.collect()
-            ghosts = max(0.0, tracemalloc.get_traced_memory()[0] / (size // 64 * 64) - taken[0])
-        tracemalloc.stop()
-        del side
+    """What a tier takes that has been filled, its keys included; and what more once all ghosts are remembered."""
+    filled, ghosts = bytes_per_block(Ours, size, _REFILLS if "ghosts" in kinds else 0)
     if "memory" in kinds:
-        best, name = min(zip(taken[1:], names[1:], strict=True))
-        yield Case(f"memory/{size}", taken[0], "bytes", name, best, best / taken[0])
+        rivals = {make(64).name: bytes_per_block(make, size)[0] for make in makers_of_rivals()}
+        best = min(rivals, key=rivals.__getitem__)
+        yield Case(f"memory/{size}", filled, "bytes", best, rivals[best], rivals[best] / max(filled, 1.0))
     if "ghosts" in kinds:
-        yield Case(f"ghosts/{size}", ghosts, "bytes", "the blocks themselves", taken[0], taken[0] / max(ghosts, 1.0))
+        yield Case(f"ghosts/{size}", ghosts, "bytes", "the blocks themselves", filled, filled / max(ghosts, 1.0))
 
 
 def _hash(repeats: int) -> Case:

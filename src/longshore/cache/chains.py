@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import column, grown
+from longshore.cache.columns import Column, column, grown
 from longshore.errors import CacheError
 
 LISTS = 256
@@ -30,8 +30,8 @@ class Chains:
     __slots__ = ("after", "before")
 
     def __init__(self, size: int = LISTS) -> None:
-        self.after = array("i", range(LISTS))
-        self.before = array("i", range(LISTS))
+        self.after: Column = array("i", range(LISTS))
+        self.before: Column = array("i", range(LISTS))
         self.grow(size)
 
     def grow(self, size: int) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 _INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)  # found out anew each time, they would cost as much again
 _seen_as = np.frombuffer
+
+Column: TypeAlias = "array[int] | memoryview[int]"
 
 
 def zeros(count: int) -> array[int]:
@@ -33,14 +35,16 @@ def sparse(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.frombuffer(mmap(-1, nbytes, MAP_PRIVATE | MAP_ANONYMOUS), dtype, count)
 
 
-def grown(numbers: array[int], size: int) -> array[int]:
-    """The same column, with zeros behind up to `size` places: at the cost of touching each place once, and no more."""
-    larger = zeros(max(size, len(numbers)))
-    larger[: len(numbers)] = numbers
-    return larger
+def grown(numbers: Column, size: int) -> Column:
+    """The same column, with zeros behind up to `size` places, which take memory only where they are written to."""
+    if size <= len(numbers):
+        return numbers
+    places = sparse(size, _INT32).data
+    places[: len(numbers)] = memoryview(numbers)
+    return places
 
 
-def column(numbers: array[int]) -> npt.NDArray[np.int32]:
+def column(numbers: Column) -> npt.NDArray[np.int32]:
     """A column of 32-bit numbers as numpy sees it."""
     return _seen_as(numbers, _INT32)
 

@@ -54,9 +54,10 @@ class Family:
 
     def path(self, node: int, length: int) -> list[int]:
         """`node` and its ancestors, at most `length` in all, tail first."""
-        parent = self.parent
-        found: list[int] = []
-        while node and len(found) < length:
+        parent, found = self.parent, list[int]()
+        for _ in range(length):
+            if node == _NOBODY:
+                break
             found.append(node)
             node = parent[node]
         return found

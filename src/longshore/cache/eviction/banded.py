@@ -55,9 +55,14 @@ class Banded(Parted):
 
         Each goes first among those of that priority, the last of them before the others.
         """
-        part = marks(self._part)[at]
-        moving: list[int] = at[(part != OUT) & (part != marks(self._priorities)[at])].tolist()
-        self.remove_all(moving[::-1])
-        self.insert(moving)
-        self.hold_all(moving)
-        self.release(moving)
+        part, wanted = marks(self._part)[at], marks(self._priorities)[at]
+        moving = (part != OUT) & (part != wanted)
+        at, part, wanted = at[moving], part[moving], wanted[moving]
+        for number in sorted(set(part.tobytes())):
+            self._parts[number].remove_all(at[part == number][::-1].tolist())
+        for number in sorted(set(wanted.tobytes())):
+            policy, ours = self.part(number), at[wanted == number].tolist()
+            policy.insert(ours)
+            policy.hold_all(ours)
+            policy.release(ours)
+        marks(self._part)[at] = wanted

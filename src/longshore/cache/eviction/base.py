@@ -174,7 +174,7 @@ def check_new(place: bytearray, nodes: Sequence[int]) -> None:
         raise known(next(node for i, node in enumerate(nodes) if node < LISTS or place[node] or node in nodes[:i]))
 
 
-def check_in(place: bytearray, nodes: Sequence[int]) -> None:
+def check_in(place: bytearray, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
     """Raise `CacheError` if one of `nodes` is not in, by its mark in `place`."""
     if not all(map(place.__getitem__, nodes) if len(nodes) < FEW else (marks(place)[numbers(nodes)].all(),)):
         raise unknown(next(node for node in nodes if not place[node]))

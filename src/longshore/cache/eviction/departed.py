@@ -12,7 +12,6 @@ for another's: what is remembered guides guesses, and no more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,15 +50,6 @@ class Departed:
         self._tags, self._before = sparse(places, np.uint32).data, sparse(places, np.uint32).data
         self._when, self._uses = sparse(places, np.int32).data, sparse(places, np.uint8).data
         self._heads = sparse(heads, np.uint32).data
-
-    def __getstate__(self) -> dict[str, Any]:
-        """As arrays, for views cannot be pickled."""
-        state = {name: getattr(self, name) for name in self.__slots__}
-        return {name: np.asarray(each) if isinstance(each, memoryview) else each for name, each in state.items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, each in state.items():
-            setattr(self, name, each.data if isinstance(each, np.ndarray) else each)
 
     def add(self, key: Key, when: int, uses: int) -> None:
         """`key`, which is not remembered, left: it takes the place of the oldest."""

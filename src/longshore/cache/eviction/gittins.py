@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import column, grown, marks, numbers, zeros
+from longshore.cache.columns import Column, column, grown, marks, numbers, zeros
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.departed import Departed
 from longshore.cache.eviction.promise import AGES, KINDS, Promises, age_of, ages_of
@@ -65,7 +65,7 @@ class Gittins(EvictionPolicy):
         self._promises = Promises()
         self._chains = Chains()
         self._place = bytearray(LISTS)
-        self._used = zeros(LISTS)
+        self._used: Column = zeros(LISTS)
         self._count = 0
         self._now = 0
         """Steps of the clock until now."""
@@ -123,23 +123,23 @@ class Gittins(EvictionPolicy):
 
     def hold_all(self, nodes: Sequence[int]) -> None:
         """`nodes` cannot go at present."""
-        check_in(self._place, nodes)
         at, place = numbers(nodes), marks(self._place)
+        check_in(self._place, at)
         self._chains.drop_all(at[place[at] < HELD])
         place[at] |= HELD
 
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, each as the first of its list."""
-        check_in(self._place, nodes)
-        if len(nodes) < FEW:
-            for node in nodes:
-                if self._place[node] >= HELD:
-                    self._place[node] -= HELD
-                    which = self._list_of(self._place[node], self._used[node])
-                    self._chains.chill(which, node)
-                    self._look_at(which)
-        else:
+        if len(nodes) >= FEW:
             self._release_all(numbers(nodes))
+            return
+        check_in(self._place, nodes)
+        for node in nodes:
+            if self._place[node] >= HELD:
+                self._place[node] -= HELD
+                which = self._list_of(self._place[node], self._used[node])
+                self._chains.chill(which, node)
+                self._look_at(which)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; how it was used is remembered if it was evicted."""
@@ -155,8 +155,8 @@ class Gittins(EvictionPolicy):
 
     def remove_all(self, nodes: Sequence[int]) -> None:
         """`nodes` left."""
-        check_in(self._place, nodes)
         at, place = numbers(nodes), marks(self._place)
+        check_in(self._place, at)
         self._chains.drop_all(at[place[at] < HELD])
         place[at] = OUT
         self._count -= len(at)
@@ -317,6 +317,7 @@ class Gittins(EvictionPolicy):
         self._note(at, was.translate(USES_AGAIN))
 
     def _release_all(self, at: _Nodes) -> None:
+        check_in(self._place, at)
         place = marks(self._place)
         held = at[place[at] >= HELD]
         if not len(held):

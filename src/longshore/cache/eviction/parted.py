@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import marks, numbers
-from longshore.cache.eviction.base import EvictionPolicy, Names, known, unknown
+from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, known, unknown
 from longshore.errors import CacheError
 
 OUT = 255
@@ -169,4 +169,7 @@ class Parted(EvictionPolicy):
         """`nodes` by policy, in their order."""
         if parts.count(parts[:1]) == len(parts):
             return [(parts[0], nodes)] if parts else []
-        return [(number, list(compress(nodes, map(number.__eq__, parts)))) for number in dict.fromkeys(parts)]
+        if len(nodes) < FEW:
+            return [(number, list(compress(nodes, map(number.__eq__, parts)))) for number in dict.fromkeys(parts)]
+        at, of = numbers(nodes), np.frombuffer(parts, np.uint8)
+        return [(number, at[of == number].tolist()) for number in dict.fromkeys(parts)]
