@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed import parallel_state
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Group, Rig, file_settings, keys_of
 
@@ -116,6 +117,14 @@ def test_remedies_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_served_is_refused_at_start(change: dict[str, Any], what: str) -> None:
     with pytest.raises(EngineError, match=what):
         Rig(**change)
+
+
+def test_ranks_that_share_no_memory_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(cpu_group="both ranks"))
+    monkeypatch.setattr(parallel_state, "in_the_same_node_as", lambda group: [group == "both ranks", False])
+    with pytest.raises(EngineError, match="several nodes"):
+        Rig(world=2)
 
 
 def test_replicas_have_directories_of_their_own(tmp_path: Path) -> None:

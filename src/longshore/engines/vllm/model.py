@@ -60,6 +60,17 @@ def nodes() -> int:
     return 1 if vllm is None else int(vllm.parallel_config.nnodes_within_dp)
 
 
+def are_together() -> bool:
+    """Whether the ranks of this replica share memory; Ray may have put them on several machines. All ask at once."""
+    from vllm.distributed.parallel_state import (  # noqa: PLC0415 - only workers have groups
+        get_tp_group,
+        in_the_same_node_as,
+        model_parallel_is_initialized,
+    )
+
+    return not model_parallel_is_initialized() or all(in_the_same_node_as(get_tp_group().cpu_group))
+
+
 def is_killed_at_once() -> bool:
     """Whether vLLM kills its engine a few seconds after it was told to stop, as far as this process knows."""
     from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - only workers have one

@@ -21,13 +21,13 @@ from longshore.engines.vllm.announce import LIMIT
 from longshore.engines.vllm.caches import Blocks, layout_of
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.meeting import Note, attach, find, publish, withdraw
-from longshore.engines.vllm.model import describe, is_killed_at_once, nodes
+from longshore.engines.vllm.model import are_together, describe, is_killed_at_once, nodes
 from longshore.engines.vllm.scope import scope_of, why_transient
 from longshore.engines.vllm.settings import read, refuse
 from longshore.engines.vllm.store import open_store
 from longshore.engines.vllm.tally import definitions
 from longshore.engines.vllm.worker import LongshoreWorker
-from longshore.errors import ConfigError
+from longshore.errors import ConfigError, EngineError
 from longshore.layout import KVLayout
 from longshore.runtime.host_memory import open_arena, registrar_for
 from longshore.runtime.selftest import copy_test
@@ -98,6 +98,8 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         """A rank's side; the first rank makes the memory, and tells the others when it has been tested."""
         layout, parallel = layout_of(kv_caches, self.config), self.config.parallel
         _log.info("%s", layout)
+        if parallel.world_size > 1 and not are_together():
+            raise EngineError("ranks on several nodes are not served: they share memory; run them all on one machine")
         with contextlib.ExitStack() as undo:
             if parallel.rank == 0:
                 arena, stamps, note = self._make_memory(layout)
