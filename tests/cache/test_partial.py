@@ -54,6 +54,13 @@ def test_the_chunk_with_the_longest_beginning_in_common_is_found() -> None:
     assert (found.length, found.partial) == (2, Partial(path(ABC)[2], 2))
 
 
+def test_a_chunk_of_the_same_tokens_by_another_name_leaves_one_to_compute() -> None:
+    cache = stored(ABC)
+    keys = [*path(ABC)[:2], b"by another name".ljust(32, b".")]
+    found = cache.match(keys, 0.0, text=Text(ABC, ROOT))
+    assert (found.length, found.partial) == (2, Partial(path(ABC)[2], 3))
+
+
 def test_its_first_tokens_are_loaded_with_the_rest() -> None:
     cache = stored(ABC)
     tokens = [*ABC[:10], 7, 7]
