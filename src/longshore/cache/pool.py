@@ -85,8 +85,6 @@ class SlotPool:
             raise CacheError(f"cannot allocate {count} slots")
         if count > self.room(pool):
             raise CapacityError(f"{count} slots were asked for, {self.room(pool)} of {self.capacity} are free")
-        if count == 0:
-            return []
         taken = self._take(count, pool)
         self.move_all(taken, FREE, FILLING)
         return taken
