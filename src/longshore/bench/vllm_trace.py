@@ -19,6 +19,8 @@ from longshore.trace.readers import read_trace
 from longshore.trace.request import TraceRequest
 from longshore.trace.tokens import tokens_of
 
+_IDLE = "; the device kept what came back: give it fewer blocks, num_gpu_blocks_override in --engine"
+
 
 def run(
     model: Path,
@@ -70,7 +72,9 @@ def _ask(
             returns.note(len(prompt), said)
         seen.add(request.hash_ids[:1])
     yield Case("served-trace", served[0], "requests", WITHOUT, served[1], served[0] / max(1, served[1]))
-    yield Case("loaded-trace", loaded, "tokens", "tokens of all prompts", total, loaded / total)
+    yield Case(
+        "loaded-trace", loaded, "tokens", "tokens of all prompts" + ("" if loaded else _IDLE), total, loaded / total
+    )
     yield from returns.cases("trace")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_models import save
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from longshore.bench import vllm_arms, vllm_manager, vllm_sessions, vllm_trace
 from longshore.cli.app import app
 from longshore.errors import BenchError, TraceError
+from longshore.trace.readers import read_trace
 
 ENGINE = {
     "dtype": "float32",
@@ -93,6 +96,16 @@ def test_a_trace_is_asked_of_both_and_what_returns_comes_from_the_tiers(
     assert all(cases[name]["value"] > 0 and cases[name]["reference_value"] > 0 for name in times)
     assert "request 12 of 12" in done.stderr
     assert list(tmp_path.glob("longshore-bench-*")) == []
+
+
+def test_where_the_device_kept_all_it_is_said_what_to_do(tmp_path: Path) -> None:
+    asked = list(read_trace(conversations(tmp_path / "trace.jsonl", 2), block_tokens=32))
+    facts, told = {"vocabulary": 100, "longest": 256}, list[str]()
+    for loaded in (0, 96):
+        said = {"loaded": {"host": loaded}, "answers": [{"ttft": 0.1, "tokens": [1] * 8, "cached": 96}]}
+        both: Any = SimpleNamespace(ask=lambda prompts, answer, said=said: [said, said])
+        cases = {case.name: case for case in vllm_trace._ask(asked, both, 8, facts, 32, told.append)}
+        assert ("num_gpu_blocks_override" in cases["loaded-trace"].reference) == (not loaded)
 
 
 def test_a_trace_that_cannot_be_asked_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
