@@ -27,7 +27,7 @@ from longshore.transfer.engine import TransferEngine
 ATTIC = "attic"
 BLOCKS, ROW, SLOTS, STAGES = 24, 6 * 1000, 4, 2
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
-PATIENCE = 10.0
+PATIENCE = 60.0
 DOWN = Route(FILE, ATTIC)
 
 

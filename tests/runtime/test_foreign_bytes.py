@@ -24,7 +24,7 @@ from longshore.transfer.engine import TransferEngine
 
 BLOCKS, ROW, SLOTS = 24, 6 * 1000, 8
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 class Machine:

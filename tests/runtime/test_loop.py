@@ -486,7 +486,7 @@ class Prompt(Scripted):
 
 
 def until(done: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while not done() and time.monotonic() < end:
         time.sleep(1e-3)
     return done()

@@ -19,7 +19,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.file import capacity_for
 from longshore.transfer import CpuDevice
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
 
 

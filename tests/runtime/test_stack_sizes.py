@@ -22,7 +22,7 @@ BLOCKS = 24
 FULL, WINDOW = 0, 1
 LAYERS = {FULL: (0, 1, 2), WINDOW: (3,)}
 SLABS = 5
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Machine:
