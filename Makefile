@@ -24,7 +24,7 @@ types: $(VENV)/ready
 
 # Side by side, in as many processes as there are cores, and at most four.
 tests: $(VENV)/ready
-	$(BIN)/pytest -q -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/pytest -q -n logical --maxprocesses 4 --dist worksteal
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Longshore needs Python 3.11 or newer, this is " + sys.version)'

@@ -5,7 +5,6 @@ HYPOTHESIS_PROFILE=mutants pytest ...  a few of them, for tests that are run ove
 HYPOTHESIS_PROFILE=soak pytest ...     new examples on every run, twenty times as many
 """
 
-import copyreg
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -20,9 +19,6 @@ pytest.register_assert_rewrite(
 )
 
 Edge = tuple[State, State]
-
-# Tests compare the state of a cache before and after by its pickle; some of its columns are views.
-copyreg.pickle(memoryview, lambda view: (bytes, (view.tobytes(),)))  # type: ignore[arg-type]
 
 # Bits are compared: oneMKL must not pick its kernels by the alignment of its inputs. Read when torch is loaded.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")

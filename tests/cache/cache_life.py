@@ -5,13 +5,13 @@ What the events say is added up in `heard`, which must at any time be what the c
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 from cache_model import World
 from cache_movers import POISON
 from cache_setup import Setup
+from pickled import state_of
 
 from longshore.boundary import DEVICE, Key, Slot
 from longshore.cache import Event, EventKind, State
@@ -58,7 +58,7 @@ class Life(World):
     def resize(self, tier: str, slots: int, discard: bool, move: bool = False) -> bool:
         """Have `slots` slots in `tier`, if what lies above may go, or move; says whether that was so."""
         in_the_way = [slot for slot in self.touched(tier) if slot.index not in self.setup.indices(slots)]
-        before, books = set(self.resident), pickle.dumps(self.cache)
+        before, books = set(self.resident), state_of(self.cache)
         above = {key for (key, where), each in self.resident.items() if where == tier and each.slot in in_the_way}
         kwargs: dict[str, Any] = {"move": True} if move else {"discard": discard}
         try:
@@ -66,7 +66,7 @@ class Life(World):
         except CapacityError as error:
             assert in_the_way, f"{slots} slots of {tier} were refused, and nothing lies above"
             assert not move or not self.can_move(tier, slots, in_the_way)
-            assert pickle.dumps(self.cache) == books
+            assert state_of(self.cache) == books
             self.answers.append(f"CapacityError: {error}")
             self.sound = True
             return False

@@ -7,7 +7,6 @@ What it is asked, and what the answers must be, stands in `cache_reading`, `cach
 from __future__ import annotations
 
 import math
-import pickle
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,6 +16,7 @@ import pytest
 from cache_holds import ModelHold
 from cache_movers import BAD, Job, Movers, Tag, places
 from cache_setup import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, method_of, parent
+from pickled import state_of
 
 from longshore.boundary import (
     DEVICE,
@@ -86,12 +86,12 @@ class Stage:
     def refused(self, error: type[CacheError], method: str, *args: Any, **kwargs: Any) -> None:
         """Call the cache, which must raise `error` and change nothing at all."""
         self.sound = False
-        before = pickle.dumps(self.pool)
+        before = state_of(self.pool)
         self.calls.append(Call(method, args, kwargs))
         with pytest.raises(error) as info:
             method_of(self.cache, self.pool, method)(*args, **kwargs)
         assert info.value.args[0], "an error says what was expected and what came"
-        assert pickle.dumps(self.pool) == before, f"{method} raised {info.value!r} and changed something"
+        assert state_of(self.pool) == before, f"{method} raised {info.value!r} and changed something"
         self.answers.append(f"{type(info.value).__name__}: {info.value}")
         self.sound = True
 

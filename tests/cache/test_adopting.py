@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +9,7 @@ from cache_setup import key, parent, path_of
 from group_kit import end, orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pickled import state_of
 
 from longshore.boundary import FILE, HOST, Key
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
@@ -190,7 +190,7 @@ def test_what_was_found_has_no_advantage_over_what_comes_after_it(policy: str) -
 )
 def test_what_is_no_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any, Any, Any, Any]]) -> None:
     cache = TieredCache([TierSpec(name, 4, policy=POLICIES["lru"]) for name in (HOST, FILE)], CacheSettings())
-    before = pickle.dumps(cache)
+    before = state_of(cache)
     with pytest.raises(CacheError):
         cache.adopt(FILE, [(3, key("b"), None, 0), *bad])
-    assert pickle.dumps(cache) == before
+    assert state_of(cache) == before

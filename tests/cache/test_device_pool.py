@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
 from cache_setup import IMAGE_BYTES, chunks, key, path_of
+from pickled import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, DevicePool, EventKind, TieredCache, TierSpec, WritePolicy
@@ -141,10 +141,10 @@ def test_what_cannot_be_done_is_a_typed_error_and_changes_nothing(call: str, arg
     device = Device(4)
     device.serve("ab", keep=True)
     assert device.pool.allocate(1) == [2]
-    before = pickle.dumps(device.pool)
+    before = state_of(device.pool)
     with pytest.raises(CacheError):
         getattr(device.pool, call)(*args)
-    assert pickle.dumps(device.pool) == before
+    assert state_of(device.pool) == before
 
 
 def test_a_pool_has_no_less_than_no_blocks() -> None:
@@ -172,10 +172,10 @@ def test_a_block_that_is_still_being_filled_is_not_found_on_the_device() -> None
     assert found.match.hold is not None
     device.pool.onboard(found.match.hold, blocks)
     device.take()
-    before = pickle.dumps(device.pool)
+    before = state_of(device.pool)
     with pytest.raises(CacheError, match=f"device block {blocks[0]} is still being filled"):
         device.pool.commit(chunks("ab"), blocks)
-    assert pickle.dumps(device.pool) == before
+    assert state_of(device.pool) == before
     assert device.pool.match(chunks("ab"), 0.0).blocks == ()
     device.settle()
     device.pool.commit(chunks("ab"), blocks)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cache_setup import chunks, key, path_of
+from pickled import state_of
 
 from longshore.boundary import FILE, HOST, Probe, ProbeResult, Route, Status, Transfer, TransferResult, Urgency
 from longshore.cache import (
@@ -244,10 +245,10 @@ def test_answers_that_nobody_waits_for_are_refused_and_nothing_is_applied(wrong:
         "rank": [ProbeResult(number, (True, True), rank=1)],
         "length": [ProbeResult(number, (True,))],
     }[wrong]
-    before = pickle.dumps(desk.cache)
+    before = state_of(desk.cache)
     with pytest.raises(JobError):
         desk.cache.apply(results, 0.0)
-    assert pickle.dumps(desk.cache) == before
+    assert state_of(desk.cache) == before
     desk.answer("ab")
     assert desk.match("ab").foreign == 2
 
@@ -424,10 +425,10 @@ def test_names_and_rules_that_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize("call", ["match", "fetch"])
 def test_keys_that_are_no_path_are_neither_asked_for_nor_fetched(call: str) -> None:
     desk = known("ab", "ab")
-    before = pickle.dumps(desk.cache)
+    before = state_of(desk.cache)
     with pytest.raises(CacheError, match="keys of a path differ"):
         getattr(desk.cache, call)([key("a"), key("a")], 1.0)
-    assert pickle.dumps(desk.cache) == before
+    assert state_of(desk.cache) == before
 
 
 def test_what_is_behind_chunks_that_only_the_engine_has_is_neither_asked_for_nor_fetched() -> None:

@@ -366,6 +366,17 @@ def test_a_long_path_that_is_used_is_one_chunk_after_the_other() -> None:
     assert together._promises.came_back == single._promises.came_back
 
 
+@pytest.mark.parametrize("method", ["hold_all", "release", "remove_all"])
+@pytest.mark.parametrize("count", [5, 60])
+def test_columns_can_grow_while_somebody_keeps_a_refusal(method: str, count: int) -> None:
+    policy = Gittins(100, {})
+    policy.grow(600)
+    with pytest.raises(CacheError, match="not in") as kept:
+        getattr(policy, method)(range(300, 300 + count))
+    policy.grow(700)
+    assert kept.value.__traceback__ is not None
+
+
 def test_lists_that_disagree_are_found() -> None:
     tier = Tier(8)
     for key in range(4):

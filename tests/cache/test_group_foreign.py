@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 from cache_setup import IMAGE_BYTES
 from group_kit import FULL, WINDOW, end, keys_of, orders, store, wanted
+from pickled import state_of
 
 from longshore.boundary import HOST, Probe, ProbeResult
 from longshore.cache import CacheSettings, MissReason, TieredCache, TierSpec
@@ -87,7 +86,7 @@ def test_keys_out_of_place_where_only_the_store_is_asked_are_refused_with_nothin
     known, new = keys_of(0, 6), keys_of(0, 7, "b")
     store(cache, 0, known)
     store(cache, 1, keys_of(1, 5))
-    before = pickle.dumps(cache)
+    before = state_of(cache)
     with pytest.raises(CacheError, match="key 3 of a path"):
         cache.match_groups(wanted([known[0], *new[1:3], known[5], *new[4:]], keys_of(1, 5)), 1.0)
-    assert pickle.dumps(cache) == before
+    assert state_of(cache) == before

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import pickle
 from typing import NamedTuple
 
 import pytest
 from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, store, wanted
 from hypothesis import given
 from hypothesis import strategies as st
+from pickled import state_of
 
 from longshore.boundary import HOST
 from longshore.cache import CacheGroup, CacheSettings, EventKind, MissReason, TieredCache, TierSpec, Wanted
@@ -166,10 +166,10 @@ def test_keys_of_the_last_group_that_are_out_of_place_behind_what_can_be_read_ch
     cache = grouped(FULL, FULL, events=9)
     known, new = keys_of(1, 4), keys_of(1, 5, "b")
     store(cache, 1, known)
-    before = pickle.dumps(cache)
+    before = state_of(cache)
     with pytest.raises(CacheError, match="key 2 of a path"):
         cache.match_groups(wanted(keys_of(0, 5), [known[0], new[1], known[1], *new[3:]]), 1.0)
-    assert pickle.dumps(cache) == before
+    assert state_of(cache) == before
 
 
 def test_each_group_of_a_request_is_an_event() -> None:

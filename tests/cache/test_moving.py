@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 from cache_setup import IMAGE_BYTES
+from pickled import state_of
 from test_sizes import LARGE, SIZES, SMALL, Bytes
 
 from longshore.boundary import FILE, HOST, Status
@@ -99,22 +98,22 @@ def test_while_jobs_work_above_nothing_moves(reading: bool) -> None:
         world.cache.onboard(hold, [0], group=LARGE)
     else:
         world.commit(SMALL, "ef")
-    before = pickle.dumps(world.cache)
+    before = state_of(world.cache)
     with pytest.raises(CapacityError, match="jobs work on"):
         world.cache.resize(HOST, 3, move=True)
-    assert pickle.dumps(world.cache) == before
+    assert state_of(world.cache) == before
 
 
 def test_without_room_below_nothing_moves() -> None:
     world = filled()
-    before = pickle.dumps(world.cache)
+    before = state_of(world.cache)
     with pytest.raises(CapacityError, match="3 slabs from 2 on are taken, 2 below it are free"):
         world.cache.resize(HOST, 2, move=True)
     with pytest.raises(CacheError, match="not both"):
         world.cache.resize(HOST, 3, move=True, discard=True)
     with pytest.raises(CacheError):
         world.cache.resize(HOST, -1, move=True)
-    assert pickle.dumps(world.cache) == before
+    assert state_of(world.cache) == before
 
 
 def test_a_move_that_fails_has_changed_nothing_and_can_be_tried_again() -> None:
@@ -159,8 +158,8 @@ def test_what_is_forgotten_during_its_move_leaves_nothing_behind(how: str) -> No
 
 def test_a_tier_whose_slots_nobody_copies_refuses_to_move() -> None:
     cache = TieredCache([TierSpec(HOST, 4, IMAGE_BYTES), TierSpec(FILE, 4, IMAGE_BYTES, moves=False)])
-    before = pickle.dumps(cache)
+    before = state_of(cache)
     with pytest.raises(CacheError, match="nothing copies from slot to slot of tier 'file'"):
         cache.resize(FILE, 2, move=True)
-    assert pickle.dumps(cache) == before
+    assert state_of(cache) == before
     assert cache.resize(FILE, 2) is None

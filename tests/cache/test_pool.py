@@ -1,10 +1,10 @@
 """Slots: every operation is all or nothing, and no id is trusted."""
 
-import pickle
 import re
 from collections.abc import Callable
 
 import pytest
+from pickled import state_of
 
 from longshore.boundary import Status
 from longshore.cache.pool import SlotPool
@@ -80,10 +80,10 @@ def test_claimed_slots_are_taken_and_the_others_are_not() -> None:
 def test_claiming_what_is_taken_or_does_not_exist_changes_nothing(indices: list[int], named: str) -> None:
     pool = SlotPool(4)
     pool.claim([0], [0])
-    before = pickle.dumps(pool)
+    before = state_of(pool)
     with pytest.raises(CacheError, match=re.escape(f"must be free, distinct and below 4: {named}")):
         pool.claim(indices, [0] * len(indices))
-    assert pickle.dumps(pool) == before
+    assert state_of(pool) == before
 
 
 def test_a_pool_may_be_empty_but_not_less() -> None:

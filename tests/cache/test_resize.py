@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 from cache_model import World
 from cache_setup import Setup, chunks
+from pickled import state_of
 
 from longshore.boundary import FILE, HOST
 from longshore.cache.pool import SlotPool
@@ -30,10 +29,10 @@ def resize(world: World, tier: str, slots: int, *, discard: bool = False) -> Non
 def refused(
     world: World, tier: str, slots: int, *, discard: bool = False, error: type[CacheError] = CapacityError
 ) -> None:
-    before = pickle.dumps(world.cache)
+    before = state_of(world.cache)
     with pytest.raises(error):
         world.cache.resize(tier, slots, discard=discard)
-    assert pickle.dumps(world.cache) == before
+    assert state_of(world.cache) == before
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 from cache_setup import key
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pickled import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, Hold, Offload, Retention, TieredCache, TierSpec, WritePolicy
@@ -250,7 +249,7 @@ def test_groups_and_paths_of_the_wrong_size_are_refused_before_anything_changes(
     world.settle()
     _, hold = world.match(SMALL, "ab")
     assert hold is not None
-    before = pickle.dumps(world.cache)
+    before = state_of(world.cache)
     keys = path(SMALL, "abc")
     for call in (
         lambda: world.cache.commit(keys, [0, 1, 2], group=LARGE),
@@ -262,7 +261,7 @@ def test_groups_and_paths_of_the_wrong_size_are_refused_before_anything_changes(
     ):
         with pytest.raises(CacheError):
             call()
-        assert pickle.dumps(world.cache) == before
+        assert state_of(world.cache) == before
 
 
 def test_tiers_have_the_same_pools() -> None:
@@ -294,10 +293,10 @@ def test_a_tier_of_slabs_shrinks_by_slabs() -> None:
     world.commit(SMALL, "abcde")
     world.commit(LARGE, "x")
     world.settle()
-    before = pickle.dumps(world.cache)
+    before = state_of(world.cache)
     with pytest.raises(CapacityError):
         world.cache.resize(HOST, 2)
-    assert pickle.dumps(world.cache) == before
+    assert state_of(world.cache) == before
     world.cache.resize(HOST, 2, discard=True)
     world.slabs[HOST] = Slabs(12, SIZES, 2)
     assert (world.kept(LARGE, "x"), world.kept(SMALL, "a", "abcde")) == ([], ["a", "abcde"])
@@ -404,10 +403,10 @@ def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     job = cache.commit(keys[:1], [0], group=0).job
     assert job is not None
     cache.apply([TransferResult(job, (Status.OK,))], 0.0)
-    before = pickle.dumps(cache)
+    before = state_of(cache)
     with pytest.raises(CacheError, match="images of pool 0"):
         cache.fetch(keys, 0.0, group=1)
-    assert pickle.dumps(cache) == before
+    assert state_of(cache) == before
 
 
 def test_a_quarter_is_kept_safe_of_images_of_the_largest_size_too() -> None:

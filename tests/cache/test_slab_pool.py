@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pickled import state_of
 
 from longshore.cache.slab_pool import NOBODY, SlabPool
 from longshore.cache.states import DRAINING, FILLING, FREE, READY
@@ -54,7 +53,7 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(-2, 9))
     def allocate(self, data: st.DataObject, count: int) -> None:
         pool = data.draw(st.integers(0, self.pools - 1))
-        before = pickle.dumps(self.pool)
+        before = state_of(self.pool)
         room = self.room(pool)
         if 0 <= count <= room:
             spare = self.slabs.slabs - len(self.owner)
@@ -69,7 +68,7 @@ class Model(RuleBasedStateMachine):
         else:
             with pytest.raises(CapacityError if count > 0 else CacheError):
                 self.pool.allocate(count, pool)
-            assert pickle.dumps(self.pool) == before
+            assert state_of(self.pool) == before
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -81,10 +80,10 @@ class Model(RuleBasedStateMachine):
     @rule(index=st.integers(-3, 80))
     def free_what_is_not_taken(self, index: int) -> None:
         if index not in self.all_taken:
-            before = pickle.dumps(self.pool)
+            before = state_of(self.pool)
             with pytest.raises(CacheError):
                 self.pool.free(index)
-            assert pickle.dumps(self.pool) == before
+            assert state_of(self.pool) == before
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -101,7 +100,7 @@ class Model(RuleBasedStateMachine):
         wanted = data.draw(
             st.lists(st.tuples(st.integers(0, self.slabs.indices + 1), st.integers(0, self.pools)), max_size=4)
         )
-        before = pickle.dumps(self.pool)
+        before = state_of(self.pool)
         slots, pools = [slot for slot, _ in wanted], [pool for _, pool in wanted]
         owners = dict(self.owner)
         good = len(set(slots)) == len(slots) and not set(slots) & set(self.all_taken)
@@ -116,7 +115,7 @@ class Model(RuleBasedStateMachine):
         else:
             with pytest.raises(CacheError):
                 self.pool.claim(slots, pools)
-            assert pickle.dumps(self.pool) == before
+            assert state_of(self.pool) == before
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -143,7 +142,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(slabs=st.integers(-1, 8))
     def resize(self, slabs: int) -> None:
-        before = pickle.dumps(self.pool)
+        before = state_of(self.pool)
         if slabs >= 0 and all(slab < slabs for slab in self.owner):
             self.pool.resize(slabs)
             self.slabs = self.pool.slabs
@@ -151,7 +150,7 @@ class Model(RuleBasedStateMachine):
         else:
             with pytest.raises(CacheError):
                 self.pool.resize(slabs)
-            assert pickle.dumps(self.pool) == before
+            assert state_of(self.pool) == before
 
     @invariant()
     def books_agree(self) -> None:

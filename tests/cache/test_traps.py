@@ -9,12 +9,12 @@
 rest here.
 """
 
-import pickle
 from pathlib import Path
 
 import pytest
 from cache_model import World
 from cache_setup import LOAD, Setup, chunks, key, path_of
+from pickled import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Status, TransferResult
 from longshore.cache import DevicePool, DropReason, TieredCache, TierSpec
@@ -165,10 +165,10 @@ def test_trap_25_what_cannot_be_done_is_refused_before_anything_changes() -> Non
 @pytest.mark.parametrize("pool", [SlotPool(4), SlabPool(Slabs(6, (2, 3), 2))], ids=["one size", "two sizes"])
 def test_trap_25_an_allocation_that_fails_takes_nothing(pool: SlotPool) -> None:
     pool.allocate(1, 0)
-    before = pickle.dumps(pool)
+    before = state_of(pool)
     with pytest.raises(CapacityError):
         pool.allocate(6, 0)
-    assert pickle.dumps(pool) == before
+    assert state_of(pool) == before
 
 
 def test_trap_25_what_idles_on_the_device_does_not_go_for_an_allocation_that_fails() -> None:

@@ -29,8 +29,8 @@ APART = [0, 2, 4, 6]
 
 
 def contexts() -> int:
-    """Places for events that processes of this machine have taken."""
-    return int(Path("/proc/sys/fs/aio-nr").read_text())
+    """Contexts of this process: each is a mapping of its own."""
+    return sum("[aio]" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def memory(pages: int, byte: int = 0) -> memoryview:

@@ -189,9 +189,9 @@ def _pause(size: int, load: Load) -> Case:
 
 def _memory(size: int, kinds: Sequence[str]) -> Iterator[Case]:
     """What a tier takes that has been filled, its keys included; and what more once all ghosts are remembered."""
-    filled, ghosts = bytes_per_block(Ours, size, _REFILLS if "ghosts" in kinds else 0)
+    filled, ghosts = (max(0.0, each) for each in bytes_per_block(Ours, size, _REFILLS if "ghosts" in kinds else 0))
     if "memory" in kinds:
-        rivals = {make(64).name: bytes_per_block(make, size)[0] for make in makers_of_rivals()}
+        rivals = {make(64).name: max(0.0, bytes_per_block(make, size)[0]) for make in makers_of_rivals()}
         best = min(rivals, key=rivals.__getitem__)
         yield Case(f"memory/{size}", filled, "bytes", best, rivals[best], rivals[best] / max(filled, 1.0))
     if "ghosts" in kinds:

@@ -60,11 +60,14 @@ def _measure(answer: Connection, make: Callable[[int], Side], blocks: int, refil
     before = fill(warm, _WARM_UP)
     side = make(blocks)
     filled = fill(side, blocks)
-    after = fill(side, refills * blocks)
-    answer.send(((filled - before) / blocks, (after - filled) / blocks))
+    after = filled
+    for _ in range(refills):
+        after = fill(side, blocks)
+    stored = blocks // _PROMPT * _PROMPT
+    answer.send(((filled - before) / stored, (after - filled) / stored))
     del warm
 
 
 def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()  # exact, which those of `status` are not
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))

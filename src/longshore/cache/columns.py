@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from contextlib import suppress
+from mmap import MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,8 +32,10 @@ def sparse(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     Those of numpy take it in huge pages: whoever writes all over the place for the first time would wait for all of
     them, which was seen to take 67 ms at a million chunks.
     """
-    nbytes = max(1, count * np.dtype(dtype).itemsize)
-    return np.frombuffer(mmap(-1, nbytes, MAP_PRIVATE | MAP_ANONYMOUS), dtype, count)
+    places = mmap(-1, max(1, count * np.dtype(dtype).itemsize), MAP_PRIVATE | MAP_ANONYMOUS)
+    with suppress(OSError):  # of a kernel without huge pages
+        places.madvise(MADV_NOHUGEPAGE)
+    return np.frombuffer(places, dtype, count)
 
 
 def grown(numbers: Column, size: int) -> Column:
@@ -93,5 +96,6 @@ class Stack:
 
     def give(self, numbers: array[int]) -> None:
         """More behind the last."""
-        before, self._count = self._count, self._count + len(numbers)
-        self._places[before : self._count] = numbers
+        end = self._count + len(numbers)
+        self._places[self._count : end] = numbers
+        self._count = end

@@ -123,8 +123,9 @@ class Gittins(EvictionPolicy):
 
     def hold_all(self, nodes: Sequence[int]) -> None:
         """`nodes` cannot go at present."""
-        at, place = numbers(nodes), marks(self._place)
+        at = numbers(nodes)
         check_in(self._place, at)
+        place = marks(self._place)
         self._chains.drop_all(at[place[at] < HELD])
         place[at] |= HELD
 
@@ -155,8 +156,9 @@ class Gittins(EvictionPolicy):
 
     def remove_all(self, nodes: Sequence[int]) -> None:
         """`nodes` left."""
-        at, place = numbers(nodes), marks(self._place)
+        at = numbers(nodes)
         check_in(self._place, at)
+        place = marks(self._place)
         self._chains.drop_all(at[place[at] < HELD])
         place[at] = OUT
         self._count -= len(at)

@@ -40,6 +40,10 @@ from longshore.transfer.engine import TransferEngine
 
 _log = logging.getLogger(__name__)
 
+_APART = (
+    "ranks on several nodes are not served: they share memory, and these do not; run them on one machine, with one "
+    "/dev/shm"
+)
 _PLAIN = (
     "vLLM's plain OffloadingConnector cannot be told that a load has failed: one that fails twice will stop the "
     "engine. With LongshoreConnector its request is computed instead: `longshore vllm-config` prints what to pass."
@@ -96,10 +100,11 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: Any) -> LongshoreWorker:
         """A rank's side; the first rank makes the memory, and tells the others when it has been tested."""
-        layout, parallel = layout_of(kv_caches, self.config), self.config.parallel
+        parallel = self.config.parallel
+        if parallel.world_size > 1 and not are_together():  # before whatever may fail on one rank alone: all ask
+            raise EngineError(_APART)
+        layout = layout_of(kv_caches, self.config)
         _log.info("%s", layout)
-        if parallel.world_size > 1 and not are_together():
-            raise EngineError("ranks on several nodes are not served: they share memory; run them all on one machine")
         with contextlib.ExitStack() as undo:
             if parallel.rank == 0:
                 arena, stamps, note = self._make_memory(layout)
