@@ -73,15 +73,15 @@ class Keeping:
         if not self.used:
             self._begin()
         marks(self._priority)[at] = priority
-        nodes: tuple[int, ...] = tuple(at.tolist())
         if until is not None:
+            nodes: tuple[int, ...] = tuple(at.tolist())
             self._until.update(dict.fromkeys(nodes, until))
             heapq.heappush(self._due, (until, nodes))
             self._listed += len(nodes)
             if self._listed > 2 * len(self._until) + 64:
                 self._list_anew()
         elif self._until:
-            for node in nodes:
+            for node in at.tolist():
                 self._until.pop(node, None)
 
     def _list_anew(self) -> None:

@@ -327,12 +327,19 @@ class Gittins(EvictionPolicy):
         uses = place[held] - np.uint8(HELD)
         place[held] = uses
         kinds = np.frombuffer(uses.tobytes().translate(KINDS_OF), np.uint8)
-        steps: list[int] = column(self._used)[held].tolist()
-        spans = {step: span_of(step, self._now) for step in set(steps)}
-        lists = kinds * np.uint8(SPANS) + np.frombuffer(bytes(map(spans.__getitem__, steps)), np.uint8)
+        lists = kinds * np.uint8(SPANS) + self._spans_of(column(self._used)[held])
         for which in set(lists.tobytes()):
             self._chains.chill_all(which, held[lists == which])
             self._look_at(which)
+
+    def _spans_of(self, steps: npt.NDArray[np.int32]) -> _Bytes:
+        """The span that each of `steps` lies in, which mostly are all the same."""
+        first = int(steps[0])
+        if (steps == first).all():
+            return np.full(len(steps), span_of(first, self._now), np.uint8)
+        several: list[int] = steps.tolist()
+        spans = {step: span_of(step, self._now) for step in set(several)}
+        return np.frombuffer(bytes(map(spans.__getitem__, several)), np.uint8)
 
     def _came_back(self, when: int, use: int) -> None:
         """What was used like this, the last time at step `when`, is used again."""
