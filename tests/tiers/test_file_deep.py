@@ -296,7 +296,9 @@ def _left(status: Status) -> set[int]:
     return {0, 4, 6} if status.condemns_source else set(APART)
 
 
-def test_what_only_the_queue_cannot_do_is_done_without_it(harness: TierHarness, calls: Calls) -> None:
+def test_what_only_the_queue_cannot_do_is_done_without_it(
+    harness: TierHarness, calls: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
     """A submission that is refused, a wait that fails, no context left."""
     store(harness, APART)
     answered: list[Any] = []
@@ -306,7 +308,9 @@ def test_what_only_the_queue_cannot_do_is_done_without_it(harness: TierHarness, 
         answered.append(calls.answers[number])
     calls.answers[NUMBERS.setup] = [fails(errno.EAGAIN)]  # the one there was has gone with the wait
     assert load(harness, APART) == (Status.OK,) * 4
+    assert load(harness, APART) == (Status.OK,) * 4
     assert [*answered, calls.answers[NUMBERS.setup]] == [[], [], []]
+    assert [record.levelname for record in caplog.records if "fs.aio-max-nr" in record.message] == ["WARNING"]
     assert cast(FileTier, harness.tier).troubles["read_io_error"] == 0
 
 

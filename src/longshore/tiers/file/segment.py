@@ -36,6 +36,7 @@ class Segment:
         self._io = directory.io
         self._fd = directory.reserve(SEGMENT, nbytes)
         self._queue: Queue | None = None
+        self._has_warned = False
         try:
             self.direct = self._io.enable_direct(self._fd)
             if self.direct:
@@ -64,6 +65,9 @@ class Segment:
         try:
             counts = self._queue.move(pieces, writing=writing)
         except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("each record goes by itself, several at once were refused (fs.aio-max-nr?): %s", error)
             return [status_of(error)] * len(pieces)
         short = Status.IO_ERROR if writing else Status.SHORT
         return [
