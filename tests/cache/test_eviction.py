@@ -332,6 +332,31 @@ def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
     assert evict(policy, 3) == [B, C, A]
 
 
+@pytest.mark.parametrize("kind", [LRU, ARC, Gittins])
+def test_many_nodes_of_several_priorities_are_as_many_one_by_one(kind: type[EvictionPolicy]) -> None:
+    """More of them than are looked at one by one."""
+    nodes = list(range(LISTS, LISTS + 60))
+    singly, together = banded(64, kind), banded(64, kind)
+    for policy in (singly, together):
+        for node in nodes[::3]:
+            policy._priorities[node] = 90
+        policy.insert(nodes)
+    together.touch(nodes)
+    together.hold_all(nodes[:55])
+    together.release(nodes[:50])
+    for node in nodes:
+        singly.touch([node])
+    for node in nodes[:55]:
+        singly.hold(node)
+    for node in nodes[:50]:
+        singly.release([node])
+    together.check_integrity()
+    assert [together.is_held(node) for node in nodes] == [singly.is_held(node) for node in nodes]
+    order = list(together.order())
+    assert order == list(singly.order())
+    assert set(order[-18:]) == {node for node in nodes[::3] if node not in nodes[50:55]}
+
+
 def test_a_change_of_priority_moves_a_node_and_it_goes_first_there() -> None:
     policy = banded()
     policy.insert([A, B, C])

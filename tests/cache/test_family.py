@@ -57,6 +57,12 @@ def test_together_is_one_by_one(seed: int) -> None:
     assert sum(count for *_, count in runs) == len(leaving)
 
 
+def test_a_path_ends_with_its_length_or_with_its_head() -> None:
+    assert family().path(40, 1) == [40]
+    assert family().path(40, 9) == [40, 3]
+    assert family().path(0, 9) == []
+
+
 def test_what_was_stored_together_is_one_run_from_the_eldest_on() -> None:
     at = np.arange(20, 10, -1, dtype=np.int32)
     assert list(family().siblings(at, np.zeros(10, np.int32))) == [(20, 11, 0, 10)]

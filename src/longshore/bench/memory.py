@@ -39,7 +39,8 @@ def bytes_per_block(make: Callable[[int], Side], blocks: int, refills: int = 0) 
     process.start()
     there.close()
     try:
-        filled, more = here.recv()
+        with here:
+            filled, more = here.recv()
     except EOFError:
         raise BenchError("the process that was to measure memory has ended") from None
     finally:

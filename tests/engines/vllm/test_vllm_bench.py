@@ -51,6 +51,24 @@ def test_sessions_come_back_from_host_memory_and_then_from_files(
         assert cases[f"found-{tier}"].reference_value == 0
 
 
+def test_the_last_of_the_first_turns_come_back_in_their_order() -> None:
+    asked: list[list[list[int]]] = []
+
+    def ask(prompts: list[list[list[int]]], answer: int) -> list[dict[str, Any]]:
+        asked.append(prompts[0])
+        answers = [{"ttft": 0.1, "tokens": [1] * answer, "cached": 0} for _ in prompts[0]]
+        return [{"seconds": 1.0, "cpu_seconds": 1.0, "answers": answers}] * 2
+
+    plan = vllm_sessions.Plan(sessions=6, prompt=20, more=5, answer=2, engine={})
+    sessions, both = vllm_sessions.Sessions(plan, {"vocabulary": 999, "longest": 99}, print), SimpleNamespace(ask=ask)
+    list(sessions.begin(both))  # type: ignore[arg-type]
+    first = [text for batch in asked[1:] for text in batch]
+    assert len(first) == 48
+    asked.clear()
+    list(sessions.go_on(both, "host"))  # type: ignore[arg-type]
+    assert [prompt[:20] for (prompt,) in asked] == first[-6:]
+
+
 def test_orders_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for text in ("{", "[]"):
         with pytest.raises(BenchError, match=r"arguments of vllm\.LLM"):

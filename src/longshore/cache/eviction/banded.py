@@ -59,7 +59,7 @@ class Banded(Parted):
         moving = (part != OUT) & (part != wanted)
         at, part, wanted = at[moving], part[moving], wanted[moving]
         for number in sorted(set(part.tobytes())):
-            self._parts[number].remove_all(at[part == number][::-1].tolist())
+            self._parts[number].remove_all(at[part == number].tolist())
         for number in sorted(set(wanted.tobytes())):
             policy, ours = self.part(number), at[wanted == number].tolist()
             policy.insert(ours)
