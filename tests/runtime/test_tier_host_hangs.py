@@ -73,10 +73,11 @@ class Hanging(HostedHarness):
                 time.sleep(0.001)
 
 
-WORKERS = "work = child.FileTier._execute; child.FileTier._execute = lambda *each: (wait(), work(*each))[1]"
-SLOT_BY_SLOT = (
-    "work = child.FileTier._execute; "
-    "child.FileTier._execute = lambda self, run, at: (wait(str(run[0].op.slot)), work(self, run, at))[1]"
+WORKERS = "work = child.FileTier._try; child.FileTier._try = lambda *each: (wait(), work(*each))[1]"
+ONE_BY_ONE = (  # reads that have landed
+    "settle, numbers = child.FileTier._settle, iter(range(100)); "
+    "child.FileTier._settle = lambda self, turn, *rest: "
+    "(turn[0].op.op.value == 'read' and wait(str(next(numbers))), settle(self, turn, *rest))[1]"
 )
 SUBMISSIONS = "take = child.FileTier.submit; child.FileTier.submit = lambda *each: (wait(), take(*each))[1]"
 
@@ -187,10 +188,10 @@ def test_a_disk_that_hangs_costs_misses_and_no_process(opener: Callable[..., Han
 
 
 def test_a_slow_disk_that_goes_on_is_given_more(opener: Callable[..., Hanging]) -> None:
-    harness, slots = opener(SLOT_BY_SLOT), (0, 2, 4, 6)
+    harness, slots = opener(ONE_BY_ONE), (0, 2, 4, 6)
     for slot in slots:
         harness.store(slot, slot)
-    gates = [harness.gate.with_name(f"gate{slot}") for slot in slots]
+    gates = [harness.gate.with_name(f"gate{number}") for number in range(len(slots))]
     for gate in gates:
         gate.touch()
     tickets = [read(harness, slot) for slot in slots]

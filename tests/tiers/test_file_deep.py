@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -22,10 +22,12 @@ from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, deep
 from longshore.tiers.file.deep import AioQueue, DeepIo
 from longshore.tiers.file.system import Piece, Queue
+from mappings import open_files
 
 STRIDE = PAGE + TierTests.image_bytes
 SLOTS = 8
 APART = [0, 2, 4, 6]
+PIECES, BUFFERS = 4, 2
 
 
 def contexts() -> int:
@@ -50,10 +52,20 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 @pytest.fixture
 def queue(fd: int) -> Iterator[AioQueue]:
-    queue = DeepIo().open_queue(fd, 8)
+    queue = DeepIo().open_queue(fd, PIECES, BUFFERS)
     assert isinstance(queue, AioQueue), "this system has one"
     yield queue
     queue.close()
+
+
+def move(queue: Queue, pieces: Sequence[Piece], *, writing: bool) -> list[int]:
+    """What came of each, when all have ended."""
+    numbers = queue.begin(pieces, writing=writing)
+    ended: dict[int, int] = {}
+    while len(ended) < len(pieces):
+        queue.wait()
+        ended.update(queue.ended())
+    return [ended[number] for number in numbers]
 
 
 class Calls:
@@ -93,10 +105,10 @@ NUMBERS = deep._NUMBERS[os.uname().machine]
 
 def test_pieces_of_several_buffers_come_from_and_go_to_where_they_belong(queue: AioQueue) -> None:
     one, two, three = memory(1), memory(2), memory(1)
-    assert queue.move([Piece([one, two], 3 * PAGE), Piece([three], 9 * PAGE)], writing=False) == [3 * PAGE, PAGE]
+    assert move(queue, [Piece([one, two], 3 * PAGE), Piece([three], 9 * PAGE)], writing=False) == [3 * PAGE, PAGE]
     assert [one[0], two[0], two[PAGE], three[0]] == [3, 4, 5, 9]
-    assert queue.move([Piece([memory(1, 77)], 4 * PAGE), Piece([memory(1, 78)], 0)], writing=True) == [PAGE, PAGE]
-    assert queue.move([Piece([one, two], 3 * PAGE), Piece([three], 0)], writing=False) == [3 * PAGE, PAGE]
+    assert move(queue, [Piece([memory(1, 77)], 4 * PAGE), Piece([memory(1, 78)], 0)], writing=True) == [PAGE, PAGE]
+    assert move(queue, [Piece([one, two], 3 * PAGE), Piece([three], 0)], writing=False) == [3 * PAGE, PAGE]
     assert [one[0], two[0], two[PAGE], three[0]] == [3, 77, 5, 78]
 
 
@@ -108,13 +120,13 @@ def test_each_piece_has_an_outcome_of_its_own(queue: AioQueue) -> None:
         Piece([memory(1)], 17),
         Piece([memory(1)], 0),
     ]
-    assert queue.move(pieces, writing=False) == [PAGE, 0, -errno.EINVAL, PAGE]
+    assert move(queue, pieces, writing=False) == [PAGE, 0, -errno.EINVAL, PAGE]
 
 
 def test_a_system_that_takes_them_bit_by_bit_gets_all(queue: AioQueue, calls: Calls) -> None:
     calls.answers[NUMBERS.submit] = [takes_one, takes_one]
     pieces = [Piece([memory(1)], page * PAGE) for page in range(4)]
-    assert queue.move(pieces, writing=False) == [PAGE] * 4
+    assert move(queue, pieces, writing=False) == [PAGE] * 4
     assert [piece.buffers[0][0] for piece in pieces] == [0, 1, 2, 3]
     assert not calls.answers[NUMBERS.submit]
 
@@ -122,13 +134,13 @@ def test_a_system_that_takes_them_bit_by_bit_gets_all(queue: AioQueue, calls: Ca
 def test_what_the_system_does_not_take_has_failed_and_the_others_have_ended(queue: AioQueue, calls: Calls) -> None:
     calls.answers[NUMBERS.submit] = [takes_one, fails(errno.EAGAIN)]
     pieces = [Piece([memory(1)], page * PAGE) for page in (5, 6, 7)]
-    assert queue.move(pieces, writing=False) == [PAGE, -errno.EAGAIN, -errno.EAGAIN]
+    assert move(queue, pieces, writing=False) == [PAGE, -errno.EAGAIN, -errno.EAGAIN]
     assert [piece.buffers[0][0] for piece in pieces] == [5, 0, 0]
 
 
 def test_a_wait_that_is_interrupted_goes_on(queue: AioQueue, calls: Calls) -> None:
     calls.answers[NUMBERS.getevents] = [fails(errno.EINTR), fails(errno.EINTR)]
-    assert queue.move([Piece([memory(1)], 0), Piece([memory(1)], PAGE)], writing=False) == [PAGE] * 2
+    assert move(queue, [Piece([memory(1)], 0), Piece([memory(1)], PAGE)], writing=False) == [PAGE] * 2
     assert not calls.answers[NUMBERS.getevents]
 
 
@@ -136,45 +148,70 @@ def test_a_wait_that_fails_ends_what_is_under_way_and_gives_the_context_back(que
     before = contexts()
     calls.answers[NUMBERS.getevents] = [fails(errno.EFAULT)]
     piece = Piece([memory(1)], 9 * PAGE)
-    with pytest.raises(OSError, match="Bad address"):
-        queue.move([piece, piece], writing=False)
+    assert move(queue, [piece, piece], writing=False) == [-errno.EFAULT] * 2
     assert contexts() < before
     assert piece.buffers[0][0] == 9, "nothing arrives later"
-    assert queue.move([piece, piece], writing=False) == [PAGE] * 2
+    assert move(queue, [piece, piece], writing=False) == [PAGE] * 2, "there is a new one"
 
 
-def test_as_many_contexts_as_threads_move_at_once_and_none_in_the_end(fd: int) -> None:
-    before = contexts()
-    queue = DeepIo().open_queue(fd, 8)
+def test_where_there_is_no_new_context_pieces_fail_until_there_is_one(queue: AioQueue, calls: Calls) -> None:
+    calls.answers = {NUMBERS.getevents: [fails(errno.EFAULT)], NUMBERS.setup: [fails(errno.EAGAIN)]}
+    piece = Piece([memory(1)], 9 * PAGE)
+    for outcome in (-errno.EFAULT, -errno.EAGAIN, PAGE):
+        assert move(queue, [piece], writing=False) == [outcome]
+
+
+def test_pieces_that_were_begun_one_after_the_other_are_under_way_together(queue: AioQueue) -> None:
+    """And the numbers of those that have ended are given again, however often."""
+    for _ in range(10 * PIECES):
+        pieces = [Piece([memory(1)], page * PAGE) for page in range(PIECES)]
+        numbers = [number for piece in pieces for number in queue.begin([piece], writing=False)]
+        assert sorted(numbers) == list(range(PIECES))
+        left = set(numbers)
+        while left:
+            queue.wait()
+            for number, moved in queue.ended():
+                assert moved == PAGE
+                left.remove(number)
+        assert [piece.buffers[0][0] for piece in pieces] == list(range(PIECES))
+        assert queue.ended() == []
+
+
+def test_whoever_waits_can_be_woken_up_before_and_while_it_does(queue: AioQueue) -> None:
+    queue.wake()
+    queue.wait()
+    waiting = threading.Thread(target=queue.wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    queue.wake()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert queue.ended() == []
+
+
+def test_nothing_of_it_is_left_in_the_end_nor_when_it_cannot_be_had(fd: int, calls: Calls) -> None:
+    before = contexts(), open_files()
+    queue = DeepIo().open_queue(fd, PIECES, BUFFERS)
     assert queue is not None
-    one = contexts() - before
-    assert one > 0
-    meeting = threading.Barrier(3)
-
-    def work() -> None:
-        meeting.wait(60)
-        for _ in range(50):
-            assert queue.move([Piece([memory(1)], PAGE)] * 2, writing=False) == [PAGE] * 2
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert contexts() - before <= 3 * one
+    assert contexts() > before[0]
     queue.close()
     queue.close()
-    assert contexts() == before
+    calls.answers[NUMBERS.setup] = [fails(errno.EAGAIN)]
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        DeepIo().open_queue(fd, PIECES, BUFFERS)
+    assert (contexts(), open_files()) == before
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EAGAIN, errno.EPERM])
 def test_a_tier_without_a_queue_does_what_others_do(
-    harness_of: Callable[..., TierHarness], calls: Calls, number: int
+    harness_of: Callable[..., TierHarness], calls: Calls, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls.answers[NUMBERS.setup] = [fails(number)]
     harness = harness_of(slots=SLOTS)
     assert not calls.answers[NUMBERS.setup]
     assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": 1}
+    assert [record.levelname for record in caplog.records if "fs.aio-max-nr" in record.message] == ["WARNING"]
     assert store(harness, APART) == (Status.OK,) * 4
     assert load(harness, APART) == (Status.OK,) * 4
 
@@ -187,8 +224,8 @@ class Spied(DeepIo):
         self.alone: list[int] = []
         self.bad: dict[int, int] = {}
 
-    def open_queue(self, fd: int, buffers: int, /) -> Queue | None:
-        queue = super().open_queue(fd, buffers)
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
+        queue = super().open_queue(fd, pieces, buffers)
         assert queue is not None
         return Spy(self, queue)
 
@@ -209,15 +246,18 @@ class Spy:
     def __init__(self, io: Spied, queue: Queue) -> None:
         self._io = io
         self._queue = queue
+        self._offsets: dict[int, int] = {}
+        self.wait, self.wake, self.close = queue.wait, queue.wake, queue.close
 
-    def move(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
         self._io.moved.append([piece.offset for piece in pieces])
-        moved = self._queue.move(pieces, writing=writing)
-        bad = self._io.bad
-        return [-bad.get(piece.offset, -count) for piece, count in zip(pieces, moved, strict=True)]
+        numbers = self._queue.begin(pieces, writing=writing)
+        self._offsets.update(zip(numbers, self._io.moved[-1], strict=True))
+        return numbers
 
-    def close(self) -> None:
-        self._queue.close()
+    def ended(self) -> list[tuple[int, int]]:
+        bad = self._io.bad
+        return [(number, -bad.get(self._offsets[number], -moved)) for number, moved in self._queue.ended()]
 
 
 @pytest.fixture
@@ -260,7 +300,8 @@ def test_records_that_lie_apart_are_in_the_disk_at_once_and_neighbours_are_one_p
     assert io.moved == [[0, 3 * STRIDE, 5 * STRIDE, 7 * STRIDE]] * 2
     assert io.alone == []
     assert load(harness, [3]) == (Status.OK,)
-    assert io.alone == [3 * STRIDE], "a single piece needs no queue"
+    assert io.moved[2:] == [[3 * STRIDE]]
+    assert io.alone == []
     assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": 0}
 
 
@@ -297,20 +338,23 @@ def _left(status: Status) -> set[int]:
 
 
 def test_what_only_the_queue_cannot_do_is_done_without_it(
-    harness: TierHarness, calls: Calls, caplog: pytest.LogCaptureFixture
+    harness: TierHarness, io: Spied, calls: Calls, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A submission that is refused, a wait that fails, no context left."""
+    """A submission that is refused, a wait that fails, and then no new context."""
     store(harness, APART)
-    answered: list[Any] = []
-    for number, answer in ((NUMBERS.submit, fails(errno.EAGAIN)), (NUMBERS.getevents, fails(errno.EFAULT))):
-        calls.answers[number] = [answer]
+    for answers in (
+        {NUMBERS.submit: [fails(errno.EAGAIN)]},
+        {NUMBERS.getevents: [fails(errno.EFAULT)]},
+        {NUMBERS.setup: [fails(errno.EAGAIN)]},  # the one there was has gone with the wait
+    ):
+        calls.answers = dict(answers)
         assert load(harness, APART) == (Status.OK,) * 4
-        answered.append(calls.answers[number])
-    calls.answers[NUMBERS.setup] = [fails(errno.EAGAIN)]  # the one there was has gone with the wait
+        assert io.alone == [slot * STRIDE for slot in APART]
+        assert list(calls.answers.values()) == [[]]
+        io.alone.clear()
     assert load(harness, APART) == (Status.OK,) * 4
-    assert load(harness, APART) == (Status.OK,) * 4
-    assert [*answered, calls.answers[NUMBERS.setup]] == [[], [], []]
-    assert [record.levelname for record in caplog.records if "fs.aio-max-nr" in record.message] == ["WARNING"]
+    assert io.alone == []
+    assert [record.levelname for record in caplog.records if "were refused" in record.message] == ["WARNING"]
     assert cast(FileTier, harness.tier).troubles["read_io_error"] == 0
 
 

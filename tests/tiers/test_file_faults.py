@@ -16,6 +16,7 @@ from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, RawIo, SystemIo
+from longshore.tiers.file.dispatch import Dispatcher
 from longshore.tiers.file.workers import Workers
 from mappings import open_files
 
@@ -157,10 +158,10 @@ def test_an_unexpected_error_is_logged_and_ends_one_operation(
 
 
 def test_workers_that_were_closed_take_nothing_more() -> None:
-    workers = Workers(lambda run, worker: [Status.OK] * len(run), 2, "test")
-    workers.close()
+    dispatcher = Dispatcher()
+    Workers(dispatcher, lambda run, worker: [Status.OK] * len(run), 2, "test").close()
     with pytest.raises(TierClosedError):
-        workers.submit([], [], math.inf)
+        dispatcher.submit([], [], math.inf)
 
 
 def test_what_the_system_says_when_it_takes_a_descriptor_back_stops_nothing(

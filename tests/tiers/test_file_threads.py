@@ -11,8 +11,9 @@ import pytest
 
 from longshore.errors import TierError
 from longshore.testing import TierHarness
-from longshore.tiers.file import FileTier
+from longshore.tiers.file import FileTier, SystemIo
 from longshore.tiers.file.index import notes_for
+from mappings import open_files
 
 Refuse = Callable[[str], list[str]]
 
@@ -44,7 +45,24 @@ def test_a_tier_that_gets_too_few_threads_is_not_opened_and_leaves_none(
     before = set(threading.enumerate())
     assert refuse("file-2") == []
     with pytest.raises(TierError, match="expected 4 threads, the system gave 2: can't start new thread"):
+        opener(threads=4, io=SystemIo())
+    assert set(threading.enumerate()) == before
+
+
+def test_nor_is_one_that_gets_no_thread_for_its_queue(opener: Callable[..., FileTier], refuse: Refuse) -> None:
+    opener().close()
+    before = set(threading.enumerate()), open_files()
+    assert refuse("file-queue") == []
+    with pytest.raises(TierError, match="expected a thread, the system gave none: can't start new thread"):
         opener(threads=4)
+    assert (set(threading.enumerate()), open_files()) == before
+
+
+def test_one_thread_does_it_where_the_system_has_a_queue(opener: Callable[..., FileTier]) -> None:
+    before = set(threading.enumerate())
+    tier = opener(threads=4)
+    assert len(set(threading.enumerate()) - before) == 1
+    tier.close()
     assert set(threading.enumerate()) == before
 
 

@@ -240,7 +240,7 @@ class SimulatedDisk:
         """It can."""
         return True
 
-    def open_queue(self, fd: int, buffers: int, /) -> Queue:
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue:
         """`OneByOne`."""
         return OneByOne(self, fd)
 
@@ -292,15 +292,35 @@ class OneByOne:
     def __init__(self, io: RawIo, fd: int) -> None:
         self._io = io
         self._fd = fd
+        self._numbers = itertools.count()
+        self._ended: list[tuple[int, int]] = []
+        self._changed = threading.Semaphore(0)
 
-    def move(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """Each in a call of its own."""
-        return [self._move_one(piece, writing=writing) for piece in reversed(pieces)][::-1]
+    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        """Each in a call of its own; all have ended when this returns."""
+        numbers = [next(self._numbers) for _ in pieces]
+        for number, piece in reversed([*zip(numbers, pieces, strict=True)]):
+            self._ended.append((number, self._move(piece, writing=writing)))
+        self.wake()
+        return numbers
+
+    def ended(self) -> list[tuple[int, int]]:
+        """Since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self) -> None:
+        """Until there is something."""
+        self._changed.acquire()
+
+    def wake(self) -> None:
+        """End `wait`."""
+        self._changed.release()
 
     def close(self) -> None:
         """Nothing to do."""
 
-    def _move_one(self, piece: Piece, *, writing: bool) -> int:
+    def _move(self, piece: Piece, *, writing: bool) -> int:
         try:
             return (self._io.pwritev if writing else self._io.preadv)(self._fd, *piece)
         except OSError as error:

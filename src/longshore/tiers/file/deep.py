@@ -1,10 +1,11 @@
-"""Many pieces in the disk at once, from one thread and with two system calls: Linux's asynchronous I/O (libaio's).
+"""Many pieces in the disk at once, from one thread: Linux's asynchronous I/O (libaio's).
 
-    pieces ──► io_submit ──► disk ──► io_getevents ──► bytes moved, each
+    begin: io_submit ──► disk ──► event ──► wait ──► ended: io_getevents ──► bytes moved, each
+                          wake ────┘
 
 A thread that sleeps in `preadv` for each piece costs about as much processor time as the rest of the way of a short
 image. The calls go through ctypes; the structures are those of linux/aio_abi.h on little-endian machines. Source of
-their use: the manual pages io_setup(2), io_submit(2), io_getevents(2), io_destroy(2).
+their use: the manual pages io_setup(2), io_submit(2), io_getevents(2), io_destroy(2), eventfd(2).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import platform
 import struct
@@ -20,6 +22,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from longshore.tiers.file.system import Piece, Queue, SystemIo
+
+_log = logging.getLogger(__name__)
 
 
 class _Numbers(NamedTuple):
@@ -34,7 +38,8 @@ class _Numbers(NamedTuple):
 _NUMBERS = {"x86_64": _Numbers(206, 207, 208, 209), "aarch64": _Numbers(0, 1, 4, 2)}
 
 _PREADV, _PWRITEV = 7, 8
-_CONTROL = struct.Struct("<QIIHhIQQqQII")  # data, key, flags, operation, priority, fd, vectors, count, offset; unused
+_CONTROL = struct.Struct("<QIIHhIQQqQII")  # data, key, 0, operation, 0, fd, vectors, count, offset, 0, flags, event
+_TELL_EVENT = 1  # a flag: IOCB_FLAG_RESFD
 _VECTOR = struct.Struct("<QQ")  # address, bytes
 _EVENT = struct.Struct("<QQqq")  # data, control block, result; unused
 
@@ -46,106 +51,128 @@ _syscall.restype = ctypes.c_long
 class DeepIo(SystemIo):
     """`RawIo` of the operating system, with its queue."""
 
-    def open_queue(self, fd: int, buffers: int, /) -> Queue | None:
-        """Asynchronous I/O, where this system has it."""
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
+        """Asynchronous I/O, where this system has it. `OSError`: not compiled in, not allowed, or fs.aio-max-nr."""
         numbers = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
-        if numbers is None:
-            return None
-        queue = AioQueue(numbers, fd, buffers)
-        try:
-            queue.open_context()
-        except OSError:  # not compiled in, not allowed, or none left
-            return None
-        return queue
+        return None if numbers is None else AioQueue(numbers, fd, pieces, buffers)
 
 
 class AioQueue:
-    """A context of the system's for each thread that moves something, kept for the next one."""
+    """A context of the system's, and an event that it signals. For one thread, but for `wake`.
 
-    def __init__(self, numbers: _Numbers, fd: int, buffers: int) -> None:
+    Pieces have the numbers of their places in memory that the system reads while they move.
+    """
+
+    def __init__(self, numbers: _Numbers, fd: int, pieces: int, buffers: int) -> None:
+        """Raises `OSError` where the system refuses."""
         self._numbers = numbers
         self._fd = fd
-        self._buffers = buffers
-        self._idle: list[_Context] = []
-
-    def open_context(self) -> None:
-        """Have one ready. Raises `OSError` where the system refuses."""
-        self._idle.append(_Context(self._numbers, self._fd, self._buffers))
-
-    def move(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """As `Queue.move`; `OSError` where the system has no more contexts."""
+        self._controls = ctypes.create_string_buffer(pieces * _CONTROL.size)
+        self._vectors = ctypes.create_string_buffer(pieces * buffers * _VECTOR.size)
+        self._events = ctypes.create_string_buffer(pieces * _EVENT.size)
+        self._pointers = (ctypes.c_uint64 * pieces)()
+        self._vectors_each = buffers * _VECTOR.size
+        self._free = list(range(pieces))
+        self._under_way: set[int] = set()
+        self._refused: list[tuple[int, int]] = []
+        self._has_warned = False
+        self._event = os.eventfd(0)
         try:
-            context = self._idle.pop()
-        except IndexError:
-            context = _Context(self._numbers, self._fd, self._buffers)
-        moved = context.move(pieces, writing=writing)
-        self._idle.append(context)
-        return moved
-
-    def close(self) -> None:
-        """Give back the contexts. Idempotent; in a forked child, which has none, nothing happens."""
-        while self._idle:
-            self._idle.pop().close()
-
-
-class _Context:
-    """What one thread asks of the system, in memory that the system reads while pieces move."""
-
-    def __init__(self, numbers: _Numbers, fd: int, buffers: int) -> None:
-        self._numbers = numbers
-        self._fd = fd
-        self._controls = ctypes.create_string_buffer(buffers * _CONTROL.size)
-        self._vectors = ctypes.create_string_buffer(buffers * _VECTOR.size)
-        self._events = ctypes.create_string_buffer(buffers * _EVENT.size)
-        first = ctypes.addressof(self._controls)
-        self._pointers = (ctypes.c_uint64 * buffers)(*range(first, first + len(self._controls), _CONTROL.size))
-        made = ctypes.c_ulong(0)
-        self._call(numbers.setup, buffers, ctypes.addressof(made))
-        self._id = made.value
-
-    def move(self, pieces: Sequence[Piece], *, writing: bool) -> list[int]:
-        """As `Queue.move`."""
-        self._describe(pieces, _PWRITEV if writing else _PREADV)
-        moved = [0] * len(pieces)
-        begun = ended = 0
-        pointers = ctypes.addressof(self._pointers)
-        try:
-            while begun < len(pieces):
-                begun += self._call(self._numbers.submit, self._id, len(pieces) - begun, pointers + 8 * begun)
-        except OSError as error:  # the others are under way, and must end before their memory is anybody else's
-            moved[begun:] = [-(error.errno or errno.EIO)] * (len(pieces) - begun)
-        try:
-            while ended < begun:
-                ended += self._reap(begun - ended, moved)
-        except BaseException:
-            self.close()  # which waits for them
+            self._context: int | None = self._open_context(pieces)
+        except OSError:
+            os.close(self._event)
             raise
-        return moved
+
+    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        """As `Queue.begin`."""
+        given = [self._free.pop() for _ in pieces]
+        for at, (number, piece) in enumerate(zip(given, pieces, strict=True)):
+            self._describe(number, piece, _PWRITEV if writing else _PREADV)
+            self._pointers[at] = ctypes.addressof(self._controls) + number * _CONTROL.size
+        begun = 0
+        try:
+            while begun < len(given):
+                left = ctypes.addressof(self._pointers) + 8 * begun
+                begun += self._call(self._numbers.submit, self._opened(), len(given) - begun, left)
+        except OSError as error:
+            self._refuse(given[begun:], error)
+        self._under_way.update(given[:begun])
+        return given
+
+    def ended(self) -> list[tuple[int, int]]:
+        """As `Queue.ended`."""
+        ended, self._refused = self._refused, []
+        if self._under_way:
+            ended += self._reap()
+        self._free += [number for number, _ in ended]
+        return ended
+
+    def wait(self) -> None:
+        """As `Queue.wait`."""
+        os.read(self._event, 8)
+
+    def wake(self) -> None:
+        """As `Queue.wake`."""
+        os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Wait for what is under way, and give the context back."""
-        with contextlib.suppress(OSError):  # a forked child has none
-            self._call(self._numbers.destroy, self._id)
+        """Wait for what is under way, and give all back. Idempotent; in a forked child, which has no context, too."""
+        self._close_context()
+        if self._event >= 0:
+            os.close(self._event)
+            self._event = -1
 
-    def _describe(self, pieces: Sequence[Piece], operation: int) -> None:
-        vectors, at = ctypes.addressof(self._vectors), 0
-        for number, (buffers, offset) in enumerate(pieces):
-            control = (number, 0, 0, operation, 0, self._fd, vectors + at, len(buffers), offset, 0, 0, 0)
-            _CONTROL.pack_into(self._controls, number * _CONTROL.size, *control)
-            for buffer in buffers:
-                address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-                _VECTOR.pack_into(self._vectors, at, address, len(buffer))
-                at += _VECTOR.size
+    def _describe(self, number: int, piece: Piece, operation: int) -> None:
+        first = at = number * self._vectors_each
+        for buffer in piece.buffers:
+            _VECTOR.pack_into(self._vectors, at, ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer))
+            at += _VECTOR.size
+        where = ctypes.addressof(self._vectors) + first, len(piece.buffers), piece.offset
+        control = (number, 0, 0, operation, 0, self._fd, *where, 0, _TELL_EVENT, self._event)
+        _CONTROL.pack_into(self._controls, number * _CONTROL.size, *control)
 
-    def _reap(self, count: int, moved: list[int]) -> int:
-        """Wait for as many pieces; how many ended, and what came of them into `moved`."""
+    def _reap(self) -> list[tuple[int, int]]:
+        at_most = len(self._under_way)
         try:
-            ended = self._call(self._numbers.getevents, self._id, count, count, ctypes.addressof(self._events))
+            count = self._call(self._numbers.getevents, self._opened(), 0, at_most, ctypes.addressof(self._events))
         except InterruptedError:
-            return 0
-        for number, _, result, _ in _EVENT.iter_unpack(memoryview(self._events)[: ended * _EVENT.size]):
-            moved[number] = result
+            self.wake()
+            return []
+        except OSError as error:  # nobody can say how they end: they must, before their memory is anybody else's
+            self._close_context()
+            self._refuse(list(self._under_way), error)
+            self._under_way.clear()
+            ended, self._refused = self._refused, []
+            return ended
+        events = memoryview(self._events)[: count * _EVENT.size]
+        ended = [(number, result) for number, _, result, _ in _EVENT.iter_unpack(events)]
+        self._under_way.difference_update(number for number, _ in ended)
         return ended
+
+    def _refuse(self, numbers: Sequence[int], error: OSError) -> None:
+        """They have failed; `ended` says so."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("each record goes by itself, several at once were refused: %s", error)
+        self._refused += [(number, -(error.errno or errno.EIO)) for number in numbers]
+        self.wake()
+
+    def _open_context(self, pieces: int) -> int:
+        made = ctypes.c_ulong(0)
+        self._call(self._numbers.setup, pieces, ctypes.addressof(made))
+        return made.value
+
+    def _opened(self) -> int:
+        """The context, a new one if it was closed. Raises `OSError`."""
+        if self._context is None:
+            self._context = self._open_context(len(self._pointers))
+        return self._context
+
+    def _close_context(self) -> None:
+        if self._context is not None:
+            with contextlib.suppress(OSError):  # a forked child has none
+                self._call(self._numbers.destroy, self._context)
+            self._context = None
 
     def _call(self, number: int, *arguments: int) -> int:
         result = int(_syscall(number, *arguments, *[0] * (5 - len(arguments))))

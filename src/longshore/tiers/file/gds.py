@@ -24,6 +24,7 @@ from longshore.tiers.file import cufile
 from longshore.tiers.file.cufile import CuFile
 from longshore.tiers.file.payload import Arrived, Lane, Seal, is_aligned, padded
 from longshore.tiers.file.segment import Segment
+from longshore.tiers.file.steps import Move, Steps
 from longshore.tiers.file.system import Piece, RawIo
 from longshore.tiers.file.tier import FileTier
 
@@ -120,11 +121,16 @@ class GdsPayload:
         """Bytes of the device's memory."""
         return self._memory.nbytes
 
+    @property
+    def waits(self) -> bool:
+        """For cuFile, and for the device."""
+        return True
+
     def joins(self, op: TierOp) -> bool:
         """Never: cuFile moves images one by one."""
         return False
 
-    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> list[Status]:
+    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
         """The image first: a header must not stand before bytes that are not there yet for longer than it has to."""
         (op,), (place,) = ops, places
         file = self._file_for(op)
@@ -136,19 +142,19 @@ class GdsPayload:
                 self._fell_back("gds_write", error)
             else:
                 lane.header[:] = seal(0, MIX64, found)
-                return self._segment.move([Piece([lane.header], place)], writing=True)
+                return (yield Move([Piece([lane.header], place)], writing=True))
         body = padded(lane, op.length)
         self._memory.load(op.offset, body[: op.length])
         algorithm = XXH3_64 if self._file is None else MIX64  # the one that who reads it here computes fast
         lane.header[:] = seal(0, algorithm, checksum(algorithm, body[: op.length]))
-        return self._segment.move([Piece([lane.header, body], place)], writing=True)
+        return (yield Move([Piece([lane.header, body], place)], writing=True))
 
-    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Arrived:
+    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Steps[Arrived]:
         """Header and image, in two calls."""
         (op,), (place,) = ops, places
         file = self._file_for(op)
         if file is not None:
-            statuses = self._segment.move([Piece([lane.header], place)], writing=False)
+            statuses = yield Move([Piece([lane.header], place)], writing=False)
             try:
                 file.read(op.offset, op.length, place + PAGE)
             except DeviceError as error:
@@ -156,7 +162,7 @@ class GdsPayload:
             else:
                 return Arrived(statuses, in_lane=False)
         piece = Piece([lane.header, lane.bounce[: align(op.length)]], place)
-        return Arrived(self._segment.move([piece], writing=False), in_lane=True)
+        return Arrived((yield Move([piece], writing=False)), in_lane=True)
 
     def checksum(self, op: TierOp, lane: Lane, arrived: Arrived, algorithm: int) -> int:
         """On the device, if the image and its algorithm are for devices."""

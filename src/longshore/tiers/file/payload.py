@@ -17,6 +17,7 @@ from longshore.checksums import XXH3_64, checksum
 from longshore.tiers.arena import PAGE, Arena, align
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.segment import Segment
+from longshore.tiers.file.steps import Move, Steps
 from longshore.tiers.file.system import Piece
 
 Seal = Callable[[int, int, int], bytes]
@@ -24,7 +25,7 @@ Seal = Callable[[int, int, int], bytes]
 
 
 class Lane(NamedTuple):
-    """Page-aligned memory of one worker: header pages, and room for an image that cannot be moved where it is."""
+    """Page-aligned memory of one turn: header pages, and room for an image that cannot be moved where it is."""
 
     headers: tuple[memoryview, ...]
     bounce: memoryview
@@ -49,16 +50,20 @@ class Payload(Protocol):
     def nbytes(self) -> int:
         """Bytes of that memory. Raises `TierClosedError` when it is gone."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether its steps take their time, so that there must be threads for them."""
+
     def joins(self, op: TierOp) -> bool:
         """Whether its record can be moved together with others."""
 
-    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> list[Status]:
+    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
         """Write records to bytes `places` of the segment, ascending; several only where all join.
 
         Whether each was written whole. `OSError` means that none was.
         """
 
-    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Arrived:
+    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Steps[Arrived]:
         """Read the records at `places`, headers into those of the lane. As `write`."""
 
     def checksum(self, op: TierOp, lane: Lane, arrived: Arrived, algorithm: int) -> int:
@@ -83,23 +88,29 @@ class HostPayload:
         """Bytes of the arena; raises when it was closed under us."""
         return self._arena.array.nbytes
 
+    @property
+    def waits(self) -> bool:
+        """For nothing but memory."""
+        return False
+
     def joins(self, op: TierOp) -> bool:
         """Whether it is moved where it is."""
         return is_aligned(op)
 
-    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> list[Status]:
+    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
         """As many pieces as do not lie one behind the other, all at once."""
         bodies = [self._body(op, lane) for op in ops]
         for at, (op, body, header) in enumerate(zip(ops, bodies, lane.headers, strict=False)):
             if self._needs_lane(op):
                 padded(lane, op.length)[: op.length] = self._arena.view(op.offset, op.length)
             header[:] = seal(at, XXH3_64, checksum(XXH3_64, body[: op.length]))
-        return self._move(bodies, lane, places, writing=True)
+        return (yield from _move(bodies, lane, places, writing=True))
 
-    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Arrived:
+    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Steps[Arrived]:
         """The same."""
         bodies = [self._body(op, lane) for op in ops]
-        return Arrived(self._move(bodies, lane, places, writing=False), self._needs_lane(ops[0]))
+        statuses = yield from _move(bodies, lane, places, writing=False)
+        return Arrived(statuses, self._needs_lane(ops[0]))
 
     def checksum(self, op: TierOp, lane: Lane, arrived: Arrived, algorithm: int) -> int:
         """Of the image, wherever it is."""
@@ -117,22 +128,24 @@ class HostPayload:
     def _body(self, op: TierOp, lane: Lane) -> memoryview:
         return lane.bounce[: align(op.length)] if self._needs_lane(op) else self._arena.view(op.offset, op.length)
 
-    def _move(self, bodies: Sequence[memoryview], lane: Lane, places: Sequence[int], *, writing: bool) -> list[Status]:
-        pieces: list[Piece] = []
-        piece_of: list[int] = []
-        end = -1
-        for body, header, place in zip(bodies, lane.headers, places, strict=False):
-            if place == end:
-                pieces[-1].buffers.extend((header, body))
-            else:
-                pieces.append(Piece([header, body], place))
-            piece_of.append(len(pieces) - 1)
-            end = place + PAGE + len(body)
-        statuses = self._segment.move(pieces, writing=writing)
-        return [statuses[piece] for piece in piece_of]
-
     def _needs_lane(self, op: TierOp) -> bool:
         return self._segment.direct and not is_aligned(op)
+
+
+def _move(bodies: Sequence[memoryview], lane: Lane, places: Sequence[int], *, writing: bool) -> Steps[list[Status]]:
+    """Each with its header; those that lie one behind the other as one piece."""
+    pieces: list[Piece] = []
+    piece_of: list[int] = []
+    end = -1
+    for body, header, place in zip(bodies, lane.headers, places, strict=False):
+        if place == end:
+            pieces[-1].buffers.extend((header, body))
+        else:
+            pieces.append(Piece([header, body], place))
+        piece_of.append(len(pieces) - 1)
+        end = place + PAGE + len(body)
+    statuses = yield Move(pieces, writing)
+    return [statuses[piece] for piece in piece_of]
 
 
 def is_aligned(op: TierOp) -> bool:

@@ -1,4 +1,4 @@
-"""Input and output on one preallocated file: whole vectors, or an honest count; one by one, or several at once.
+"""Input and output on one preallocated file: whole vectors, or an honest count.
 
 Direct I/O where the file system allows it, so that neither writes nor reads live off the page cache. Where it does not,
 `Segment.direct` says so, and pages are dropped from the cache once they are on the medium.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 
 from longshore.boundary import Status
 from longshore.errors import TierError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.directory import SEGMENT, Directory
+from longshore.tiers.file.steps import Move
 from longshore.tiers.file.system import Piece, Queue, patiently
 from longshore.tiers.file.turns import TURN_RECORDS
 
@@ -36,11 +38,8 @@ class Segment:
         self._io = directory.io
         self._fd = directory.reserve(SEGMENT, nbytes)
         self._queue: Queue | None = None
-        self._has_warned = False
         try:
             self.direct = self._io.enable_direct(self._fd)
-            if self.direct:
-                self._queue = self._io.open_queue(self._fd, 2 * TURN_RECORDS)
         except OSError as error:
             self._io.close(self._fd)
             raise TierError(f"{directory.path / SEGMENT}: cannot be used: {error.strerror}") from error
@@ -50,30 +49,18 @@ class Segment:
         """The file's descriptor, for those who move its bytes by other calls."""
         return self._fd
 
-    @property
-    def has_queue(self) -> bool:
-        """Whether several pieces are moved at once, and not one after the other."""
-        return self._queue is not None
-
-    def move(self, pieces: Sequence[Piece], *, writing: bool) -> list[Status]:
-        """Whether each of `pieces`, of up to `TURN_RECORDS` records in all, was moved whole, or else why not.
-
-        A single one is moved with all patience; of several, one that is interrupted or stops halfway has failed.
-        """
-        if len(pieces) == 1 or self._queue is None:
-            return [self._move_one(piece, writing=writing) for piece in pieces]
+    def open_queue(self, turns: int) -> Queue | None:
+        """What moves many pieces at once, for so many turns; `None` where the system has none. Closed with this."""
         try:
-            counts = self._queue.move(pieces, writing=writing)
+            if self.direct:
+                self._queue = self._io.open_queue(self._fd, turns * TURN_RECORDS, 2 * TURN_RECORDS)
         except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning("each record goes by itself, several at once were refused (fs.aio-max-nr?): %s", error)
-            return [status_of(error)] * len(pieces)
-        short = Status.IO_ERROR if writing else Status.SHORT
-        return [
-            Status.OK if count == _size(piece.buffers) else short if count >= 0 else status_of(OSError(-count, ""))
-            for piece, count in zip(pieces, counts, strict=True)
-        ]
+            _log.warning("several threads instead of asynchronous I/O, which was refused (fs.aio-max-nr?): %s", error)
+        return self._queue
+
+    def move(self, move: Move) -> list[Status]:
+        """Whether each piece was moved whole, with all patience and one after the other, or else why not."""
+        return [self._move_one(piece, writing=move.writing) for piece in move.pieces]
 
     def _move_one(self, piece: Piece, *, writing: bool) -> Status:
         try:
@@ -105,7 +92,7 @@ class Segment:
             self._io.drop_cache(self._fd, offset, total)
 
     def close(self) -> None:
-        """Give the descriptor back, and the queue. Idempotent."""
+        """Give the descriptor back, and the queue, which nobody uses any more. Idempotent."""
         if self._queue is not None:
             self._queue.close()
             self._queue = None
@@ -131,6 +118,15 @@ class Segment:
 def status_of(error: OSError) -> Status:
     """What became of an operation that ended so."""
     return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
+
+
+def outcome(piece: Piece, moved: int, *, writing: bool) -> Status:
+    """What became of a piece of which a queue moved so many bytes, or which ended with an error number below zero."""
+    if moved < 0:
+        return status_of(OSError(-moved, os.strerror(-moved)))
+    if moved < _size(piece.buffers):
+        return Status.IO_ERROR if writing else Status.SHORT
+    return Status.OK
 
 
 def _size(buffers: Buffers) -> int:

@@ -35,16 +35,25 @@ class Piece(NamedTuple):
 
 
 class Queue(Protocol):
-    """Moves several pieces of one file at once. Any number of threads may call `move`."""
+    """Moves many pieces of one file at once, for one thread; only `wake` may be called by others."""
 
-    def move(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """Bytes that were moved of each, or an error number below zero; `OSError` if none could be tried.
+    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        """Have pieces moved, and their numbers, each of one piece until it has ended.
 
-        All is over when it returns. They have as many buffers, all together, as were said to `open_queue`, or fewer.
+        No more of them, and of no more buffers each, than were said to `open_queue`.
         """
 
+    def ended(self) -> list[tuple[int, int]]:
+        """Numbers of pieces that have ended since the last call, and bytes moved, or an error number below zero."""
+
+    def wait(self) -> None:
+        """Until a piece has ended, or `wake` was called, since the last call."""
+
+    def wake(self) -> None:
+        """End `wait`, or the next one."""
+
     def close(self) -> None:
-        """Give back what it holds. Nobody may be in `move`."""
+        """Wait for what is under way, and give back what is held."""
 
 
 class RawIo(Protocol):
@@ -98,8 +107,8 @@ class RawIo(Protocol):
     def enable_direct(self, fd: int, /) -> bool:
         """Switch `fd` to direct I/O; whether it can."""
 
-    def open_queue(self, fd: int, buffers: int, /) -> Queue | None:
-        """A queue for a file with direct I/O, and pieces of up to so many buffers; `None` where there is none."""
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
+        """For a file with direct I/O, and so many pieces of so many buffers; `None` where there is none."""
 
     def drop_cache(self, fd: int, offset: int, nbytes: int, /) -> None:
         """Have the page cache let go of a range of a file that is on the medium."""
@@ -194,7 +203,7 @@ class SystemIo:
             return False
         return True
 
-    def open_queue(self, fd: int, buffers: int, /) -> Queue | None:
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
         """None."""
         return None
 

@@ -22,15 +22,18 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
+from longshore.tiers.file.dispatch import Dispatcher, Order
 from longshore.tiers.file.health import Health, State
 from longshore.tiers.file.index_format import Entries
 from longshore.tiers.file.keeper import Keeper
 from longshore.tiers.file.opening import open_files, slabs_within
 from longshore.tiers.file.payload import Arrived, HostPayload, Lane, Payload, make_lane
+from longshore.tiers.file.rolling import WINDOW_TURNS, Rolling
 from longshore.tiers.file.segment import Segment, status_of
+from longshore.tiers.file.steps import Steps, carry_out
 from longshore.tiers.file.system import RawIo
 from longshore.tiers.file.turns import TURN_RECORDS, cut
-from longshore.tiers.file.workers import Order, Workers
+from longshore.tiers.file.workers import Workers
 from longshore.tiers.ops import check_batch, check_digest, check_generation
 
 _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, StoredChunk)
@@ -101,9 +104,9 @@ class FileTier(Tier):
             resources.callback(self._payload.close)
             self._keeper = Keeper(self._index, f"longshore-{self.name}-index")
             resources.callback(self._keeper.close)
-            self._lanes = [make_lane(sizes[-1], TURN_RECORDS) for _ in range(threads)]
-            self._workers = Workers(self._execute, threads, f"longshore-{self.name}")
-            resources.callback(self._workers.close)
+            self._dispatcher = Dispatcher()
+            self._queue = None if self._payload.waits else self._segment.open_queue(WINDOW_TURNS)
+            resources.callback(self._start(threads).close)
             self._resources = resources.pop_all()
 
     @property
@@ -112,7 +115,7 @@ class FileTier(Tier):
 
         `no_direct_io`: by way of the page cache. `no_queue`: one piece for each thread, not several at once.
         """
-        return {"no_direct_io": int(not self.direct), "no_queue": int(not self._segment.has_queue)}
+        return {"no_direct_io": int(not self.direct), "no_queue": int(self._queue is None and not self._payload.waits)}
 
     @property
     def generation(self) -> int:
@@ -127,7 +130,7 @@ class FileTier(Tier):
     @property
     def ended(self) -> int:
         """Operations that were carried out until now: while this grows, the disk answers."""
-        return self._workers.ended
+        return self._dispatcher.ended
 
     @property
     def troubles(self) -> dict[str, int]:
@@ -147,13 +150,13 @@ class FileTier(Tier):
             # All at once, which is one call of the system's; `_write` strikes what was entered since, or what failed.
             with contextlib.suppress(OSError):
                 self._index.strike((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
-        turns = cut(batch, self._place, self._payload.joins, apart=self._segment.has_queue)
-        return self._workers.submit(batch, turns, deadline)
+        turns = cut(batch, self._place, self._payload.joins, apart=self._queue is not None)
+        return self._dispatcher.submit(batch, turns, deadline)
 
     def poll(self) -> list[TierResult]:
         """Results since the last call. What they say was written, the next process knows of."""
         self._check_process()
-        results = self._workers.poll()
+        results = self._dispatcher.poll()
         if results and not self._closed:
             self._index.flush()
             self._keeper.nudge()
@@ -162,7 +165,7 @@ class FileTier(Tier):
     def cancel(self, ticket: int) -> None:
         """End what has not begun of `ticket`."""
         self._check_process()
-        self._workers.cancel(ticket)
+        self._dispatcher.cancel(ticket)
 
     def close(self) -> None:
         """End what is queued, wait for what has begun, give back threads, files and the lock.
@@ -245,31 +248,55 @@ class FileTier(Tier):
         """The byte of the segment where the record of `op` begins."""
         return self.slabs.offset(op.pool, op.slot)
 
-    def _execute(self, turn: Sequence[Order], worker: int) -> Sequence[Status]:
+    def _start(self, threads: int) -> Rolling | Workers:
+        """Whoever carries out turns."""
+        name = f"longshore-{self.name}"
+        if self._queue is not None:
+            return Rolling(self._dispatcher, self._steps, self._queue, self._make_lanes(WINDOW_TURNS), name)
+        lanes = self._make_lanes(threads)
+
+        def execute(turn: Sequence[Order], worker: int) -> Sequence[Status]:
+            return carry_out(self._steps(turn, lanes[worker]), self._segment.move)
+
+        return Workers(self._dispatcher, execute, threads, name)
+
+    def _make_lanes(self, count: int) -> list[Lane]:
+        return [make_lane(self.image_bytes[-1], TURN_RECORDS) for _ in range(count)]
+
+    def _steps(self, turn: Sequence[Order], lane: Lane) -> Steps[Sequence[Status]]:
         """All records of `turn` together; those that were not moved, each by itself, so that one fails alone."""
-        op = turn[0].op
-        if op.generation < self.generation:
-            return [Status.MISMATCH if op.op is Op.READ else Status.CANCELLED] * len(turn)
-        if not self._health.allows(op.op):
-            return [Status.TIER_OFF] * len(turn)
-        claims, statuses = self._carry_out(turn, self._lanes[worker])
-        if len(turn) == 1 or _all_ok(statuses):
+        if (refusal := self._refusal(turn[0].op)) is not None:
+            return [refusal] * len(turn)
+        claims, statuses = yield from self._try(turn, lane)
+        had_patience = len(turn) == 1 and self._queue is None
+        if had_patience or _all_ok(statuses):
             return self._settle(turn, claims, statuses)
         moved = [status not in _NOT_MOVED for status in statuses]
         whole = list(compress(turn, moved)), list(compress(claims, moved)), list(compress(statuses, moved))
         settled = iter(self._settle(*whole))
-        return [
-            next(settled) if over else self._execute([order], worker)[0]
-            for order, over in zip(turn, moved, strict=True)
-        ]
+        return [next(settled) if over else self._alone(order, lane) for order, over in zip(turn, moved, strict=True)]
 
-    def _carry_out(self, turn: Sequence[Order], lane: Lane) -> tuple[list[int], list[Status]]:
+    def _alone(self, order: Order, lane: Lane) -> Status:
+        """One record by itself, with all patience."""
+        if (refusal := self._refusal(order.op)) is not None:
+            return refusal
+        claims, statuses = carry_out(self._try([order], lane), self._segment.move)
+        (status,) = self._settle([order], claims, statuses)
+        return status
+
+    def _refusal(self, op: TierOp) -> Status | None:
+        """What is said of operations like `op` that are not even tried."""
+        if op.generation < self.generation:
+            return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
+        return None if self._health.allows(op.op) else Status.TIER_OFF
+
+    def _try(self, turn: Sequence[Order], lane: Lane) -> Steps[tuple[list[int], list[Status]]]:
         """Which records to be read the index knows (`Index.claimed`), and what came of all of `turn`."""
         ops = [op for op, _ in turn]
         reading = ops[0].op is Op.READ
         claims = self._index.claimed([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
         try:
-            return claims, self._read(ops, lane) if reading else self._write(turn, lane)
+            return claims, (yield from self._read(ops, lane) if reading else self._write(turn, lane))
         except OSError as error:
             _log.debug("%s of %d slots from %d on: %s", ops[0].op.value, len(ops), ops[0].slot, error)
             return claims, [status_of(error)] * len(ops)
@@ -296,7 +323,7 @@ class FileTier(Tier):
             if claimed and status.condemns_source:
                 self._index.condemn(op.slot, claimed)
 
-    def _write(self, turn: Sequence[Order], lane: Lane) -> list[Status]:
+    def _write(self, turn: Sequence[Order], lane: Lane) -> Steps[list[Status]]:
         headers: list[fmt.RecordHeader] = []
 
         def seal(at: int, algorithm: int, checksum: int) -> bytes:
@@ -308,12 +335,12 @@ class FileTier(Tier):
 
         ops = [op for op, _ in turn]
         self._index.strike([(op.slot, op.pool) for op in ops])
-        statuses = self._payload.write(ops, lane, list(map(self._place, ops)), seal)
+        statuses = yield from self._payload.write(ops, lane, list(map(self._place, ops)), seal)
         self._index.enter([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
         return statuses
 
-    def _read(self, ops: Sequence[TierOp], lane: Lane) -> list[Status]:
-        arrived = self._payload.read(ops, lane, list(map(self._place, ops)))
+    def _read(self, ops: Sequence[TierOp], lane: Lane) -> Steps[list[Status]]:
+        arrived = yield from self._payload.read(ops, lane, list(map(self._place, ops)))
         return [
             self._verify(op, bytes(header), lane, arrived) if how is Status.OK else how
             for op, header, how in zip(ops, lane.headers, arrived.statuses, strict=False)

@@ -1,0 +1,327 @@
+"""One thread, many turns in the disk: what is under way together, what is gone on with first, what never gets stuck."""
+
+from __future__ import annotations
+
+import errno
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import pytest
+
+from longshore.boundary import Status
+from longshore.errors import TierClosedError
+from longshore.testing import TierHarness, TierTests
+from longshore.testing.tier_harness import image
+from longshore.tiers.arena import PAGE
+from longshore.tiers.base import Op, TierOp
+from longshore.tiers.file import FileTier, SystemIo, rolling
+from longshore.tiers.file.system import Piece, Queue
+
+STRIDE = PAGE + TierTests.image_bytes
+SLOTS = 24
+PATIENCE = 60.0
+
+
+class HeldIo(SystemIo):
+    """The system, with a queue that a test opens and shuts; other calls work as ever."""
+
+    def __init__(self) -> None:
+        self.queue: Held
+
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue:
+        self.queue = Held(self, fd, pieces, buffers)
+        return self.queue
+
+
+class Held:
+    """A disk that moves nothing while it is held, and then what was begun first.
+
+    Attributes:
+        begun: Offsets of pieces, in the order in which they were begun.
+        most: How many were under way at once.
+        wrong: What comes of pieces at an offset, once each.
+    """
+
+    def __init__(self, io: SystemIo, fd: int, pieces: int, buffers: int) -> None:
+        self.begun: list[int] = []
+        self.most = 0
+        self.wrong: dict[int, int] = {}
+        self.closed = False
+        self._io = io
+        self._fd = fd
+        self._limits = pieces, buffers
+        self._changed = threading.Condition()
+        self._under_way: list[tuple[int, Piece, bool]] = []
+        self._numbers = 0
+        self._allowed = math.inf
+        self._is_awake = False
+
+    def hold(self) -> None:
+        """From now on, nothing moves."""
+        self._allowed = 0
+
+    def let(self, count: float = math.inf) -> None:
+        """So many more pieces move."""
+        with self._changed:
+            self._allowed += count
+            self._changed.notify_all()
+
+    def until(self, begun: int) -> None:
+        """So many pieces were begun, and no more."""
+        give_up = time.monotonic() + PATIENCE
+        while len(self.begun) < begun:
+            assert time.monotonic() < give_up, f"only {len(self.begun)} were begun"
+            time.sleep(0.001)
+        assert len(self.begun) == begun
+
+    def until_left(self, count: int) -> None:
+        """No more than so many are under way."""
+        give_up = time.monotonic() + PATIENCE
+        while len(self._under_way) > count:
+            assert time.monotonic() < give_up, f"{len(self._under_way)} are under way"
+            time.sleep(0.001)
+
+    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        with self._changed:
+            first, self._numbers = self._numbers, self._numbers + len(pieces)
+            numbers = list(range(first, self._numbers))
+            self._under_way += [(number, piece, writing) for number, piece in zip(numbers, pieces, strict=True)]
+            self.begun += [piece.offset for piece in pieces]
+            self.most = max(self.most, len(self._under_way))
+            assert self.most <= self._limits[0]
+            assert all(len(piece.buffers) <= self._limits[1] for piece in pieces)
+            return numbers
+
+    def ended(self) -> list[tuple[int, int]]:
+        with self._changed:
+            count = int(min(self._allowed, len(self._under_way)))
+            self._allowed -= count
+            moving, self._under_way = self._under_way[:count], self._under_way[count:]
+        return [(number, self._move(*rest)) for number, *rest in moving]
+
+    def wait(self) -> None:
+        with self._changed:
+            while not self._is_awake and not (self._under_way and self._allowed):
+                self._changed.wait()
+            self._is_awake = False
+
+    def wake(self) -> None:
+        with self._changed:
+            assert not self.closed
+            self._is_awake = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        assert not self._under_way
+        self.closed = True
+
+    def _move(self, piece: Piece, writing: bool) -> int:
+        if piece.offset in self.wrong:
+            return self.wrong.pop(piece.offset)
+        return (self._io.pwritev if writing else self._io.preadv)(self._fd, *piece)
+
+
+@pytest.fixture
+def io() -> HeldIo:
+    return HeldIo()
+
+
+@pytest.fixture
+def harness(io: HeldIo, harness_of: Callable[..., TierHarness]) -> Iterator[TierHarness]:
+    harness = harness_of(io=io, slots=SLOTS)
+    for slot in range(SLOTS):
+        harness.store(slot, slot)
+    io.queue.begun.clear()
+    io.queue.most = 0
+    yield harness
+    io.queue.let()  # or a test that fails would never end
+
+
+def ask(harness: TierHarness, *ops: TierOp, deadline: float = math.inf) -> int:
+    for op in ops:
+        harness.bytes_of(op)[:] = image(op.slot, op.length) if op.op is Op.WRITE else 0xCC
+    return harness.tier.submit(ops, deadline)
+
+
+def served(harness: TierHarness, ticket: int, *ops: TierOp) -> None:
+    assert set(harness.wait(ticket).statuses) == {Status.OK}
+    for op in ops:
+        np.testing.assert_array_equal(harness.bytes_of(op), image(op.slot, op.length))
+
+
+def reads(harness: TierHarness) -> list[TierOp]:
+    return [harness.op(Op.READ, slot, slot, place=slot) for slot in range(SLOTS)]
+
+
+def test_as_many_turns_as_there_are_lanes_are_in_the_disk_at_once_and_no_more(harness: TierHarness, io: HeldIo) -> None:
+    io.queue.hold()
+    ops = reads(harness)
+    tickets = [ask(harness, op) for op in ops]
+    for more in range(3):
+        io.queue.until(rolling.WINDOW_TURNS + more)
+        io.queue.let(1)
+    assert io.queue.begun[: rolling.WINDOW_TURNS] == [slot * STRIDE for slot in range(rolling.WINDOW_TURNS)]
+    io.queue.let()
+    for ticket, op in zip(tickets, ops, strict=True):
+        served(harness, ticket, op)
+    assert io.queue.most == rolling.WINDOW_TURNS < SLOTS
+
+
+def test_as_many_bytes_as_the_window_has_are_in_the_disk_at_once_or_a_turn_more(
+    harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rolling, "WINDOW_BYTES", 2 * TierTests.image_bytes + 1)
+    io.queue.hold()
+    ops = reads(harness)
+    tickets = [ask(harness, op) for op in ops]
+    for begun in range(3, SLOTS):
+        io.queue.until(begun)
+        io.queue.let(1)
+    io.queue.let()
+    for ticket, op in zip(tickets, ops, strict=True):
+        served(harness, ticket, op)
+    assert io.queue.most == 3
+
+
+def test_a_batch_whose_pieces_are_there_ends_while_others_are_under_way(harness: TierHarness, io: HeldIo) -> None:
+    io.queue.hold()
+    first, second = reads(harness)[:2]
+    before, after = ask(harness, first), ask(harness, second)
+    io.queue.until(2)
+    io.queue.let(1)
+    served(harness, before, first)
+    assert harness.tier.poll() == []
+    io.queue.let()
+    served(harness, after, second)
+
+
+def test_a_turn_goes_on_when_the_last_of_its_pieces_is_there(harness: TierHarness, io: HeldIo) -> None:
+    io.queue.hold()
+    ops = reads(harness)[::2][:3]
+    ticket = ask(harness, *ops)
+    io.queue.until(3)
+    for left in (2, 1):
+        io.queue.let(1)
+        io.queue.until_left(left)
+        assert harness.tier.poll() == []
+    io.queue.let(1)
+    served(harness, ticket, *ops)
+
+
+def test_reads_go_before_writes_that_wait(harness: TierHarness, io: HeldIo) -> None:
+    io.queue.hold()
+    for slot in range(rolling.WINDOW_TURNS):
+        ask(harness, harness.op(Op.WRITE, slot, slot, place=slot))
+    io.queue.until(rolling.WINDOW_TURNS)
+    write, read = (harness.op(op, slot, slot, place=slot) for op, slot in ((Op.WRITE, 22), (Op.READ, 23)))
+    waiting, urgent = ask(harness, write), ask(harness, read)
+    io.queue.let()
+    served(harness, urgent, read)
+    served(harness, waiting)
+    assert io.queue.begun[rolling.WINDOW_TURNS :] == [23 * STRIDE, 22 * STRIDE]
+
+
+@pytest.mark.parametrize("moved", [-errno.EIO, -errno.EAGAIN, -errno.EINTR, 0, STRIDE - PAGE])
+@pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
+def test_what_the_queue_does_not_move_is_moved_with_patience(
+    harness: TierHarness, io: HeldIo, kind: Op, moved: int
+) -> None:
+    io.queue.wrong = {2 * STRIDE: moved, 4 * STRIDE: moved}
+    ops = [harness.op(kind, slot, slot, place=slot) for slot in (0, 2, 4)]
+    served(harness, ask(harness, *ops), *ops)
+    assert not io.queue.wrong
+    assert cast(FileTier, harness.tier).troubles[f"{kind.value}_io_error"] == 0
+    for slot in (0, 2, 4):
+        harness.assert_serves(slot, slot)
+
+
+def test_lanes_come_back_from_turns_that_fail(harness: TierHarness, io: HeldIo) -> None:
+    for _ in range(3):
+        io.queue.wrong = {slot * STRIDE: -errno.EIO for slot in range(SLOTS)}
+        for slot in range(SLOTS):
+            harness.assert_serves(slot, slot)
+        assert not io.queue.wrong
+    missing = [harness.op(Op.READ, slot, slot + 1) for slot in range(SLOTS)]
+    assert {harness.run(op) for op in missing} == {(Status.MISMATCH,)}
+    harness.assert_serves(0, 0)
+
+
+def test_an_unexpected_error_ends_one_turn_and_the_others_go_on(
+    harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settle, tier = FileTier._settle, cast(FileTier, harness.tier)
+
+    def explode(self: FileTier, turn: Sequence[object], *rest: object) -> list[Status]:
+        if turn[0][0].slot == 1:  # type: ignore[index]
+            raise ZeroDivisionError("nobody expects this")
+        return settle(self, turn, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FileTier, "_settle", explode)
+    for _ in range(2 * rolling.WINDOW_TURNS):
+        assert harness.run(harness.op(Op.READ, 1, 1)) == (Status.IO_ERROR,)
+    assert "nobody expects this" in caplog.text
+    harness.assert_serves(0, 0)
+    monkeypatch.undo()
+    harness.assert_serves(1, 1)
+    assert tier.troubles["read_io_error"] == 0
+
+
+class TestStuck:
+    """A queue from which nothing comes back."""
+
+    @pytest.fixture
+    def stuck(self, harness: TierHarness, io: HeldIo) -> list[int]:
+        """As many turns as there may be under way."""
+        io.queue.hold()
+        tickets = [ask(harness, op) for op in reads(harness)[: rolling.WINDOW_TURNS]]
+        io.queue.until(rolling.WINDOW_TURNS)
+        return tickets
+
+    def test_what_waits_ends_by_its_deadline(self, harness: TierHarness, io: HeldIo, stuck: list[int]) -> None:
+        late = ask(harness, reads(harness)[-1], deadline=time.monotonic() + 0.01)
+        assert harness.wait(late).statuses == (Status.DEADLINE,)
+        io.queue.let()
+        assert {harness.wait(ticket).statuses for ticket in stuck} == {(Status.OK,)}
+        assert len(io.queue.begun) == rolling.WINDOW_TURNS
+
+    def test_what_waits_can_be_cancelled(self, harness: TierHarness, io: HeldIo, stuck: list[int]) -> None:
+        waiting = ask(harness, reads(harness)[-1])
+        for ticket in (waiting, stuck[0]):
+            harness.tier.cancel(ticket)
+        assert harness.wait(waiting).statuses == (Status.CANCELLED,)
+        assert harness.tier.poll() == []
+        io.queue.let()
+        assert {harness.wait(ticket).statuses for ticket in stuck} == {(Status.OK,)}
+
+    def test_close_waits_for_what_is_under_way_and_ends_the_rest(
+        self, harness: TierHarness, io: HeldIo, stuck: list[int]
+    ) -> None:
+        waiting = ask(harness, reads(harness)[-1])
+        closing = threading.Thread(target=harness.tier.close)
+        closing.start()
+        assert harness.wait(waiting).statuses == (Status.TIER_OFF,)
+        assert closing.is_alive()
+        assert not io.queue.closed
+        io.queue.let()
+        closing.join(PATIENCE)
+        assert io.queue.closed
+        assert {harness.wait(ticket).statuses for ticket in stuck} == {(Status.OK,)}
+        with pytest.raises(TierClosedError):
+            ask(harness, reads(harness)[0])
+
+    def test_a_reset_meanwhile_makes_them_misses(self, harness: TierHarness, io: HeldIo, stuck: list[int]) -> None:
+        harness.tier.forget(1)
+        io.queue.let()
+        assert {harness.wait(ticket).statuses for ticket in stuck} == {(Status.MISMATCH,)}
+
+
+def test_a_tier_that_has_nothing_to_do_is_closed_at_once(harness: TierHarness, io: HeldIo) -> None:
+    io.queue.hold()
+    closing = threading.Thread(target=harness.tier.close)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
