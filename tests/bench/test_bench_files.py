@@ -11,8 +11,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from longshore.bench import file_sides, files
-from longshore.bench.file_sides import SCATTERED, FileTierSide, Fio, Images, PerFile, PlainLoop, Side
+from longshore.bench import files
+from longshore.bench.file_sides import (
+    ALONE,
+    SCATTERED,
+    FileTierSide,
+    Fio,
+    Images,
+    PerFile,
+    PlainLoop,
+    Side,
+    keep_under_way,
+)
+from longshore.bench.vllm_files import VllmFiles
 from longshore.errors import BenchError
 
 SIZE, COUNT = 16 << 10, 32
@@ -48,7 +59,7 @@ def side(request: pytest.FixtureRequest, tmp_path: Path, images: Images, direct:
 
 def test_what_is_written_is_read(side: Side, images: Images) -> None:
     expected = np.random.default_rng(0).integers(0, 256, images.nbytes, dtype=np.uint8)
-    for kind, again in (("write", "read"), ("overwrite", SCATTERED)):
+    for kind, again in (("write", "read"), ("overwrite", SCATTERED), ("overwrite", ALONE)):
         images.arena.array[:] = expected
         assert side.move(kind) > 0
         images.arena.array[:] = 0
@@ -107,39 +118,43 @@ def test_without_fio_the_plain_loop_is_the_reference(tmp_path: Path, monkeypatch
 
 def test_who_shares_the_file_of_the_tier_does_not_disturb_its_reads(tmp_path: Path) -> None:
     """A read of the tier that finds anything else than its own record ends the benchmark."""
-    names = [f"{kind}/256KiB" for kind in ("overwrite", "read", "mixed", SCATTERED, "vs-per-file-read", "cpu")]
+    per_file = ("vs-per-file-read", "vs-per-file-alone")
+    names = [f"{kind}/256KiB" for kind in ("overwrite", "read", "mixed", SCATTERED, *per_file, "cpu")]
     cases = list(files.run(tmp_path, total_bytes=2 << 20, repeats=2, only=names, allow_page_cache=True))
     assert {case.name for case in cases} == set(names)
     assert all(case.value > 0 for case in cases)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_functions_of_vllm_are_used_where_they_are_installed(
+def test_a_vllm_that_is_not_known_here_is_not_measured(
     tmp_path: Path, images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved: list[tuple[str, int, int, bool]] = []
-
-    def move(paths: list[str], memory: memoryview, offsets: list[int], size: int, use_o_direct: bool) -> None:
-        assert len(memory) == images.nbytes
-        names = [Path(path).name for path in paths]
-        moved.extend((name, offset, size, use_o_direct) for name, offset in zip(names, offsets, strict=True))
-
-    found = SimpleNamespace(batch_store_block=move, batch_load_block=move)
-    monkeypatch.setattr(file_sides, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__path__=[]))  # type: ignore[arg-type]
-    for name in ("vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.tiering", "vllm.v1.kv_offload.tiering.fs"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.tiering.fs.io", found)  # type: ignore[arg-type]
-    side = PerFile(tmp_path / "side", images, direct=True)
-    assert side.name.startswith("vLLM's file tier")
-    side.move("overwrite")
-    assert sorted(moved) == [(f"{image:08x}", images.offset(image), SIZE, True) for image in range(COUNT)]
+    with pytest.raises(BenchError, match="not a version whose file tier is known here"):
+        VllmFiles(tmp_path / "side", images)
 
 
 def test_a_reference_that_fails_is_not_measured(tmp_path: Path, images: Images) -> None:
     side = PerFile(tmp_path / "side", images, direct=False)
     with pytest.raises(BenchError, match="a reference failed"):
         side.move("read")
+
+
+def test_no_more_are_under_way_than_are_to_be() -> None:
+    under_way: list[int] = []
+    most: list[int] = []
+
+    def submit(batch: int) -> None:
+        under_way.append(batch)
+        most.append(len(under_way))
+
+    def ended() -> int:
+        return under_way.pop() and 1
+
+    for at_once, expected in ((1, 1), (3, 3), (None, 8)):
+        most.clear()
+        assert keep_under_way(range(1, 9), submit, ended, at_once) > 0
+        assert (len(most), max(most)) == (8, expected)
 
 
 def test_a_single_image_is_refused() -> None:

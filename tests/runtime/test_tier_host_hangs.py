@@ -194,7 +194,8 @@ def test_a_slow_disk_that_goes_on_is_given_more(opener: Callable[..., Hanging]) 
     gates = [harness.gate.with_name(f"gate{number}") for number in range(len(slots))]
     for gate in gates:
         gate.touch()
-    tickets = [read(harness, slot) for slot in slots]
+    ops = [harness.op(Op.READ, slot, slot, place=slot) for slot in slots]
+    tickets = [harness.tier.submit([op], math.inf) for op in ops]
     for gate in gates:
         harness.hear(int(tier.STALLED) - 2)
         assert not harness.tier.is_away

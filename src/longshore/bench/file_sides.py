@@ -3,17 +3,18 @@
     FileTierSide   records in preallocated slots: header, checksum, both verified when read
     PlainLoop      a preallocated file, threads that each take the next image; no header, no checksum
     Fio            the same by fio: libaio, direct, 16 at once
-    PerFile        a file for each image: temporary file, rename; vLLM's own code for that where it is installed
+    PerFile        a file for each image: temporary file, rename, threads (vLLM's own, where it is: `vllm_files.py`)
 
 All move the same bytes in the same order, between the same memory (fio: its own, at random) and the same disk. Images
 belong to prompts: those of one lie one behind the other, as they were written, and are asked for together; prompts come
 at random, and images lie anywhere in memory. The images of a prompt that is `SCATTERED` lie anywhere on the disk, too.
+All prompts are asked for at once, but for those that are read `ALONE`, one after the other.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import importlib
 import itertools
 import json
 import os
@@ -23,9 +24,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from longshore.boundary import Status
 from longshore.errors import BenchError
@@ -33,6 +34,8 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.file.directory import SEGMENT
+
+B = TypeVar("B")
 
 THREADS = 16
 """Of everything here that is not the file tier, and images that fio has under way."""
@@ -43,8 +46,12 @@ PROMPT = 16
 SCATTERED = "scattered"
 """Read every image, where no prompt's images are neighbours."""
 
-_READS = frozenset({"read", SCATTERED})
+ALONE = "alone"
+"""Read every image, one prompt at a time."""
+
+_READS = frozenset({"read", SCATTERED, ALONE})
 _DEADLINE = 600.0
+_NAP = 1e-4
 _FIO_KINDS = {
     "write": "randwrite",
     "overwrite": "randwrite",
@@ -83,9 +90,17 @@ class Images:
         """The same, one after the other."""
         return [image for batch in self.batches(kind) for image in batch]
 
+    def reads(self, kind: str) -> bool:
+        """Whether `kind` writes nothing."""
+        return kind in _READS
+
+    def at_once(self, kind: str) -> int | None:
+        """How many prompts are asked for at once; `None`: all."""
+        return 1 if kind == ALONE else None
+
     def writes(self, kind: str, image: int) -> bool:
         """Whether `kind` writes this image: `mixed` writes every other prompt, and reads the rest."""
-        return image // self.prompt % 2 == 1 if kind == "mixed" else kind not in _READS
+        return image // self.prompt % 2 == 1 if kind == "mixed" else not self.reads(kind)
 
     def offset(self, image: int) -> int:
         """Where it lies in the arena."""
@@ -135,18 +150,17 @@ class FileTierSide:
             shutil.rmtree(self._directory)
             self._tier = self._open()
         batches = [[self._op(kind, image) for image in batch] for batch in self._images.batches(kind)]
-        begun = time.perf_counter()
-        for batch in batches:
-            self._tier.submit(batch, time.monotonic() + _DEADLINE)
         ends: set[Status] = set()
-        open_batches = len(batches)
-        while open_batches:
+
+        def submit(batch: Sequence[TierOp]) -> None:
+            self._tier.submit(batch, time.monotonic() + _DEADLINE)
+
+        def ended() -> int:
             results = self._tier.poll()
-            open_batches -= len(results)
             ends.update(status for result in results for status in result.statuses)
-            if not results:
-                time.sleep(0.0005)
-        seconds = time.perf_counter() - begun
+            return len(results)
+
+        seconds = keep_under_way(batches, submit, ended, self._images.at_once(kind))
         if ends != {Status.OK}:
             raise BenchError(
                 f"{kind} of {self._images.count} images ended as {', '.join(sorted(e.value for e in ends))}"
@@ -245,36 +259,76 @@ class Fio:
 
 
 class PerFile:
-    """A file for each image, which comes into being whole or not at all. Each thread has its share from the start."""
+    """A file for each image, which comes into being whole or not at all; threads take the next one of a prompt each."""
+
+    name = f"a file for each image, {THREADS} threads"
 
     def __init__(self, directory: Path, images: Images, *, direct: bool) -> None:
         directory.mkdir()
         self._directory = directory
         self._images = images
-        self._direct = direct
-        ways: _Files = _vllm_files() or (_store_files, _load_files, f"a file for each image, {THREADS} threads")
-        self._store, self._load, self.name = ways
+        self._flags = os.O_DIRECT if direct else 0
+        self._threads = ThreadPoolExecutor(THREADS)
 
     def move(self, kind: str) -> float:
         """`overwrite` removes what is there first, which takes no time here: such stores never overwrite."""
-        images, storing = self._images, kind not in _READS
+        images, storing = self._images, not self._images.reads(kind)
         if storing:
             for path in self._directory.iterdir():
                 path.unlink()
         move = self._store if storing else self._load
-        whole, order = images.arena.view(0, images.nbytes), images.order(kind)
-
-        def some(share: int) -> None:
-            mine = order[share::THREADS]
-            paths = [str(self._directory / f"{image:08x}") for image in mine]
-            offsets = [images.offset(image) for image in mine]
-            if mine:
-                move(paths, whole, offsets, images.image_bytes, use_o_direct=self._direct)
-
-        return in_threads(some, list(range(THREADS)))
+        batches = images.batches(kind) if images.at_once(kind) else [images.order(kind)]
+        begun = time.perf_counter()
+        try:
+            for batch in batches:
+                collections.deque(self._threads.map(move, batch), maxlen=0)
+        except OSError as error:
+            raise BenchError(f"a reference failed: {error}") from error
+        return time.perf_counter() - begun
 
     def close(self) -> None:
-        """Nothing is open between two calls."""
+        """End the threads."""
+        self._threads.shutdown()
+
+    def _path(self, image: int) -> str:
+        return f"{self._directory}/{image:08x}"
+
+    def _store(self, image: int) -> None:
+        path = self._path(image)
+        temporary = f"{path}.tmp"
+        self._move(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.writev, image)
+        os.replace(temporary, path)  # noqa: PTH105 - as short as it can be: this is what is measured
+
+    def _load(self, image: int) -> None:
+        self._move(self._path(image), os.O_RDONLY, os.readv, image)
+
+    def _move(self, path: str, flags: int, call: Callable[[int, list[memoryview]], int], image: int) -> None:
+        fd = os.open(path, flags | self._flags, 0o600)
+        try:
+            moved = call(fd, [self._images.view(image)])
+        finally:
+            os.close(fd)
+        if moved != self._images.image_bytes:
+            raise BenchError(f"only {moved} bytes of {path} were moved")
+
+
+def keep_under_way(
+    batches: Sequence[B], submit: Callable[[B], object], ended: Callable[[], int], at_once: int | None
+) -> float:
+    """Seconds until all `batches` that were submitted have ended, no more than `at_once` under way (`None`: all)."""
+    waiting = iter(batches)
+    left = len(batches)
+    begun = time.perf_counter()
+    for batch in itertools.islice(waiting, at_once):
+        submit(batch)
+    while left:
+        count = ended()
+        left -= count
+        for batch in itertools.islice(waiting, count):
+            submit(batch)
+        if not count:
+            time.sleep(_NAP)
+    return time.perf_counter() - begun
 
 
 def in_threads(work: Callable[[int], None], items: Sequence[int]) -> float:
@@ -316,40 +370,3 @@ def _closed_on_error(fd: int) -> Iterator[None]:
     except BaseException:
         os.close(fd)
         raise
-
-
-_Files = tuple[Callable[..., None], Callable[..., None], str]
-"""How files are stored and loaded, and what that is called."""
-
-
-def _store_files(paths: list[str], memory: memoryview, offsets: list[int], nbytes: int, *, use_o_direct: bool) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if use_o_direct else 0)
-    for path, offset in zip(paths, offsets, strict=True):
-        temporary = f"{path}.tmp"
-        _move_file(temporary, flags, os.writev, memory[offset : offset + nbytes])
-        os.replace(temporary, path)  # noqa: PTH105 - as short as it can be: this is what is measured
-
-
-def _load_files(paths: list[str], memory: memoryview, offsets: list[int], nbytes: int, *, use_o_direct: bool) -> None:
-    flags = os.O_RDONLY | (os.O_DIRECT if use_o_direct else 0)
-    for path, offset in zip(paths, offsets, strict=True):
-        _move_file(path, flags, os.readv, memory[offset : offset + nbytes])
-
-
-def _move_file(path: str, flags: int, call: Callable[[int, list[memoryview]], int], image: memoryview) -> None:
-    fd = os.open(path, flags, 0o600)
-    try:
-        moved = call(fd, [image])
-    finally:
-        os.close(fd)
-    if moved != len(image):
-        raise BenchError(f"only {moved} bytes of {path} were moved")
-
-
-def _vllm_files() -> _Files | None:
-    """vLLM's own functions for that, where they are installed in the form that is known here (0.32, 0.33)."""
-    try:
-        found: Any = importlib.import_module("vllm.v1.kv_offload.tiering.fs.io") if find_spec("vllm") else None
-        return found and (found.batch_store_block, found.batch_load_block, f"vLLM's file tier, {THREADS} threads")
-    except (ImportError, AttributeError):
-        return None

@@ -5,7 +5,8 @@
     read        all images; direct I/O leaves nothing in the page cache    │ records
     mixed       every other prompt read, the others overwritten            │
     scattered   all images read, whose prompts lie in no order             ┘
-    vs-per-file-write, -read, -scattered                                     beside a store of one file for each image
+    vs-per-file-write, -read, -scattered, -alone                             beside a store of one file for each image:
+                                                                             vLLM's, where it is installed
     cpu         core-seconds per GB, of an overwrite and a read              beside those of the plain threads
 
 Sides take turns, in another order each time. How fast a file is depends on where it lies: on some disks by half. So
@@ -23,13 +24,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from longshore.bench.file_sides import SCATTERED, FileTierSide, Fio, Images, PerFile, PlainLoop, Side
+from longshore.bench.file_sides import ALONE, SCATTERED, FileTierSide, Fio, Images, PerFile, PlainLoop, Side
 from longshore.bench.harness import Case, Seconds, chosen, medians, rate, size_of
 from longshore.bench.machine import check_direct
+from longshore.bench.vllm_files import VllmFiles
 
 SIZES = ("256KiB", "2MiB")
 _PER_FILE = "vs-per-file-"
-_OF_PER_FILE = {f"{_PER_FILE}write": "overwrite", f"{_PER_FILE}read": "read", f"{_PER_FILE}{SCATTERED}": SCATTERED}
+_OF_PER_FILE = {f"{_PER_FILE}write": "overwrite", **{f"{_PER_FILE}{kind}": kind for kind in ("read", SCATTERED, ALONE)}}
 _IN_PLACE = frozenset({"overwrite", "read", SCATTERED})
 KINDS = ("write", "overwrite", "read", "mixed", SCATTERED, *_OF_PER_FILE, "cpu")
 NAMES = tuple(f"{kind}/{size}" for size in SIZES for kind in KINDS)
@@ -68,8 +70,8 @@ def run(
 
 def _measure(name: str, kind: str, ours: FileTierSide, scratch: Path, images: Images, repeats: int) -> Case:
     if kind in _OF_PER_FILE:
-        files = PerFile(scratch / "images", images, direct=ours.direct)
-        return _beside(name, _OF_PER_FILE[kind], ours, [files], images, repeats)
+        with contextlib.closing(_per_file(scratch / "images", images, direct=ours.direct)) as files:
+            return _beside(name, _OF_PER_FILE[kind], ours, [files], images, repeats)
     plain = PlainLoop(ours.segment if kind in _IN_PLACE else scratch / "plain", images, direct=ours.direct)
     with contextlib.closing(plain):
         if kind == "cpu":
@@ -81,11 +83,15 @@ def _measure(name: str, kind: str, ours: FileTierSide, scratch: Path, images: Im
         return _beside(name, kind, ours, references, images, repeats)
 
 
+def _per_file(directory: Path, images: Images, *, direct: bool) -> Side:
+    return VllmFiles(directory, images) if VllmFiles.is_installed() else PerFile(directory, images, direct=direct)
+
+
 def _beside(name: str, kind: str, ours: FileTierSide, references: list[Side], images: Images, repeats: int) -> Case:
     """Ours, and the best of `references`."""
     sides: list[Side] = [ours, *references]
     for side in reversed(sides):  # ours last: the others may have its file
-        if kind in ("read", "mixed", SCATTERED):  # whatever was measured before: there is something to read
+        if images.reads(kind) or kind == "mixed":  # whatever was measured before: there is something to read
             side.move("overwrite")
     taken = medians([functools.partial(side.move, kind) for side in sides], repeats=repeats)
     best, seconds = min(zip(references, taken[1:], strict=True), key=lambda reference: reference[1])

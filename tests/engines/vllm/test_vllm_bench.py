@@ -7,11 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_models import save
 from typer.testing import CliRunner
 
-from longshore.bench import vllm_arms, vllm_manager, vllm_sessions, vllm_trace
+from longshore.bench import files, vllm_arms, vllm_manager, vllm_sessions, vllm_trace
+from longshore.bench.file_sides import ALONE, SCATTERED, Images
+from longshore.bench.vllm_files import VllmFiles
 from longshore.cli.app import app
 from longshore.errors import BenchError, TraceError
 from longshore.trace.readers import read_trace
@@ -33,6 +36,32 @@ def test_the_scheduler_is_timed_beside_vllms_own_manager() -> None:
     assert {case.reference for case in cases} == {"vLLM's ARC manager"}
     with pytest.raises(BenchError, match="at least"):
         list(vllm_manager.run(blocks=[64]))
+
+
+@pytest.mark.parametrize("kind", ["read", SCATTERED, ALONE])
+def test_vllms_own_file_tier_moves_the_same_images(tmp_path: Path, kind: str) -> None:
+    images = Images(4096, 128 * 4096)
+    side = VllmFiles(tmp_path / "files", images)
+    expected = np.random.default_rng(0).integers(0, 256, images.nbytes, dtype=np.uint8)
+    for again in (expected, expected[::-1]):  # the second time over the first: it never overwrites by itself
+        images.arena.array[:] = again
+        assert side.move("overwrite") > 0
+        images.arena.array[:] = 0
+        assert side.move(kind) > 0
+        np.testing.assert_array_equal(images.arena.array, again)
+    assert len(list(tmp_path.rglob("*.bin"))) == images.count
+    next(iter(tmp_path.rglob("*.bin"))).unlink()
+    with pytest.raises(BenchError, match="failed to move an image"):
+        side.move(kind)
+    side.close()
+    images.arena.close()
+
+
+def test_the_file_tier_is_timed_beside_vllms_own(tmp_path: Path) -> None:
+    names = [f"vs-per-file-{kind}/256KiB" for kind in ("write", "read", SCATTERED, ALONE)]
+    cases = list(files.run(tmp_path, total_bytes=8 << 20, repeats=1, only=names))
+    assert [case.name for case in cases] == names
+    assert {case.reference for case in cases} == {VllmFiles.name}
 
 
 def test_sessions_come_back_from_host_memory_and_then_from_files(
