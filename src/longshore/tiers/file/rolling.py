@@ -21,7 +21,7 @@ from longshore.errors import TierError
 from longshore.tiers.file.dispatch import Dispatcher, Job, Order
 from longshore.tiers.file.payload import Lane
 from longshore.tiers.file.segment import outcome
-from longshore.tiers.file.steps import Move, Steps
+from longshore.tiers.file.steps import Steps
 from longshore.tiers.file.system import Queue
 from longshore.tiers.file.workers import failed_unexpectedly
 
@@ -29,7 +29,10 @@ WINDOW_TURNS = 16
 """Turns that are under way at once, at most."""
 
 WINDOW_BYTES = 64 << 20
-"""Of images that are under way, or a turn more."""
+"""Of images that are in the disk, or a turn more."""
+
+AHEAD = 2
+"""Turns that are ready to be moved as soon as there is room in the window: their checksums take their time."""
 
 _MOMENT = 1e-6
 """Seconds of sleep for whoever polls, between turns that have landed together.
@@ -58,6 +61,7 @@ class Rolling:
         self._queue = queue
         self._lanes = list(lanes)
         self._under_way: dict[int, tuple[_Flight, int]] = {}  # by the queue's number, which piece of which
+        self._ready: deque[_Flight] = deque()
         self._landed: deque[_Flight] = deque()
         self._nbytes = 0
         # A daemon: a process that ends without close must not wait for a stuck device.
@@ -76,6 +80,7 @@ class Rolling:
 
     def _work(self) -> None:
         while True:
+            self._begin_ready()
             taken = self._take_turn()
             if self._landed:
                 self._go_on(self._landed.popleft())
@@ -87,40 +92,42 @@ class Rolling:
                 return
 
     def _take_turn(self) -> bool:
-        """Begin one, if there is one, and room for it."""
-        if not self._lanes or self._nbytes >= WINDOW_BYTES or (job := self._dispatcher.take()) is None:
+        """Begin one, if there is one, as far as there is room for it."""
+        if not self._lanes or len(self._ready) >= AHEAD or (job := self._dispatcher.take()) is None:
             return False
-        flight = _Flight(job, self._lanes.pop(), self._steps)
-        self._nbytes += flight.nbytes
-        self._go_on(flight)
+        self._go_on(_Flight(job, self._lanes.pop(), self._steps))
+        self._begin_ready()
         return True
-
-    def _wait(self) -> None:
-        """Until something has ended, or there is something to take."""
-        self._queue.wait()
-        for number, moved in self._queue.ended():
-            self._arrive(number, moved)
 
     def _go_on(self, flight: _Flight) -> None:
         """Up to its next pieces, or to its end."""
         try:
-            move = flight.advance()
+            flight.advance()
         except StopIteration as end:
             self._end(flight, end.value)
         except Exception:  # noqa: BLE001 - without a result its batch would never end
             self._end(flight, failed_unexpectedly(flight.orders))
         else:
-            numbers = self._queue.begin(move.pieces, writing=move.writing)
+            self._ready.append(flight)
+
+    def _begin_ready(self) -> None:
+        while self._ready and self._nbytes < WINDOW_BYTES:
+            flight = self._ready.popleft()
+            self._nbytes += flight.nbytes
+            numbers = self._queue.begin(flight.move.pieces, writing=flight.move.writing)
             self._under_way.update((number, (flight, at)) for at, number in enumerate(numbers))
 
-    def _arrive(self, number: int, moved: int) -> None:
-        flight, at = self._under_way.pop(number)
-        if flight.arrive(at, moved):
-            self._landed.append(flight)
+    def _wait(self) -> None:
+        """Until something has ended, or there is something to take."""
+        self._queue.wait()
+        for number, moved in self._queue.ended():
+            flight, at = self._under_way.pop(number)
+            if flight.arrive(at, moved):
+                self._nbytes -= flight.nbytes
+                self._landed.append(flight)
 
     def _end(self, flight: _Flight, statuses: Sequence[Status]) -> None:
         self._lanes.append(flight.lane)
-        self._nbytes -= flight.nbytes
         self._dispatcher.end(flight.job, statuses)
         if self._landed:
             time.sleep(_MOMENT)
@@ -129,7 +136,7 @@ class Rolling:
 class _Flight:
     """A turn that was taken, and what it is waiting for."""
 
-    __slots__ = ("_left", "_move", "_statuses", "_steps", "job", "lane", "nbytes", "orders")
+    __slots__ = ("_left", "_statuses", "_steps", "job", "lane", "move", "nbytes", "orders")
 
     def __init__(self, job: Job, lane: Lane, steps: Callable[[Sequence[Order], Lane], Steps[Sequence[Status]]]) -> None:
         self.job = job
@@ -139,15 +146,14 @@ class _Flight:
         self._steps = steps(self.orders, lane)
         self._statuses: list[Status] = []  # before it has begun
 
-    def advance(self) -> Move:
-        """What is to be moved next; raises `StopIteration` with the result when there is nothing more."""
-        self._move = self._steps.send(self._statuses) if self._statuses else next(self._steps)
-        self._left = len(self._move.pieces)
+    def advance(self) -> None:
+        """Up to what is to be moved next; raises `StopIteration` with the result when there is nothing more."""
+        self.move = self._steps.send(self._statuses) if self._statuses else next(self._steps)
+        self._left = len(self.move.pieces)
         self._statuses = [Status.IO_ERROR] * self._left
-        return self._move
 
     def arrive(self, at: int, moved: int) -> bool:
         """So many bytes were moved of a piece, or an error number below zero; whether it was the last."""
-        self._statuses[at] = outcome(self._move.pieces[at], moved, writing=self._move.writing)
+        self._statuses[at] = outcome(self.move.pieces[at], moved, writing=self.move.writing)
         self._left -= 1
         return not self._left
