@@ -63,7 +63,9 @@ class Config(BaseModel):
         0.0, ge=0, allow_inf_nan=False, description="prompt tokens computed a second, for the gate; 0: as measured"
     )
     max_writes: int = Field(1024, ge=1, description="chunks in flight per write route")
-    file_threads: int = Field(16, ge=1, le=256, description="threads of the file tier")
+    file_threads: int = Field(
+        16, ge=1, le=256, description="threads of the file tier, with gds or where there is no asynchronous I/O"
+    )
     background: bool = Field(True, description="move blocks between the engine's steps, in a thread")
     fixed_weights: bool = Field(
         False, description="a reset never means other weights: what is stored after one may be served after a restart"

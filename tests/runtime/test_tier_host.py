@@ -50,6 +50,14 @@ def reads(harness: HostedHarness) -> list[int]:
     return [harness.tier.submit([harness.op(Op.READ, slot, slot, slot)], math.inf) for slot in range(4)]
 
 
+def test_results_are_told_as_they_come_and_not_at_the_next_look(tmp_path: Path) -> None:
+    harness = HostedHarness(tmp_path / "tier", program("child._LOOK = 1e6"))
+    for slot in range(SLOTS):
+        harness.store(slot, slot)
+    assert {harness.wait(ticket).statuses for ticket in reads(harness)} == {(Status.OK,)}
+    harness.close()
+
+
 def test_what_a_killed_process_was_doing_ends_and_another_one_serves_it(harness: HostedHarness) -> None:
     for slot in range(SLOTS):
         harness.store(slot, slot)

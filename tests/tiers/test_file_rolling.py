@@ -325,3 +325,17 @@ def test_a_tier_that_has_nothing_to_do_is_closed_at_once(harness: TierHarness, i
     closing.start()
     closing.join(PATIENCE)
     assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("io", [SystemIo(), None], ids=["threads", "a queue"])
+def test_whoever_wants_to_know_is_called_when_there_is_a_result(
+    io: SystemIo | None, harness_of: Callable[..., TierHarness]
+) -> None:
+    harness = harness_of(io=io, slots=SLOTS)
+    called = threading.Semaphore(0)
+    cast(FileTier, harness.tier).call_at_end(called.release)
+    for op, deadline in ((Op.WRITE, math.inf), (Op.READ, math.inf), (Op.READ, time.monotonic() - 1)):
+        ticket = harness.tier.submit([harness.op(op, 0, 0), harness.op(op, 2, 2, place=1)], deadline)
+        assert called.acquire(timeout=PATIENCE)
+        assert [result.ticket for result in harness.tier.poll()] == [ticket]
+    assert not called.acquire(blocking=False)

@@ -51,8 +51,8 @@ ALONE = "alone"
 
 _READS = frozenset({"read", SCATTERED, ALONE})
 _DEADLINE = 600.0
-_NAPS = (50e-6, 1e-3)
-"""Seconds between two looks at what has ended: from, and growing to, as a tier host looks."""
+_NAP, _LONG_NAP = 1e-4, 1e-3
+"""Seconds between two looks at what has ended: where somebody waits for each prompt, and where all are under way."""
 _FIO_KINDS = {
     "write": "randwrite",
     "overwrite": "randwrite",
@@ -319,15 +319,13 @@ def keep_under_way(
     """Seconds until all `batches` that were submitted have ended, no more than `at_once` under way (`None`: all)."""
     waiting = iter(batches)
     left = len(batches)
-    nap, longest = _NAPS
     begun = time.perf_counter()
     for batch in itertools.islice(waiting, at_once):
         submit(batch)
     while left:
-        time.sleep(nap)
+        time.sleep(_LONG_NAP if at_once is None else _NAP)
         count = ended()
         left -= count
-        nap = _NAPS[0] if count else min(2 * nap, longest)
         for batch in itertools.islice(waiting, count):
             submit(batch)
     return time.perf_counter() - begun

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from longshore.tiers.file import FileTier
 LOCK_PATIENCE = 10.0
 """Seconds to wait for the directory: the tier host of an engine that was killed may still be closing it."""
 
-_NAPS = (50e-6, 1e-3)
-"""Seconds between two looks at what has ended, while anything is under way: from, and growing to."""
+_LOOK = 0.02
+"""Seconds between two looks at what has missed its deadline, while anything is under way."""
 
 BEAT = 1.0
 """Seconds from one sign of life to the next."""
@@ -56,6 +57,8 @@ class Host:
         """Theirs, by the file tier's."""
         self._told: dict[str, int] = {}
         self._tier: FileTier | None = None
+        self._ended = os.eventfd(0)
+        """Counts batches that have ended."""
         self._saying = threading.Lock()
         self._busy = threading.Event()
         """Set while there is something to do, of which the other side waits to hear."""
@@ -96,18 +99,21 @@ class Host:
             Kind.OPENED,
             wire.pack_opened(wire.Opened(tier.slabs, tier.generation, dict(tier.fallbacks), self._told, found)),
         )
-        nap, longest = _NAPS
+        tier.call_at_end(partial(os.eventfd_write, self._ended, 1))
         while True:
             if not self._tickets:
                 self._busy.clear()
-            if select.select([self._orders], [], [], nap if self._tickets else None)[0]:
+            ready = select.select([self._orders, self._ended], [], [], _LOOK if self._tickets else None)[0]
+            if self._ended in ready:
+                os.eventfd_read(self._ended)
+            if self._orders in ready:
                 self._busy.set()
                 data = os.read(self._orders, _AT_ONCE)
                 if not data:
                     return
                 for kind, body in self._frames.feed(data):
                     self._obey(tier, kind, body)
-            nap = _NAPS[0] if self._report(tier) else min(2 * nap, longest)
+            self._report(tier)
 
     def _obey(self, tier: FileTier, kind: Kind, body: bytes) -> None:
         match kind:
@@ -125,8 +131,8 @@ class Host:
             case _:
                 raise TierError(f"{kind.name} is no order")
 
-    def _report(self, tier: FileTier) -> bool:
-        """Tell what has ended, and what went wrong; says whether anything has ended."""
+    def _report(self, tier: FileTier) -> None:
+        """Tell what has ended, and what went wrong."""
         results = tier.poll()
         troubles = tier.troubles
         if troubles != self._told:
@@ -134,7 +140,6 @@ class Host:
             self._say(Kind.TROUBLES, wire.pack_json(troubles))  # first: whoever hears of a failure finds it counted
         for result in results:
             self._say(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
-        return bool(results)
 
     def _beat(self) -> None:
         """Tell that this process lives, and how much has ended; by a thread that waits for no disk."""

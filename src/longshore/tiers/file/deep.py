@@ -85,10 +85,11 @@ class AioQueue:
 
     def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
         """As `Queue.begin`."""
-        given = [self._free.pop() for _ in pieces]
+        given = self._free[-len(pieces) :]
         for at, (number, piece) in enumerate(zip(given, pieces, strict=True)):
             self._describe(number, piece, _PWRITEV if writing else _PREADV)
             self._pointers[at] = ctypes.addressof(self._controls) + number * _CONTROL.size
+        del self._free[-len(pieces) :]
         begun = 0
         try:
             while begun < len(given):

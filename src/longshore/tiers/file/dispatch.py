@@ -67,11 +67,13 @@ class Dispatcher:
     Attributes:
         ended: Operations that were carried out.
         wake: Called, with the lock held, when there may be something to take, and when this is closed.
+        at_end: Called, with the lock held, when a batch has ended.
     """
 
     def __init__(self) -> None:
         self.ended = 0
         self.wake: Callable[[], None] = lambda: None
+        self.at_end: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._reads: deque[Job] = deque()
         self._writes: deque[Job] = deque()
@@ -202,3 +204,4 @@ class Dispatcher:
         if batch.ended:
             del self._open[batch.ticket]
             self._results.append(batch.result())
+            self.at_end()

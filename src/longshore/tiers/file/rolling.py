@@ -113,9 +113,13 @@ class Rolling:
     def _begin_ready(self) -> None:
         while self._ready and self._nbytes < WINDOW_BYTES:
             flight = self._ready.popleft()
-            self._nbytes += flight.nbytes
-            numbers = self._queue.begin(flight.move.pieces, writing=flight.move.writing)
-            self._under_way.update((number, (flight, at)) for at, number in enumerate(numbers))
+            try:
+                numbers = self._queue.begin(flight.move.pieces, writing=flight.move.writing)
+            except Exception:  # noqa: BLE001 - as above
+                self._end(flight, failed_unexpectedly(flight.orders))
+            else:
+                self._nbytes += flight.nbytes
+                self._under_way.update((number, (flight, at)) for at, number in enumerate(numbers))
 
     def _wait(self) -> None:
         """Until something has ended, or there is something to take."""

@@ -74,8 +74,9 @@ class FileTier(Tier):
         fails after that, before all is open, they are made over all the same: the next start finds what fits.
 
         `arena` is where images are, or opens what moves them between the segment and other memory. `scope` is the
-        32-byte fingerprint that bytes must have been written under to be served. `io` replaces the system calls, for
-        tests. `image_bytes` may be several sizes, by pool and ascending.
+        32-byte fingerprint that bytes must have been written under to be served. `threads` move images where the system
+        has no queue, or where they are on a device. `io` replaces the system calls, for tests. `image_bytes` may be
+        several sizes, by pool and ascending.
         """
         sizes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
         slabs_within(capacity, sizes)  # or it cannot be
@@ -161,6 +162,10 @@ class FileTier(Tier):
             self._index.flush()
             self._keeper.nudge()
         return results
+
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """Have `call` called, in any thread, when a batch has ended and `poll` tells of it; it must be short."""
+        self._dispatcher.at_end = call
 
     def cancel(self, ticket: int) -> None:
         """End what has not begun of `ticket`."""
