@@ -187,6 +187,18 @@ def test_a_disk_that_hangs_costs_misses_and_no_process(opener: Callable[..., Han
     assert (harness.pid, harness.tier.troubles["tier_host"], harness.tier.troubles["stalled"]) == (pid, 0, 1)
 
 
+def test_an_order_that_waits_for_a_disk_that_hangs_ends_by_its_deadline(opener: Callable[..., Hanging]) -> None:
+    harness = opener(WORKERS)
+    harness.store(0, 0)
+    harness.gate.touch()
+    stuck = read(harness)
+    harness.hear(1)
+    late = harness.tier.submit([harness.op(Op.READ, 0, 0, place=1)], time.monotonic() + 1.0)
+    assert harness.wait(late).statuses == (Status.DEADLINE,)
+    harness.gate.unlink()
+    assert harness.wait(stuck).statuses == (Status.OK,)
+
+
 def test_a_slow_disk_that_goes_on_is_given_more(opener: Callable[..., Hanging]) -> None:
     harness, slots = opener(ONE_BY_ONE), (0, 2, 4, 6)
     for slot in slots:

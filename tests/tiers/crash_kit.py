@@ -110,6 +110,23 @@ class Story:
         self._holds.update(images)
         self._report()
 
+    def write_side_by_side(self, images: dict[int, int]) -> None:
+        """Places and numbers, a batch each, all of which are under way before one has ended."""
+        batches = [[self._op(Op.WRITE, *pair, position)] for position, pair in enumerate(images.items())]
+        for (op,), pair in zip(batches, images.items(), strict=True):
+            self.arena.array[op.offset : op.offset + op.length] = self._bytes(*pair)
+        with self.tier._dispatcher._changed:  # nothing is taken meanwhile
+            for batch in batches:
+                self.tier.submit(batch, math.inf)
+        left = len(batches)
+        while left:
+            results = self.tier.poll()
+            assert all(result.statuses == (Status.OK,) for result in results)
+            left -= len(results)
+            time.sleep(0.0001)
+        self._holds.update(images)
+        self._report()
+
     def drop(self, place: int) -> None:
         self.tier.discard([self.shape.places[place][0]])
         del self._holds[place]

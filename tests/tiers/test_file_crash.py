@@ -70,6 +70,15 @@ def apart_story() -> Story:
     return story
 
 
+def side_by_side_story() -> Story:
+    """Two records that are written by turns of their own, struck and in the disk together, twice."""
+    story = Story(shape=APART)
+    story.write_side_by_side({0: 1, 1: 2})
+    story.checkpoint()
+    story.write_side_by_side({0: 3, 1: 4})
+    return story
+
+
 def given_story() -> Story:
     """A slab changes its image size twice; records are dropped, and a checkpoint is made, in between."""
     story = Story(shape=TWO_SIZES)
@@ -115,7 +124,7 @@ def all_of(moment: Moment, random: Random) -> Iterable[Image]:
     return states if os.environ.get("STATES") == "all" else most_important(moment, random)
 
 
-@pytest.mark.parametrize("story", [short_story, long_story, joint_story, apart_story, given_story])
+@pytest.mark.parametrize("story", [short_story, long_story, joint_story, apart_story, side_by_side_story, given_story])
 def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_listed_is_served(
     story: Callable[[], Story],
 ) -> None:
@@ -161,12 +170,17 @@ def test_records_that_were_written_in_one_call_are_torn_apart_and_none_is_served
     assert set(itertools.chain(*served)) == {(0, 3), (1, 4), (0, 5), (1, 1)}
 
 
-def test_records_that_were_written_at_once_are_torn_each_by_itself_and_none_is_served_wrong() -> None:
+@pytest.mark.parametrize("write", [Story.write_together, Story.write_side_by_side])
+def test_records_that_were_written_at_once_are_torn_each_by_itself_and_none_is_served_wrong(
+    write: Callable[[Story, dict[int, int]], None],
+) -> None:
     before = finished(apart_story())[-1].killed()
     story = Story(before, shape=APART)
-    story.write_together({0: 5, 1: 1})
-    writes = [moment for moment in story.disk.moments if moment.call == "write segment"]
-    assert len(writes) == 2, "they went through the queue"
+    write(story, {0: 5, 1: 1})
+    calls = [moment.call for moment in story.disk.moments]
+    first = calls.index("write segment")
+    assert calls[first : first + 2] == ["write segment"] * 2, "both were under way when the first one moved"
+    writes = story.disk.moments[first : first + 2]
     served = [
         after(image, shape=APART).served for write in writes for image in Distinct()(write.one_file_at_a_time(2**8))
     ]

@@ -25,6 +25,8 @@ from longshore.tiers.file.system import Piece, Queue
 from mappings import open_files
 
 STRIDE = PAGE + TierTests.image_bytes
+pytestmark = pytest.mark.usefixtures("on_ext4")
+
 SLOTS = 8
 APART = [0, 2, 4, 6]
 PIECES, BUFFERS = 4, 2
@@ -100,7 +102,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-NUMBERS = deep._NUMBERS[os.uname().machine]
+NUMBERS = deep._CALLS[os.uname().machine]
 
 
 def test_pieces_of_several_buffers_come_from_and_go_to_where_they_belong(queue: AioQueue) -> None:
@@ -177,6 +179,14 @@ def test_pieces_that_were_begun_one_after_the_other_are_under_way_together(queue
         assert queue.ended() == []
 
 
+def test_numbers_of_what_was_refused_are_given_once(queue: AioQueue, calls: Calls) -> None:
+    calls.answers[NUMBERS.submit] = [takes_one, fails(errno.EAGAIN), fails(errno.EAGAIN)]
+    for expected in ([PAGE, -errno.EAGAIN, -errno.EAGAIN], [-errno.EAGAIN] * 3, [PAGE] * 3):
+        assert move(queue, [Piece([memory(1)], 0)] * 3, writing=False) == expected
+    numbers = queue.begin([Piece([memory(1)], 0)] * PIECES, writing=False)
+    assert sorted(numbers) == list(range(PIECES))
+
+
 def test_whoever_waits_can_be_woken_up_before_and_while_it_does(queue: AioQueue) -> None:
     queue.wake()
     queue.wait()
@@ -211,9 +221,38 @@ def test_a_tier_without_a_queue_does_what_others_do(
     harness = harness_of(slots=SLOTS)
     assert not calls.answers[NUMBERS.setup]
     assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": 1}
-    assert [record.levelname for record in caplog.records if "fs.aio-max-nr" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "threads instead of" in record.message] == ["WARNING"]
     assert store(harness, APART) == (Status.OK,) * 4
     assert load(harness, APART) == (Status.OK,) * 4
+
+
+@pytest.mark.parametrize(("kind", "no_queue"), [("xfs", 0), ("ext4", 0), ("fuse", 1), ("tmpfs", 1)])
+def test_threads_are_taken_where_a_submission_may_wait_for_the_disk(
+    harness_of: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, kind: str, no_queue: int
+) -> None:
+    monkeypatch.setattr(deep, "file_system_of", lambda fd: kind)
+    harness = harness_of(slots=SLOTS)
+    assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": no_queue}
+    assert store(harness, APART) == load(harness, APART) == (Status.OK,) * 4
+
+
+def test_the_file_system_is_the_one_that_is_mounted(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with Path("/dev/shm/longshore-test-file-system").open("wb") as file:  # noqa: S108 - nothing is written
+        Path(file.name).unlink()
+        assert deep.file_system_of(file.fileno()) == "tmpfs"
+    with Path("/proc/self/stat").open("rb") as file:
+        assert deep.file_system_of(file.fileno()) == "proc"
+
+
+def test_a_buffered_file_gets_no_queue(
+    harness_of: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, io: Spied
+) -> None:
+    monkeypatch.setattr(Spied, "enable_direct", lambda self, fd: False)
+    harness = harness_of(io=io, slots=SLOTS)
+    assert harness.tier.fallbacks == {"no_direct_io": 1, "no_queue": 1}
+    assert store(harness, APART) == load(harness, APART) == (Status.OK,) * 4
+    assert io.moved == []
 
 
 class Spied(DeepIo):
@@ -326,7 +365,8 @@ def test_a_bad_sector_fails_the_record_that_it_is_in(
     io.bad = {2 * STRIDE: number}
     run = load if kind is Op.READ else store
     assert run(harness, APART) == (Status.OK, status, Status.OK, Status.OK)
-    assert io.alone == [2 * STRIDE], "among others, and then by itself"
+    assert io.moved[1:] == [[slot * STRIDE for slot in APART], [2 * STRIDE]], "among others, and then by itself"
+    assert io.alone == [], "a plain call would keep the others waiting for a sick disk"
     assert cast(FileTier, harness.tier).troubles[f"{kind.value}_io_error"] == int(status is Status.IO_ERROR)
     io.bad = {}
     assert {chunk.slot for chunk in harness.tier.recover()} == ({0, 4, 6} if run is store else _left(status))
@@ -354,7 +394,7 @@ def test_what_only_the_queue_cannot_do_is_done_without_it(
         io.alone.clear()
     assert load(harness, APART) == (Status.OK,) * 4
     assert io.alone == []
-    assert [record.levelname for record in caplog.records if "were refused" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "was refused" in record.message] == ["WARNING"]
     assert cast(FileTier, harness.tier).troubles["read_io_error"] == 0
 
 

@@ -85,6 +85,16 @@ class Held:
             assert time.monotonic() < give_up, f"{len(self._under_way)} are under way"
             time.sleep(0.001)
 
+    def last_first(self) -> None:
+        """What was begun last moves first, of what is under way now."""
+        with self._changed:
+            self._under_way.reverse()
+
+    def drop(self) -> None:
+        """`close`, with all that is under way."""
+        self._under_way.clear()
+        self.closed = True
+
     def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
         with self._changed:
             first, self._numbers = self._numbers, self._numbers + len(pieces)
@@ -225,9 +235,9 @@ def test_reads_go_before_writes_that_wait(harness: TierHarness, io: HeldIo) -> N
     assert io.queue.begun[rolling.WINDOW_TURNS :] == [23 * STRIDE, 22 * STRIDE]
 
 
-@pytest.mark.parametrize("moved", [-errno.EIO, -errno.EAGAIN, -errno.EINTR, 0, STRIDE - PAGE])
+@pytest.mark.parametrize("moved", [-errno.EAGAIN, -errno.EINTR, -errno.EFAULT, 0, STRIDE - PAGE])
 @pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
-def test_what_the_queue_does_not_move_is_moved_with_patience(
+def test_what_the_queue_was_interrupted_in_or_did_not_take_is_moved_with_patience(
     harness: TierHarness, io: HeldIo, kind: Op, moved: int
 ) -> None:
     io.queue.wrong = {2 * STRIDE: moved, 4 * STRIDE: moved}
@@ -239,15 +249,91 @@ def test_what_the_queue_does_not_move_is_moved_with_patience(
         harness.assert_serves(slot, slot)
 
 
+def test_a_record_that_the_disk_fails_is_tried_once_more_by_itself_while_others_go_on(
+    harness: TierHarness, io: HeldIo
+) -> None:
+    bad, good = [harness.op(Op.READ, slot, slot, place=slot) for slot in (0, 2)], harness.op(Op.READ, 4, 4, place=4)
+    io.queue.wrong = {0: -errno.EIO}
+    io.queue.hold()
+    failing = ask(harness, *bad)
+    io.queue.until(2)
+    io.queue.let(2)
+    io.queue.until(3)
+    io.queue.wrong = {0: -errno.EIO}
+    other = ask(harness, good)
+    io.queue.until(4)
+    io.queue.last_first()
+    io.queue.let(1)
+    served(harness, other, good)
+    assert harness.tier.poll() == []
+    io.queue.let()
+    assert harness.wait(failing).statuses == (Status.IO_ERROR, Status.OK)
+    assert cast(FileTier, harness.tier).troubles["read_io_error"] == 1
+
+
 def test_lanes_come_back_from_turns_that_fail(harness: TierHarness, io: HeldIo) -> None:
-    for _ in range(3):
-        io.queue.wrong = {slot * STRIDE: -errno.EIO for slot in range(SLOTS)}
-        for slot in range(SLOTS):
-            harness.assert_serves(slot, slot)
-        assert not io.queue.wrong
+    for _ in range(2 * rolling.WINDOW_TURNS):
+        io.queue.wrong = {0: -errno.EIO}
+        assert harness.run(harness.op(Op.READ, 0, 0)) == (Status.IO_ERROR,)
+        harness.assert_serves(1, 1)  # or the disk would be given up
+        harness.store(0, 0)  # what could not be read is not looked for again
     missing = [harness.op(Op.READ, slot, slot + 1) for slot in range(SLOTS)]
     assert {harness.run(op) for op in missing} == {(Status.MISMATCH,)}
     harness.assert_serves(0, 0)
+
+
+def test_no_more_turns_than_that_are_ready_for_room_in_the_window(
+    harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rolling, "WINDOW_BYTES", 1)
+    io.queue.hold()
+    tickets = [ask(harness, op) for op in reads(harness)[: 2 + rolling.AHEAD]]
+    io.queue.until(1)
+    give_up = time.monotonic() + PATIENCE
+    while len(cast(FileTier, harness.tier)._dispatcher._reads) > 1:
+        assert time.monotonic() < give_up
+    for ticket in tickets:
+        harness.tier.cancel(ticket)
+    assert harness.wait(tickets[-1]).statuses == (Status.CANCELLED,)
+    io.queue.let()
+    assert {harness.wait(ticket).statuses for ticket in tickets[:-1]} == {(Status.OK,)}
+    assert len(io.queue.begun) == 1 + rolling.AHEAD
+
+
+def test_pieces_that_cannot_be_begun_end_their_turn_alone(
+    harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> list[int]:
+        raise BufferError("nobody expects this")
+
+    monkeypatch.setattr(io.queue, "begin", refuse)
+    for _ in range(2 * rolling.WINDOW_TURNS):
+        assert harness.run(harness.op(Op.READ, 1, 1)) == (Status.IO_ERROR,)
+    assert "nobody expects this" in caplog.text
+    monkeypatch.undo()
+    harness.assert_serves(1, 1)
+
+
+def test_a_queue_that_breaks_ends_all_and_closes_the_tier(
+    harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    io.queue.hold()
+    under_way = [ask(harness, op) for op in reads(harness)[: rolling.WINDOW_TURNS]]
+    waiting = ask(harness, reads(harness)[-1])
+    io.queue.until(rolling.WINDOW_TURNS)
+
+    def breaks() -> list[tuple[int, int]]:
+        raise KeyError(7)
+
+    monkeypatch.setattr(io.queue, "ended", breaks)
+    monkeypatch.setattr(io.queue, "close", io.queue.drop)
+    io.queue.wake()
+    assert {harness.wait(ticket).statuses for ticket in under_way} == {(Status.IO_ERROR,)}
+    assert harness.wait(waiting).statuses == (Status.TIER_OFF,)
+    assert "has lost its queue" in caplog.text
+    with pytest.raises(TierClosedError):
+        ask(harness, reads(harness)[0])
+    harness.tier.close()
 
 
 def test_an_unexpected_error_ends_one_turn_and_the_others_go_on(
@@ -339,3 +425,13 @@ def test_whoever_wants_to_know_is_called_when_there_is_a_result(
         assert called.acquire(timeout=PATIENCE)
         assert [result.ticket for result in harness.tier.poll()] == [ticket]
     assert not called.acquire(blocking=False)
+
+
+def test_who_fails_when_it_is_called_stops_nobody(harness: TierHarness, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("the event loop is closed")
+
+    cast(FileTier, harness.tier).call_at_end(fail)
+    for slot in range(SLOTS):
+        harness.assert_serves(slot, slot)
+    assert "the event loop is closed" in caplog.text

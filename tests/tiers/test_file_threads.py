@@ -49,6 +49,7 @@ def test_a_tier_that_gets_too_few_threads_is_not_opened_and_leaves_none(
     assert set(threading.enumerate()) == before
 
 
+@pytest.mark.usefixtures("on_ext4")
 def test_nor_is_one_that_gets_no_thread_for_its_queue(opener: Callable[..., FileTier], refuse: Refuse) -> None:
     opener().close()
     before = set(threading.enumerate()), open_files()
@@ -58,6 +59,7 @@ def test_nor_is_one_that_gets_no_thread_for_its_queue(opener: Callable[..., File
     assert (set(threading.enumerate()), open_files()) == before
 
 
+@pytest.mark.usefixtures("on_ext4")
 def test_one_thread_does_it_where_the_system_has_a_queue(opener: Callable[..., FileTier]) -> None:
     before = set(threading.enumerate())
     tier = opener(threads=4)

@@ -287,27 +287,33 @@ def _moment(file: _File) -> _FileMoment:
 
 
 class OneByOne:
-    """A queue that moves pieces by calls of `io`, the last one first: each can fail, and be cut off from the others."""
+    """A queue that moves pieces by calls of `io`, the last one first: each can fail, and be cut off from the others.
+
+    One moves each time that somebody asks for what has ended, so that those of several turns are under way together.
+    """
 
     def __init__(self, io: RawIo, fd: int) -> None:
         self._io = io
         self._fd = fd
         self._numbers = itertools.count()
-        self._ended: list[tuple[int, int]] = []
+        self._under_way: list[tuple[int, Piece, bool]] = []
         self._changed = threading.Semaphore(0)
 
     def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """Each in a call of its own; all have ended when this returns."""
-        numbers = [next(self._numbers) for _ in pieces]
-        for number, piece in reversed([*zip(numbers, pieces, strict=True)]):
-            self._ended.append((number, self._move(piece, writing=writing)))
+        """Nothing moves yet."""
+        begun = [(next(self._numbers), piece, writing) for piece in pieces]
+        self._under_way += begun
         self.wake()
-        return numbers
+        return [number for number, _, _ in begun]
 
     def ended(self) -> list[tuple[int, int]]:
-        """Since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
+        """One, in a call of its own."""
+        if not self._under_way:
+            return []
+        number, piece, writing = self._under_way.pop()
+        if self._under_way:
+            self.wake()
+        return [(number, self._move(piece, writing=writing))]
 
     def wait(self) -> None:
         """Until there is something."""

@@ -19,6 +19,7 @@ import platform
 import struct
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from longshore.tiers.file.system import Piece, Queue, SystemIo
@@ -26,8 +27,8 @@ from longshore.tiers.file.system import Piece, Queue, SystemIo
 _log = logging.getLogger(__name__)
 
 
-class _Numbers(NamedTuple):
-    """Of the system calls."""
+class _Calls(NamedTuple):
+    """Numbers of the system calls."""
 
     setup: int
     destroy: int
@@ -35,13 +36,16 @@ class _Numbers(NamedTuple):
     submit: int
 
 
-_NUMBERS = {"x86_64": _Numbers(206, 207, 208, 209), "aarch64": _Numbers(0, 1, 4, 2)}
+_CALLS = {"x86_64": _Calls(206, 207, 208, 209), "aarch64": _Calls(0, 1, 4, 2)}
 
 _PREADV, _PWRITEV = 7, 8
 _CONTROL = struct.Struct("<QIIHhIQQqQII")  # data, key, 0, operation, 0, fd, vectors, count, offset, 0, flags, event
 _TELL_EVENT = 1  # a flag: IOCB_FLAG_RESFD
 _VECTOR = struct.Struct("<QQ")  # address, bytes
 _EVENT = struct.Struct("<QQqq")  # data, control block, result; unused
+
+_ASYNCHRONOUS = frozenset({"ext4", "xfs"})
+"""File systems of which `io_submit` does not wait for the disk. On others it may: then threads are faster."""
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.argtypes = [ctypes.c_long] * 6
@@ -52,20 +56,36 @@ class DeepIo(SystemIo):
     """`RawIo` of the operating system, with its queue."""
 
     def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
-        """Asynchronous I/O, where this system has it. `OSError`: not compiled in, not allowed, or fs.aio-max-nr."""
-        numbers = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
-        return None if numbers is None else AioQueue(numbers, fd, pieces, buffers)
+        """Asynchronous I/O, where this system has it. `OSError`: not compiled in, not allowed, fs.aio-max-nr."""
+        calls = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
+        if calls is None:
+            return None
+        kind = file_system_of(fd)
+        if kind not in _ASYNCHRONOUS:
+            raise OSError(errno.EOPNOTSUPP, f"it is not known to be asynchronous on {kind}")
+        return AioQueue(calls, fd, pieces, buffers)
+
+
+def file_system_of(fd: int) -> str:
+    """Type of the file system that a file is on, as /proc/self/mountinfo names it (proc_pid_mountinfo(5))."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, what = line.partition(" - ")
+        if mount.split()[2] == number:
+            return what.split()[0]
+    return "an unknown file system"
 
 
 class AioQueue:
     """A context of the system's, and an event that it signals. For one thread, but for `wake`.
 
-    Pieces have the numbers of their places in memory that the system reads while they move.
+    A piece has the number of its place in the arrays that the system is told of it by.
     """
 
-    def __init__(self, numbers: _Numbers, fd: int, pieces: int, buffers: int) -> None:
+    def __init__(self, calls: _Calls, fd: int, pieces: int, buffers: int) -> None:
         """Raises `OSError` where the system refuses."""
-        self._numbers = numbers
+        self._calls = calls
         self._fd = fd
         self._controls = ctypes.create_string_buffer(pieces * _CONTROL.size)
         self._vectors = ctypes.create_string_buffer(pieces * buffers * _VECTOR.size)
@@ -90,14 +110,14 @@ class AioQueue:
             self._describe(number, piece, _PWRITEV if writing else _PREADV)
             self._pointers[at] = ctypes.addressof(self._controls) + number * _CONTROL.size
         del self._free[-len(pieces) :]
+        self._under_way.update(given)
         begun = 0
         try:
             while begun < len(given):
                 left = ctypes.addressof(self._pointers) + 8 * begun
-                begun += self._call(self._numbers.submit, self._opened(), len(given) - begun, left)
+                begun += self._call(self._calls.submit, self._opened(), len(given) - begun, left)
         except OSError as error:
             self._refuse(given[begun:], error)
-        self._under_way.update(given[:begun])
         return given
 
     def ended(self) -> list[tuple[int, int]]:
@@ -135,14 +155,13 @@ class AioQueue:
     def _reap(self) -> list[tuple[int, int]]:
         at_most = len(self._under_way)
         try:
-            count = self._call(self._numbers.getevents, self._opened(), 0, at_most, ctypes.addressof(self._events))
+            count = self._call(self._calls.getevents, self._opened(), 0, at_most, ctypes.addressof(self._events))
         except InterruptedError:
             self.wake()
             return []
         except OSError as error:  # nobody can say how they end: they must, before their memory is anybody else's
             self._close_context()
             self._refuse(list(self._under_way), error)
-            self._under_way.clear()
             ended, self._refused = self._refused, []
             return ended
         events = memoryview(self._events)[: count * _EVENT.size]
@@ -154,13 +173,14 @@ class AioQueue:
         """They have failed; `ended` says so."""
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("each record goes by itself, several at once were refused: %s", error)
-        self._refused += [(number, -(error.errno or errno.EIO)) for number in numbers]
+            _log.warning("asynchronous I/O was refused, plain calls instead, now and whenever that happens: %s", error)
+        self._under_way.difference_update(numbers)
+        self._refused += [(number, -(error.errno or errno.EAGAIN)) for number in numbers]
         self.wake()
 
     def _open_context(self, pieces: int) -> int:
         made = ctypes.c_ulong(0)
-        self._call(self._numbers.setup, pieces, ctypes.addressof(made))
+        self._call(self._calls.setup, pieces, ctypes.addressof(made))
         return made.value
 
     def _opened(self) -> int:
@@ -172,7 +192,7 @@ class AioQueue:
     def _close_context(self) -> None:
         if self._context is not None:
             with contextlib.suppress(OSError):  # a forked child has none
-                self._call(self._numbers.destroy, self._context)
+                self._call(self._calls.destroy, self._context)
             self._context = None
 
     def _call(self, number: int, *arguments: int) -> int:

@@ -10,6 +10,7 @@ ends queued operations at once, even while whoever takes turns is stuck in the d
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -22,6 +23,8 @@ from longshore.errors import TierClosedError
 from longshore.tiers.base import Op, TierOp, TierResult
 from longshore.tiers.file.turns import Turn
 from longshore.tiers.ops import Batch
+
+_log = logging.getLogger(__name__)
 
 _READS_IN_A_ROW = 7
 
@@ -67,7 +70,7 @@ class Dispatcher:
     Attributes:
         ended: Operations that were carried out.
         wake: Called, with the lock held, when there may be something to take, and when this is closed.
-        at_end: Called, with the lock held, when a batch has ended.
+        at_end: Called, with the lock held, when a batch has ended; what it raises is logged.
     """
 
     def __init__(self) -> None:
@@ -204,4 +207,7 @@ class Dispatcher:
         if batch.ended:
             del self._open[batch.ticket]
             self._results.append(batch.result())
-            self.at_end()
+            try:
+                self.at_end()
+            except Exception:  # noqa: BLE001 - the batch has ended, whatever its owner makes of that
+                _log.exception("who wanted to know that a batch has ended has failed")

@@ -11,6 +11,7 @@ of which gives up Python's interpreter lock for each checksum, wait for that loc
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,9 +22,11 @@ from longshore.errors import TierError
 from longshore.tiers.file.dispatch import Dispatcher, Job, Order
 from longshore.tiers.file.payload import Lane
 from longshore.tiers.file.segment import outcome
-from longshore.tiers.file.steps import Steps
+from longshore.tiers.file.steps import Move, Steps
 from longshore.tiers.file.system import Queue
 from longshore.tiers.file.workers import failed_unexpectedly
+
+_log = logging.getLogger(__name__)
 
 WINDOW_TURNS = 16
 """Turns that are under way at once, at most."""
@@ -53,18 +56,22 @@ class Rolling:
         dispatcher: Dispatcher,
         steps: Callable[[Sequence[Order], Lane], Steps[Sequence[Status]]],
         queue: Queue,
+        patiently: Callable[[Move], list[Status]],
         lanes: Sequence[Lane],
         name: str,
     ) -> None:
+        """`patiently` moves what the queue was interrupted in, or did not take."""
         self._dispatcher = dispatcher
         self._steps = steps
         self._queue = queue
+        self._patiently = patiently
         self._lanes = list(lanes)
         self._under_way: dict[int, tuple[_Flight, int]] = {}  # by the queue's number, which piece of which
+        self._flights: set[_Flight] = set()
         self._ready: deque[_Flight] = deque()
         self._landed: deque[_Flight] = deque()
         self._nbytes = 0
-        # A daemon: a process that ends without close must not wait for a stuck device.
+        # A daemon: Python does not wait for it when a process ends without close.
         self._thread = threading.Thread(target=self._work, name=f"{name}-queue", daemon=True)
         dispatcher.wake = queue.wake
         try:
@@ -79,6 +86,16 @@ class Rolling:
         self._thread.join()
 
     def _work(self) -> None:
+        try:
+            self._roll()
+        except Exception:  # noqa: BLE001 - batches without a result would be waited for without end
+            _log.exception("the file tier has lost its queue, and does nothing any more")
+            self._dispatcher.close()
+            self._queue.close()  # which waits for what is under way: only then is its memory anybody else's
+            for flight in self._flights:
+                self._dispatcher.end(flight.job, [Status.IO_ERROR] * len(flight.orders))
+
+    def _roll(self) -> None:
         while True:
             self._begin_ready()
             taken = self._take_turn()
@@ -95,7 +112,9 @@ class Rolling:
         """Begin one, if there is one, as far as there is room for it."""
         if not self._lanes or len(self._ready) >= AHEAD or (job := self._dispatcher.take()) is None:
             return False
-        self._go_on(_Flight(job, self._lanes.pop(), self._steps))
+        flight = _Flight(job, self._lanes.pop(), self._steps)
+        self._flights.add(flight)
+        self._go_on(flight)
         self._begin_ready()
         return True
 
@@ -126,11 +145,14 @@ class Rolling:
         self._queue.wait()
         for number, moved in self._queue.ended():
             flight, at = self._under_way.pop(number)
-            if flight.arrive(at, moved):
+            piece = flight.move.pieces[at]
+            status = outcome(piece, moved) or self._patiently(Move([piece], flight.move.writing))[0]
+            if flight.arrive(at, status):
                 self._nbytes -= flight.nbytes
                 self._landed.append(flight)
 
     def _end(self, flight: _Flight, statuses: Sequence[Status]) -> None:
+        self._flights.remove(flight)
         self._lanes.append(flight.lane)
         self._dispatcher.end(flight.job, statuses)
         if self._landed:
@@ -156,8 +178,8 @@ class _Flight:
         self._left = len(self.move.pieces)
         self._statuses = [Status.IO_ERROR] * self._left
 
-    def arrive(self, at: int, moved: int) -> bool:
-        """So many bytes were moved of a piece, or an error number below zero; whether it was the last."""
-        self._statuses[at] = outcome(self.move.pieces[at], moved, writing=self.move.writing)
+    def arrive(self, at: int, status: Status) -> bool:
+        """What became of a piece; whether it was the last."""
+        self._statuses[at] = status
         self._left -= 1
         return not self._left

@@ -24,6 +24,7 @@ Buffers = list[memoryview]
 _log = logging.getLogger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FINAL = _FULL | {errno.EIO}
 
 
 class Segment:
@@ -55,7 +56,7 @@ class Segment:
             if self.direct:
                 self._queue = self._io.open_queue(self._fd, turns * TURN_RECORDS, 2 * TURN_RECORDS)
         except OSError as error:
-            _log.warning("several threads instead of asynchronous I/O, which was refused (fs.aio-max-nr?): %s", error)
+            _log.warning("threads instead of asynchronous I/O (fs.aio-max-nr?): %s", error.strerror)
         return self._queue
 
     def move(self, move: Move) -> list[Status]:
@@ -120,13 +121,14 @@ def status_of(error: OSError) -> Status:
     return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
 
 
-def outcome(piece: Piece, moved: int, *, writing: bool) -> Status:
-    """What became of a piece of which a queue moved so many bytes, or which ended with an error number below zero."""
+def outcome(piece: Piece, moved: int) -> Status | None:
+    """What became of a piece of which a queue moved so many bytes, or which ended with an error number below zero.
+
+    `None` where that is not the disk's last word: what was interrupted, refused or cut short may go well yet.
+    """
     if moved < 0:
-        return status_of(OSError(-moved, os.strerror(-moved)))
-    if moved < _size(piece.buffers):
-        return Status.IO_ERROR if writing else Status.SHORT
-    return Status.OK
+        return status_of(OSError(-moved, os.strerror(-moved))) if -moved in _FINAL else None
+    return Status.OK if moved == _size(piece.buffers) else None
 
 
 def _size(buffers: Buffers) -> int:

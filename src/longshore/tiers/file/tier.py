@@ -257,7 +257,8 @@ class FileTier(Tier):
         """Whoever carries out turns."""
         name = f"longshore-{self.name}"
         if self._queue is not None:
-            return Rolling(self._dispatcher, self._steps, self._queue, self._make_lanes(WINDOW_TURNS), name)
+            lanes = self._make_lanes(WINDOW_TURNS)
+            return Rolling(self._dispatcher, self._steps, self._queue, self._segment.move, lanes, name)
         lanes = self._make_lanes(threads)
 
         def execute(turn: Sequence[Order], worker: int) -> Sequence[Status]:
@@ -273,21 +274,15 @@ class FileTier(Tier):
         if (refusal := self._refusal(turn[0].op)) is not None:
             return [refusal] * len(turn)
         claims, statuses = yield from self._try(turn, lane)
-        had_patience = len(turn) == 1 and self._queue is None
-        if had_patience or _all_ok(statuses):
+        if len(turn) == 1 or _all_ok(statuses):
             return self._settle(turn, claims, statuses)
         moved = [status not in _NOT_MOVED for status in statuses]
         whole = list(compress(turn, moved)), list(compress(claims, moved)), list(compress(statuses, moved))
         settled = iter(self._settle(*whole))
-        return [next(settled) if over else self._alone(order, lane) for order, over in zip(turn, moved, strict=True)]
-
-    def _alone(self, order: Order, lane: Lane) -> Status:
-        """One record by itself, with all patience."""
-        if (refusal := self._refusal(order.op)) is not None:
-            return refusal
-        claims, statuses = carry_out(self._try([order], lane), self._segment.move)
-        (status,) = self._settle([order], claims, statuses)
-        return status
+        ended: list[Status] = []
+        for order, over in zip(turn, moved, strict=True):
+            ended += [next(settled)] if over else (yield from self._steps([order], lane))
+        return ended
 
     def _refusal(self, op: TierOp) -> Status | None:
         """What is said of operations like `op` that are not even tried."""
