@@ -167,6 +167,12 @@ def reads(harness: TierHarness) -> list[TierOp]:
     return [harness.op(Op.READ, slot, slot, place=slot) for slot in range(SLOTS)]
 
 
+def windows(harness: TierHarness) -> dict[bool, int]:
+    """Room of reads and writes, to be made less."""
+    room: dict[bool, int] = cast(FileTier, harness.tier)._hands._room  # type: ignore[union-attr]
+    return room
+
+
 def test_as_many_turns_as_there_are_lanes_are_in_the_disk_at_once_and_no_more(harness: TierHarness, io: HeldIo) -> None:
     io.queue.hold()
     ops = reads(harness)
@@ -182,9 +188,9 @@ def test_as_many_turns_as_there_are_lanes_are_in_the_disk_at_once_and_no_more(ha
 
 
 def test_as_many_bytes_as_the_window_has_are_in_the_disk_at_once_or_a_turn_more(
-    harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch
+    harness: TierHarness, io: HeldIo
 ) -> None:
-    monkeypatch.setattr(rolling, "WINDOW_BYTES", 2 * TierTests.image_bytes + 1)
+    windows(harness)[False] = 2 * TierTests.image_bytes + 1
     io.queue.hold()
     ops = reads(harness)
     tickets = [ask(harness, op) for op in ops]
@@ -282,10 +288,26 @@ def test_lanes_come_back_from_turns_that_fail(harness: TierHarness, io: HeldIo) 
     harness.assert_serves(0, 0)
 
 
-def test_no_more_turns_than_that_are_ready_for_room_in_the_window(
-    harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch
+def test_reads_have_a_window_of_their_own_and_go_past_writes_that_wait_for_theirs(
+    harness: TierHarness, io: HeldIo
 ) -> None:
-    monkeypatch.setattr(rolling, "WINDOW_BYTES", 1)
+    windows(harness)[True] = 1
+    io.queue.hold()
+    writes = [ask(harness, harness.op(Op.WRITE, slot, slot, place=slot)) for slot in (0, 2)]
+    io.queue.until(1)
+    read = harness.op(Op.READ, 4, 4, place=4)
+    urgent = ask(harness, read)
+    io.queue.until(2)
+    assert io.queue.begun == [0, 4 * STRIDE]
+    io.queue.let()
+    for ticket in (*writes, urgent):
+        served(harness, ticket)
+    np.testing.assert_array_equal(harness.bytes_of(read), image(4, read.length))
+    assert windows(harness)[True] == 1
+
+
+def test_no_more_turns_than_that_are_ready_for_room_in_the_window(harness: TierHarness, io: HeldIo) -> None:
+    windows(harness)[False] = 1
     io.queue.hold()
     tickets = [ask(harness, op) for op in reads(harness)[: 2 + rolling.AHEAD]]
     io.queue.until(1)

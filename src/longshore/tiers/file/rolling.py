@@ -31,8 +31,11 @@ _log = logging.getLogger(__name__)
 WINDOW_TURNS = 16
 """Turns that are under way at once, at most."""
 
-WINDOW_BYTES = 64 << 20
-"""Of images that are in the disk, or a turn more."""
+READ_WINDOW, WRITE_WINDOW = 24 << 20, 64 << 20
+"""Bytes of images that are in the disk to be read, and to be written, or a turn more of each.
+
+Where a disk tells of all that it was given at once, reads of a long prompt are verified while the next ones move.
+"""
 
 AHEAD = 2
 """Turns that are ready to be moved as soon as there is room in the window: their checksums take their time."""
@@ -70,7 +73,7 @@ class Rolling:
         self._flights: set[_Flight] = set()
         self._ready: deque[_Flight] = deque()
         self._landed: deque[_Flight] = deque()
-        self._nbytes = 0
+        self._room = {False: READ_WINDOW, True: WRITE_WINDOW}  # in bytes, by whether they are written
         # A daemon: Python does not wait for it when a process ends without close.
         self._thread = threading.Thread(target=self._work, name=f"{name}-queue", daemon=True)
         dispatcher.wake = queue.wake
@@ -130,14 +133,18 @@ class Rolling:
             self._ready.append(flight)
 
     def _begin_ready(self) -> None:
-        while self._ready and self._nbytes < WINDOW_BYTES:
-            flight = self._ready.popleft()
+        """Those for which there is room."""
+        waiting, self._ready = self._ready, deque()
+        for flight in waiting:
+            if self._room[flight.move.writing] <= 0:
+                self._ready.append(flight)
+                continue
             try:
                 numbers = self._queue.begin(flight.move.pieces, writing=flight.move.writing)
             except Exception:  # noqa: BLE001 - as above
                 self._end(flight, failed_unexpectedly(flight.orders))
             else:
-                self._nbytes += flight.nbytes
+                self._room[flight.move.writing] -= flight.nbytes
                 self._under_way.update((number, (flight, at)) for at, number in enumerate(numbers))
 
     def _wait(self) -> None:
@@ -148,7 +155,7 @@ class Rolling:
             piece = flight.move.pieces[at]
             status = outcome(piece, moved) or self._patiently(Move([piece], flight.move.writing))[0]
             if flight.arrive(at, status):
-                self._nbytes -= flight.nbytes
+                self._room[flight.move.writing] += flight.nbytes
                 self._landed.append(flight)
 
     def _end(self, flight: _Flight, statuses: Sequence[Status]) -> None:

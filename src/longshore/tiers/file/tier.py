@@ -107,7 +107,8 @@ class FileTier(Tier):
             resources.callback(self._keeper.close)
             self._dispatcher = Dispatcher()
             self._queue = None if self._payload.waits else self._segment.open_queue(WINDOW_TURNS)
-            resources.callback(self._start(threads).close)
+            self._hands = self._start(threads)
+            resources.callback(self._hands.close)
             self._resources = resources.pop_all()
 
     @property
