@@ -8,7 +8,8 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract gpu bench-file orders soak crash race-mutants cache-mutants clean
+.PHONY: demo test lint types tests contract vllm abi gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
+	orders soak cache-soak crash race-mutants cache-mutants clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -38,38 +39,71 @@ $(VENV)/ready: pyproject.toml
 # The adapter's contract test under every minor version of transformers that pyproject.toml admits.
 TRANSFORMERS ?= 5.18 5.19 5.20 5.21 5.22 5.23
 contract: $(VENV)/ready
+	$(BIN)/python tests/environments.py transformers $(TRANSFORMERS)
 	set -e; for version in $(TRANSFORMERS); do \
-		test -d .venvs/transformers-$$version || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
-			--target .venvs/transformers-$$version "transformers==$$version.*"; \
 		echo "transformers $$version:"; \
 		PYTHONPATH=.venvs/transformers-$$version $(BIN)/pytest -q -p no:cacheprovider \
-			tests/engines/transformers/test_contract.py tests/engines/transformers/test_exactness.py; \
+			tests/engines/transformers/test_contract.py tests/engines/transformers/test_exactness.py \
+			tests/engines/transformers/test_scope.py tests/engines/transformers/test_calls.py; \
 	done
 
-# The adapter of vLLM, with real engines on the CPU, in an environment of its own (3.4 GB); and its contract with the
-# next version, whose modules stand before.
+# The adapter of vLLM, with real engines on the CPU, in an environment of its own (3.4 GB, kept outside the checkout);
+# and its contract with the next version, whose modules stand before.
 vllm: $(VENV)/ready
-	$(BIN)/python tests/engines/vllm/environment.py .venvs
-	.venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider tests/engines/vllm
-	PYTHONPATH=.venvs/vllm-0.33 .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider \
+	$(BIN)/python tests/environments.py vllm
+	PYTHONPATH=$(CURDIR)/src .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider tests/engines/vllm
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.venvs/vllm-0.33 .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider \
 		tests/engines/vllm/test_vllm_contract.py tests/engines/vllm/test_vllm_manager.py \
 		tests/engines/vllm/test_vllm_scheduling.py tests/engines/vllm/test_vllm_scope.py \
 		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_tier_host.py
 
-# Tests and figures of an NVIDIA GPU; fails where there is none. SANITIZED names the tests that compute-sanitizer watches.
-SANITIZED ?= every_way_keeps_every_byte or reference_does
-gpu: $(VENV)/ready
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
-		echo "make gpu: no GPU here (torch sees no CUDA device): nothing was tested, nothing was measured" >&2; exit 1; }
-	$(BIN)/python -c 'import triton, cuda.bindings.cufile' || \
-		$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[gds]'
-	$(BIN)/pytest -q tests/gpu
-	$(BIN)/python -m examples.reference_engine --device cuda
-	@if command -v compute-sanitizer >/dev/null; then set -x; \
-		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --target-processes all \
-			$(BIN)/python -m pytest -q -p no:cacheprovider tests/gpu -k "$(SANITIZED)"; \
-	else echo "make gpu: no compute-sanitizer here: memory accesses were not watched"; fi
-	$(BIN)/python benchmarks/gpu.py
+# What is called by ctypes beside NVIDIA's headers of several versions; and the kernels as the oldest Triton compiles them.
+abi: $(VENV)/ready
+	$(BIN)/pytest -q -p no:cacheprovider tests/abi/abi_headers.py
+	$(BIN)/python tests/environments.py triton
+	PYTHONPATH=.venvs/triton-oldest $(BIN)/pytest -q -p no:cacheprovider tests/transfer/test_cuda_kernels.py \
+		-k 'spills or accesses or narrower or atomic'
+
+# Tests and figures of an NVIDIA GPU; each part fails where torch sees none, and ends within ten minutes. On a machine
+# that can fetch nothing, with torch, triton and numpy: run `make gpu-carry` where packages can be fetched, take the
+# folder along, and run `make gpu-tests GPU_PYTHON=python3` there. SANITIZED names the tests that compute-sanitizer
+# watches; GDS_DIR a folder that cuFile reaches, to test GPUDirect Storage in its strict mode; GPU_COMMIT what is
+# measured, where there is no checkout.
+GPU_CARRY  := build/gpu-carry
+GPU_PYTHON ?= $(BIN)/python
+GPU_BUDGET ?= 420
+SANITIZED  ?= every_way_keeps_every_byte and (656 or 4096) or reference_does
+in_gpu = PYTHONPATH=src:$(GPU_CARRY) PYTHONUNBUFFERED=1 timeout 590
+gpu-ready: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/ready)
+	@PYTHONPATH=src:$(GPU_CARRY) $(GPU_PYTHON) benchmarks/gpu_ready.py
+
+gpu: gpu-tests gpu-engine gpu-sanitize gpu-bench
+
+gpu-tests: gpu-ready
+	$(in_gpu) $(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/gpu
+
+gpu-engine: gpu-ready
+	$(in_gpu) $(GPU_PYTHON) -m examples.reference_engine --device cuda
+
+# torch makes calls whose errors it expects: memory is what is watched.
+gpu-sanitize: gpu-ready
+	@command -v compute-sanitizer >/dev/null || { \
+		echo "gpu-sanitize: no compute-sanitizer on the PATH: memory accesses were not watched" >&2; exit 1; }
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(in_gpu) compute-sanitizer --error-exitcode 1 --target-processes all \
+		--report-api-errors no $(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/gpu -k "$(SANITIZED)"
+
+gpu-bench: gpu-ready
+	$(in_gpu) $(GPU_PYTHON) benchmarks/gpu.py --budget $(GPU_BUDGET) $(if $(GPU_COMMIT),--commit $(GPU_COMMIT))
+
+# What such a machine may lack beside torch, triton, numpy, pytest and hypothesis, unpacked for its Python: a folder to put on PYTHONPATH.
+GPU_CARRY_PYTHON ?= 3.12
+GPU_CARRY_PACKAGES ?= pydantic xxhash typer rich prometheus-client
+gpu-carry:
+	rm -rf $(GPU_CARRY)
+	$(PYTHON) -m pip install -q --disable-pip-version-check --no-compile --only-binary=:all: --implementation cp \
+		--python-version $(GPU_CARRY_PYTHON) $(foreach tag,2_28 2_27 2_17 2_12 2_5,--platform manylinux_$(tag)_x86_64) \
+		--platform manylinux2014_x86_64 --platform manylinux1_x86_64 --target $(GPU_CARRY) $(GPU_CARRY_PACKAGES)
+	@du -sh $(GPU_CARRY)
 
 # The file tier on the disk that DIR is on, beside fio, which is installed if it is missing.
 DIR ?= .
@@ -87,6 +121,11 @@ MINUTES ?= 30
 FIRST_SEED ?= 10000
 soak: $(VENV)/ready
 	$(BIN)/python tests/transfer/soak.py --minutes $(MINUTES) --first-seed $(FIRST_SEED)
+
+# Busy engines by chance over the control plane, every structure checked after each call: CALLS calls from FIRST_SEED on.
+CALLS ?= 1000000
+cache-soak: $(VENV)/ready
+	$(BIN)/python tests/cache/cache_soak.py --calls $(CALLS) --first-seed $(FIRST_SEED)
 
 # Every state of a simulated disk that is too much for `make test`; then kills a process that writes to a file tier at N
 # random instants, and compares what the next one is served.

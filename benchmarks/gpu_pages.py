@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,8 @@ class Rig:
         library: The driver's functions.
         finish_compute: Blocks until the calling thread's stream has done its work.
         matrix: Side of the matrices of the product, and where they are.
+        on_own_stream: Within it the calling thread is on a stream that no other thread uses.
+        vllm_swap: vLLM's own function for blocks of so many bytes on a route; `None` where vLLM is not installed.
     """
 
     accelerator: CudaAccelerator
@@ -44,6 +47,8 @@ class Rig:
     library: object
     finish_compute: Callable[[], None]
     matrix: tuple[int, str]
+    on_own_stream: Callable[[], AbstractContextManager[object]]
+    vllm_swap: Callable[[int, Route], Callable[..., object]] | None = None
 
 
 class PinnedHost:
@@ -131,7 +136,7 @@ class Pages:
 
 
 class References:
-    """The driver's own calls over the same bytes, on one stream for each direction."""
+    """The driver's own calls, and vLLM's, over the same bytes, on one stream for each direction."""
 
     def __init__(self, rig: Rig, pages: Pages) -> None:
         self._rig = rig
@@ -139,8 +144,13 @@ class References:
         self._driver = Driver(rig.library)
         self._driver.make_current(rig.accelerator.ordinal)
         self._events = Events(rig.accelerator, Fallbacks(), 4)
-        self._streams = {route: rig.accelerator.new_stream() for route in (OFFLOAD, ONBOARD)}
-        self._scattered = {route: self._descriptors(route) for route in (OFFLOAD, ONBOARD)}
+        routes = (OFFLOAD, ONBOARD)
+        self._streams = {route: rig.accelerator.own_stream(self._driver) for route in routes}
+        self._scattered = {route: self._descriptors(route) for route in routes}
+        self._some = {route: [column[:_MOST_PAGES] for column in self._scattered[route]] for route in routes}
+        if rig.vllm_swap is not None:
+            self._swaps = {route: rig.vllm_swap(pages.page_bytes, route) for route in routes}
+            self._pinned = {route: [self._pin(column) for column in self._some[route]] for route in routes}
 
     def large(self, routes: Sequence[Route]) -> float:
         """Bytes per second of one copy in each direction."""
@@ -149,31 +159,57 @@ class References:
             sides = (self._pages.tensor.data_ptr(), self._pages.host.address)
             at, to = (side + index * self._pages.nbytes for side in (sides if route == OFFLOAD else sides[::-1]))
             columns[route] = [np.array([number], dtype=np.uint64) for number in (to, at, self._pages.nbytes)]
-        return self._timed(columns, self._driver.copy_each)
+        return self._timed(columns, lambda route: self._driver.copy_each(self._handle(route), *columns[route]))
 
     def per_page(self, routes: Sequence[Route]) -> float:
         """Bytes per second of one call for each page, over some of them."""
-        columns = {route: [column[:_MOST_PAGES] for column in self._scattered[route]] for route in routes}
-        return self._timed(columns, self._driver.copy_each)
+        columns = {route: self._some[route] for route in routes}
+        return self._timed(columns, lambda route: self._driver.copy_each(self._handle(route), *columns[route]))
 
     def batched(self, routes: Sequence[Route]) -> float:
         """Bytes per second of the pages as they are, in batched calls."""
-        return self._timed({route: self._scattered[route] for route in routes}, self._driver.copy)
+        columns = {route: self._scattered[route] for route in routes}
+        return self._timed(columns, lambda route: self._driver.copy(self._handle(route), *columns[route]))
 
-    def _timed(self, columns: dict[Route, list[np.ndarray]], copy: Callable[..., None]) -> float:
+    def vllm(self, routes: Sequence[Route]) -> float | None:
+        """Bytes per second of one call of vLLM's own function, over some pages; `None` where vLLM is not installed."""
+        if self._rig.vllm_swap is None:
+            return None
+        return self._timed({route: self._some[route] for route in routes}, self._swap)
+
+    def _swap(self, route: Route) -> None:
+        to, at, size = self._pinned[route]
+        with self._rig.accelerator.on(self._streams[route]):
+            # As its offloading worker calls it: host memory may be read ahead of the stream.
+            self._swaps[route](at, to, size, is_src_access_order_any=route == ONBOARD)
+
+    def _pin(self, column: np.ndarray) -> torch.Tensor:
+        pinned = self._rig.accelerator.pinned_bytes(column.nbytes).view(torch.int64)
+        return pinned.copy_(torch.from_numpy(column.view(np.int64)))
+
+    def _handle(self, route: Route) -> int:
+        return self._rig.accelerator.handle(self._streams[route])
+
+    def _timed(self, columns: dict[Route, list[np.ndarray]], send: Callable[[Route], None]) -> float:
+        failures: list[BaseException] = []
+        threads = [threading.Thread(target=self._send, args=(send, route, failures)) for route in columns]
         begun = time.perf_counter()
-        threads = [threading.Thread(target=self._send, args=(copy, route, column)) for route, column in columns.items()]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         seconds = time.perf_counter() - begun
+        if failures:
+            raise failures[0]
         return sum(int(column[2].sum()) for column in columns.values()) / seconds
 
-    def _send(self, copy: Callable[..., None], route: Route, column: list[np.ndarray]) -> None:
-        self._driver.make_current(self._rig.accelerator.ordinal)
-        copy(self._rig.accelerator.handle(self._streams[route]), *column)
-        self._events.record(self._streams[route]).wait()
+    def _send(self, send: Callable[[Route], None], route: Route, failures: list[BaseException]) -> None:
+        try:
+            self._driver.make_current(self._rig.accelerator.ordinal)
+            send(route)
+            self._events.record(self._streams[route]).wait()
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that measures
+            failures.append(error)
 
     def _descriptors(self, route: Route) -> list[np.ndarray]:
         """Destination, source and size of every page, none merged."""

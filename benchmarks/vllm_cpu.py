@@ -1,8 +1,9 @@
 """vLLM on the CPU with Longshore and without: python benchmarks/vllm_cpu.py [--json]
 
-A Llama of about 100 million random weights, 20 sessions over a device cache for 4; then the scheduler's own time for a
-prompt of 32,768 tokens. Needs an environment with vLLM (`make vllm` sets one up) and two cores. What is measured stands
-in `longshore.bench.vllm_sessions` and `longshore.bench.vllm_manager`.
+A Llama of about 100 million random weights, 20 sessions over a device cache for 4; what storing costs a vLLM that has
+its own process; then the scheduler's own time for a prompt of 32,768 tokens. Needs an environment with vLLM (`make
+vllm` sets one up) and two cores. What is measured stands in `longshore.bench.vllm_sessions` and
+`longshore.bench.vllm_manager`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def save_model(directory: Path) -> Path:
     return directory
 
 
+def teller() -> Callable[[str], None]:
+    """Prints lines with the seconds since now."""
+    begun = time.monotonic()
+    return lambda line: print(f"{time.monotonic() - begun:6.0f} s  {line}", file=sys.stderr, flush=True)
+
+
 def cases(scratch: Path, sessions: int, blocks: list[int]) -> Iterator[Case]:
     """All figures, the scheduler's own time at last."""
     longest = 512 + 3 * 16 + 2 * 64
@@ -49,16 +56,27 @@ def cases(scratch: Path, sessions: int, blocks: list[int]) -> Iterator[Case]:
         "max_model_len": 1024,
         "max_num_seqs": 4,
     }
-    begun = time.monotonic()
-
-    def tell(line: str) -> None:
-        print(f"{time.monotonic() - begun:6.0f} s  {line}", file=sys.stderr, flush=True)
-
+    tell = teller()
     model = save_model(scratch / "model")
     yield from vllm_sessions.run(model, scratch, vllm_sessions.Plan(sessions=sessions, engine=engine), tell=tell)
+    yield from storing(model, scratch, tell)
     for each in blocks:
         tell(f"the scheduler's own time, {each} tracked blocks")
         yield from vllm_manager.run(blocks=[each])
+
+
+def storing(model: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator[Case]:
+    """What storing costs, with room for four prompts on the device."""
+    engine = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": 4 * 34 + 1,
+        "max_model_len": 1088,
+        "max_num_seqs": 4,
+    }
+    (scratch / "storing").mkdir()
+    yield from vllm_sessions.storing(model, scratch / "storing", vllm_sessions.Plan(engine=engine), tell=tell)
 
 
 def main() -> None:
@@ -66,6 +84,7 @@ def main() -> None:
     options.add_argument("--json", action="store_true", help="print one JSON object")
     options.add_argument("--sessions", type=int, default=20)
     options.add_argument("--blocks", default="100000,1000000", help="tracked blocks for the scheduler's time")
+    options.add_argument("--storing", action="store_true", help="only what storing costs")
     options.add_argument("--dir", help="where model and file tier go, on the disk to measure; removed after")
     asked = options.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -73,7 +92,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=asked.dir) as scratch:
         taken: list[Case] = []
         try:
-            for case in cases(Path(scratch).resolve(), asked.sessions, [int(each) for each in asked.blocks.split(",")]):
+            where, blocks = Path(scratch).resolve(), [int(each) for each in asked.blocks.split(",")]
+            only = storing(save_model(where / "model"), where, teller()) if asked.storing else None
+            for case in only or cases(where, asked.sessions, blocks):
                 taken.append(case)
                 print(
                     f"measured {case.name}: {case.value:.2f} {case.unit}, {case.reference_value:.2f}", file=sys.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from longshore.boundary import Route, Status
 from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, TierSpec
+from longshore.errors import CacheError
 from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import BlockGuard, Runtime
@@ -156,3 +158,40 @@ def test_what_foreign_tiers_were_asked_for_is_counted_by_answer() -> None:
         control.match(PATH, 0.0)  # nobody is there to ask
     assert found.get_sample_value("longshore_probed_chunks_total", labels) == len(PATH)
     assert found.get_sample_value("longshore_dropped_chunks_total", {"tier": "store", "reason": "write_failed"}) == 0
+
+
+def test_a_lookup_that_is_repeated_is_counted_when_it_is_said() -> None:
+    runtime, _ = make()
+    found = registry(runtime)
+    with runtime.control() as cache:
+        matches = [cache.match(PATH, 0.0, count=False) for _ in range(5)]
+        assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == 0
+        cache.count_request(PATH, matches[-1], request="mine")
+    assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == len(PATH)
+
+
+def test_a_device_pool_is_not_replaced_while_jobs_use_it() -> None:
+    runtime, mover = make()
+    with runtime.control() as cache:
+        cache.commit(PATH[:1], (0,))
+        with pytest.raises(CacheError, match="1 jobs in flight"):
+            cache.resize_device(8)
+    mover.end(Status.OK)
+    runtime.pump()
+    with runtime.control() as cache:
+        cache.resize_device(8)
+        with pytest.raises(CacheError, match=r"\[0, 8\)"):
+            cache.commit(PATH, (8, 9))
+
+
+def test_a_mover_that_is_removed_leaves_no_job_behind() -> None:
+    runtime, mover = make()
+    with runtime.control() as cache:
+        job = cache.commit(PATH[:1], (0,)).job
+    assert job is not None
+    mover.end(Status.OK)
+    runtime.remove(mover, 1.0)
+    assert not runtime.in_flight(job)
+    with runtime.control() as cache:
+        late = cache.commit(PATH, (0, 1)).job
+    assert late is None or not runtime.in_flight(late)

@@ -13,16 +13,28 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from longshore.cache.retention import HIGHEST_PRIORITY
 from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy
 from longshore.errors import ConfigError
+from longshore.hints import RequestHints
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 _SIZE = "a size is a whole number of bytes, or text such as '64GiB' or '1.5TB'"
+_MOST_BYTES = 1 << 60
+_BYTE_SIZE = TypeAdapter(ByteSize)
 
 
 class Config(BaseModel):
@@ -42,11 +54,15 @@ class Config(BaseModel):
     file_daily_writes: ByteSize = Field(
         ByteSize(0), ge=0, description="bytes that may be written to the file tier in a day; 0 for no limit"
     )
+    eviction: Literal["gittins", "arc", "lru"] = Field("gittins", description="eviction policy of every tier")
     offload: WritePolicy = Field(WritePolicy.THROUGH, description="when blocks go from the device to the host tier")
     backup: WritePolicy = Field(WritePolicy.BACK, description="when blocks go from the host tier to the file tier")
     threshold: int = Field(2, ge=2, le=255, description="uses from which on a selective write policy copies a block")
     prompt_only: bool = Field(False, description="leave blocks behind the prompt out of offloads")
     priority_floor: int = Field(0, ge=0, le=HIGHEST_PRIORITY, description="least priority of blocks that are offloaded")
+    request_hints: RequestHints = Field(
+        RequestHints(), description="hints of requests that have none: store, load, retention (see `longshore.hints`)"
+    )
     prefetch: PrefetchPolicy = Field(
         PrefetchPolicy.BEST_EFFORT, description="how long a request waits for its prefetch, in engines that prefetch"
     )
@@ -68,7 +84,9 @@ class Config(BaseModel):
     )
     background: bool = Field(True, description="move blocks between the engine's steps, in a thread")
     fixed_weights: bool = Field(
-        False, description="a reset never means other weights: what is stored after one may be served after a restart"
+        False,
+        description="a reset never means other weights: what is stored after one may be served after a restart; under "
+        "transformers weights and code are looked at once",
     )
     salt: str = Field("", description="part of every key: tenants with different salts never share blocks")
     events_path: Path | None = Field(None, description="file of events for `longshore explain`; without one, none")
@@ -77,10 +95,21 @@ class Config(BaseModel):
 
     @field_validator("host_size", "file_size", "file_daily_writes", "events_size", mode="before")
     @classmethod
-    def _no_booleans(cls, value: object) -> object:
-        if isinstance(value, bool):
-            raise ValueError(_SIZE)
+    def _is_size(cls, value: object) -> object:
+        parse_size(value)
         return value
+
+    @field_validator("file_path", "events_path", "calibration", mode="before")
+    @classmethod
+    def _is_path(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("expected a path, got an empty one")
+        return value
+
+    @field_validator("request_hints", mode="before")
+    @classmethod
+    def _are_hints(cls, value: Any) -> RequestHints:
+        return value if isinstance(value, RequestHints) else RequestHints.parse(value)
 
     @field_validator("host_numa", mode="plain")
     @classmethod
@@ -103,9 +132,10 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _file_tier_is_whole(self) -> Self:
         if (self.file_path is None) != (self.file_size == 0):
-            raise ValueError(
-                f"file_path and file_size go together: give both, or neither; got {self.file_path} and {self.file_size}"
-            )
+            given, missing = f"file_path is {self.file_path}", "file_size"
+            if self.file_path is None:
+                given, missing = f"file_size is {format_bytes(self.file_size)}", "file_path"
+            raise ValueError(f"{given}, and {missing} is not given: a file tier needs both, give {missing} as well")
         if self.file_mode == "gds" and self.file_path is None:
             raise ValueError("file_mode gds needs a file_path and a file_size")
         if self.file_mode == "gds" and "host_size" in self.model_fields_set:
@@ -123,8 +153,8 @@ class Config(BaseModel):
             raise ConfigError("; ".join(_explain(detail) for detail in error.errors())) from None
 
     @classmethod
-    def from_toml(cls, path: Path, **overrides: Any) -> Config:
-        """A configuration from the table `[longshore]` of a TOML file, or from its top level; flags override it."""
+    def from_toml(cls, path: str | Path, **overrides: Any) -> Config:
+        """A configuration from the table `[longshore]` of a TOML file, or from its top level; `overrides` win."""
         return cls.make(**{**read_toml(path), **overrides})
 
     def check_machine(self) -> None:
@@ -151,7 +181,10 @@ class Config(BaseModel):
             raise ConfigError(f"host_numa is {self.host_numa}, but the NUMA nodes of this machine are {nodes}")
 
     def _check_directory(self, path: Path) -> None:
-        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        try:
+            existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        except OSError as error:  # a name that is too long, for instance
+            raise ConfigError(f"file_path is {path}, which cannot be used: {error.strerror}") from error
         _check_writable("file_path", path, existing)
         ours = sum(f.stat().st_blocks * 512 for f in path.iterdir() if f.is_file()) if path.is_dir() else 0
         free = shutil.disk_usage(existing).free + ours
@@ -168,16 +201,33 @@ def _check_writable(setting: str, path: Path, directory: Path) -> None:
         raise ConfigError(f"{setting} is {path}, but {directory} is not writable, or not readable")
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file, not yet checked; raises `ConfigError` if it is none."""
     try:
-        table = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        table = tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     settings = table.get("longshore", table)
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: longshore is a table of settings, got {settings!r}")
     return settings
+
+
+def parse_size(value: object) -> int:
+    """Bytes of a size, at most 1 EiB: a whole number, or text such as `64GiB`. Raises `ValueError`, which says so."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(_SIZE)
+    try:
+        count = int(_BYTE_SIZE.validate_python(value))
+    except OverflowError:
+        count = _MOST_BYTES + 1
+    except ValidationError:
+        raise ValueError(_SIZE) from None
+    if count < 0:
+        raise ValueError(f"{_SIZE}, and not negative")
+    if count > _MOST_BYTES:
+        raise ValueError("a size is at most 1 EiB")
+    return count
 
 
 def available_memory() -> int:
@@ -198,20 +248,43 @@ def available_memory() -> int:
 
 def format_bytes(count: float) -> str:
     """`count` bytes in the largest binary unit that keeps it at or above one."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} TiB"
+    return f"{count:.1f} EiB"
 
 
 def _explain(detail: Any) -> str:
-    key = ".".join(map(str, detail["loc"])) or "settings"
+    if not detail["loc"]:
+        return str(detail["msg"].removeprefix("Value error, "))
+    key = str(detail["loc"][0])
     if detail["type"] == "extra_forbidden":
         close = difflib.get_close_matches(key, Config.model_fields, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(Config.model_fields)}"
         return f"{key!r} is not a setting; {hint}"
-    about = Config.model_fields[key].description if key in Config.model_fields else None
-    given = "" if key == "settings" else f" = {detail['input']!r}"
-    allowed = _SIZE if detail["type"].startswith("byte_size") else detail["msg"].removeprefix("Value error, ")
-    return f"{key}{given}: {allowed}" + (f" ({about})" if about else "")
+    return f"{key} = {detail['input']!r}: {_accepted(key, detail)} ({Config.model_fields[key].description})"
+
+
+def _accepted(key: str, detail: Any) -> str:
+    """The values of a setting that was given another one."""
+    if detail["type"] == "value_error":  # one of ours
+        return str(detail["msg"].removeprefix("Value error, "))
+    if detail["type"] in ("enum", "literal_error"):
+        return f"expected {detail['ctx']['expected']}"
+    field = Config.model_fields[key]
+    kinds: dict[object, str] = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a finite number",
+        ByteSize: "a size",
+        str: "text",
+    }
+    bounds = {
+        words: getattr(each, name)
+        for name, words in (("gt", "above"), ("ge", "of at least"), ("le", "at most"))
+        for each in field.metadata
+        if hasattr(each, name)
+    }
+    limits = " and ".join(f"{words} {limit:,}" for words, limit in bounds.items())
+    return f"expected {kinds.get(field.annotation, 'a path')} {limits}".rstrip()

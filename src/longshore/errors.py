@@ -11,8 +11,9 @@
     ├── CacheError           a caller broke the control plane's contract
     │   ├── CapacityError    more was asked for than can be had; nothing has changed
     │   ├── HoldError        an unknown or already released hold
-    │   ├── JobError         a result for an unknown job, or a second one from the same rank
-    │   └── StateError       an edge that the state table does not have
+    │   ├── IntegrityError   the cache's own books disagree: a fault of Longshore
+    │   │   └── StateError   an edge that the state table does not have
+    │   └── JobError         a result for an unknown job, or a second one from the same rank
     ├── TierError            a tier cannot be opened or used
     │   ├── TierClosedError  used after close
     │   ├── TierInUseError   the directory belongs to a live process
@@ -22,6 +23,7 @@
     ├── ReportError          a report that cannot be made
     ├── BenchError           a benchmark that cannot be run, or whose figures would mislead
     ├── SelfTestError        bytes did not survive the round trip at start
+    ├── HintError            a request says of itself what cannot be (also a ValueError)
     └── EngineError          an engine, or a model in it, that Longshore cannot serve
         └── ContractError    the engine's internals moved
 
@@ -38,6 +40,10 @@ class LongshoreError(Exception):
 
 class ConfigError(LongshoreError, ValueError):
     """A setting is unknown or impossible; names the key, the value and what is allowed."""
+
+
+class HintError(LongshoreError, ValueError):
+    """What a request says of itself is unknown or impossible; names the field, the value and what is allowed."""
 
 
 class LayoutError(LongshoreError, ValueError):
@@ -76,11 +82,15 @@ class HoldError(CacheError):
     """A hold that is unknown, was released before, or cannot serve this call."""
 
 
+class IntegrityError(CacheError):
+    """The cache's own books disagree: a fault of Longshore, not of the caller. The cache must not be used further."""
+
+
 class JobError(CacheError):
     """A result for a job that is not in flight, or a second one from the same rank."""
 
 
-class StateError(CacheError):
+class StateError(IntegrityError):
     """A change of state that the table of legal edges does not have."""
 
 

@@ -2,22 +2,25 @@
 
 Every label is present from the start, at zero, so that a tier that never serves is visible as such.
 
-    from prometheus_client import REGISTRY
     REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file))
+    REGISTRY.register(tiers.collector)    under transformers, where stacks come and go: before the first call, or later
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from longshore.cache import Counters, TierStats
 from longshore.runtime import EventRecorder, Runtime
-from longshore.runtime.loop import Guarded
+from longshore.runtime.loop import Asked, Guarded
+from longshore.runtime.stack import Stack
 from longshore.runtime.weighing import Weighing
 from longshore.tiers.arena import ArenaReport
 from longshore.tiers.base import Tier
@@ -50,8 +53,65 @@ class LongshoreCollector(Collector):
         transfers = [] if self._engine is None else _transfers(self._engine.stats())
         events = [] if self._events is None else _recorded(self._events)
         file = [] if self._file is None else _filed(self._file)
-        waits = [*_guarded(self._runtime.guarded), _weighed(self._runtime.weighing)]
-        return [*books, *waits, *arena, *transfers, *events, *file]
+        faults = CounterMetricFamily(
+            "longshore_control_plane_faults", "Failures of the control plane: at the first, the tiers are off"
+        )
+        faults.add_metric([], self._runtime.faults)
+        waits = [
+            faults,
+            *_asked(self._runtime.asked),
+            *_guarded(self._runtime.guarded),
+            _weighed(self._runtime.weighing),
+        ]
+        return [*books, faults, *waits, *arena, *transfers, *events, *file]
+
+
+class FollowingCollector(Collector):
+    """The metrics of one `Stack` after another. Counters go on from where those before them ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stack: Stack | None = None
+        self._before: dict[str, Metric] = {}
+        """Counters of stacks that are closed, by name."""
+
+    def follow(self, stack: Stack | None) -> None:
+        """From here on the metrics are those of `stack`; `None`: of none, and counters stay as they are."""
+        with self._lock:
+            old, self._stack = self._stack, stack
+            if old is None:
+                return
+            ended = [] if stack is not None and stack.runtime is old.runtime else _of_stack(old)
+            if not ended and stack is not None and stack.engine is not old.engine:
+                ended = _transfers(old.engine.stats())  # its tiers live on under another device cache
+            self._before = {metric.name: metric for metric in self._add(ended) if metric.type == "counter"}
+
+    def collect(self) -> Iterable[Metric]:
+        """All metric families."""
+        with self._lock:
+            return self._add([] if self._stack is None else _of_stack(self._stack))
+
+    def _add(self, metrics: Iterable[Metric]) -> list[Metric]:
+        """`metrics`, with what was before added to counters; and those of which only that is there."""
+        left, found = dict(self._before), list[Metric]()
+        for metric in metrics:
+            before = left.pop(metric.name, None)
+            if before is not None:
+                values = {_labelled(sample): sample for sample in before.samples}
+                metric.samples = [
+                    sample._replace(value=sample.value + values.pop(_labelled(sample), sample._replace(value=0)).value)
+                    for sample in metric.samples
+                ] + list(values.values())
+            found.append(metric)
+        return found + list(left.values())
+
+
+def _of_stack(stack: Stack) -> Iterable[Metric]:
+    return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file).collect()
+
+
+def _labelled(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
+    return sample.name, frozenset(sample.labels.items())
 
 
 def _counters(counters: Counters) -> Iterable[Metric]:
@@ -91,6 +151,13 @@ def _gauges(tiers: Iterable[TierStats], held: int, jobs: int) -> Iterable[Metric
     yield capacity
     yield GaugeMetricFamily("longshore_holds", "Matches not released", value=held)
     yield GaugeMetricFamily("longshore_jobs_in_flight", "Jobs whose results have not come", value=jobs)
+
+
+def _asked(asked: Asked) -> Iterable[Metric]:
+    about = "Requests that an engine looked up by their whole path, each once"
+    yield CounterMetricFamily("longshore_requests", about, asked.requests)
+    about = "Lookups of these, those included that a scheduler repeated while a request waited"
+    yield CounterMetricFamily("longshore_lookup_attempts", about, asked.attempts)
 
 
 def _guarded(guarded: Guarded) -> Iterable[Metric]:

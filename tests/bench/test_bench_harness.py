@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from longshore.bench import Case, Report, compare, machine_facts
 from longshore.bench.files import KINDS
-from longshore.bench.harness import Seconds, chosen, duration, loops_within, rate, size_of, timed
+from longshore.bench.harness import Seconds, chosen, duration, loops_within, rate, timed
 from longshore.bench.machine import check_direct, check_disk, file_system_of
 from longshore.cli.app import app
 from longshore.errors import BenchError
@@ -66,17 +66,6 @@ def test_the_machine_is_described() -> None:
     facts = machine_facts()
     assert {"cpu", "cores", "memory", "kernel", "python", "numpy"} <= set(facts)
     json.dumps(facts)
-
-
-@pytest.mark.parametrize(("text", "nbytes"), [("16KiB", 16384), ("2MiB", 2 << 20), ("1GiB", 1 << 30)])
-def test_sizes(text: str, nbytes: int) -> None:
-    assert size_of(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "16", "16KB", "-1KiB", "1.5MiB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(BenchError, match="expected a size"):
-        size_of(text)
 
 
 def test_cases_are_chosen_by_name() -> None:

@@ -8,15 +8,28 @@ import pytest
 from typer.testing import CliRunner
 
 from longshore.bench import managers
-from longshore.bench.harness import counts_of
 from longshore.bench.ours import Ours
 from longshore.bench.prompts import Load
 from longshore.bench.rivals import PlainLRU
 from longshore.boundary import HOST
 from longshore.cli.app import app
-from longshore.errors import BenchError
+from longshore.cli.options import counts_of
+from longshore.errors import BenchError, ConfigError
 
-KINDS = ("match", "commit", "offload", "evict", "below", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
+KINDS = (
+    "match",
+    "commit",
+    "offload",
+    "evict",
+    "below",
+    "prompt",
+    "slots",
+    "onboard",
+    "memory",
+    "policy",
+    "ghosts",
+    "pause",
+)
 
 
 def test_every_case_has_a_figure_and_a_reference() -> None:
@@ -70,9 +83,9 @@ def test_too_few_blocks_and_unknown_cases_are_refused() -> None:
         list(managers.run(blocks=[8]))
     with pytest.raises(BenchError, match="no case match/9"):
         list(managers.run(blocks=[64], only=["match/9"]))
-    assert counts_of("10000,1000000") == [10_000, 1_000_000]
-    with pytest.raises(BenchError, match="whole numbers"):
-        counts_of("10k")
+    assert counts_of("10000,1000000", "--blocks", 64) == [10_000, 1_000_000]
+    with pytest.raises(ConfigError, match="--blocks: expected whole numbers of at least 64"):
+        counts_of("10k", "--blocks", 64)
 
 
 def test_the_command_prints_one_json_object() -> None:

@@ -48,15 +48,17 @@ class ModelHold:
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
         """Fix the outcome; the misses."""
         arrived, misses = 0, []
+        broken = self.joint and any(part.untold or set(part.told) != {Status.OK} for part in self.parts)
         for part in self.parts:
             for status in part.told:
                 if part.untold:
                     reason: MissReason | None = unfinished
                 else:
                     reason = None if status is Status.OK else MissReason(status.value)
-                if reason is None and not misses:
+                failed = any(each is not MissReason.BEHIND for each in misses)
+                if reason is None and not misses and not broken:
                     arrived += 1
-                elif misses and reason in (None, MissReason.CANCELLED):
+                elif (reason is None and (misses or broken)) or (failed and reason is MissReason.CANCELLED):
                     misses.append(MissReason.BEHIND)
                 else:
                     assert reason is not None

@@ -42,6 +42,17 @@ class Life(World):
         self.asleep = False
         self.settle()
 
+    def replace_device(self) -> None:
+        """Another device pool takes the place of this one, unless jobs work on it."""
+        if any(DEVICE in job.transfer.route for job in self.jobs.values()):
+            self.refused(CacheError, "resize_device", self.setup.device_blocks)
+            return
+        self.call("resize_device", self.setup.device_blocks)
+        self.asleep = False
+        for rank in self.movers.device:
+            rank[:] = [POISON] * len(rank)
+        self.settle()
+
     def copy_inside(self, count: int) -> None:
         """Copy some device blocks over others."""
         if len(self.free_blocks) < 2 * count:

@@ -26,6 +26,16 @@ class Reading(Abroad):
         assert (found.start, found.length, found.foreign, found.partial) == (start, end - start, foreign, None)
         return self.matched(found, ModelHold(keys[start:end], request, start=start))
 
+    def count_later(self, path: str, start: int, request: str | None) -> Hold | None:
+        """The same for a request that a scheduler asks for again and again: it is counted apart."""
+        keys, before = chunks(path), self.cache.counters.misses.copy()
+        end = self.ready_end(keys, start)
+        found: Match = self.call("match", keys, self.now, start=start, request=request, count=False)
+        assert self.cache.counters.misses == before
+        assert (found.start, found.length, found.foreign) == (start, end - start, self.miss(keys, end))
+        self.call("count_request", keys, found, request=request)
+        return self.matched(found, ModelHold(keys[start:end], request, start=start))
+
     def match_text(self, path: str, start: int, request: str | None) -> Hold | None:
         """The same by keys and tokens: where nobody has the next chunk, one that begins like it is held, too."""
         keys, text = chunks(path), text_of(path, self.setup.per_chunk)
@@ -84,17 +94,24 @@ class Reading(Abroad):
         assert hold not in self.holds
         self.holds[hold] = model
 
-    def peek(self, of: Key) -> str:
-        (found,) = self.call("peek", [of]).presences
-        answer = str(found.value)
-        if self.is_readable(of):
-            self.peeks.append((of, False))
-            self.warm |= {of} if self.is_ready(of, HOST) else set()
-            assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
-        else:
-            assert answer == ("absent" if self.is_absent(of) else "in_flight")
+    def peek(self, *keys: Key) -> str:
+        """Where each of `keys` is, and the answer for the last."""
+        answer = ""
+        for of, found in zip(keys, self.call("peek", list(keys)).presences, strict=True):
+            answer = str(found.value)
+            if self.is_readable(of):
+                self.peeks[of] = False
+                self.warm |= {of} if self.is_ready(of, HOST) else set()
+                assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
+            else:
+                assert answer == ("absent" if self.is_absent(of) else "in_flight")
         self.settle()
         return answer
+
+    def begin(self, path: str) -> None:
+        """A request for a path begins, and changes nothing that can be seen."""
+        self.call("begin", chunks(path))
+        self.settle()
 
     def onboard(self, hold: Hold, count: int, skip: int, short: int, timeout: float | None = None) -> None:
         """Onboard the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
@@ -194,7 +211,13 @@ class Reading(Abroad):
         for hold, model in self.holds.items():
             if model.onboarded:
                 assert self.cache.outcome(hold) == model.outcome
-            waits = model.patient and self.now < model.reading_until and any(job in self.jobs for job in model.reading)
+            patient = model.patient and self.now < model.reading_until
+            reads = any(job in self.jobs for job in model.reading)
             known = self.left_of(model)
             leading = next((i for i, each in enumerate(known) if not self.is_ready(each, HOST)), len(known))
-            assert self.cache.prefetched(hold) == (None if waits else leading)
+            found = self.cache.prefetched(hold)
+            if found is None and patient and not reads:
+                assert leading < len(known), "it waits, and lacks nothing"
+                assert self.jobs or self.peeks or len(self.holds) > 1, "it waits for room that nothing will make"
+            else:
+                assert found == (None if patient and reads else leading)

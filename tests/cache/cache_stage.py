@@ -61,7 +61,8 @@ class Stage:
         self.runnable, self.on = self.movers.runnable, self.movers.on
         self.lenders: list[ModelHold] = []  # holds whose device blocks are in use
         self.holds: dict[Hold, ModelHold] = {}
-        self.peeks: list[tuple[Key, bool]] = []
+        self.peeks: dict[Key, bool] = {}
+        """Chunks that were looked at in this step, and whether they may be gone all the same."""
         self.warm: set[Key] = set()
         """Chunks that a peek has found in the host tier, which they do not leave in this step."""
         self.misses: Counter[MissReason] = Counter()
@@ -260,7 +261,7 @@ class Stage:
         """Bytes of `lost` are known to be unusable: what is held through it may go."""
         for model in self.holds.values():
             model.excused |= lost in model.needs
-        self.peeks = [(each, excused or lost in above(each)) for each, excused in self.peeks]
+        self.peeks = {each: excused or lost in above(each) for each, excused in self.peeks.items()}
         self.warm = {each for each in self.warm if lost not in above(each)}
 
     def conclude(self, model: ModelHold, unfinished: MissReason) -> None:
@@ -292,6 +293,7 @@ class Stage:
         assert len(self.resident) == len(residents)
         for model in self.holds.values():
             model.lost |= {each for each in model.keys if group_of(each) and self.is_absent(each)}
+        self.peeks = {each: excused for each, excused in self.peeks.items() if not excused or not self.is_absent(each)}
 
     def is_ready(self, of: Key, tier: str | None = None) -> bool:
         tiers = self.sizes if tier is None else (tier,)
@@ -351,15 +353,20 @@ class Stage:
             if r.state is State.READY:  # invariant 1
                 for rank, memory in enumerate(self.movers.memory):
                     there = memory.read(r.slot)
+                    known = self.cache._store.pools[list(self.sizes).index(tier)].fault  # lost when the step ends
                     assert there == Tag(each, self.generation) or (
-                        there == BAD and (tier, r.slot.index, rank) in self.secret
+                        there == BAD and ((tier, r.slot.index, rank) in self.secret or r.slot.index in known)
                     )
             else:
                 assert r.state is State.FILLING
         assert all(self.cache.knows(each) for each, _ in self.resident)
+        for (each, tier), r in self.resident.items():
+            if tier == next(iter(self.sizes)):
+                found = self.cache.in_place([each])
+                assert (None if found is None else found[2]) == ((r.slot.index,) if r.state is State.READY else None)
         for model in self.holds.values():
             assert model.excused or all(map(self.is_readable, model.keys)), "a held chunk is gone"
-        for each, excused in self.peeks:
+        for each, excused in self.peeks.items():
             assert excused or self.is_ready(each), "a chunk that was peeked at is gone"
         assert all(self.is_ready(each, HOST) for each in self.warm), "a chunk that was said to be ready is not"
 

@@ -110,7 +110,7 @@ class Storing(Stage):
         keys: list[Key]
         known: int
         orphan: bool
-        must: bool
+        least: int
         drops: Counter[DropReason]
         left: Counter[DropReason]
 
@@ -129,8 +129,16 @@ class Storing(Stage):
         fresh = end - known
         orphan = fresh > 0 and known > 0 and self.is_absent(keys[known - 1])
         allowed = fresh <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
-        must = not orphan and allowed and not self.setup.slabs and fresh <= self.room_for(keys[:known])
-        return Storing.Before(keys[:end], known, orphan, must, self.cache.counters.drops[HOST].copy(), left)
+        fits = not orphan and allowed and not self.setup.slabs and fresh <= self.room_for(keys[:known])
+        least = min(fresh, max(1, self.free(HOST))) if self.may_refuse else fresh
+        return Storing.Before(
+            keys[:end], known, orphan, least if fits else 0, self.cache.counters.drops[HOST].copy(), left
+        )
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether new chunks of a path may be worth less than all for which others would have to go, but for one."""
+        return self.setup.policy == "gittins" and self.setup.file is None and not self.setup.foreign
 
     @staticmethod
     def priority(retention: Sequence[Retention], position: int) -> int:
@@ -163,7 +171,7 @@ class Storing(Stage):
         assert {why: dropped[why] for why in before.left} == before.left
         dropped -= before.left
         assert dropped.total() == fresh - count
-        assert not before.must or count == fresh, "chunks were dropped although there was room"
+        assert count >= before.least, "chunks were dropped although there was room"
         if before.orphan:
             assert count == 0
             assert set(dropped) == {DropReason.ORPHAN}
@@ -186,7 +194,7 @@ class Storing(Stage):
             return self.free(HOST)
         needed = set(path)
         needed.update(each for model in self.holds.values() for each in model.needs)
-        needed.update(each for peeked, _ in self.peeks for each in above(peeked))
+        needed.update(each for peeked in self.peeks for each in above(peeked))
         for job in self.jobs.values():
             needed.update(each for item in job.transfer.items for each in above(item.key))
         return self.free(HOST) + sum(each not in needed for each, _ in self.resident)

@@ -35,9 +35,10 @@ def orders(cache: TieredCache) -> list[Transfer]:
 
 
 def end(cache: TieredCache, transfers: Iterable[Transfer], status: Status = Status.OK) -> None:
-    """These transfers end, all their items likewise."""
+    """These transfers end on all ranks, all their items likewise."""
     for transfer in transfers:
-        cache.apply([TransferResult(transfer.job, (status,) * len(transfer.items))], 0.0)
+        statuses = (status,) * len(transfer.items)
+        cache.apply([TransferResult(transfer.job, statuses, rank=rank) for rank in range(transfer.ranks)], 0.0)
 
 
 def settle(cache: TieredCache) -> list[Transfer]:

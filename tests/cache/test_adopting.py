@@ -194,3 +194,30 @@ def test_what_is_no_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any
     with pytest.raises(CacheError):
         cache.adopt(FILE, [(3, key("b"), None, 0), *bad])
     assert state_of(cache) == before
+
+
+@pytest.mark.parametrize("slabs", [Slabs.of_one_size(4, 6), Slabs(8, (4,), 3), Slabs(8, (4, 8), 6)])
+def test_slots_of_others_are_given_out_last_and_the_first_of_them_first(slabs: Slabs) -> None:
+    pool = TierSpec(FILE, slabs).make_pool()
+    others = [0, 2, 1] if slabs.stride == 1 else [0, slabs.stride]
+    pool.give_last(others)
+    pool.check_integrity()
+    given = [pool.allocate(1)[0] for _ in range(pool.room())]
+    pool.check_integrity()
+    rest = [
+        slot for slot in range(slabs.indices) if slot // slabs.stride not in {each // slabs.stride for each in others}
+    ]
+    assert given[: len(rest)] == rest
+    assert given[len(rest) :: slabs.stride] == others
+    with pytest.raises(CacheError, match="slots lie in"):
+        pool.give_last([slabs.indices])
+
+
+def test_a_tier_of_one_size_with_several_images_a_slab_is_never_more_than_full() -> None:
+    pool = TierSpec(FILE, Slabs(10, (4,), 3)).make_pool()
+    assert pool.room() == 6
+    for taken in range(7):
+        assert pool.used_bytes == 4 * taken <= pool.slabs.nbytes
+        pool.check_integrity()
+        if taken < 6:
+            pool.allocate(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,8 @@ from longshore.cache.chains import LISTS
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.cache.eviction.banded import Banded
 from longshore.cache.eviction.ghosts import Ghosts
-from longshore.errors import CacheError
+from longshore.cache.eviction.sized import Sized
+from longshore.errors import CacheError, IntegrityError
 
 SLOTS = 8
 A, B, C, D = range(LISTS, LISTS + 4)
@@ -32,7 +35,21 @@ def banded(slots: int = SLOTS, kind: type[EvictionPolicy] = LRU) -> Banded:
     return Banded(slots, first.names, kind, first, 35, bytearray([35]) * (LISTS + 64))
 
 
-MAKERS = {"LRU": lambda: make(LRU), "ARC": lambda: make(ARC), "Gittins": lambda: make(Gittins), "banded": banded}
+def sized(kind: type[EvictionPolicy] = LRU) -> Sized:
+    """Two image sizes over `kind`; every third node is of the second."""
+    parts = [make(kind) for _ in range(2)]
+    policy = Sized(SLOTS, parts[0].names, parts, lambda nodes: [int(node % 3 == 0 and node > D) for node in nodes])
+    policy.grow(LISTS + 64)
+    return policy
+
+
+MAKERS = {
+    "LRU": lambda: make(LRU),
+    "ARC": lambda: make(ARC),
+    "Gittins": lambda: make(Gittins),
+    "banded": banded,
+    "sized": sized,
+}
 
 
 @pytest.fixture(params=MAKERS)
@@ -252,6 +269,80 @@ def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) ->
                 resident.discard(node)
         assert {each for each in NODES if each in policy} == resident
         assert set(policy.order()) == resident - held
+        policy.check_integrity()
+
+
+WIDE = 2000
+"""Nodes of the tests of repetitions: more than any number from which policies work by whole arrays."""
+
+
+KINDS: dict[str, type[EvictionPolicy]] = {"LRU": LRU, "ARC": ARC, "Gittins": Gittins}
+
+
+def wide(name: str) -> EvictionPolicy:
+    names = np.empty(LISTS + WIDE, object)
+    names[:] = [i.to_bytes(32, "little") for i in range(LISTS + WIDE)]
+    kind = KINDS[name.rsplit(maxsplit=1)[-1]]
+    policy: EvictionPolicy = kind(WIDE, names)
+    if name.startswith("sized"):
+        policy = Sized(WIDE, names, [kind(WIDE, names) for _ in range(2)], lambda some: [node % 2 for node in some])
+    policy.grow(LISTS + WIDE)
+    if name.startswith("banded"):
+        policy = Banded(WIDE, names, kind, policy, 35, bytearray(30 + node % 3 for node in range(LISTS + WIDE)))
+    return policy
+
+
+@pytest.mark.parametrize("size", [3, 5, 24, 48, 64, 256, 300])
+@pytest.mark.parametrize("name", [f"{how} {kind}" for how in ("one", "banded", "sized") for kind in KINDS])
+def test_a_node_named_twice_in_a_call_counts_once(name: str, size: int) -> None:
+    draw = random.Random(f"{name} {size}")
+    plain, doubled = wide(name), wide(name)
+    nodes = list(range(LISTS, LISTS + 6 * size))
+    for policy in (plain, doubled):
+        policy.insert(nodes[::-1])
+    for verb in ("touch", "hold_all", "release", "touch", "hold_all", "touch", "hold_all", "release", "remove_all"):
+        some = draw.sample(nodes, size)
+        # Of what is used the last mention counts, of all else the first.
+        twice = sorted([*some, *draw.choices(some, k=size)], key=some.index)
+        again = draw.sample(twice, len(twice))
+        once = list(dict.fromkeys(again[::-1]))[::-1] if verb == "touch" else list(dict.fromkeys(again))
+        for policy, named in ((plain, once), (doubled, again)):
+            getattr(policy, verb)(named)
+            policy.check_integrity()
+        nodes = nodes if verb != "remove_all" else [node for node in nodes if node not in some]
+        assert list(doubled.order()) == list(plain.order()), verb
+        assert [doubled.is_held(node) for node in nodes] == [plain.is_held(node) for node in nodes]
+    for verb in ("keep", "leave", "leave"):
+        for policy in (plain, doubled):
+            named = policy.ahead(max(2, size // 4))
+            named += [] if policy is plain else named
+            if verb == "keep":
+                policy.keep(named)
+            else:
+                policy.leave(named, [policy.names[node] for node in named])
+            policy.check_integrity()
+        assert list(doubled.order()) == list(plain.order()), verb
+        assert len(doubled) == len(plain)
+
+
+@pytest.mark.parametrize("name", ["one LRU", "one ARC", "one Gittins", "banded LRU", "sized ARC"])
+def test_a_node_inserted_twice_is_an_error_and_none_comes_in(name: str) -> None:
+    policy = wide(name)
+    for nodes in ([A, B, A], [A, B, C, 1], [*range(A, A + 300), A + 7]):
+        with pytest.raises(CacheError, match="already in the policy"):
+            policy.insert(nodes)
+        assert (len(policy), list(policy.order())) == (0, [])
+        policy.check_integrity()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_walk_along_a_damaged_list_ends(kind: str) -> None:
+    policy = MAKERS[kind]()
+    policy.insert([A, B, C])
+    policy._chains.after[C] = A  # type: ignore[attr-defined]
+    with pytest.raises(IntegrityError, match="goes round"):
+        list(policy.order())
+    with pytest.raises(CacheError):
         policy.check_integrity()
 
 

@@ -13,131 +13,129 @@ from hypothesis import strategies as st
 from longshore.cache.chains import LISTS
 from longshore.cache.eviction import Gittins
 from longshore.cache.eviction.departed import Departed
-from longshore.cache.eviction.gittins import _FADE
-from longshore.cache.eviction.promise import AGES, KINDS, Promises, age_of, kind_of
+from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event
+from longshore.cache.eviction.spans import ROWS, Spans
+from longshore.cache.eviction.uses import (
+    AGAIN,
+    AGE_BEGINS,
+    AGE_OF,
+    AGES,
+    GAP_OF,
+    GAPS,
+    KIND_OF,
+    KINDS,
+    LEAF,
+    OLDEST,
+    ONCE,
+    REQUEST,
+    USES,
+    WEIGHTS,
+)
 from longshore.errors import CacheError
 
-ONCE, TWICE, THRICE = 1, 2, 3
-
-
-def learned(seen: dict[int, int], back: dict[tuple[int, int], int]) -> Promises:
-    promises = Promises()
-    for kind, count in seen.items():
-        promises.became += bytes([kind]) * count
-    for (kind, age), count in back.items():
-        promises.came_back += bytes([kind * AGES + age]) * count
-    promises.learn()
-    return promises
+WIDTHS = np.diff([*AGE_BEGINS, 2 * OLDEST]).tolist()
 
 
 def best_by_hand(chances: list[float], age: int) -> float:
-    """The most hits per step, over all ages until which a chunk of this age could be kept, one chunk at a time."""
+    """The most hits per tick, over all ages until which a chunk of this age could be kept, one chunk at a time."""
     best, still, hits, time = 0.0, 1.0, 0.0, 0.0
     for each in range(age, AGES):
-        width = 0.5 if each == 0 else 2.0 ** (each - 1)
         hits += still * chances[each]
-        time += still * width * (1 - chances[each] / 2)
+        time += still * WIDTHS[each]
         still *= 1 - chances[each]
         best = max(best, hits / time)
     return best
 
 
-@given(
-    st.lists(st.integers(0, 2000), min_size=KINDS, max_size=KINDS),
-    st.lists(st.tuples(st.integers(0, KINDS - 1), st.integers(0, AGES - 1)), max_size=60),
-)
-def test_a_promise_is_the_best_rate_of_hits_and_more_uses_promise_no_less_unless_they_hardly_come_back(
-    seen: list[int], back: list[tuple[int, int]]
-) -> None:
-    promises = learned(dict(enumerate(seen)), {each: 7 * back.count(each) for each in back})
-    chances, table, shares = promises.chances(), promises.table(), [1.0, 1.0, *promises.shares().tolist()]
+@given(st.integers(0, 2**32), st.integers(1, 400))
+def test_a_promise_is_the_best_rate_and_never_less_with_more_uses(seed: int, most: int) -> None:
+    promises, dice = Promises(), np.random.default_rng(seed)
+    promises._reached[:] = dice.integers(0, most, (KINDS, AGES))
+    promises._back[:] = promises._reached * dice.random((KINDS, AGES)) ** 3
+    chances, table = promises.chances(), promises.table()
     assert ((chances > 0) & (chances < 1)).all()
-    for age in range(AGES):
+    for age in range(0, AGES, 5):
         raw = [best_by_hand(chances[kind].tolist(), age) for kind in range(KINDS)]
-        assert table[0, age] == pytest.approx(min(raw[0], raw[1]))
-        for kind in range(1, KINDS):
-            raw[kind] = max(raw[kind], shares[kind] * max(raw[1:kind], default=0.0))
-        assert table[1:, age].tolist() == pytest.approx(raw[1:])
+        for kind in range(1 + GAPS, KINDS):
+            raw[kind] = max(raw[kind], raw[kind - GAPS])
+        assert table[:, age].tolist() == pytest.approx(raw)
 
 
-def test_more_uses_promise_as_much_until_they_come_back_four_times_more_rarely() -> None:
-    def share(back: int) -> float:
-        return float(learned({ONCE: 100_000, TWICE: 80_000}, {(ONCE, 6): 80_000, (TWICE, 6): back}).shares()[0])
-
-    assert share(80_000) == share(20_000) == 1.0
-    assert share(8_000) == pytest.approx(0.5, abs=0.01)
-    assert share(0) < 0.01
+def test_with_nothing_known_the_oldest_go_first() -> None:
+    assert Promises().order(np.array([7, 3, 3, 0])).tolist() == list(range(4 * KINDS))
 
 
-def test_chances_are_those_of_what_has_got_so_far() -> None:
-    promises = learned({ONCE: 100_000}, {(ONCE, 2): 50_000, (ONCE, 5): 40_000})
-    chances = promises.chances()[ONCE]
-    assert chances[[0, 2, 3, 5]] == pytest.approx([0, 0.5, 0, 0.8], abs=0.001)
-    promises.fade()
-    assert promises.chances()[ONCE] == pytest.approx(chances, abs=0.001)
+def test_a_kind_that_returns_after_a_pause_promises_most_just_before() -> None:
+    promises = Promises()
+    promises._reached[1, :15], promises._back[1, 14] = 100_000, 90_000
+    table = promises.table()[1]
+    assert table[14] == max(table)
+    assert table[2] < table[13]
+    assert table[15] < table[2]
 
 
-def test_nothing_is_known_at_first_and_the_oldest_go() -> None:
-    order = Promises().order([7, 3, 3, 0]).tolist()
-    assert order == list(range(4 * KINDS))
+def test_what_reached_an_age_is_counted_once_whenever_spans_end() -> None:
+    """Of ten that were used at tick 1 one comes back 5 ticks later, and another is forgotten 9 ticks later."""
+    promises, spans = Promises(), Spans()
+    weight, kind = 7, 1
+    state = ONCE | weight << REQUEST
+    for now in range(1, 40):
+        for row, into in spans.begin(now):
+            promises.join(row, into)
+        if now == 1:
+            promises.events.extend([event(BECAME, state, 1)] * 10)
+        if now == 6:
+            promises.events.append(event(RETURNED, state, 1, AGE_OF[5]))
+        if now == 10:
+            promises.events.append(event(FORGOTTEN, state, 1, AGE_OF[9]))
+        promises.learn(spans, now)
+    reached = promises._reached[kind] / WEIGHTS[weight]
+    assert reached[: AGE_OF[5] + 1].tolist() == pytest.approx([10] * (AGE_OF[5] + 1))
+    assert reached[AGE_OF[6] : AGE_OF[9] + 1].tolist() == pytest.approx([9] * (AGE_OF[9] - AGE_OF[5]))
+    assert reached[AGE_OF[12] : AGE_OF[30]].tolist() == pytest.approx([8] * (AGE_OF[30] - AGE_OF[12]))
+    assert promises._back[kind].sum() == pytest.approx(WEIGHTS[weight])
 
 
-def test_the_end_of_a_prompt_is_let_go_before_what_it_follows() -> None:
-    promises = learned({0: 100, ONCE: 100_000}, {(0, 2): 90})  # little is known of ends, and much good
-    assert promises.order([2]).tolist()[:2] == [0, ONCE]
-    assert promises.chances()[0, 2] > promises.chances()[ONCE, 2]
+@pytest.mark.parametrize(
+    ("uses", "gap", "kind"), [(0, 3, 0), (1, 0, 1), (1, 5, 6), (3, 2, 15), (4, 0, 19), (7, 1, 20), (64, 5, 48)]
+)
+def test_kinds_are_uses_in_doublings_by_gap(uses: int, gap: int, kind: int) -> None:
+    how = ONCE + 8 * (uses - 1) | gap if uses else LEAF | gap
+    assert KIND_OF[how] == kind
+    assert AGAIN[how] == ONCE + 8 * min(max(uses, 1), 63)
 
 
-def test_a_kind_that_comes_back_after_a_pause_is_worth_waiting_for_until_then() -> None:
-    table = learned({ONCE: 100_000, TWICE: 0}, {(ONCE, 6): 90_000}).table()[ONCE]
-    assert table[6] == max(table)
-    assert table[2] < table[5]
-    assert table[7] < table[2]
+def test_ages_are_two_for_each_doubling_and_gaps_lie_on_them() -> None:
+    assert [AGE_OF[age] for age in (0, 1, 3, 4, 5, 6, 8, 11, 12, OLDEST)] == [0, 1, 3, 4, 4, 5, 6, 6, 7, AGES - 1]
+    assert [GAP_OF[AGE_OF[gap]] for gap in (0, 1, 2, 7, 8, 31, 32, 127, 128, OLDEST)] == [0, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
-@pytest.mark.parametrize(("uses", "kind"), [(0, 0), (1, 1), (3, 3), (4, 4), (7, 4), (8, 5), (15, 5), (16, 6), (32, 7)])
-def test_kinds_are_uses_in_doublings(uses: int, kind: int) -> None:
-    assert kind_of(uses) == kind
-
-
-def test_ages_are_doublings_too_and_the_last_has_no_end() -> None:
-    assert [age_of(steps) for steps in (0, 1, 2, 3, 4, 7, 8)] == [0, 1, 2, 2, 3, 3, 4]
-    assert age_of(10**9) == AGES - 1
-    steps = np.arange(5000, dtype=np.int32)
-    assert np.minimum(np.frexp(steps)[1], AGES - 1).tolist() == [age_of(each) for each in steps.tolist()]
+@pytest.mark.parametrize("step", [1, 3, 200])
+def test_spans_are_few_and_short_for_their_age(step: int) -> None:
+    spans = Spans()
+    for now in range(step, 12_000, step):
+        spans.begin(now)
+        assert len(spans.rows) == len(spans.starts) == len(set(spans.rows)) < ROWS
+    for start, end in list(zip(spans.starts, spans.starts[1:], strict=False))[1:]:
+        assert end - start <= max(step, (now + 1 - end) / 4)
+    assert [spans.row(tick) for tick in range(now)] == spans.rows_of(np.arange(now)).tolist()
 
 
 # ---------------------------------------------------------------------- departed
 
 
-@given(st.integers(1, 5), st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 12), unique=True, max_size=8))))
-def test_the_last_that_left_are_remembered_unless_they_came_back(
-    limit: int, steps: list[tuple[bool, list[int]]]
-) -> None:
-    departed = Departed(limit)
-    ring: list[tuple[int, int] | None] = [None] * limit
-    for now, (leave, who) in enumerate(steps):
-        known = {entry[0]: entry for entry in ring if entry}
-        if leave:
-            new = [each for each in who if each not in known]
-            departed.add_all([bytes([each]) * 32 for each in new], [now] * len(new), [each + 1 for each in new])
-            ring = [*ring, *((each, now) for each in new)][-limit:]
-        else:
-            found = departed.take_all([bytes([each]) * 32 for each in who])
-            assert found == [(i, known[each][1], each + 1) for i, each in enumerate(who) if each in known]
-            ring = [None if entry and entry[0] in who else entry for entry in ring]
-        assert departed.count == limit - ring.count(None)
-        departed.check_integrity()
-
-
-def test_a_chain_ends_where_the_ring_has_come_round() -> None:
-    departed = Departed(64)
+def test_about_the_last_that_left_are_remembered_until_they_come_back() -> None:
     dice = random.Random(3)
-    keys = [dice.randbytes(32) for _ in range(1000)]
-    departed.add_all(keys, range(1000), [1] * 1000)
-    assert departed.take_all(keys[:936]) == []
-    assert departed.take_all(keys[936:]) == [(i, 936 + i, 1) for i in range(64)]
-    assert departed.count == 0
+    keys = [dice.randbytes(32) for _ in range(20_000)]
+    departed = Departed(4_000)
+    when, states = np.arange(20_000, dtype=np.int32), np.full(20_000, 7, np.uint16)
+    forgotten, _ = departed.add_all(keys, when, states)
+    assert len(forgotten) + len(departed) == 20_000
+    who, found, _ = departed.take_all(keys)
+    assert (found == when[who]).mean() > 0.99  # some are taken for others
+    assert np.isin(np.arange(18_000, 20_000), who).mean() > 0.97
+    assert np.isin(np.arange(10_000), who).mean() < 0.01
+    assert len(departed) < 5  # what was taken for others
 
 
 @pytest.mark.parametrize(("limit", "most"), [(7, 30), (300, 200), (1000, 700), (1000, 1500)])
@@ -148,17 +146,24 @@ def test_many_that_leave_or_come_back_together_are_as_many_one_by_one(limit: int
     for now in range(40):
         some = dice.sample(keys, dice.randint(1, min(most, len(keys))))
         found = [(i, *left) for i, key in enumerate(some) if (left := single.take(key))]
-        assert together.take_all(some) == found
+        assert list(zip(*(each.tolist() for each in together.take_all(some)), strict=True)) == found
         hits += len(found)
-        together.add_all(some, [now] * len(some), [1 + i % 9 for i in range(len(some))])
-        for i, key in enumerate(some):
-            single.add(key, now, 1 + i % 9)
-        assert together.count == single.count
+        states = [1 + i % 9 for i in range(len(some))]
+        gone = together.add_all(some, np.full(len(some), now, np.int32), np.array(states, np.uint16))
+        one = [left for key, state in zip(some, states, strict=True) if (left := single.add(key, now, state))]
+        assert sorted(zip(*(each.tolist() for each in gone), strict=True)) == sorted(one)
+        assert len(single) == len(together)
+        assert single.latest(keys) == together.latest(keys)
         together.check_integrity()
-    assert hits > limit
+    assert hits > limit // 2
 
 
 # ---------------------------------------------------------------------- the policy
+
+
+def uses_of(policy: Gittins, node: int) -> int:
+    """How often `node` was used; 0 if it ends a prompt, and was not used since."""
+    return ((policy._state[node] & USES) >> 3) - 1
 
 
 class Tier:
@@ -170,10 +175,13 @@ class Tier:
         self.policy.grow(LISTS + nodes)
         self.slots, self.names = slots, names
         self.node: dict[int, int] = {}
+        self.turn = 0
         self.free = list(range(LISTS, LISTS + nodes))
 
     def use(self, key: int, *, leaf: bool = False) -> bool:
-        """One access; whether it was a hit."""
+        """A request for one chunk; whether it was a hit."""
+        self.turn += 1
+        self.policy.begin(self.turn, 1, self.node.get(key, 0), [key.to_bytes(32, "little")])
         if key in self.node:
             self.policy.touch([self.node[key]])
             return True
@@ -204,7 +212,7 @@ def test_what_ends_prompts_and_never_comes_back_goes_first_once_that_is_known() 
             tier.use(5 * prompt + key)
             hits.append(prompt >= 56 and tier.use(5 * (prompt - 56) + key))
     assert sum(hits[-800:]) > 0.8 * 800
-    ends = [node for node in tier.policy.order() if tier.policy._place[node] == 1]
+    ends = [node for node in tier.policy.order() if uses_of(tier.policy, node) == 0]
     assert len(ends) < 30
 
 
@@ -215,7 +223,11 @@ def test_what_left_comes_back_with_its_uses() -> None:
     key = tier.node[7]
     tier.policy.remove(key, evicted=tier.names[key])
     tier.policy.insert([key])
-    assert tier.policy._place[key] == 1 + 4  # the fourth use
+    assert uses_of(tier.policy, key) == 3  # it left and came back within a request
+    tier.policy.remove(key, evicted=tier.names[key])
+    tier.policy.begin(4, 1)
+    tier.policy.insert([key])
+    assert uses_of(tier.policy, key) == 4
 
 
 def test_resizing_forgets_what_left_and_a_new_column_of_names_does_not() -> None:
@@ -224,9 +236,9 @@ def test_resizing_forgets_what_left_and_a_new_column_of_names_does_not() -> None
     node = tier.node[7]
     tier.policy.remove(node, evicted=tier.names[node])
     tier.policy.resize(64, tier.names)
-    assert tier.policy._departed.count == 1
+    assert len(tier.policy._departed) == 1
     tier.policy.resize(128, tier.names)
-    assert tier.policy._departed.count == 0
+    assert len(tier.policy._departed) == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["use", "hold", "release"]), st.integers(0, 11), st.integers(1, 12))))
@@ -238,8 +250,10 @@ def test_told_together_or_one_by_one_is_the_same(steps: list[tuple[str, int, int
     together.insert(nodes, leaf=True)
     for i, node in enumerate(nodes):
         single.insert([node], leaf=i == 0)
-    for verb, start, count in 9 * steps:  # long enough for the clock to go on
+    for turn, (verb, start, count) in enumerate(9 * steps):  # long enough for the clock to go on
         some = nodes[start : start + count]
+        for policy in (single, together):
+            policy.begin(turn - turn % 3, count)
         if verb == "use":
             together.touch(some)
             for node in some:
@@ -251,7 +265,7 @@ def test_told_together_or_one_by_one_is_the_same(steps: list[tuple[str, int, int
             for policy in (single, together):
                 policy.release(some)
         together.check_integrity()
-    single.check_integrity()
+        single.check_integrity()
     assert list(single.order()) == list(together.order())
     assert single._now == together._now
 
@@ -265,13 +279,16 @@ def test_long_paths_are_told_in_whole_arrays_to_the_same_end(most: int) -> None:
         policy.grow(LISTS + 2000)
     out, inside = list(range(LISTS, LISTS + 2000)), list[int]()
     for turn in range(60):
+        for policy in (single, together):
+            policy.begin(turn + 1, 100)
         new = [out.pop(dice.randrange(len(out))) for _ in range(min(dice.randint(1, most), 1500 - len(inside)))]
         together.insert(new)
-        for node in new:
-            single.insert([node])
+        for i, node in enumerate(new):
+            single.insert([node], continues=i > 0)
         inside += new
         used = dice.sample(inside, min(most, len(inside)))
         if turn % 2:
+            assert list(single.order()) == list(together.order())
             used = [node for node in together.order() if node in set(used)]  # neighbours
         together.touch(used)
         for node in used:
@@ -291,8 +308,8 @@ def test_long_paths_are_told_in_whole_arrays_to_the_same_end(most: int) -> None:
         inside = [node for node in inside if node not in set(gone)]
         out += gone
         assert list(single.order()) == list(together.order())
-    assert single._now == together._now > 10
-    assert single._departed.count == together._departed.count > 0
+    assert single._spans.starts == together._spans.starts
+    assert len(single._departed) == len(together._departed) > 0
 
 
 def test_what_is_released_among_older_ones_does_not_grow_older_with_them() -> None:
@@ -303,8 +320,8 @@ def test_what_is_released_among_older_ones_does_not_grow_older_with_them() -> No
     policy.insert([older])  # with which the clock goes on
     policy.insert([younger])
     policy.hold(younger)
-    policy.touch(others[:63])
-    for _ in range(12):
+    for turn in range(1, 14):
+        policy.begin(turn, 64)
         policy.touch([*others[:63], others[0]])
         policy.release([younger])
         policy.check_integrity()
@@ -321,7 +338,8 @@ def test_whatever_happens_each_node_is_in_the_list_of_its_kind_and_age(steps: li
     names = np.array([i.to_bytes(32, "little") for i in range(LISTS + 200)], object)
     policy = Gittins(150, names)
     policy.grow(LISTS + 200)
-    for verb, start, count in 3 * steps:
+    for turn, (verb, start, count) in enumerate(3 * steps):
+        policy.begin(max(0, turn - turn % 7 * (turn % 2)), count)
         some = [LISTS + (start + i) % 200 for i in range(count)]
         inside = [node for node in some if node in policy]
         if verb == "use":
@@ -337,14 +355,69 @@ def test_whatever_happens_each_node_is_in_the_list_of_its_kind_and_age(steps: li
         policy.check_integrity()
 
 
-def test_what_was_counts_for_half_after_each_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_halved_after_so_many_uses_of_each_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     faded: list[int] = []
     monkeypatch.setattr(Promises, "fade", lambda _: faded.append(tier.policy._now))
+    tier = Tier(64)
+    for key in range(3 * 64 * 64):
+        tier.use(key)
+    assert faded == pytest.approx([64 * 64, 2 * 64 * 64], abs=200)
+
+
+def test_uses_within_one_request_count_once() -> None:
+    policy = Tier(64).policy
+    policy.begin(1, 3)
+    policy.insert([LISTS + 1, LISTS])
+    policy.touch([LISTS])
+    assert uses_of(policy, LISTS) == 1
+    policy.begin(2, 3, LISTS + 1)
+    for _ in range(3):
+        policy.touch([LISTS + 1, LISTS])
+    assert uses_of(policy, LISTS) == uses_of(policy, LISTS + 1) == 2
+
+
+@pytest.mark.parametrize("count", [1, 60, 300])
+def test_a_request_that_goes_on_counts_no_use_twice(count: int) -> None:
+    tier = Tier(1024)
+    policy, nodes = tier.policy, list(range(LISTS, LISTS + count))
+    tier.names[nodes] = [node.to_bytes(32, "little") for node in nodes]
+    policy.begin(1, count)
+    policy.insert(nodes)
+    for turn in (2, 3, 2, 2, 3, 2):  # the requests of two turns, by turns
+        policy.begin(turn, count, nodes[0])
+        policy.touch(nodes)
+        policy.check_integrity()
+    assert [uses_of(policy, node) for node in nodes] == [3] * count
+    assert [policy._used[node] for node in nodes] == [3] * count
+
+
+def test_what_follows_on_a_known_chunk_is_taken_for_as_much_used() -> None:
+    names = np.array([node.to_bytes(32, "little") for node in range(LISTS + 64)], object)
+    for together in (False, True):
+        policy = Gittins(64, names)
+        policy.grow(LISTS + 64)
+        for turn in range(1, 5):
+            policy.begin(turn, 2)
+            if LISTS in policy:
+                policy.touch([LISTS])
+            else:
+                policy.insert([LISTS], leaf=True)
+        policy.remove(LISTS, evicted=names[LISTS])
+        policy.begin(5, 3, 0, [names[LISTS + 2], names[LISTS + 1], names[LISTS]])
+        if together:
+            policy.insert([LISTS, LISTS + 1, LISTS + 2])
+        else:
+            for i in range(3):
+                policy.insert([LISTS + i], leaf=not i, continues=i > 0)
+        assert [uses_of(policy, LISTS + i) for i in range(3)] == [5] * 3
+
+
+def test_a_host_that_tells_of_no_requests_takes_no_memory_for_that() -> None:
     tier = Tier(8)
-    tier.use(0)
-    while tier.policy._now < 2 * _FADE + 1:
-        tier.use(0)
-    assert faded == [_FADE, 2 * _FADE]
+    for turn in range(20_000):
+        tier.policy.insert([LISTS + turn % 64])
+        tier.policy.remove(LISTS + turn % 64)
+    assert len(tier.policy._promises.events) < 20_000
 
 
 def test_a_long_path_that_is_used_is_one_chunk_after_the_other() -> None:
@@ -354,7 +427,9 @@ def test_a_long_path_that_is_used_is_one_chunk_after_the_other() -> None:
         policy.names[nodes] = [node.to_bytes(32, "little") for node in nodes]
         policy.insert(nodes[300:])
         policy.insert(nodes[:300])
+        policy.begin(1, 100)
         policy.touch(nodes[100:200])
+        policy.begin(2, 600)
         for held in (LISTS + 5, LISTS + 6, LISTS + 350):
             policy.hold(held)
     together.touch(nodes)
@@ -362,8 +437,8 @@ def test_a_long_path_that_is_used_is_one_chunk_after_the_other() -> None:
         single.touch([node])
     together.check_integrity()
     assert list(together.order()) == list(single.order())
-    assert together._place == single._place
-    assert together._promises.came_back == single._promises.came_back
+    assert together._state == single._state
+    assert sorted(together._promises.events) == sorted(single._promises.events)
 
 
 @pytest.mark.parametrize("method", ["hold_all", "release", "remove_all"])
@@ -381,11 +456,67 @@ def test_lists_that_disagree_are_found() -> None:
     tier = Tier(8)
     for key in range(4):
         tier.use(key)
-    tier.policy._place[tier.node[2]] = 3
+    tier.policy._state[tier.node[2]] = ONCE + 8
     with pytest.raises(CacheError, match="is in list"):
         tier.policy.check_integrity()
 
 
-def test_a_life_of_a_million_steps_does_not_overflow_an_age() -> None:
-    assert age_of(2**31 - 1) == AGES - 1
+def test_ages_of_a_long_life_do_not_overflow() -> None:
+    policy = Tier(8).policy
+    policy.begin(1, 1)
+    policy.insert([LISTS])
+    policy.begin(2**31 - 2, 1, LISTS)
+    policy.touch([LISTS])
     assert math.isfinite(Promises().table().sum())
+    policy.check_integrity()
+
+
+# ---------------------------------------------------------------------- admission
+
+
+class Path:
+    """A path of new chunks for a full tier: `admitted` of them get room, made by letting others go."""
+
+    def __init__(self, tier: Tier, turn: int, count: int) -> None:
+        self.nodes = list(range(LISTS + 1000, LISTS + 1000 + count))
+        self.tier, self.free = tier, 0
+        keys = tier.names[self.nodes].tolist()
+        tier.policy.begin(turn, count, 0, keys)
+        self.admitted = tier.policy.admit(keys, self.make_room)
+        tier.policy.insert(self.nodes[: self.admitted][::-1])
+        tier.policy.check_integrity()
+
+    def make_room(self, count: int) -> int:
+        policy, missing = self.tier.policy, count - self.free
+        if missing > 0 and (gone := policy.ahead(missing)):
+            policy.leave(gone, self.tier.names[gone].tolist())
+            self.free += len(gone)
+        return min(count, self.free)
+
+
+def full(count: int) -> Tier:
+    """A tier of `count` slots, filled by one request, the first."""
+    tier = Tier(count)
+    tier.names[:] = [node.to_bytes(32, "little") for node in range(len(tier.names))]
+    tier.policy.begin(1, count)
+    tier.policy.insert(list(range(LISTS, LISTS + count))[::-1])
+    return tier
+
+
+def test_new_chunks_that_promise_less_than_what_is_in_are_let_pass_but_one() -> None:
+    tier = full(200)
+    for turn in range(2, 400):
+        tier.policy.begin(turn, 200, LISTS)
+        tier.policy.touch(list(range(LISTS, LISTS + 200))[::-1])
+    path = Path(tier, 400, 150)
+    assert path.admitted == 1
+    tier.policy.begin(401, 150)
+    tier.policy.insert(path.nodes[1:2])
+    assert uses_of(tier.policy, path.nodes[1]) == 2  # it was let pass, and is remembered
+
+
+def test_new_chunks_take_the_place_of_what_promises_no_more() -> None:
+    tier = full(60)
+    path = Path(tier, 2, 50)
+    assert path.admitted == 49  # the end of a prompt is the first to go
+    assert len(tier.policy) == 60 - path.free + 49

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, resident, settle, store, wanted
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from longshore.boundary import FILE, HOST, Section, Status, TransferResult
 from longshore.cache import MissReason, Outcome, TieredCache, Verdict, Wanted, WritePolicy, explain
@@ -184,3 +186,37 @@ def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:
         *[(Verdict.MISSED, "behind")] * 7,
     ]
     assert {(a.verdict, a.cause) for a in explain(events, "r/2")} == {(Verdict.MISSED, "behind")}
+
+
+FAILURES = [Status.OK, Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE]
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> None:
+    """Items fail at random, on several ranks, in any order; some chunks are read from a file first."""
+    ranks = data.draw(st.integers(1, 3), "ranks")
+    cache = grouped(*NAMES, host=64, file=64, backup=WritePolicy.THROUGH, ranks=ranks)
+    for group, path in enumerate(PATHS):
+        store(cache, group, path)
+    cold = data.draw(st.integers(0, 8), "cold")
+    assert cache.discard(PATHS[0][8 - cold :], HOST) == cold
+    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    assert hold is not None
+    misses = cache.counters.misses.total()
+    cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+    failed = False
+    for transfer in orders(cache):  # the read, if there is one, and then the load
+        for rank in data.draw(st.permutations(range(ranks))):
+            fails = data.draw(st.booleans())
+            each = st.sampled_from(FAILURES if fails else FAILURES[:1])
+            statuses = tuple(data.draw(each) for _ in transfer.items)
+            failed |= any(status is not Status.OK for status in statuses)
+            cache.apply([TransferResult(transfer.job, statuses, rank=rank)], 0.0)
+    outcome = cache.outcome(hold)
+    assert outcome is not None
+    assert outcome.chunks == len(outcome.sources) == (0 if failed else 12)
+    assert cache.counters.hits.total() == outcome.chunks
+    assert cache.counters.misses.total() - misses == 12 - outcome.chunks
+    cache.release(hold)
+    cache.check_integrity()

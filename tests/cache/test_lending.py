@@ -9,7 +9,7 @@ import pytest
 from pickled import state_of
 
 from longshore.boundary import Key, Status, Transfer, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, Presence, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheGroup, CacheSettings, DropReason, Presence, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, HoldError, JobError
 
@@ -95,7 +95,7 @@ def test_what_was_looked_at_stays_in_the_warmest_tier_until_the_step_is_over() -
     assert store(cache, [c]) == 1
     assert cache.peek([a, b, c]).presences == [Presence.READY, Presence.COLDER, Presence.READY]
     assert len(cache.lend([a]).slots) == 1
-    assert cache.held == 4
+    assert cache.held == 3
     cache.end_step()
     assert cache.held == 0
     cache.check_integrity()
@@ -156,7 +156,7 @@ def test_what_cannot_be_read_is_refused_and_nothing_has_changed(verb: str) -> No
     store(cache, [a])
     cache.offer([b])
     before = state_of(cache)
-    for keys, group in (([], 0), ([a, a], 0), ([a, b], 0), ([a, c], 0), ([a], 1)):
+    for keys, group in (([], 0), ([a, a], 0), ([a, b], 0), ([a, c], 0), ([a], 2)):
         with pytest.raises(CacheError):
             getattr(cache, verb)(keys, group=group)
         assert state_of(cache) == before
@@ -182,11 +182,49 @@ def test_a_loan_that_is_refused_changes_no_order_of_eviction() -> None:
     assert state_of(cache) == before
 
 
+def test_chunks_of_a_path_are_kept_and_lent_like_others() -> None:
+    cache, keys = cache_of(3), keys_of("a", "b", "c")
+    job = cache.offer(keys, group=1).job or 0
+    cache.apply([TransferResult(job, (Status.OK,) * 3)], 0.0)
+    hold, loan = cache.keep(keys[1:2], group=1), cache.lend(keys[:1], group=1)
+    assert store(cache, keys_of("d", "e", "f")) == 1, "c alone goes: b is kept, a is read"
+    cache.apply([TransferResult(loan.job, (Status.OK,))], 0.0)
+    assert store(cache, keys_of("g")) == store(cache, keys_of("h")) == 1
+    assert cache.peek(keys).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
+    cache.release(hold)
+    cache.end_step()
+    cache.check_integrity()
+
+
+def test_a_patient_offer_behind_its_head_waits_for_room() -> None:
+    """What would not come together is not taken in part, and evicts nothing of its own path."""
+    cache, keys = two_tiers(4), keys_of(*"abcdef")
+    head = cache.offer(keys[:3], group=1)
+    cache.apply([TransferResult(head.job or 0, (Status.OK,) * 3)], 0.0)
+    waits = cache.offer(keys, first=3, group=1, patient=True)
+    assert (waits.job, waits.again, waits.positions) == (None, True, ())
+    assert cache.counters.drops["host"].total() == 0
+    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
+        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    tail = cache.offer(keys, first=3, group=1, patient=True)
+    assert (tail.again, list(tail.positions)) == (False, [3, 4, 5])
+    assert cache.peek(keys[:3]).presences.count(Presence.COLDER) == 2
+    cache.end_step()
+    cache.check_integrity()
+
+
+def test_an_offer_whose_head_no_tier_has_is_dropped_as_orphan() -> None:
+    cache, keys = cache_of(3), keys_of("a", "b", "c")
+    offload = cache.offer(keys, first=1, group=1, patient=True)
+    assert (offload.job, offload.again) == (None, False)
+    assert cache.counters.drops["host"][DropReason.ORPHAN] == 2
+
+
 def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:
     cache, keys = cache_of(2), keys_of("a", "b")
     store(cache, keys)
     hold = cache.keep(keys)
-    with pytest.raises(HoldError, match="stand alone"):
+    with pytest.raises(HoldError, match="single chunks"):
         cache.onboard(hold, [0, 1])
     assert (cache.take(), cache.counters.misses.total()) == ([], 0)
     cache.release(hold)
@@ -203,3 +241,23 @@ def test_nothing_is_offered_or_lent_to_a_device_that_sleeps() -> None:
     assert cache.sleep()
     cache.wake()
     assert cache.lend(keys[:1]).slots
+
+
+def test_what_was_promised_in_a_step_is_lent_though_its_parent_is_found_rotten() -> None:
+    cache, keys = two_tiers(4), keys_of("a", "b")
+    job = cache.offer(keys, group=1).job or 0
+    cache.apply([TransferResult(job, (Status.OK,) * 2)], 0.0)
+    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
+        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    assert cache.discard(keys[:1], "host") == 1
+    (read,) = cache.prefetch(cache.keep(keys[:1], group=1))
+    assert cache.peek(keys[1:]).presences == [Presence.READY]
+    cache.apply([TransferResult(read, (Status.CORRUPT,))], 0.0)
+    loan = cache.lend(keys[1:], group=1)
+    cache.check_integrity()
+    cache.end_step()
+    assert cache.peek(keys).presences == [Presence.ABSENT] * 2, "nothing leads to it any more"
+    cache.apply([TransferResult(loan.job, (Status.OK,))], 0.0)
+    assert cache.counters.lost == {"host": 2, "file": 2}
+    cache.end_step()
+    cache.check_integrity()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Section, Slot, Status
 from longshore.cache import CacheGroup, CacheSettings, Partial, Text, TieredCache, Wanted, WritePolicy
+from longshore.cache.chains import LISTS
 from longshore.errors import CacheError
 from longshore.keys import chain
 
@@ -185,7 +186,7 @@ def test_nothing_is_kept_unless_the_settings_ask_for_it() -> None:
 def test_tokens_cost_four_bytes_each() -> None:
     """And 16 for each chunk in columns; what follows whom is in a dictionary, counted by its entries."""
     cache = stored(host=1000)
-    nodes = 1000 + 256
+    nodes = 1000 + LISTS
     assert cache._store.beginnings.nbytes == nodes * (4 * 4 + 8 + 4 + 4)
 
 

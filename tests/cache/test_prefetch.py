@@ -8,8 +8,9 @@ import pytest
 from cache_model import World
 from cache_setup import LOAD, Setup, chunks, key
 
-from longshore.boundary import FILE, HOST, Cancel, Status, Transfer, TransferResult, Urgency
+from longshore.boundary import FILE, HOST, Cancel, Key, Status, Transfer, TransferResult, Urgency
 from longshore.cache import CacheSettings, Hold, MissReason, PrefetchPolicy, TieredCache, TierSpec
+from longshore.cache.prefetching import Prefetching
 from longshore.errors import CacheError, HoldError
 
 BOTH = Setup(host=4, file=8, backup="write_through")
@@ -286,3 +287,237 @@ def test_a_hold_of_which_all_was_lost_has_nothing_to_prefetch() -> None:
     world.end(world.on("file->host")[0], Status.CORRUPT)
     assert world.where("a") == {}
     assert world.prefetch(hold) == ()
+
+
+def crowded(*paths: str) -> tuple[World, list[Hold]]:
+    """A world in which only the file tier has `paths`, and the host tier is full of w, x, y and z alone; holds."""
+    world = World(Setup(host=4, file=32))
+    for path in paths:
+        world.commit(path, 0, False)
+        world.settle_all()
+        while not world.flush():
+            world.settle_all()
+        world.discard(path, HOST)
+    for path in "wxyz":
+        world.commit(path, 0, False)
+    for job in world.on("device->host"):
+        world.end(job)
+    holds = [world.match(path, 0, path) for path in paths]
+    assert world.free(HOST) == 0
+    return world, [hold for hold in holds if hold is not None]
+
+
+def step(world: World, *statuses: Status) -> list[str]:
+    """All jobs under way end; their routes."""
+    jobs = list(world.jobs.values())
+    for job in jobs:
+        world.end(job, *statuses)
+    return [str(job.transfer.route) for job in jobs]
+
+
+def test_a_prefetch_has_room_made_by_copies_down() -> None:
+    world, (hold,) = crowded("abc")
+    assert world.prefetch(hold, PrefetchPolicy.WAIT) == ()
+    assert world.cache.prefetched(hold) is None
+    assert set(step(world)) == {"host->file"}
+    assert world.cache.prefetched(hold) is None
+    while world.jobs:
+        step(world)
+    assert world.cache.prefetched(hold) == 3
+    assert all(world.where(path) for path in "wxyz"), "what made way is safe"
+    world.release(hold)
+    world.drain()
+
+
+def test_a_prefetch_goes_on_with_what_room_is_made() -> None:
+    """Copies down end one after the other, and some of them fail: heads come first, and as much as fits."""
+    world, (hold,) = crowded("abc")
+    world.prefetch(hold, PrefetchPolicy.WAIT)
+    copies = world.on("host->file")
+    world.end(copies[0], Status.OK, Status.IO_ERROR)
+    assert world.cache.prefetched(hold) is None
+    while world.jobs:
+        step(world)
+    assert world.cache.prefetched(hold) == 3
+    world.release(hold)
+    world.drain()
+
+
+def test_a_prefetch_waits_for_the_end_of_the_step_that_peeked_at_what_is_in_the_way() -> None:
+    world, (hold,) = crowded("abc")
+    world.prefetch(hold, PrefetchPolicy.WAIT)
+    world.peek(*(key(path) for path in "wxyz"))
+    while world.jobs:
+        step(world)
+    assert world.cache.prefetched(hold) is None
+    world.end_step()
+    while world.jobs:
+        step(world)
+    assert world.cache.prefetched(hold) == 3
+    world.release(hold)
+    world.drain()
+
+
+def test_copies_down_that_take_too_long_end_a_prefetch_at_its_deadline() -> None:
+    world, (hold,) = crowded("abc")
+    world.prefetch(hold, PrefetchPolicy.TIMEOUT, 3.0)
+    world.tick(2.5)
+    assert world.cache.prefetched(hold) is None
+    world.tick(0.5)
+    assert world.cache.prefetched(hold) == 0
+    step(world)
+    assert step(world) == [], "nothing is read for it any more"
+    world.release(hold)
+    world.drain()
+
+
+def test_a_prefetch_does_not_evict_what_its_own_hold_has() -> None:
+    world, hold = cold("abcd")
+    head = world.match("ab", 0, None)
+    assert head is not None
+    world.prefetch(head)
+    world.settle_all()
+    world.commit("xy", 0, False)  # clean, and used later than "ab"
+    world.settle_all()
+    assert world.free(HOST) == 0
+    world.prefetch(hold, PrefetchPolicy.WAIT)
+    assert step(world) == ["file->host"]
+    assert world.cache.prefetched(hold) == 4
+    world.release(head)
+    world.release(hold)
+    world.drain()
+
+
+def test_prefetches_that_do_not_fit_together_take_turns() -> None:
+    """The first gets all room, and keeps it until it lets go; nobody waits for nothing."""
+    world, (first, second) = crowded("abc", "def")
+    world.prefetch(first, PrefetchPolicy.WAIT)
+    assert world.discard("z", HOST) == 1
+    assert world.prefetch(second, PrefetchPolicy.WAIT) == (), "what comes free is for the first"
+    while world.jobs:
+        step(world)
+    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (3, None)
+    world.commit("v", 0, True)
+    world.settle_all()
+    assert world.cache.prefetched(first) == 3, "a store takes what the prefetches left"
+    world.release(first)
+    while world.jobs:
+        step(world)
+    assert world.cache.prefetched(second) == 3
+    world.release(second)
+    world.drain()
+
+
+def test_a_reset_ends_prefetches_that_wait_for_room() -> None:
+    world, (first, second) = crowded("abc", "def")
+    world.prefetch(first, PrefetchPolicy.WAIT)
+    world.prefetch(second, PrefetchPolicy.WAIT)
+    world.reset()
+    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (0, 0)
+    world.release(first)
+    world.release(second)
+    world.drain()
+    world.evict_all()
+
+
+def work(monkeypatch: pytest.MonkeyPatch) -> list[Hold]:
+    """Grows each time that a prefetch that waits for room looks at its chunks."""
+    done: list[Hold] = []
+    inner = Prefetching._path
+
+    def counted(self: Prefetching, hold: Hold) -> list[int]:
+        done.append(hold)
+        return inner(self, hold)
+
+    monkeypatch.setattr(Prefetching, "_path", counted)
+    return done
+
+
+def test_prefetches_that_wait_for_room_cost_nothing_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, (first, second) = crowded("abc", "def")
+    looks = work(monkeypatch)
+    world.prefetch(first, PrefetchPolicy.TIMEOUT, 3.0)
+    world.prefetch(second, PrefetchPolicy.TIMEOUT, 4.0)
+    for _ in range(2):
+        world.call("tick", world.now)
+    assert looks, "what was counted is what they look with"
+    looks.clear()
+    for _ in range(100):
+        world.call("tick", world.now)
+        world.call("apply", [], world.now)
+        world.call("end_step")
+    assert looks == []
+    world.tick(3.5)
+    assert looks, "the first has given up"
+    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (0, None)
+    while world.jobs:
+        step(world)
+    assert world.cache.prefetched(second) == 3
+    looks.clear()
+    for _ in range(100):
+        world.call("tick", world.now)
+    assert looks == [], "one that has all it wants costs nothing until it lets go"
+
+
+def test_a_prefetch_gives_up_in_time_behind_one_that_waits_longer() -> None:
+    world, (first, second) = crowded("abc", "def")
+    world.prefetch(first, PrefetchPolicy.TIMEOUT, 9.0)
+    world.prefetch(second, PrefetchPolicy.TIMEOUT, 2.0)
+    world.tick(1.5)
+    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (None, None)
+    world.tick(0.5)
+    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (None, 0)
+
+
+def reads(cache: TieredCache) -> list[Key]:
+    """Chunks that reads into the host tier were ordered of since the last time, once time has gone on."""
+    cache.tick(0.0)
+    transfers = [each for each in cache.take() if isinstance(each, Transfer)]
+    return [item.key for each in transfers if str(each.route) == "file->host" for item in each.items]
+
+
+@pytest.mark.parametrize("event", ["discard", "resize"])
+def test_a_waiting_prefetch_takes_room_that_no_job_has_made(event: str) -> None:
+    world, (hold,) = crowded("abc")
+    world.prefetch(hold, PrefetchPolicy.WAIT)
+    assert [key for _ in range(3) for key in reads(world.cache)] == []
+    if event == "discard":
+        assert world.cache.discard([key(path) for path in "wxyz"], HOST)
+    else:
+        world.cache.resize(HOST, 7)
+    assert reads(world.cache)
+
+
+def test_a_waiting_prefetch_takes_the_room_of_what_a_load_has_read() -> None:
+    world, (hold,) = crowded("abcd")
+    while not world.flush():
+        step(world)
+    load = world.match("w", 0, None)
+    assert load is not None
+    world.onboard(load, 1, 0, 0)
+    world.end_step()
+    (copy,) = world.on("host->device")
+    world.cache.prefetch(hold, policy=PrefetchPolicy.WAIT)
+    assert reads(world.cache) == chunks("abc")
+    assert [key for _ in range(3) for key in reads(world.cache)] == []
+    world.cache.apply([TransferResult(copy.transfer.job, (Status.OK,))], 0.0)
+    assert reads(world.cache) == [key("abcd")]
+
+
+def test_a_waiting_prefetch_has_failed_copies_tried_again_when_their_chunks_are_used() -> None:
+    world, (hold,) = crowded("abc")
+    for path in "wxyz":
+        world.discard(path, HOST)
+    world.commit("wxyz", 0, False)
+    world.end(world.on("device->host")[0])
+    load = world.match("w", 0, None)
+    assert load is not None
+    world.onboard(load, 1, 0, 0)  # under way all the time, so that there is something to wait for
+    world.end_step()
+    world.prefetch(hold, PrefetchPolicy.WAIT)
+    (copy,) = world.on("host->file")
+    world.end(copy, *[Status.IO_ERROR] * len(copy.transfer.items))
+    assert (world.cache.prefetched(hold), world.on("host->file")) == (None, [])
+    assert world.cache.offer([key("w")]).job is None
+    world.tick(0.0)
+    assert sum(len(job.transfer.items) for job in world.on("host->file")) == 3, "as many as it lacks room for"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+
+import cache_soak
+import pytest
 from cache_model import World
 from cache_setup import IMAGE_BYTES, Setup, chunks, key
 
-from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import Hold, TieredCache, TierSpec
+from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
+from longshore.cache import CacheGroup, CacheSettings, Hold, TieredCache, TierSpec, WritePolicy
+from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
+from longshore.errors import CacheError
+from longshore.runtime import containment
+from longshore.runtime.containment import CallLog
 
 
 def stored(paths: list[list[bytes]], slots: int) -> TieredCache:
@@ -36,6 +45,66 @@ def test_a_hundred_branches_over_a_shared_prefix_fifty_released() -> None:
     cache.check_integrity()
     assert evictable(cache, branches) == 50
     assert all(cache.match(branch, 0.0).length == 4 for branch in branches[50:])
+
+
+@pytest.mark.parametrize("policy", [LRU, ARC, Gittins])
+@pytest.mark.parametrize("size", [30, 70, 300])
+@pytest.mark.parametrize("alone", [False, True])
+def test_overlapping_lookups_in_a_step_leave_the_order_whole(
+    policy: type[EvictionPolicy], size: int, alone: bool
+) -> None:
+    settings = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40 if alone else None),))
+    cache = TieredCache([TierSpec(HOST, size, IMAGE_BYTES, policy)], settings)
+    keys = [i.to_bytes(32, "big") for i in range(size)]
+    job = cache.offer(keys).job
+    assert job is not None
+    cache.apply([TransferResult(job, (Status.OK,) * size)], 0.0)
+    for _ in range(3):
+        cache.peek(keys)
+        cache.peek(keys[5 : size - 5])
+        assert cache.held == size, "a chunk that two lookups have found is protected once"
+        assert cache.offer([b"new".ljust(32)]).job is None  # it needs room, and all is protected
+        cache.end_step()
+        cache.check_integrity()
+        assert cache.held == 0
+    offload = cache.offer([b"new%i".ljust(29) % i for i in range(size)])
+    # The end of a prompt promises less than what else is in: Gittins lets it pass where it knows the path.
+    assert len(offload.positions) == size - (policy is Gittins and not alone and size < 300)
+
+
+@pytest.mark.parametrize("policy", [LRU, ARC, Gittins])
+def test_siblings_that_go_in_several_runs_release_their_parent_once(policy: type[EvictionPolicy]) -> None:
+    """A parent in both tiers, all of whose children go from the colder one."""
+    released: list[list[int]] = []
+
+    class Watched(policy):  # type: ignore[misc, valid-type]
+        def release(self, nodes: Sequence[int]) -> None:
+            released.append(list(nodes))
+            super().release(nodes)
+
+    settings = CacheSettings(backup=WritePolicy.THROUGH)
+    cache = TieredCache([TierSpec(HOST, 32, IMAGE_BYTES, Watched), TierSpec(FILE, 15, IMAGE_BYTES, Watched)], settings)
+    trunks = [[b"%c" % trunk * 32] for trunk in b"abc"]
+    for i in range(12):
+        leaf = b"leaf%02i".ljust(32) % i
+        store_in_both(cache, [*trunks[i % 3], leaf])
+        assert cache.discard([leaf], HOST) == 1
+    for trunk in trunks:
+        cache.offer(trunk)  # used last of all
+    released.clear()
+    store_in_both(cache, [b"scan%02i".ljust(32) % at for at in range(12)])
+    cache.check_integrity()
+    assert any(len(set(nodes)) == 3 for nodes in released), "the trunks are released"
+    assert not [nodes for nodes in released if len(set(nodes)) < len(nodes)]
+
+
+def store_in_both(cache: TieredCache, path: list[bytes]) -> None:
+    """Offer `path`, and have every transfer end well."""
+    offload = cache.offer(path)
+    if offload.job is not None:
+        cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
+    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
+        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
 
 
 def test_five_users_of_one_block() -> None:
@@ -97,3 +166,34 @@ def test_held_chunks_in_several_tiers_have_the_address_of_the_warmest() -> None:
     hold = world.match("abcd", 0, None)
     assert hold is not None
     assert [slot.tier for slot in world.cache.slots(hold)] == [HOST, HOST, FILE, FILE]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_overlapping_requests_by_chance_leave_every_structure_whole(seed: int) -> None:
+    """Requests of many lengths, policies and sizes; more of them by `make cache-soak`."""
+    assert cache_soak.run(seed, 150).total() == 150
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although idle calls are left out of the log."""
+    monkeypatch.setattr(containment, "_KEPT", 1 << 20)
+    storm = cache_soak.Storm(seed)
+    log, asked = CallLog(storm.cache, lambda error: None), 0
+    for _ in range(150):
+        storm.step()
+        storm.cache.take()
+        storm.cache.tick(storm.now)
+        asked += 3
+    tiers, settings, foreign, generation = storm.cache.made_of
+    again = TieredCache(tiers, settings, foreign=foreign, generation=generation)
+    for call in log.calls:
+        with contextlib.suppress(CacheError):  # refused the first time, too
+            getattr(again, call.name)(*call.arguments, **call.named)
+    assert len(log.calls) < asked
+    assert again.residents() == storm.cache.residents()
+    assert again.counters == storm.cache.counters
+    assert (again.generation, again.jobs_in_flight, again.held) == (
+        *(storm.cache.generation, storm.cache.jobs_in_flight, storm.cache.held),
+    )
+    again.check_integrity()

@@ -66,6 +66,14 @@ class Tiers(Machine):
     def match(self, path: str, start: int, request: str | None) -> None:
         self.world.match(path, start, request)
 
+    @rule(path=long_paths, start=st.sampled_from((0, 0, 1)), request=st.sampled_from(REQUESTS))
+    def count_later(self, path: str, start: int, request: str | None) -> None:
+        self.world.count_later(path, start, request)
+
+    @rule()
+    def replace_device(self) -> None:
+        self.world.replace_device()
+
     @precondition(lambda self: self.world.setup.partial)
     @rule(path=long_paths, start=st.sampled_from((0, 0, 0, 1)), request=st.sampled_from(REQUESTS))
     def match_text(self, path: str, start: int, request: str | None) -> None:
@@ -75,6 +83,19 @@ class Tiers(Machine):
     @rule(path=paths)
     def peek(self, path: str) -> None:
         self.world.peek(key(path))
+
+    @rule(path=paths)
+    def begin_request(self, path: str) -> None:
+        self.world.begin(path)
+
+    @rule(one=long_paths, other=long_paths, first=st.integers(0, 2), new=long_paths)
+    def look_at_the_same_and_store(self, one: str, other: str, first: int, new: str) -> None:
+        """Two requests of a step look at paths that may overlap, and a store in the same step needs room."""
+        self.world.peek(*chunks(one))
+        self.world.peek(*chunks(other)[first:])
+        if not self.world.asleep:
+            self.world.offer(new, 0)
+        self.world.end_step()
 
     @precondition(lambda self: not self.world.asleep and any(not m.onboarded for m in self.world.holds.values()))
     @rule(
@@ -188,6 +209,10 @@ class Tiers(Machine):
             (CacheError, "offer", ([keys[0], keys[0]],), {}),
             (CacheError, "match", ([b"", keys[0]], world.now), {}),
             (CacheError, "match", (["a", 7], world.now), {}),
+            (CacheError, "match", (keys, world.now), {"turn": 10**9}),
+            (CacheError, "commit", (keys, tuple(range(3 * per_chunk))), {"turn": 0}),
+            (CacheError, "offer", (keys,), {"turn": 10**9}),
+            (CacheError, "begin", (["a", 7],), {}),
             (CacheError, "commit", (keys, tuple(range(3 * per_chunk - 1))), {}),
             (CacheError, "commit", (keys, (-1, *range(3 * per_chunk - 1))), {}),
             (CacheError, "commit", (keys, (*range(3 * per_chunk - 1), size)), {}),

@@ -80,6 +80,16 @@ class Several(Machine):
         if group < self.world.setup.groups:
             self.world.peek(chunks(path, group)[-(-end // letters(group)) - 1])
 
+    @rule(one=prompts, other=prompts, group=st.integers(0, 2), first=st.integers(0, 2), new=prompts)
+    def look_at_the_same_and_store(self, one: str, other: str, group: int, first: int, new: str) -> None:
+        """Two requests of a step look at paths that may overlap, and a store in the same step needs room."""
+        group = self.known(group)
+        self.world.peek(*chunks(one, group))
+        self.world.peek(*chunks(other, group)[first:])
+        if not self.world.asleep:
+            self.offer(new, group, 6)
+        self.world.end_step()
+
     # blocks
 
     @precondition(lambda self: not self.world.asleep)
@@ -190,11 +200,11 @@ class Several(Machine):
             (CacheError, "offer", ([window[0], window[0]],), {"group": 1}),
             (CacheError, "slide", (keys,), {"group": 0}),
             (CacheError, "keep", ([],), {"group": 1}),
-            (CacheError, "keep", (keys,), {"group": 0}),
+            (CacheError, "keep", (keys,), {"group": 9}),
             (CacheError, "keep", ([window[0], window[0]],), {"group": 1}),
             (CacheError, "keep", ([key("y", 1)],), {"group": 1}),
             (CacheError, "lend", ([key("y", 1)],), {"group": 1}),
-            (CacheError, "lend", (keys,), {"group": 0}),
+            (CacheError, "lend", (keys,), {"group": 9}),
             (JobError, "withdraw", (10**9,), {}),
             (CacheError, "fetch", (window, world.now), {"group": groups}),
             (CacheError, "fetch", (keys, world.now), {"start": 4}),

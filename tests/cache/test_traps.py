@@ -10,6 +10,7 @@ rest here.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_model import World
@@ -18,6 +19,7 @@ from pickled import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Status, TransferResult
 from longshore.cache import DevicePool, DropReason, TieredCache, TierSpec
+from longshore.cache.eviction import LRU
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
 from longshore.errors import CacheError, CapacityError, HoldError, JobError
@@ -106,13 +108,25 @@ def test_trap_21_a_tier_does_not_shrink_below_a_slot_that_is_taken_however_few_a
     world.refused(CapacityError, "resize", HOST, 2)
 
 
-def test_trap_22_tails_go_before_heads_even_when_heads_are_older() -> None:
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_trap_22_tails_go_before_heads_whatever_the_policy_names_first(
+    heads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the policy's order is the wrong one: what is before something cannot go, and is passed over."""
+    if heads_first:
+        for name in ("insert", "touch"):
+            monkeypatch.setattr(LRU, name, with_heads_coldest(getattr(LRU, name)))
     world = World(Setup(host=3))
     for path, first in (("a", 0), ("ab", 1), ("abc", 2)):
         world.commit(path, first, False)
         world.settle_all()
     world.commit("xy", 0, False)
     assert sorted(path_of(each) for each, _ in world.resident) == ["a", "x", "xy"]
+
+
+def with_heads_coldest(method: Any) -> Any:
+    """A policy's method, which is told of a path head first."""
+    return lambda self, nodes, **options: method(self, list(nodes)[::-1], **options)
 
 
 def test_trap_23_a_suffix_that_comes_from_a_colder_tier_keeps_its_parent_and_its_place() -> None:
@@ -209,13 +223,20 @@ def test_trap_27_no_two_books_are_the_same_list() -> None:
     assert len(slots) == 4
 
 
-@pytest.mark.parametrize("moment", ["before onboarding", "during", "after", "after giving up", "after its time"])
-def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str) -> None:
+@pytest.mark.parametrize(
+    "moment", ["before onboarding", "in a prefetch", "during", "after", "after giving up", "after its time"]
+)
+def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was read for it alone is called off."""
     world = offloaded(BOTH, "abc")
+    cancelled: set[int] = set()
+    monkeypatch.setattr(world, "check_cancel", cancelled.add)
     world.discard("abc", HOST)
     hold = world.match("abc", 0, "request")
     assert hold is not None
-    if moment != "before onboarding":
+    if moment == "in a prefetch":
+        world.prefetch(hold)
+    elif moment != "before onboarding":
         world.onboard(hold, 3, 0, 0)
     if moment == "after":
         world.settle_all()
@@ -224,7 +245,14 @@ def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str) -> None:
     if moment == "after its time":
         world.tick(LOAD)
         assert world.cache.outcome(hold) is not None
+    for_it_alone = {
+        number
+        for number, job in world.jobs.items()
+        if moment == "in a prefetch" or (moment == "during" and job.transfer.route.destination == DEVICE)
+    }
+    assert bool(for_it_alone) == (moment in {"in a prefetch", "during"})
     world.abort("request")
+    assert for_it_alone <= cancelled
     world.drain()
     world.evict_all()
 
@@ -265,16 +293,19 @@ def test_trap_33_an_item_belongs_to_a_chunk_by_its_tokens_also_at_the_edges() ->
     assert chain(bytes(32), [7] * 4, 4, [MediaItem(4, 8, b"cat")]) == text
 
 
-def test_trap_34_what_one_rank_has_is_not_taken_for_granted_on_the_others() -> None:
+@pytest.mark.parametrize("said", [(Status.OK, Status.IO_ERROR), (Status.IO_ERROR, Status.OK)])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_trap_34_what_one_rank_has_is_not_taken_for_granted_on_the_others(
+    order: tuple[int, int], said: tuple[Status, Status]
+) -> None:
+    """Whichever rank has failed, and whichever speaks last."""
     world = World(Setup(host=2, ranks=2))
     world.commit("a", 0, False)
     (job,) = world.on(f"{DEVICE}->{HOST}")
-    world.deliver(job, 0, [Status.OK])
-    world.apply(world.results[:])
-    assert world.peek(key("a")) == "in_flight"
-    world.deliver(job, 1, [Status.IO_ERROR])
-    world.apply(world.results[:])
-    assert world.peek(key("a")) == "absent"
+    for rank, now in zip(order, ("in_flight", "absent"), strict=True):
+        world.deliver(job, rank, [said[rank]])
+        world.apply(world.results[:])
+        assert world.peek(key("a")) == now
 
 
 @pytest.mark.parametrize("number", range(18, 35))

@@ -14,3 +14,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output that is no terminal has no width, whatever the shell that runs the tests has exported."""
+    monkeypatch.delenv("COLUMNS", raising=False)

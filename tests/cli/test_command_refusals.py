@@ -29,40 +29,6 @@ def refusal(*arguments: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--model", ""), "expected a model"),
-        (("--model", "gpt"), "llama-3.1-8b"),
-        (("--profile", "abacus"), "expected a profile out of h100, a100"),
-        (("--link", "0"), "--link: expected a size"),
-        (("--link", "nan"), "--link: expected a size"),
-        (("--link", "9" * 400), "--link: expected a size"),
-        (("--file-read", "-3"), "--file-read: expected a size"),
-        (("--file-write", "fast"), "--file-write: expected a size"),
-        (("--prefill-rate", "0"), "--prefill-rate"),
-        (("--prefill-rate", "inf"), "expected a positive number, got inf"),
-        (("--engines", "0"), "--engines"),
-        (("--engines", "1000000000"), "--engines"),
-        (("--block-tokens", "0"), "--block-tokens"),
-        (("--block-tokens", "7"), "expected 1080 hash ids"),
-        (("--limit", "0"), "--limit"),
-        (("--form", "runes"), "--form"),
-        (("--form", "sessions"), "expected a field 'turns'"),
-        (("--form", "lengths"), "expected a header"),
-        (("--form", "events"), "expected an event"),
-        (("--form", "prompts"), "expected a field 'prompt'"),
-        (("--bad-lines", "mend"), "--bad-lines"),
-        (("--bench", "/nowhere"), "/nowhere: expected what `longshore bench NAME --json` prints"),
-        (("--report", "/proc/nope"), "--report /proc/nope"),
-        (("--budget", "5"), "--budget"),
-    ],
-)
-def test_each_option_given_wrongly(command: str, options: tuple[str, ...], words: str) -> None:
-    assert words in refusal(*COMMANDS[command], *options)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"", "there is nothing in it"),
@@ -108,14 +74,16 @@ def test_a_config_that_says_too_little(command: str, config: str, words: str, tm
 @pytest.mark.parametrize(
     ("report", "words"),
     [
-        ({}, "expected what `longshore bench NAME --json` prints"),
+        ({}, "a JSON object with a field 'cases' or 'chosen'; it has neither"),
+        ([], "a JSON object with a field 'cases' or 'chosen'; it has neither"),
+        ({"cases": [{"value": 1}]}, "each of 'cases' has a name, a value and a unit"),
         ({"cases": []}, "found none of them"),
         ({"cases": [{"name": "read/2MiB", "value": "much", "unit": "GB/s"}]}, "expected what `longshore bench"),
         ({"cases": [{"name": "read/2MiB", "value": -1, "unit": "GB/s"}]}, "file_read: expected a positive number"),
         ({"chosen": [{"direction": "onboard"}]}, "gb_per_s"),
     ],
 )
-def test_a_benchmark_that_says_nothing(command: str, report: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_a_benchmark_that_says_nothing(command: str, report: object, words: str, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(report))
     assert words in refusal(*COMMANDS[command], "--bench", str(path))
@@ -159,27 +127,6 @@ def test_events_of_something_else_or_of_nobody(tmp_path: Path) -> None:
     assert "line 1: expected an event" in refusal("explain", EXCERPT)
     (tmp_path / "events").write_text("")
     assert "no event is about a request called 'r'" in refusal("explain", str(tmp_path / "events"), "--request", "r")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--host", ""), "--host: expected a size"),
-        (("--host", "999999TiB"), "at most 268,435,456 blocks"),
-        (("--host", "9999999999TiB"), "--host: expected a size"),
-        (("--file", "0"), "--file: expected a size"),
-        (("--file", "1KiB"), "file: expected room for a block"),
-        (("--remote", "1KiB"), "remote: expected room for a block"),
-        (("--remote", "1TiB", "--remote-read", "0"), "--remote-read: expected a size"),
-        (("--remote", "1TiB", "--remote-write", "x"), "--remote-write: expected a size"),
-        (("--remote", "1TiB", "--remote-delay", "0s"), "--remote-delay: expected a time"),
-        (("--policy", ""), "expected a policy out of"),
-        (("--capacity-blocks", "0"), "--capacity-blocks"),
-        (("--capacity-blocks", "many"), "--capacity-blocks"),
-    ],
-)
-def test_sizes_that_no_replay_can_have(options: tuple[str, ...], words: str) -> None:
-    assert words in refusal(*COMMANDS["replay"], *options)
 
 
 def test_main_says_it_in_one_line_with_status_two(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from transformers import Gemma3TextConfig
 from typer.testing import CliRunner
 
+from longshore.cli import demo_runs
 from longshore.cli.app import app
 from longshore.cli.demo_model import DemoOptions
 from longshore.cli.demo_runs import Demo, run_demo
@@ -20,8 +23,36 @@ ALWAYS = {"settings": {"gate": "false"}}
 """A model as small as that computes sooner than it loads."""
 
 
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request's blocks are stored before the next one comes, so that all that was computed before is hit."""
+
+    def sample(tiers: Any, *rest: Any) -> Any:
+        assert tiers.stack.runtime.flush(600)
+        return taken(tiers, *rest)
+
+    taken = demo_runs._sample
+    monkeypatch.setattr(demo_runs, "_sample", sample)
+
+
+def hits_possible(demo: Demo) -> list[int]:
+    """Tokens of each prompt that prompts before it have computed, in whole blocks."""
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for request in demo.workload:
+        size = demo.options.block_tokens
+        prefixes = [tuple(request.prompt[:end]) for end in range(size, len(request.prompt) + 1, size)]
+        hits = next((count for count, prefix in enumerate(prefixes) if prefix not in seen), len(prefixes))
+        found.append(min(hits * size, (len(request.prompt) - 1) // size * size))
+        seen.update(prefixes)
+    return found
+
+
+@pytest.mark.usefixtures("stored")
 def test_the_runs_and_their_json(tmp_path: Path) -> None:
     result = run_demo(DemoOptions(**SMALL, **ALWAYS, block_tokens=16), tmp_path, Console(quiet=True))
+    hits = [r.prompt_tokens - r.computed_tokens for r in result.tiered.requests]
+    assert hits == hits_possible(Demo(DemoOptions(**SMALL, **ALWAYS, block_tokens=16)))
     facts = result.as_json()
     assert list(facts) == ["bit_exact", "requests", "restored_blocks", "ttft_ms", "tokens", "routes", "misses"]
     assert facts["bit_exact"] is True
@@ -34,6 +65,9 @@ def test_the_runs_and_their_json(tmp_path: Path) -> None:
     assert all(route["bytes"] > 0 for route in facts["routes"].values())
     assert facts["misses"]["absent"] > 0
     assert facts["misses"]["corrupt"] == 0
+    found = re.fullmatch(r"a new engine found (\d+) blocks of the last prompt: .*", result.setup["second call"])
+    assert found is not None
+    assert int(found[1]) > 0
     json.dumps(facts)
 
 
@@ -91,7 +125,7 @@ def test_a_local_model_is_served(tmp_path: Path) -> None:
         num_key_value_heads=2,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "qwen")
-    options = DemoOptions(model=tmp_path / "qwen", device="cpu", requests=40, block_tokens=16)
+    options = DemoOptions(model=tmp_path / "qwen", device="cpu", requests=40, block_tokens=16, **ALWAYS)
     result = run_demo(options, tmp_path, Console(quiet=True))
     assert result.bit_exact
     assert sum(result.tiered.restored_blocks.values()) > 0

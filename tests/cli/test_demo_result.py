@@ -174,8 +174,23 @@ def test_table_shows_the_facts() -> None:
 def test_verdict_names_the_first_difference() -> None:
     text = shown(result(request(0), request(1), resident=(request(0), request(1, tokens=(5, 0, 7)))))
     assert "\u2717 not equal" in text
-    assert "first differ in request 1, at generated token 1" in text
+    assert "first differ in request 1, at generated token 1: token 6 instead of 0." in text
     assert "bit-exact" not in text
+
+
+def test_verdict_says_by_how_much_a_logprob_differs() -> None:
+    other = float(np.nextafter(np.float32(-0.25), np.float32(-1)))
+    found = result(request(0), request(1), resident=(request(0), request(1, logprobs=(-0.5, other, 0.0))))
+    text = shown(found)
+    assert "first differ in request 1, at generated token 1: the token is the same" in text
+    assert f"its log-probability -0.25 instead of {other!r}, a difference of 3.0e-08 (1 in the last place" in text
+    assert "In all, 0 tokens and 1 log-probabilities of 6 differ." in text
+    assert "difference of inf." in shown(result(request(0), resident=(request(0, logprobs=(-math.inf, -0.25, 0.0)),)))
+
+
+def test_verdict_of_an_answer_that_is_missing_or_ended_early() -> None:
+    for theirs in ((), (request(0, tokens=(5, 6), logprobs=(-0.5, -0.25)),), (request(0, logprobs=()),)):
+        assert "one of them has no token with a log-probability there." in shown(result(request(0), resident=theirs))
 
 
 def test_verdict_warns_of_equality_that_shows_nothing() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -11,6 +14,7 @@ from longshore.cache import Event, EventKind
 from longshore.cache.explain import write_events
 from longshore.cli.app import app
 
+LONGSHORE = Path(sys.executable).with_name("longshore")
 A, B = bytes([1]) * 32, bytes([2]) * 32
 
 
@@ -47,6 +51,19 @@ def test_times_are_those_of_a_calendar_and_all_requests_are_listed(tmp_path: Pat
     plain = CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--json"])
     (asked,) = json.loads(plain.stdout)["requests"]
     assert asked == {"request": "r", "at": 3.0, "chunks": 2, "device": 0, "found": 0}
+
+
+def test_columns_are_whole_where_the_table_is_piped(tmp_path: Path) -> None:
+    name = "request-" + 150 * "x"
+    write_events(tmp_path / "events", [Event(1, EventKind.REQUEST, 3.0, request=name, keys=(A, B))])
+    done = subprocess.run(
+        [LONGSHORE, "explain", tmp_path / "events"],
+        capture_output=True,
+        text=True,
+        env={key: value for key, value in os.environ.items() if key != "COLUMNS"},
+        check=True,
+    )
+    assert done.stdout.splitlines()[1].split() == [name, "1970-01-01", "00:00:03.000", "2", "0", "0"]
 
 
 def test_a_request_that_nobody_made_is_an_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -32,16 +33,84 @@ def test_the_answer_is_said_in_words_with_its_assumptions() -> None:
 def test_json_and_a_page(tmp_path: Path) -> None:
     prices = tmp_path / "prices.toml"
     prices.write_text('dram_per_gib = 2.5\nnvme_per_gib = 0.1\ncurrency = "EUR"\n')
-    arguments = (EXCERPT, *MODEL, "--ttft-p95", "900ms", "--prices", str(prices), "--report", str(tmp_path / "page"))
+    arguments = (EXCERPT, *MODEL, "--ttft-p95", "600ms", "--prices", str(prices), "--report", str(tmp_path / "page"))
     found = json.loads(run(*arguments, "--json"))
-    assert set(found) >= {"requests", "curve", "frontier", "knee", "recommended", "prices", "words", "target"}
+    assert set(found) >= {
+        "requests",
+        "curve",
+        "choices",
+        "frontier",
+        "knee",
+        "recommended",
+        "prices",
+        "words",
+        "target",
+    }
     assert found["kv_bytes_per_token"] == 131_072
     assert found["prices"]["currency"] == "EUR"
-    assert found["target"] == 0.9
+    assert found["target"] == 0.6
     page = (tmp_path / "page" / "index.html").read_text()
-    assert "What a budget gives" in page
-    assert "EUR" in page
+    for words in ("What a budget gives", "EUR", "What was replayed", "16 GiB of DRAM"):
+        assert words in page
     assert "<script src" not in page
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--engines", "2", "--file-read", "2GB/s", "--limit", "70", "--profile", "a100")]
+)
+def test_a_replay_of_what_is_recommended_finds_what_the_plan_says(options: tuple[str, ...]) -> None:
+    asked = ["--ttft-p95", "600ms", *options] if not options else ["--ttft-p95", "300ms", *options]
+    check_promise(json.loads(run(EXCERPT, *MODEL, *asked, "--json")))
+
+
+def check_promise(found: Any) -> None:
+    """Run the command that the plan prints, and compare."""
+    chosen = found["recommended"] or found["frontier"][-1]
+    assert chosen["host_bytes"]
+    done = CliRunner().invoke(app, [*found["replay"], "--json"], catch_exceptions=False)
+    replayed = json.loads(done.stdout)
+    assert (chosen["ttft_p50"], chosen["ttft_p95"]) == (replayed["ttft_s"]["p50"], replayed["ttft_s"]["p95"])
+    assert chosen["hit_ratio"] == replayed["hit_ratio"]
+    assert chosen["host_hit_ratio"] == replayed["hit_ratio_by_tier"]["host"]
+    assert chosen["file_write_bytes_per_day"] == replayed["file_write_bytes_per_day"]
+    assert chosen["busy"] == replayed["engine_busy"]
+
+
+def test_a_plan_with_drives_keeps_its_promise_and_says_their_endurance(tmp_path: Path) -> None:
+    """Thirty prompts, of a GiB each, take turns: a drive is the cheapest that holds them."""
+    trace, prices = tmp_path / "trace.jsonl", tmp_path / "prices.toml"
+    prices.write_text("dram_per_gib = 2.5\nnvme_per_gib = 0.01\n")
+    with trace.open("w") as file:
+        for i in range(720):
+            ids = list(range(16 * (i % 30), 16 * (i % 30) + 16))
+            asked = {"timestamp": 2000 * i, "input_length": 8192, "output_length": 1, "hash_ids": ids}
+            file.write(json.dumps(asked) + "\n")
+    arguments = (str(trace), *MODEL, "--ttft-p95", "300ms", "--prices", str(prices), "--replays", "3")
+    found = json.loads(run(*arguments, "--json"))
+    assert found["recommended"]["file_bytes"] == 960 * 10**9
+    endurance = next(line for line in found["words"] if line.startswith("Endurance"))
+    assert "over a warranty of 5 years" in endurance
+    assert f"{found['recommended']['drive_writes_per_day']:.2g} drive writes a day (DWPD)" in endurance
+    assert "16 GiB of DRAM and 0.96 TB of NVMe" in found["words"][0]
+    check_promise(found)
+
+
+def test_overload_is_a_banner_of_the_plan_and_its_page(tmp_path: Path) -> None:
+    slow = (EXCERPT, *MODEL, "--prefill-rate", "50", "--replays", "2")
+    done = CliRunner().invoke(
+        app, ["plan", *slow, "--report", str(tmp_path / "page"), "--json"], catch_exceptions=False
+    )
+    overload = json.loads(done.stdout)["overload"]
+    assert f"--engines {overload['enough']} would keep up" in overload["words"]
+    assert overload["words"] in done.stderr
+    assert overload["words"] in (tmp_path / "page" / "index.html").read_text()
+    assert run(*slow).startswith(f"Overload. {overload['words']}\n")
+    assert json.loads(run(*slow, "--engines", str(overload["enough"]), "--json"))["overload"] is None
+
+
+def test_a_trace_from_standard_input_is_planned_for() -> None:
+    done = CliRunner().invoke(app, ["plan", "-", *MODEL, "--json"], input=Path(EXCERPT).read_bytes())
+    assert json.loads(done.stdout)["choices"] == json.loads(run(EXCERPT, *MODEL, "--json"))["choices"]
 
 
 def test_every_option_changes_the_answer(tmp_path: Path) -> None:
@@ -59,10 +128,11 @@ def test_every_option_changes_the_answer(tmp_path: Path) -> None:
         ("--limit", "30"),
         ("--ttft-p95", "2s"),
         ("--model", "qwen2.5-7b"),
+        ("--replays", "1"),
     ):
         assert json.loads(run(EXCERPT, *MODEL, *options, "--json")) != usual, options
     same = ("--form", "mooncake", "--block-tokens", "512", "--bad-lines", "skip")
-    assert json.loads(run(EXCERPT, *MODEL, *same, "--json")) == usual
+    assert json.loads(run(EXCERPT, *MODEL, *same, "--json"))["choices"] == usual["choices"]
 
 
 def test_traces_in_which_nothing_comes_back_get_an_honest_answer(tmp_path: Path) -> None:
@@ -80,7 +150,7 @@ def test_traces_in_which_nothing_comes_back_get_an_honest_answer(tmp_path: Path)
 def test_a_trace_without_requests_cannot_be_planned_for(tmp_path: Path) -> None:
     header = tmp_path / "t.csv"
     header.write_text("timestamp,input_length,output_length\n")
-    with pytest.raises(LongshoreError, match="expected a request"):
+    with pytest.raises(LongshoreError, match="no requests"):
         run(str(header), *MODEL)
 
 

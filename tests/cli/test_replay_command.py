@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from longshore.cache.eviction import POLICIES
 from longshore.cli.app import app
-from longshore.errors import LongshoreError
+from longshore.errors import EngineError, LongshoreError
 from longshore.trace.policies import REFERENCES
 
 EXCERPT = str(resources.files("longshore.trace").joinpath("data", "conversation_excerpt.jsonl"))
@@ -42,6 +44,22 @@ def test_the_plain_experiment() -> None:
     default = facts(EXCERPT, "--capacity-blocks", "100", "--no-optimum")
     assert default["optimal_hit_ratio"] is None
     assert "best possible" in run(EXCERPT, "--capacity-blocks", "100", "--limit", "20")
+
+
+def test_the_experiment_through_the_path_verbs_of_the_cache() -> None:
+    options = (EXCERPT, "--capacity-blocks", "100", "--policy", "lru")
+    plain, through = facts(*options), facts(*options, "--through", "cache")
+    assert (plain["through"], through["through"]) == (None, "cache")
+    assert {**through, "through": None} == plain
+    assert "through cache" in run(*options, "--through", "cache")
+
+
+def test_without_vllm_its_interface_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("longshore.engines.vllm")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EngineError, match="run longshore with the Python that runs vLLM"):
+        run(EXCERPT, "--capacity-blocks", "100", "--through", "vllm")
 
 
 def test_a_replay_in_virtual_time(tmp_path: Path) -> None:
@@ -77,12 +95,68 @@ def test_an_optimum_that_takes_much_memory_says_so_once(monkeypatch: pytest.Monk
     assert "--no-optimum" not in CliRunner().invoke(app, [*experiment, "--no-optimum"], catch_exceptions=False).stderr
 
 
-def test_engines_that_are_asked_for_too_much_are_told_of() -> None:
-    done = CliRunner().invoke(app, ["replay", EXCERPT, *TIMED, "--prefill-rate", "50"], catch_exceptions=False)
-    assert "--engines" in done.stderr
-    enough = done.stderr.replace("\n", " ").split("--engines ")[1].split()[0]
-    quiet = ["replay", EXCERPT, *TIMED, "--prefill-rate", "50", "--engines", enough]
-    assert "times say little" not in CliRunner().invoke(app, quiet, catch_exceptions=False).stderr
+def test_overload_is_a_banner_with_engines_that_a_replay_found_enough(tmp_path: Path) -> None:
+    slow = (EXCERPT, *TIMED, "--prefill-rate", "50")
+    page = ("--report", str(tmp_path / "page"))
+    done = CliRunner().invoke(app, ["replay", *slow, *page, "--json"], catch_exceptions=False)
+    overload = json.loads(done.stdout)["overload"]
+    assert overload["busy"] > 1
+    assert f"--engines {overload['enough']} would do" in overload["words"]
+    assert overload["words"] in done.stderr
+    assert overload["words"] in (tmp_path / "page" / "index.html").read_text()
+    assert run(*slow).startswith(f"Overload. {overload['words']}\n")
+    enough = facts(*slow, "--engines", str(overload["enough"]))
+    assert enough["overload"] is None
+    ttft = enough["ttft_s"]
+    assert isinstance(ttft, dict)
+    assert ttft["p95"] == overload["ttft_p95"]
+    assert "Overload" not in run(EXCERPT, *TIMED)
+
+
+def test_overload_beyond_all_engines_is_told_without_a_replay() -> None:
+    overload = facts(EXCERPT, *TIMED, "--prefill-rate", "0.001")["overload"]
+    assert isinstance(overload, dict)
+    assert overload["ttft_p95"] is None
+    assert overload["enough"] > 10_000
+
+
+@pytest.mark.parametrize("mode", [("--capacity-blocks", "100"), TIMED])
+def test_compressed_traces_and_standard_input_are_read_alike(
+    mode: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = facts(EXCERPT, *mode)
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(EXCERPT).read_bytes()))
+    assert facts(str(packed), *mode) == plain
+    for content in (Path(EXCERPT).read_bytes(), packed.read_bytes()):
+        done = CliRunner().invoke(app, ["replay", "-", *mode, "--json"], input=content, catch_exceptions=False)
+        assert json.loads(done.stdout) == plain
+    packed.write_bytes(packed.read_bytes()[:1000])
+    with pytest.raises(LongshoreError, match="ended before"):
+        run(str(packed), *mode)
+
+
+def test_time_that_runs_backwards_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = '{{"timestamp": {}, "input_length": 512, "output_length": 1, "hash_ids": [{}]}}\n'
+    path.write_text("".join(line.format(*each) for each in ((5, 1), (7, 2), (6, 3), (7, 4))))
+    with pytest.raises(LongshoreError, match=r"line 3: time runs backwards, from 7 ms to 6 ms: sort the trace"):
+        run(str(path), *TIMED)
+    assert facts(str(path), *TIMED, "--bad-lines", "skip")["requests"] == 3
+    lengths = tmp_path / "t.csv"
+    lengths.write_text("timestamp,input_length,output_length\n9,900,5\n2,900,5\n")
+    with pytest.raises(LongshoreError, match="line 3: time runs backwards"):
+        run(str(lengths), *TIMED)
+
+
+def test_made_up_times_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"tokens": [1, 2, 3], "timestamp": 0}\n' + 2 * '{"tokens": [1, 2, 3]}\n')
+    words = "2 of 3 requests have no timestamp: each is taken to arrive 1 s after the one before it"
+    done = CliRunner().invoke(app, ["replay", str(path), *TIMED, "--json"], catch_exceptions=False)
+    assert words in done.stderr
+    assert words in " ".join(json.loads(done.stdout)["assumptions"])
+    assert words in run(str(path), *TIMED)
 
 
 def test_the_machine_can_be_described(tmp_path: Path) -> None:
@@ -148,8 +222,8 @@ def test_forms_and_bad_lines(tmp_path: Path) -> None:
     [
         ((), "--host and --model, or --capacity-blocks"),
         (("--host", "4GiB"), "--model"),
-        (("--host", "lots", "--model", "llama-3.1-8b"), "--host: expected a size"),
-        (("--host", "1KiB", "--model", "llama-3.1-8b"), "room for a block"),
+        (("--host", "lots", "--model", "llama-3.1-8b"), "--host: a size is"),
+        (("--host", "1KiB", "--model", "llama-3.1-8b"), "expected at least 64.0 MiB, one block"),
         (("--host", "4GiB", "--model", "nothing"), "llama-3.1-8b"),
         (("--host", "4GiB", "--model", "llama-3.1-8b", "--profile", "abacus"), "h100"),
         (("--host", "4GiB", "--model", "llama-3.1-8b", "--link", "-1"), "--link"),
@@ -157,7 +231,7 @@ def test_forms_and_bad_lines(tmp_path: Path) -> None:
         (("--capacity-blocks", "5", "--policy", "best"), "expected a policy out of"),
         (("--capacity-blocks", "5", "--block-tokens", "16"), "hash ids"),
         (("--capacity-blocks", "5", "--remote", "1GiB"), "knows no time"),
-        (("--host", "4GiB", "--model", "llama-3.1-8b", "--remote", "some"), "--remote: expected a size"),
+        (("--host", "4GiB", "--model", "llama-3.1-8b", "--remote", "some"), "--remote: a size is"),
         (("--host", "4GiB", "--model", "llama-3.1-8b", "--remote-delay", "5"), "--remote-delay: expected a time"),
         (("--host", "4GiB", "--model", "llama-3.1-8b", "--bench", EXCERPT), "longshore bench"),
     ],

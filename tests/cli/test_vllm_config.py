@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from longshore.cli.app import app
+from longshore.config import Config
+from longshore.engines.kv_transfer import INSTEAD
 from longshore.errors import ConfigError
 
 
@@ -52,3 +54,31 @@ def test_what_cannot_be_is_refused(options: list[str]) -> None:
     with pytest.raises(ConfigError, match="host_size"):
         CliRunner().invoke(app, ["vllm-config", *options], catch_exceptions=False)
     assert printed("--host-size", "900TiB", "--no-check")
+
+
+def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = printed("--host-size", "1MiB", "--file-path", "kv", "--file-size", "1MiB", "--set", "calibration=gpu.json")
+    extra = config["kv_connector_extra_config"]
+    assert isinstance(extra, dict)
+    assert (extra["file_path"], extra["calibration"]) == (str(tmp_path / "kv"), str(tmp_path / "gpu.json"))
+
+
+@pytest.mark.parametrize("setting", sorted(set(Config.model_fields) - {"host_size", "file_path", "file_size"}))
+def test_every_setting_can_be_set_or_is_refused_with_the_reason(setting: str, tmp_path: Path) -> None:
+    default = Config.make().model_dump(mode="json")[setting]
+    text = str(tmp_path / "x") if default is None else str(default)
+    if isinstance(default, dict):
+        text = json.dumps(default)
+    options = ["--host-size", "1MiB", "--no-check", "--set", f"{setting}={text}"]
+    if setting in INSTEAD:
+        with pytest.raises(ConfigError, match=f"'{setting}' has no effect in vLLM: "):
+            CliRunner().invoke(app, ["vllm-config", *options], catch_exceptions=False)
+    else:
+        extra = printed(*options)["kv_connector_extra_config"]
+        assert isinstance(extra, dict)
+        assert str(extra[setting]) == text
+        ours = {key: value for key, value in extra.items() if not key.startswith("spec_")}
+        assert Config.make(**ours) == Config.make(host_size="1MiB", **{setting: text})
+    with pytest.raises(ConfigError, match=f"'{setting}s' is not a setting"):
+        printed("--host-size", "1MiB", "--set", f"{setting}s={text}")

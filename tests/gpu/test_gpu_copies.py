@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cuda_stand_in import AnyWay
-from device_kit import copied_inside
-from gated import PATIENCE
-from jobs_kit import Jobs, inside_transfer
-from transfer_kit import Bytes, Model, Pools, transfer
+from jobs_kit import DevicePools, Hardware, compute_is_late, layer_by_layer, random_jobs, round_trip, side_by_side
 
-from longshore.boundary import DEVICE, HOST, Section, Status
-from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
-from longshore.transfer.device.base import Device
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.calibrate import QUICK, Always, everything
 from longshore.transfer.device.cuda.chooser import Chooses, Way
@@ -33,24 +27,26 @@ A_WHILE = 50_000_000
 """Cycles that a kernel sleeps: about 30 ms."""
 
 
-class GpuPools(Pools):
-    """Tensors on the GPU, and host memory that is registered with it."""
+class Cuda(Hardware):
+    name = "cuda"
 
-    def __init__(self, page: int, *, blocks: int = 24, slots: int = 16, seed: int = 0) -> None:
-        sizes = (page, max(1, page // 3), page + 5)
-        tensors = [torch.zeros(16 + blocks * (size + 3), dtype=torch.uint8, device="cuda") for size in sizes]
-        refs = tuple(PageRef(index, index, size + 3, size) for index, size in enumerate(sizes))
-        groups = (KVGroup("pair", 4, 2, refs[:2]), KVGroup("odd", 4, 3, refs[2:]))
-        super().__init__(KVLayout(groups, tensors, blocks), slots, seed)
-        self._cudart = torch.cuda.cudart()
-        assert int(self._cudart.cudaHostRegister(self.arena.address, self.arena.nbytes, 0)) == 0
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
 
-    def device_bytes(self) -> list[Bytes]:
-        return [tensor.cpu().numpy().copy() for tensor in self.tensors]
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
 
-    def close(self) -> None:
+    def late(self, share: float = 1.0) -> None:
+        torch.cuda._sleep(int(share * A_WHILE))
+
+    def synchronize(self) -> None:
         torch.cuda.synchronize()
-        assert int(self._cudart.cudaHostUnregister(self.arena.address)) == 0
+
+    def register(self, address: int, nbytes: int) -> None:
+        assert int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
+
+    def unregister(self, address: int) -> None:
+        assert int(torch.cuda.cudart().cudaHostUnregister(address)) == 0
 
 
 def cuda(chooses: Chooses, staging_bytes: int = 1 << 20) -> CudaDevice:
@@ -58,11 +54,11 @@ def cuda(chooses: Chooses, staging_bytes: int = 1 << 20) -> CudaDevice:
 
 
 @pytest.fixture
-def pools(request: pytest.FixtureRequest) -> Iterator[Callable[..., GpuPools]]:
-    made: list[GpuPools] = []
+def pools() -> Iterator[Callable[..., DevicePools]]:
+    made: list[DevicePools] = []
 
-    def make(page: int, **options: int) -> GpuPools:
-        made.append(GpuPools(page, **options))
+    def make(page: int, **options: Any) -> DevicePools:
+        made.append(DevicePools(Cuda(), page, **options))
         return made[-1]
 
     yield make
@@ -70,53 +66,26 @@ def pools(request: pytest.FixtureRequest) -> Iterator[Callable[..., GpuPools]]:
         each.close()
 
 
-def round_trip(pools: Pools, device: Device, compute: object = None) -> None:
-    """Out, back into other blocks, and from block to block."""
-    model = Model(pools)
-    engine = TransferEngine(pools.layout, device, pools.host)
-    try:
-        out = [Section(0, 1, (3, 0, 17, 4, 5)), Section(1, 2, (9, 8, 7, 20))]
-        slots = [4, 0, 9, 3, 2]
-        engine.begin_step(compute)
-        engine.submit(transfer(1, OFFLOAD, out, slots, valid=[3, 3, 3, 7, 7]))
-        assert engine.wait([1], PATIENCE)
-        model.move(out, pools.images(slots), into=HOST)
-        back = [Section(0, 1, (10, 11, 12, 13, 14)), Section(1, 2, (23, 1, 2, 15))]
-        engine.submit(transfer(2, ONBOARD, back, slots, valid=[3, 3, 3, 7, 7]))
-        assert engine.wait([2], PATIENCE)
-        model.move(back, pools.images(slots), into=DEVICE)
-        engine.submit(inside_transfer(3, pools.layout, 0, [20, 21, 22], [10, 12, 14]))
-        assert engine.wait([3], PATIENCE)
-        copied_inside(model.device, pools.layout, 0, [20, 21, 22], [10, 12, 14])
-        engine.end_step(compute)
-        torch.cuda.synchronize()
-        model.check(pools)
-        assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
-    finally:
-        engine.close()
-
-
 @pytest.mark.parametrize("way", list(Way))
 @pytest.mark.parametrize("page", PAGES)
-def test_every_way_keeps_every_byte(pools: Callable[..., GpuPools], page: int, way: Way) -> None:
+def test_every_way_keeps_every_byte(pools: Callable[..., DevicePools], page: int, way: Way) -> None:
     device = cuda(Always(way))
     round_trip(pools(page), device)
     assert not set(device.fallbacks()) & {"host_unregistered", "late_bounce", "no_batched_copy"}
 
 
-def test_compute_may_be_a_stream_of_torchs_general_class(pools: Callable[..., GpuPools]) -> None:
+def test_compute_may_be_a_stream_of_torchs_general_class(pools: Callable[..., DevicePools]) -> None:
     round_trip(pools(4096), cuda(Always(Way.DIRECT)), torch.accelerator.current_stream())
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_unregistered_memory_through_pinned_stages(page: int) -> None:
-    plain = GpuPools(page)
-    plain.close()
+def test_unregistered_memory_through_pinned_stages(pools: Callable[..., DevicePools], page: int) -> None:
+    plain = pools(page, registered=False)
     round_trip(plain, CudaDevice("cuda", chooses=Always(Way.DIRECT), staging_bytes=1 << 20))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_torch_alone(pools: Callable[..., GpuPools], page: int) -> None:
+def test_torch_alone(pools: Callable[..., DevicePools], page: int) -> None:
     round_trip(pools(page), TorchDevice("cuda", staging_bytes=1 << 20))
 
 
@@ -144,73 +113,27 @@ def test_a_kernel_does_what_its_reference_does(name: str, width: int, skew: int)
 
 
 @pytest.mark.parametrize("way", list(Way))
-def test_compute_that_is_late_is_waited_for(pools: Callable[..., GpuPools], way: Way) -> None:
-    """Compute sleeps, then writes; copies are given at once, and their blocks are used again at once."""
-    gpu = pools(4096)
-    compute = torch.cuda.Stream()
-    engine = TransferEngine(gpu.layout, cuda(Always(way)), gpu.host)
-    jobs = Jobs(gpu, engine, compute, on(compute), compute.synchronize)
-    try:
-        chance = random.Random(3)
-        for round_number in range(20):
-            for block in chance.sample(range(24), 3):
-                jobs.write(block, round_number, lambda: torch.cuda._sleep(A_WHILE))
-            for _ in range(4):
-                jobs.copy(chance)
-        jobs.finish()
-    finally:
-        engine.close()
+def test_compute_that_is_late_is_waited_for(pools: Callable[..., DevicePools], way: Way) -> None:
+    compute_is_late(pools(4096), cuda(Always(way)))
 
 
-def on(stream: torch.cuda.Stream) -> Callable[[Callable[[], object]], None]:
-    def give(work: Callable[[], object]) -> None:
-        with torch.cuda.stream(stream):
-            work()
-
-    return give
+def test_compute_reads_each_layer_as_it_comes(pools: Callable[..., DevicePools]) -> None:
+    layer_by_layer(pools(4096), cuda(Always(Way.STAGED)))
 
 
-def test_two_engines_at_once(pools: Callable[..., GpuPools]) -> None:
-    failures: list[BaseException] = []
-
-    def run(gpu: GpuPools, seed: int) -> None:
-        torch.cuda.set_device(0)
-        compute = torch.cuda.Stream()
-        engine = TransferEngine(gpu.layout, cuda(AnyWay(seed)), gpu.host, max_batch_bytes=1 << 18)
-        try:
-            Jobs(gpu, engine, compute, on(compute), compute.synchronize).run(400, seed)
-        except BaseException as error:  # noqa: BLE001 - said by the test's own thread
-            failures.append(error)
-        finally:
-            engine.close()
-
-    threads = [threading.Thread(target=run, args=(pools(656 * (seed + 1), seed=seed), seed)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+def test_two_engines_at_once(pools: Callable[..., DevicePools]) -> None:
+    both = [pools(656 * (seed + 1), seed=seed) for seed in range(2)]
+    side_by_side(*(partial(random_jobs, gpu, cuda(AnyWay(seed)), 400, seed=seed) for seed, gpu in enumerate(both)))
 
 
 @pytest.mark.parametrize("page", [24, 656, 4096, 65_536])
-def test_2500_random_jobs(pools: Callable[..., GpuPools], page: int) -> None:
+def test_2500_random_jobs(pools: Callable[..., DevicePools], page: int) -> None:
     """With three other sizes of page: 10,000."""
-    gpu = pools(page, seed=page)
-    compute = torch.cuda.Stream()
-    engine = TransferEngine(gpu.layout, cuda(AnyWay(page)), gpu.host, max_batch_bytes=1 << 18)
-    try:
-        jobs = Jobs(gpu, engine, compute, on(compute), compute.synchronize)
-        seed = 0
-        while jobs.given < 2500:
-            jobs.run(250, seed, lambda: torch.cuda._sleep(A_WHILE // 100))
-            seed += 1
-        assert jobs.ended
-    finally:
-        engine.close()
+    random_jobs(pools(page, seed=page), cuda(AnyWay(page)), 2500)
 
 
 def test_a_quick_calibration_takes_little_time(
-    pools: Callable[..., GpuPools], tmp_path_factory: pytest.TempPathFactory
+    pools: Callable[..., DevicePools], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("cache") / "kept.json"
     device = CudaDevice("cuda", in_one_piece=everything, calibration=path)

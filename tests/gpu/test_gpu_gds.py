@@ -1,14 +1,17 @@
 """GPUDirect Storage on a real GPU: mix64 on the device, and blocks from pages to files and back, by the real cuFile.
 
-Where the machine has no cuFile, or no file system that it reaches, everything goes by way of the host: the bytes are
-the same, and the test says which way they went.
+Where the machine has no cuFile, or no file system that it reaches, everything goes by way of the host, with the same
+bytes. So the test in strict mode, in which that is an error, runs where GDS_DIR names a folder that cuFile reaches.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
+import os
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -45,15 +48,27 @@ def test_the_kernel_and_its_twin_agree(nbytes: int) -> None:
     assert images.mix64(4096, nbytes) == mix64(data)
 
 
-def test_blocks_go_to_files_and_come_back(tmp_path: Path) -> None:
+def test_blocks_go_to_files_and_come_back_whichever_way(tmp_path: Path) -> None:
+    there_and_back(tmp_path, strict=False)
+
+
+if "GDS_DIR" in os.environ:
+
+    def test_blocks_go_to_files_and_come_back_by_cufile_alone() -> None:
+        with tempfile.TemporaryDirectory(dir=os.environ["GDS_DIR"]) as folder:
+            there_and_back(Path(folder), strict=True)
+
+
+def there_and_back(folder: Path, *, strict: bool) -> None:
     rows = torch.randint(0, 256, (BLOCKS, ROW), dtype=torch.uint8, device="cuda")
     layout = from_rows(rows, pages_per_block=8, block_size=16)
     config = Config.make(
-        file_path=tmp_path, file_size=capacity_for(2 * CHUNKS, layout.image_bytes), file_mode="gds", background=False
+        file_path=folder, file_size=capacity_for(2 * CHUNKS, layout.image_bytes), file_mode="gds", background=False
     )
     scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16)
     blocks = list(range(CHUNKS))
-    with open_stack(config, layout, scope, CudaDevice("cuda")) as stack:
+    open_gds = functools.partial(GdsFileTier, strict=strict)
+    with open_stack(config, layout, scope, CudaDevice("cuda"), open_gds=open_gds) as stack:
         assert stack.host is None
         rows[:CHUNKS].bitwise_xor_(0x5A)  # late: only its event says when it has ended
         before = rows[:CHUNKS].clone()
@@ -72,4 +87,6 @@ def test_blocks_go_to_files_and_come_back(tmp_path: Path) -> None:
         assert outcome.sources == (FILE,) * CHUNKS
         assert torch.equal(rows[:CHUNKS], before)
         assert isinstance(stack.file, GdsFileTier)
-        _log.warning("by way of the host: %s", dict(stack.file.fallbacks))
+        went = {reason: count for reason, count in stack.file.fallbacks.items() if count}
+        assert not (strict and went)
+        _log.warning("by way of the host: %s", went)

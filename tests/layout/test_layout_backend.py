@@ -115,7 +115,7 @@ def test_several_backends_in_one_group() -> None:
     axes = [axes_of_backend(Apart(), apart, **options), axes_of_backend(BlocksFirst(), first, **options)]
     layout = from_axes([apart, first], axes, block_size=16)
     assert layout.groups[0].layers == (0, 0, 1, 1)
-    assert [ref.token_bytes for ref in layout.groups[0].refs] == [160, 160, None, None]
+    assert [ref.token_bytes for ref in layout.groups[0].refs] == [160, 160, 20, 20]
 
 
 def test_a_tensor_of_another_shape_is_refused() -> None:
@@ -149,3 +149,52 @@ def test_shapes_that_stay_ambiguous_are_refused() -> None:
         axes_of_backend(Mixed(), torch.zeros(2, 144, 8, 5), kernel_block_size=16, num_kv_heads=8, head_size=5)
     with pytest.raises(LayoutError, match="stride order of 5 axes"):
         axes_of_backend(WrongOrder(), torch.zeros(2, 9, 16, 8, 5), kernel_block_size=16, num_kv_heads=8, head_size=5)
+
+
+class ByDtype:
+    """As back ends of sparse MLA: 656 bytes for a token of `fp8_ds_mla`."""
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, block_size, 656 if cache_dtype_str == "fp8_ds_mla" else head_size)
+
+
+def test_the_dtype_of_the_cache_is_passed_to_the_back_end() -> None:
+    sizes = {"kernel_block_size": 64, "num_kv_heads": 1, "head_size": 576}
+    tensor = torch.zeros(9, 64, 656, dtype=torch.uint8)
+    layout = from_backend(ByDtype(), [tensor], cache_dtype="fp8_ds_mla", **sizes)
+    assert layout.groups[0].refs[0].token_bytes == 656
+    with pytest.raises(LayoutError, match="expected a tensor of axes"):
+        from_backend(ByDtype(), [tensor], **sizes)
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "record", "token"),
+    [
+        ("fp8", 576, 576),
+        ("fp8_ds_mla", 656, 656),
+        ("nvfp4", 576, None),
+        ("nvfp4_4over6", 576, None),
+        ("fp8_ds_mla", 584, None),  # the scales of all tokens behind their values
+        ("fp8_ds_mla", 132, None),  # so do those of an indexer
+        ("fp8", 132, None),
+        ("auto", 132, None),
+        (None, 132, None),
+        ("a_new_one", 576, None),
+    ],
+)
+def test_pages_whose_scales_may_be_interleaved_move_whole(
+    cache_dtype: str | None, record: int, token: int | None
+) -> None:
+    class Records:
+        def get_kv_cache_shape(
+            self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+        ) -> tuple[int, ...]:
+            return (num_blocks, block_size, head_size)
+
+    sizes = {"kernel_block_size": 64, "num_kv_heads": 1, "head_size": record}
+    tensor = torch.zeros(9, 64, record, dtype=torch.uint8)
+    layout = from_backend(Records(), [tensor], cache_dtype=cache_dtype, **sizes)
+    (ref,) = layout.groups[0].refs
+    assert (ref.page_bytes, ref.token_bytes) == (64 * record, token)

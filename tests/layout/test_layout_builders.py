@@ -111,7 +111,7 @@ def test_heads_before_tokens_are_another_image() -> None:
     by_token = from_axes([permuted(names, names)], names, block_size=4)
     by_head = from_axes([permuted(("kv", "block", "head", "token", "dim"), names)], names, block_size=4)
     assert by_head.fingerprint != by_token.fingerprint
-    assert by_head.groups[0].refs[0].token_bytes is None
+    assert by_head.groups[0].refs[0][-4:] == (10, 0, "kv0 head:2,token:4,dim:5", 2)
     assert by_head.groups[0].block_bytes == by_token.groups[0].block_bytes
 
 
@@ -220,6 +220,22 @@ def test_packed_four_bit_pages_and_block_scales_are_not_split(dtype: torch.dtype
     assert from_axes([packed], ("block", "token", "dim"), block_size=4).groups[0].refs[0].token_bytes is None
     rows = from_rows(torch.zeros(6, 48, dtype=torch.uint8).view(dtype), pages_per_block=2, block_size=4)
     assert [ref.token_bytes for ref in rows.groups[0].refs] == [None, None]
+
+
+def test_scales_of_packed_four_bit_values_move_whole() -> None:
+    values = torch.zeros(2, 10, 4, 2, 8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    scales = torch.zeros(2, 10, 4, 2, 1, dtype=torch.float8_e4m3fn)
+    axes = ("kv", "block", "token", "head", "dim")
+    layout = from_axes([values, scales], axes, block_size=4, layers=[0, 0])
+    assert [ref.token_bytes for ref in layout.groups[0].refs] == [None] * 4
+
+
+def test_a_token_axis_beside_interleaved_scales_is_refused() -> None:
+    tensor = torch.zeros(10, 4, 132, dtype=torch.uint8)
+    with pytest.raises(LayoutError, match="'token' and 'interleaved'"):
+        from_axes([tensor], ("block", "token", "interleaved"), block_size=4)
+    whole = from_axes([tensor.flatten(1)], ("block", "interleaved"), block_size=4)
+    assert whole.groups[0].refs[0].token_bytes is None
 
 
 def test_several_groups_over_tensors_of_one_layout() -> None:

@@ -67,7 +67,15 @@ def touched(ref: PageRef, block: int) -> set[int]:
 
 
 refs = st.builds(
-    PageRef, st.just(0), st.integers(0, 90), st.integers(1, 30), st.integers(1, 12), st.none(), st.just(0)
+    PageRef,
+    st.just(0),
+    st.integers(0, 90),
+    st.integers(1, 30),
+    st.integers(1, 12),
+    st.none(),
+    st.just(0),
+    st.just(""),
+    st.just(1),
 ).filter(lambda ref: ref.page_bytes <= ref.stride)
 
 

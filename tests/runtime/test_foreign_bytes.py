@@ -225,5 +225,5 @@ def test_a_store_that_nobody_asks_answers_at_once(caplog: pytest.LogCaptureFixtu
     machine.runtime._probers.clear()
     machine.match()
     assert machine.cache.counters.probes["store"][Answer.NONE] == len(KEYS)
-    assert "was refused" in caplog.text
+    assert "could not be submitted" in caplog.text
     machine.close()

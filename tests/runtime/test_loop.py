@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +13,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from call_replay import replay
 
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Item, Route, Slot, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, Hold, MissReason, PrefetchPolicy, TieredCache, TierSpec, WritePolicy, loading
-from longshore.errors import CacheError, PlanError, TierClosedError, TierError
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    Hold,
+    MissReason,
+    PrefetchPolicy,
+    Text,
+    TieredCache,
+    TierSpec,
+    Wanted,
+    WritePolicy,
+    loading,
+)
+from longshore.cache.eviction import LRU
+from longshore.errors import CacheError, JobError, PlanError, StateError, TierClosedError, TierError, TraceError
 from longshore.runtime import BackgroundLoop, Runtime, TierMover
+from longshore.runtime.containment import CallLog
+from longshore.runtime.stack import adopt_found
 from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier, capacity_for
@@ -373,6 +392,10 @@ class StubCache:
         self.commands = list(commands)
         self.results: list[TransferResult] = []
         self.settings = CacheSettings()
+        self.made_of = ()
+
+    def stats(self) -> tuple[()]:
+        return ()
 
     def take(self) -> list[Any]:
         commands, self.commands = self.commands, []
@@ -685,3 +708,282 @@ def test_a_file_that_was_harmed_is_a_counted_miss(tmp_path: Path) -> None:
     assert machine.cache.counters.misses[MissReason.CORRUPT] == 1
     assert machine.load(path(1), [4]) == (1, (HOST,))
     machine.close()
+
+
+def test_records_of_other_scopes_are_told_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(tmp_path)
+    with machine.runtime.control() as cache:
+        cache.commit(path(3), [0, 1, 2])
+    assert machine.runtime.flush(10.0)
+    machine.close()
+    caplog.set_level("INFO")
+    for scope, found, told in ((0, 3, False), (1, 0, True)):
+        caplog.clear()
+        arena, capacity = Arena(4 * IMAGE), capacity_for(8, IMAGE)
+        file = FileTier(tmp_path, capacity=capacity, image_bytes=IMAGE, arena=arena, scope=bytes([scope]) * 32)
+        cache = TieredCache([TierSpec(HOST, 4, IMAGE), TierSpec(FILE, 8, IMAGE)], generation=file.generation)
+        adopt_found(cache, file)
+        said = [record.getMessage() for record in caplog.records if record.name == "longshore.runtime.stack"]
+        assert said[0] == f"file tier: {found} block images found, {found} of them reachable"
+        assert len(said) == 1 + told
+        assert all("3 records belong to other models" in each and "longshore gc" in each for each in said[1:])
+        assert len(cache.residents()) == found
+        cache.check_integrity()
+        file.close()
+        arena.close()
+
+
+def test_a_fault_of_the_control_plane_is_told_once_and_its_calls_can_be_replayed(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def make() -> TieredCache:
+        return TieredCache([TierSpec(HOST, 8, 4096, LRU)])
+
+    runtime, keys = Runtime(make(), []), [bytes([i]) * 32 for i in range(8)]
+    with pytest.raises(CacheError), runtime.control() as cache:
+        cache.offer([keys[0], keys[0]])
+    assert runtime.fault is None, "what a caller did wrong is the caller's"
+    with runtime.control() as cache:
+        job = cache.offer(keys).job
+        assert job is not None
+        cache.apply([TransferResult(job, (Status.OK,) * 8)], 0.0)
+        policy = cache._store.policies[0]
+        policy._chains.after[next(iter(policy.order()))] = 1  # type: ignore[attr-defined]
+        policy._place[:] = bytes(len(policy._place))  # type: ignore[attr-defined]
+    for _ in range(2):
+        with pytest.raises(TierClosedError, match="the tiers are off"), runtime.control() as cache:
+            cache.offer([b"new".ljust(32)])
+    assert runtime.faults == 1
+    assert not runtime.pump()
+    assert not runtime.flush(1.0)
+    (told,) = [record for record in caplog.records if "the tiers are off" in record.message]
+    assert told.exc_info
+    (written,) = tmp_path.iterdir()
+    _, calls, is_whole = pickle.loads(written.read_bytes())  # noqa: S301
+    assert is_whole
+    refused = [call for call in calls if call[0] == "offer" and len(set(call[1][0])) < len(call[1][0])]
+    assert len(refused) == 1
+    again = replay(written)
+    assert {each.key for each in again.residents()} <= {*keys, b"new".ljust(32)}
+    assert again.residents()
+    runtime.close(0.0)
+
+
+def host_cache(**settings: Any) -> TieredCache:
+    return TieredCache([TierSpec(HOST, 8, 4096, LRU)], CacheSettings(**settings))
+
+
+@pytest.mark.parametrize("error", [CacheError, StateError, JobError, KeyError])
+@pytest.mark.parametrize("method", ["apply", "take", "tick", "end_step"])
+def test_whatever_leaves_the_loops_own_calls_is_a_fault(
+    error: type[Exception], method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    fired = []
+
+    def damaged(*arguments: Any) -> Any:
+        fired.append(method)
+        raise error("damaged by the test")
+
+    monkeypatch.setattr(TieredCache, method, damaged)
+    runtime = Runtime(host_cache(), [])
+    with contextlib.suppress(TierClosedError), runtime.control() as cache:
+        cache.end_step()
+    assert len(fired) == runtime.faults == 1
+    assert not runtime.flush(1.0)
+
+
+@pytest.mark.parametrize("error", [StateError, KeyError])
+def test_an_internal_error_of_any_call_is_a_fault(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(TieredCache, "peek", lambda self, keys: (_ for _ in ()).throw(error("damaged by the test")))
+    runtime = Runtime(host_cache(), [])
+    with pytest.raises(TierClosedError), runtime.control() as cache:
+        cache.peek([])
+    assert runtime.faults == 1
+
+
+@pytest.mark.parametrize("error", [KeyError, CacheError])
+def test_an_exception_of_a_user_is_no_fault(error: type[Exception]) -> None:
+    runtime = Runtime(host_cache(), [])
+    with pytest.raises(error), runtime.control():
+        raise error("of the code around the calls")
+    assert runtime.fault is None
+
+
+def test_a_mover_that_cannot_be_polled_is_no_fault() -> None:
+    """Its exception is its caller's to see, and nothing is lost for the poll that follows."""
+    cache, mover = StubCache(*in_chain(1)), Scripted(Route(HOST, HOST))
+    runtime, poll = Runtime(cache, [mover]), mover.poll  # type: ignore[arg-type]
+    polls = []
+
+    def fail() -> list[TransferResult]:
+        polls.append("failed")
+        raise OSError("failed by the test")
+
+    mover.poll = fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="failed by the test"):
+        runtime.pump()
+    mover.poll = poll  # type: ignore[method-assign]
+    mover.end(Status.OK)
+    runtime.pump()
+    assert polls == ["failed"]
+    assert runtime.fault is None
+    assert [result.job for result in cache.results] == [1]
+
+
+WAITS: dict[str, Callable[[Rig, Hold], Any]] = {
+    "outcome": lambda rig, hold: rig.runtime.wait_onboarded(hold, 1e9),
+    "prefetched": lambda rig, hold: rig.runtime.wait_prefetched(hold),
+    "in_flight": lambda rig, hold: rig.runtime.wait_ended([rig.files.submitted[0].job], 0.0),
+    "flush": lambda rig, hold: rig.runtime.flush(1e9),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [*((method, KeyError) for method in WAITS), *((method, StateError) for method in WAITS), ("flush", CacheError)],
+)
+def test_a_wait_ends_when_the_cache_fails_to_answer(
+    rig: Rig, method: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rig.store(path(1))
+    hold, fired = rig.load(path(1), [0]), []
+
+    def damaged(*arguments: Any) -> Any:
+        fired.append(method)
+        raise error("damaged by the test")
+
+    monkeypatch.setattr(rig.cache, method, rig.runtime._calls._watched(method, damaged))
+    said = None
+    with contextlib.suppress(TierClosedError):
+        said = WAITS[method](rig, hold)
+    assert said is {"in_flight": False, "flush": False}.get(method), "a job that has not ended is in flight"
+    assert len(fired) == rig.runtime.faults == 1
+    assert rig.runtime.in_flight(rig.files.submitted[0].job)
+    rig.files.end()
+    assert rig.runtime.wait_ended([rig.files.submitted[0].job], 1e9)
+
+
+def test_a_mover_that_cannot_be_polled_after_a_fault_is_asked_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rig.store(path(1))
+    rig.load(path(1), [0])
+    (reading,) = rig.files.submitted
+    with rig.runtime.control() as cache:
+        cache.commit(path(1, first=7), [3])
+    (storing,) = rig.device.submitted
+    polls = []
+
+    def fail(*arguments: Any) -> Any:
+        polls.append(arguments)
+        raise OSError("failed by the test")
+
+    rig.files.poll = rig.files.cancel = fail  # type: ignore[method-assign]
+    rig.runtime.fail(KeyError("damaged by the test"))
+    assert polls == [(reading.job,)]
+    assert rig.device.cancelled == [storing.job], "also behind a mover that cannot cancel"
+    assert rig.runtime.pump()
+    rig.device.end()
+    for _ in range(3):
+        assert not rig.runtime.pump(), "nothing will be heard of any more"
+    assert polls == [(reading.job,), ()]
+    assert not rig.runtime.wait_ended([reading.job], 0.0), "what has not ended may still write"
+    assert rig.runtime.wait_ended([storing.job], 0.0)
+    assert sum("Scripted cannot be polled" in record.getMessage() for record in caplog.records) == 1
+    assert not rig.runtime.close(0.0)
+    assert rig.files.closed
+
+
+def test_idle_calls_do_not_push_others_out_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = host_cache(events=100)
+    log = CallLog(cache, lambda error: None)
+    job = cache.offer(path(3)).job
+    assert job is not None
+    for step in range(1000):
+        cache.tick(float(step))
+        cache.end_step()
+        assert cache.take() == []
+        cache.apply([], step + 0.5)
+        cache.events()
+    cache.apply([TransferResult(job, (Status.OK,) * 3)], 2000.0)
+    names = [call.name for call in log.calls]
+    assert names[0] == "offer" and names[-1] == "apply"
+    assert len(names) <= 16
+    written = log.write()
+    assert written is not None
+    assert {each.key for each in replay(written).residents()} == set(path(3))
+
+
+def test_a_log_has_arguments_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    group = CacheGroup(block_size=16, window=1 << 40)
+    cache = host_cache(groups=(group, CacheGroup(block_size=16)))
+    log, keys = CallLog(cache, lambda error: None), path(4)
+    offload = cache.offer(keys)
+    results = [TransferResult(offload.job or 0, (Status.OK,) * 4)]
+    cache.apply(results, 0.0)
+    results.clear()
+    sight = cache.peek(keys)
+    cache.end_step()
+    wanted = [Wanted([]), Wanted(path(4, first=20), device=np.ones(4, bool))]
+    cache.match_groups(wanted, 1.0)
+    cache.lend(sight.part(0, 2))
+    assert cache.discard(iter(keys[3:]), HOST) == 1
+    keys[:] = path(4, first=9)
+    wanted[1].device[:] = False  # type: ignore[index]
+    written = log.write()
+    assert written is not None
+    again = replay(written)
+    assert {each.key for each in again.residents()} == {each.key for each in cache.residents()} == set(path(3))
+    assert again.jobs_in_flight == cache.jobs_in_flight == 1
+    (matched,) = [call for call in pickle.loads(written.read_bytes())[1] if call[0] == "match_groups"]  # noqa: S301
+    assert matched[1][0][1].device.all()
+
+
+def test_a_log_is_bounded_and_says_whether_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = host_cache()
+    log = CallLog(cache, lambda error: None)
+    keys = [bytes([i]) * 32 for i in range(200)]
+    for _ in range(500):
+        cache.peek(keys)
+    assert len(log.calls) == 500
+    for _ in range(20):
+        cache.peek(keys * 100)
+    assert 0 < len(log.calls) < 20
+    assert sum(call.bytes for call in log.calls) <= 16 << 20
+    for _ in range(600):
+        cache.peek(keys[:9])
+    assert len(log.calls) == 512
+    written = log.write()
+    assert written is not None
+    with pytest.raises(TraceError, match="the last 512"):
+        replay(written)
+    replay(written, host_cache())
+
+
+def test_a_log_has_no_tokens_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    group = CacheGroup(block_size=16)
+    cache = host_cache(groups=(group,), partial=True)
+    log, tokens = CallLog(cache, lambda error: None), list(range(77_001, 77_033))
+    text = Text(tokens, b"root")
+    keys = [bytes([i]) * 32 for i in range(2)]
+    cache.commit(keys, [0, 1], text=text)
+    cache.match(keys, 0.0, text=Text(tokens, b"root"))
+    cache.match_groups([Wanted(keys, text=text)], 0.0)
+    written = log.write()
+    assert written is not None
+    assert pickle.dumps(tokens)[20:60] not in written.read_bytes()
+    assert b"Text" not in written.read_bytes()
+    assert {call[0] for call in pickle.loads(written.read_bytes())[1]} == {"commit", "match", "match_groups"}  # noqa: S301
+    replay(written)

@@ -237,18 +237,23 @@ class Hasty(RankMover):
 
 
 def test_with_the_word_of_one_rank_alone_a_torn_image_is_served(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "tier", Hasty)
-    engine.stop = [1]
-    engine.store([1])
-    engine.ranks[1].hear("midway")
-    # Else one of them could still write while the file tier does: then the checksum tells.
-    engine.until(lambda: all(_has_written(engine, 1, rank, PART) for rank in (0, 2)), pumping=False)
-    engine.settle()
-    engine.ranks[1].kill()
-    engine.ranks.pop(1)
-    engine.close()
-    (found,) = served(engine.directory).values()
-    assert found != whole(1)
+    found: list[bytes] = []
+    for attempt in range(5):  # on a busy machine the file tier may have seen a part change, and refused the image
+        engine = Engine(tmp_path / f"tier{attempt}", Hasty)
+        engine.stop = [1]
+        engine.store([1])
+        engine.ranks[1].hear("midway")
+        # Else one of them could still write while the file tier does: then the checksum tells.
+        engine.until(lambda engine=engine: all(_has_written(engine, 1, rank, PART) for rank in (0, 2)), pumping=False)
+        engine.settle()
+        engine.ranks[1].kill()
+        engine.ranks.pop(1)
+        engine.close()
+        found = list(served(engine.directory).values())
+        if found:
+            break
+    assert len(found) == 1
+    assert found[0] != whole(1)
 
 
 def test_ranks_that_are_killed_at_any_time_leave_nothing_but_whole_images(engine: Engine) -> None:

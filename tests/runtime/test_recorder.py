@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from longshore.boundary import DEVICE, HOST, Route
+from longshore.boundary import DEVICE, FILE, HOST, Route
 from longshore.cache import CacheSettings, EventKind, TieredCache, TierSpec, Verdict, explain
+from longshore.cache.adopting import Found
 from longshore.cache.explain import read_events
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import EventRecorder, Runtime, recorder
@@ -58,6 +60,18 @@ def test_the_file_tells_what_happened_by_the_clock_on_the_wall(rig: Rig) -> None
     assert {event.at for event in events} == {WALL}
     assert [account.verdict for account in explain(events, "r")] == [Verdict.FOUND, Verdict.NEVER_SEEN]
     assert (rig.sample("written_total"), rig.sample("missed_total"), rig.sample("off")) == (4, 0, 0)
+
+
+def test_what_was_found_at_a_restart_is_there_since_the_restart(tmp_path: Path) -> None:
+    cache = TieredCache([TierSpec(HOST, 4, 4096), TierSpec(FILE, 4, 4096, outlives=True)], CacheSettings(events=100))
+    assert cache.adopt(FILE, [Found(0, bytes([1]) * 32, None)]) == 1
+    runtime = Runtime(cache, [Scripted(Route(DEVICE, HOST), Route(HOST, DEVICE))], clock=lambda: NOW)
+    recorded = EventRecorder(runtime, tmp_path / "events", 1 << 20, clock=lambda: WALL, start=False)
+    with runtime.control() as cache:
+        cache.match([bytes([1]) * 32], NOW, request="r")
+    recorded.close()
+    (account,) = explain(read_events(tmp_path / "events"), "r")
+    assert (account.verdict, account.tier, account.at) == (Verdict.FOUND, FILE, WALL)
 
 
 def test_what_is_in_both_files_is_bounded_and_the_newest_is_there(tmp_path: Path) -> None:
@@ -164,3 +178,46 @@ def test_batches_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes[:2] == [3, 3]
     assert rig.recorder.written == 7
     assert rig.recorder.close() is None  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022])
+def test_files_of_events_are_for_us_alone(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        rig = Rig(tmp_path / "events", limit=1 << 11)
+        for number in range(40):
+            rig.store(number)
+            rig.recorder.pump()
+        rig.recorder.close()
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "events": 0o600,
+        "events.1": 0o600,
+    }
+
+
+@pytest.mark.parametrize("kind", ["a link", "a dangling link", "a directory", "a pipe"])
+def test_what_is_no_file_of_events_is_left_alone(tmp_path: Path, kind: str) -> None:
+    path, precious = tmp_path / "events", tmp_path / "precious"
+    if kind == "a link":
+        precious.write_text("precious")
+    if kind in ("a link", "a dangling link"):
+        path.symlink_to(precious)
+    elif kind == "a directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    names = sorted(each.name for each in tmp_path.iterdir())
+    rig = Rig(path)
+    assert rig.recorder.failure is not None
+    rig.store(1)
+    rig.recorder.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == names
+    assert kind != "a link" or precious.read_text() == "precious"
+
+
+def test_a_path_of_events_with_a_nul_is_said(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "a\0b")
+    assert rig.recorder.failure is not None
+    rig.recorder.close()

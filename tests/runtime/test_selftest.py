@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.selftest import copy_test, self_test
 from longshore.runtime.stack import Stack, open_stack
+from longshore.tiers.file.audit import Audit
 from longshore.transfer.device import device_for
 
 
@@ -40,9 +42,9 @@ class Rows:
 
 
 @contextmanager
-def stack_over(rows: Rows, directory: Path, backup: str) -> Iterator[Stack]:
+def stack_over(rows: Rows, directory: Path, backup: str, salt: str = "") -> Iterator[Stack]:
     layout = from_rows(rows.rows, pages_per_block=6, block_size=10, blocks_per_chunk=1)
-    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=10)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=10, salt=salt)
     config = Config.make(host_size="64KiB", file_path=directory, file_size="256KiB", background=False, backup=backup)
     with open_stack(config, layout, scope, device_for(layout)) as stack:
         yield stack
@@ -57,7 +59,8 @@ def test_it_passes_at_every_start_over_the_same_directory(tmp_path: Path, backup
             with stack.runtime.observe() as cache:
                 assert cache.residents() == []
                 assert (cache.held, cache.jobs_in_flight) == (0, 0)
-                assert cache.counters.hits == {HOST: 1, FILE: 1}
+                assert cache.counters.hits == {HOST: 0, FILE: 0}
+                assert not any(total.bytes or total.chunks for total in cache.counters.routes.values())
         assert (rows.rows == 0xAA).all()
 
 
@@ -69,6 +72,74 @@ def test_a_byte_that_comes_back_wrong_fails_it(tmp_path: Path, sound: int, tier:
             self_test(stack, rows, [5])
         assert stack.runtime.flush(10.0)
     assert (rows.rows == 0xAA).all()
+
+
+def records(directory: Path) -> dict[int, tuple[bytes, bytes]]:
+    """Scope and key of each slot that the index lists."""
+    with Audit(directory) as audit:
+        entries = audit.entries()
+        assert entries is not None
+        return {
+            slot: (scope, key)
+            for slot, scope, key in zip(*(entries[name].tolist() for name in ("slot", "scope", "key")), strict=True)
+        }
+
+
+def write_as(directory: Path, salt: str, count: int) -> None:
+    """Another start, with a self-test, of an engine with this salt, that stores so many chunks."""
+    rows = Rows()
+    with stack_over(rows, directory, "write_through", salt) as stack:
+        self_test(stack, rows, [5])
+        for number in range(count):
+            key = hashlib.sha256(f"{salt} {number}".encode()).digest()
+            stack.engine.begin_step(None)
+            with stack.runtime.control() as cache:
+                job = cache.commit([key], [number % 8], evicting=True).job
+            assert stack.runtime.wait_ended([] if job is None else [job], 30.0)
+            assert stack.runtime.flush(30.0)
+
+
+def test_a_start_under_another_scope_leaves_records_while_there_are_empty_slots(tmp_path: Path) -> None:
+    write_as(tmp_path / "kv", "a", 5)
+    before = records(tmp_path / "kv")
+    assert len(before) == 5
+    write_as(tmp_path / "kv", "b", 5)
+    after = records(tmp_path / "kv")
+    assert before.items() <= after.items()
+    assert len(after) == 10
+    with stack_over(Rows(), tmp_path / "kv", "write_back", "a") as stack, stack.runtime.observe() as cache:
+        assert len(cache.residents()) == 5
+
+
+def test_without_empty_slots_the_records_of_others_go_oldest_first(tmp_path: Path) -> None:
+    write_as(tmp_path / "kv", "a", 5)
+    with Audit(tmp_path / "kv") as audit:
+        slots = audit.slabs.slabs
+    oldest_first = list(records(tmp_path / "kv"))
+    write_as(tmp_path / "kv", "b", slots - 3)  # two more than are empty
+    left = records(tmp_path / "kv")
+    assert [slot for slot in oldest_first if left[slot] not in records_of(left, "b")] == oldest_first[2:]
+
+
+def records_of(found: dict[int, tuple[bytes, bytes]], salt: str) -> list[tuple[bytes, bytes]]:
+    keys = {hashlib.sha256(f"{salt} {number}".encode()).digest() for number in range(100)}
+    return [record for record in found.values() if record[1] in keys]
+
+
+@pytest.mark.parametrize("salts", ["aa", "ab"])
+def test_it_costs_no_record_where_every_slot_holds_one(tmp_path: Path, salts: str) -> None:
+    first, second = salts
+    write_as(tmp_path / "kv", first, 1)
+    with Audit(tmp_path / "kv") as audit:
+        slots = audit.slabs.slabs
+    write_as(tmp_path / "kv", first, slots)
+    before = records(tmp_path / "kv")
+    assert len(before) == slots
+    write_as(tmp_path / "kv", second, 0)
+    assert records(tmp_path / "kv") == before
+    rows = Rows(sound=1)
+    with stack_over(rows, tmp_path / "kv", "write_back", second) as stack, pytest.raises(SelfTestError, match="host"):
+        self_test(stack, rows, [5])
 
 
 def test_copies_alone_are_tested_into_a_slot_and_back(tmp_path: Path) -> None:

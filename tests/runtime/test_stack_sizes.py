@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from longshore.boundary import FILE, HOST
+from longshore.cache.eviction import POLICIES
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import KVGroup, KVLayout, PageRef
@@ -28,13 +30,13 @@ PATIENCE = 60.0
 class Machine:
     """A device of two groups, three layers and one; host memory for five of the larger images."""
 
-    def __init__(self, directory: Path | None, file_slots: int = 12) -> None:
+    def __init__(self, directory: Path | None, file_slots: int = 12, **more: Any) -> None:
         self.tensors = [torch.zeros(BLOCKS * PAGE, dtype=torch.uint8) for _ in range(4)]
         refs = [PageRef(tensor, 0, PAGE, PAGE) for tensor in range(4)]
         groups = [KVGroup("full", 4, 1, tuple(refs[:3])), KVGroup("window", 4, 1, tuple(refs[3:]))]
         self.layout = KVLayout(groups, self.tensors, BLOCKS)
         file = {"file_path": directory, "file_size": capacity_for(file_slots, 3 * PAGE)} if directory else {}
-        config = Config.make(host_size=SLABS * 3 * PAGE, background=False, backup="write_through", **file)
+        config = Config.make(host_size=SLABS * 3 * PAGE, background=False, backup="write_through", **file, **more)
         scope = Scope(model="m", weights="w", dtype="d", layout=self.layout.fingerprint, block_size=4)
         self.stack = open_stack(config, self.layout, scope, CpuDevice())
 
@@ -181,3 +183,11 @@ def test_random_prompts_of_both_groups_never_get_a_wrong_byte(tmp_path: Path, fi
     assert min(came.values()) > 20, "both groups were served"
     assert len(changes) > 3, "slabs have changed their size"
     machine.close()
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_every_tier_evicts_by_the_policy_of_the_settings(eviction: str, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, eviction=eviction)
+    with machine.stack, machine.stack.runtime.observe() as cache:
+        of_sizes = [policy.part(pool) for policy in cache._store.policies for pool in (0, 1)]
+        assert [type(policy) for policy in of_sizes] == [POLICIES[eviction]] * 4

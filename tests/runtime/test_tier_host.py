@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import random
 import resource
 import shutil
 import signal
+import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,11 +21,14 @@ from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
 
 from longshore.boundary import Status
 from longshore.errors import FormatError, PlanError, TierClosedError, TierError, TierInUseError
-from longshore.runtime.tier_host import TROUBLES, HostedFileTier, tier, watch
+from longshore.runtime.tier_host import TROUBLES, HostedFileTier, tier, watch, wire
 from longshore.runtime.tier_host.process import HostProcess
+from longshore.runtime.tier_host.wire import Kind, frame
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import Op
+from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.file import TROUBLES as OF_FILES
+from longshore.tiers.file import FileTier, capacity_for
 
 Opener = Callable[..., HostedHarness]
 
@@ -253,6 +260,177 @@ def test_a_reset_that_cannot_be_made_durable_is_an_error_until_it_can(opener: Op
     harness.tier.forget(1)
     harness.store(0, 0)
     assert harness.tier.troubles["tier_host"] == 0
+
+
+def as_after_a_kill(harness: HostedHarness) -> FileTier:
+    """What the next engine finds if everything is killed now; a process that is stopped keeps the lock until then."""
+    process = harness.tier._watch.process
+    if process is not None:
+        process.kill()
+        process.wait_reaped(30.0)
+    return FileTier(
+        harness.directory, capacity=capacity_for(SLOTS, IMAGE), image_bytes=IMAGE, arena=harness.arena, scope=bytes(32)
+    )
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_reset_while_the_process_is_away_outlives_a_kill_of_everything(harness: HostedHarness, times: int) -> None:
+    harness.store(0, 0)
+    harness.kill()
+    for generation in range(1, times + 1):
+        harness.tier.forget(generation)
+    found = as_after_a_kill(harness)
+    assert (found.generation, found.recover()) == (times, [])
+    found.close()
+
+
+def test_a_reset_that_a_stopped_process_does_not_confirm_outlives_a_kill_of_everything(
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "FORGET_PATIENCE", 1.0)
+    harness.store(0, 0)
+    harness.signal(signal.SIGSTOP)
+    harness.tier.forget(1)
+    found = as_after_a_kill(harness)
+    assert (found.generation, found.recover()) == (1, [])
+    found.close()
+
+
+def test_a_reset_while_the_process_is_away_outlives_a_close(harness: HostedHarness) -> None:
+    harness.store(0, 0)
+    harness.kill()
+    harness.tier.forget(1)
+    harness.tier.close()
+    found = as_after_a_kill(harness)
+    assert (found.generation, found.recover()) == (1, [])
+    found.close()
+
+
+def test_a_reset_that_nobody_could_write_is_written_when_the_tier_is_closed(
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.store(0, 0)
+    harness.kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: os.close(-1))
+        with pytest.raises(TierError, match="reset: cannot be used"):
+            harness.tier.forget(1)
+    harness.tier.close()
+    found = as_after_a_kill(harness)
+    assert (found.generation, found.recover()) == (1, [])
+    found.close()
+
+
+def test_a_reset_that_nobody_can_ever_write_leaves_nothing_to_be_found(
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.store(0, 0)
+    harness.kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda fd, data, offset: os.close(-1))
+        with pytest.raises(TierError, match="reset: cannot be used"):
+            harness.tier.forget(1)
+        harness.tier.close()
+    found = as_after_a_kill(harness)
+    assert found.recover() == []
+    found.close()
+
+
+def test_a_reset_beside_a_disk_that_hangs_is_an_error_and_not_a_hang(
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(tier, "FORGET_PATIENCE", 0.2)
+    monkeypatch.setattr(tier.PendingReset, "write", lambda self, generation: hangs.wait())
+    harness.store(0, 0)
+    harness.kill()
+    with pytest.raises(TierError, match="was not written within"):
+        harness.tier.forget(1)
+    hangs.set()
+
+
+# ---------------------------------------------------------------------- nonsense
+
+NONSENSE = {
+    "a kind that there is not": frame(Kind.ALIVE)[1:] + b"\xff" * 9,
+    "a frame without end": struct.pack("<BQ", Kind.RESULT, 2**63),
+    "half a result": frame(Kind.RESULT, b"123"),
+    "a result of nothing": frame(Kind.RESULT, struct.pack("<QQdd", 2**40, 0, 0.0, 0.0)),
+    "a result without statuses": frame(Kind.RESULT, struct.pack("<QQdd", 1, 0, 0.0, 0.0)),
+    "a status that there is not": frame(Kind.RESULT, struct.pack("<QQdd", 1, 0, 0.0, 0.0) + b"\xff"),
+    "no number of seconds": frame(Kind.RESULT, struct.pack("<QQdd", 1, 0, math.nan, 0.0) + b"\0"),
+    "counts that are no JSON": frame(Kind.TROUBLES, b"{"),
+    "counts of nothing": frame(Kind.TROUBLES, b"{}"),
+    "counts that are no numbers": frame(Kind.TROUBLES, json.dumps(dict.fromkeys(OF_FILES, "many")).encode()),
+    "nested counts": frame(Kind.TROUBLES, b"[" * 100_000),
+    "a sign of life of 3 bytes": frame(Kind.ALIVE, b"abc"),
+    "no text": frame(Kind.FORGOTTEN, b"\xff\xfe"),
+    "files opened twice": frame(Kind.OPENED, struct.pack("<Q", 2) + b"{}"),
+    "an opening of 1 byte": frame(Kind.OPENED, b"1"),
+    "a refusal of a number": frame(Kind.REFUSED, b"7"),
+    "an order": frame(Kind.SUBMIT, struct.pack("<Qd", 2**63, math.nan)),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_a_process_that_talks_nonsense_is_ended_and_the_next_one_serves(tmp_path: Path, what: str) -> None:
+    gate, said = tmp_path / "gate", tmp_path / "said"
+    said.write_bytes(NONSENSE[what])
+    lines = (
+        "import os, pathlib",
+        f"gate, said = pathlib.Path({str(gate)!r}), pathlib.Path({str(said)!r})",
+        "report = child.Host._report",
+        "say = lambda self: (gate.unlink(), os.write(self._answers, said.read_bytes()))",
+        "child.Host._report = lambda self, tier: (gate.exists() and say(self), report(self, tier))[-1]",
+    )
+    harness = HostedHarness(tmp_path / "tier", program(*lines))
+    harness.store(0, 0)
+    gate.touch()
+    ticket = harness.tier.submit([harness.op(Op.READ, 0, 0)], math.inf)
+    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    assert not gate.exists(), "it was said"
+    assert harness.wait(ticket).statuses in ((Status.AWAY,), (Status.OK,))
+    harness.until_open()
+    harness.assert_serves(0, 0)
+    assert harness.tier.troubles["tier_host"] == 1
+    harness.close()
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_a_process_that_begins_with_nonsense_is_refused(tmp_path: Path, what: str) -> None:
+    (tmp_path / "said").write_bytes(NONSENSE[what])
+    with pytest.raises(TierError, match=r"invalid message|before it had opened"):
+        HostedHarness(tmp_path / "tier", ("sh", "-c", f"cat {tmp_path / 'said'}"))
+
+
+def test_slots_that_cannot_be_are_nonsense(harness: HostedHarness) -> None:
+    opened = wire.Opened(harness.tier.slabs, 0, {}, dict.fromkeys(OF_FILES, 0), [], [])
+    assert wire.parse_opened(wire.pack_opened(opened), OF_FILES) == opened
+    found = StoredChunk(harness.tier.slabs.indices, key(0), None)
+    for wrong in ({"found": [found]}, {"others": [harness.tier.slabs.indices]}, {"generation": -1}):
+        with pytest.raises(wire.WireError):
+            wire.parse_opened(wire.pack_opened(opened._replace(**wrong)), OF_FILES)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.3])
+def test_an_interrupt_while_a_process_is_starting_does_not_end_it(
+    opener: Opener, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, after: float
+) -> None:
+    started, start = [], HostedFileTier._start
+
+    def interrupted(self: HostedFileTier) -> HostProcess:
+        process = start(self)
+        time.sleep(after)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            os.kill(process.pid, each)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(HostedFileTier, "_start", interrupted)
+    harness = opener()
+    harness.store(0, 0)
+    assert started == [harness.pid]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------------- disks

@@ -62,6 +62,10 @@ class Hanging(HostedHarness):
         self._unclaimed.update({result.ticket: result for result in results})
         return results
 
+    def look_at(self, ticket: int) -> list[TierResult]:
+        """What one look says of a ticket, without a second passing."""
+        return [result for result in self.tier.poll() if result.ticket == ticket]
+
     def hear(self, beats: int) -> None:
         """A second passes for each of so many signs of life."""
         for _ in range(beats):
@@ -125,6 +129,24 @@ def test_one_that_is_stopped_is_ended_and_another_one_serves(opener: Callable[..
     harness.until_open()
     assert harness.pid != pid
     harness.assert_serves(0, 0)
+
+
+def test_one_that_is_stopped_is_waited_for_once(opener: Callable[..., Hanging]) -> None:
+    harness = opener()
+    harness.store(0, 0)
+    harness.signal(signal.SIGSTOP)
+    read(harness)
+    harness.look(int(watch.QUIET) - 1)
+    assert not harness.tier.is_away
+    harness.look(1)
+    assert harness.tier.is_away
+    for place in range(1, 4):
+        (result,) = harness.look_at(harness.tier.submit([harness.op(Op.READ, 0, 0, place=place)], math.inf))
+        assert result.statuses == (Status.AWAY,), "at once"
+    harness.signal(signal.SIGCONT)
+    harness.until(lambda: not harness.tier.is_away)
+    harness.assert_serves(0, 0)
+    assert harness.tier.troubles["tier_host"] == 0
 
 
 def test_its_slots_are_its_own_until_it_is_reaped(

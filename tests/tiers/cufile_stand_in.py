@@ -17,6 +17,9 @@ from longshore.checksums import mix64
 from longshore.tiers.arena import Arena
 from longshore.tiers.file.cufile import DESCRIPTOR, OPAQUE_FD
 
+_bound = threading.local()
+"""`count`: how often the device was made the calling thread's own."""
+
 
 class cuFileError(Exception):  # noqa: N801 - as the library calls it
     """What the library raises."""
@@ -28,6 +31,7 @@ class StandInCuFile:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.breaches: list[str] = []
+        self.wants_context = False
         self.fault: Callable[[str], int | None] = lambda name: None
         self._lock = threading.Lock()
         self._open = 0
@@ -90,6 +94,8 @@ class StandInCuFile:
     def _begin(self, name: str) -> int | None:
         with self._lock:
             self.calls[name] += 1
+        if self.wants_context and not name.endswith(("close", "deregister")):
+            self._rule(getattr(_bound, "count", 0) > 0, f"{name} in a thread without a context")
         return self.fault(name)
 
     def _rule(self, kept: bool, breach: str) -> None:
@@ -112,6 +118,14 @@ class HostAsDevice:
     @property
     def nbytes(self) -> int:
         return self._arena.array.nbytes
+
+    def bind(self) -> Callable[[], None]:
+        _bound.count = getattr(_bound, "count", 0) + 1
+
+        def undo() -> None:
+            _bound.count -= 1
+
+        return undo
 
     def mix64(self, offset: int, length: int) -> int:
         self.calls["mix64"] += 1

@@ -16,6 +16,7 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.file.format import parse_superblock
+from longshore.tiers.file.superblock import COPIES
 
 IMAGE = TierTests.image_bytes
 STRIDE = PAGE + IMAGE
@@ -152,7 +153,7 @@ class TestRestart:
         assert harness.load(0, 0, length=PAGE, generation=5)[0] is Status.MISMATCH
         assert harness.load(0, 0, length=PAGE)[0] is Status.MISMATCH
 
-    @pytest.mark.parametrize("version", [1, 2, 4])
+    @pytest.mark.parametrize("version", [1, 2, 3, 5])
     def test_another_version_is_refused_and_nothing_touched(
         self, opener: Opener, directory: Path, version: int
     ) -> None:
@@ -161,9 +162,10 @@ class TestRestart:
         page[8] = version
         if version == 2:
             page = bytearray(SUPERBLOCK_OF_VERSION_2)
-        (directory / "superblock").write_bytes(page)
+        for name in COPIES:
+            (directory / name).write_bytes(page)
         before = {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
-        with pytest.raises(FormatError, match=rf"version 3, got {version}.*Nothing was touched; remove the directory"):
+        with pytest.raises(FormatError, match=rf"version 4, got {version}.*Nothing was touched; remove the directory"):
             opener(slots=2)
         assert {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"} == before
 
@@ -171,15 +173,17 @@ class TestRestart:
     def test_a_superblock_of_the_wrong_length_is_refused(self, opener: Opener, directory: Path, damage: int) -> None:
         opener().close()
         whole = (directory / "superblock").read_bytes()
-        (directory / "superblock").write_bytes((whole + b"\0")[:damage])
+        for name in COPIES:
+            (directory / name).write_bytes((whole + b"\0")[:damage] or b"\1")
         with pytest.raises(FormatError):
             opener()
 
     def test_a_lost_superblock_or_segment_is_an_empty_tier(self, harness: TierHarness, directory: Path) -> None:
-        for name in ("superblock", "segment"):
+        for names in (COPIES, ("segment",)):
             harness.store(0, 0)
             harness.tier.close()
-            (directory / name).unlink()
+            for name in names:
+                (directory / name).unlink()
             harness.reopen()
             assert harness.tier.recover() == []
             assert harness.load(0, 0)[0] is Status.MISMATCH
@@ -203,7 +207,7 @@ class TestRestart:
     ) -> None:
         harness.store(0, 0)
         with monkeypatch.context() as patched:
-            patched.setattr(os, "rename", lambda *names, **directories: os.close(-1))
+            patched.setattr(os, "fsync", lambda fd: os.close(-1))
             with pytest.raises(TierError, match="superblock: cannot be used: Bad file descriptor"):
                 harness.tier.forget(1)
         harness.assert_misses(0, 0, generation=0)

@@ -20,6 +20,7 @@ from longshore.tiers.file.audit import Audit, Condition
 from longshore.tiers.file.format import Superblock, pack_superblock
 from longshore.tiers.file.inspection import inspect
 from longshore.tiers.file.loading import checkpoint_name
+from longshore.tiers.file.superblock import COPIES
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 STRIDE = PAGE + IMAGE
@@ -147,7 +148,8 @@ class TestRefusals:
         harness.tier.close()
         page = bytearray((directory / "superblock").read_bytes())
         page[8] = 99
-        (directory / "superblock").write_bytes(page)
+        for name in COPIES:
+            (directory / name).write_bytes(page)
         with pytest.raises(FormatError, match="format version"):
             Audit(directory)
 
@@ -155,14 +157,16 @@ class TestRefusals:
     def test_giant_images_take_no_memory(self, harness: TierHarness, directory: Path, image_bytes: int) -> None:
         harness.tier.close()
         forged = Superblock(1, PAGE + image_bytes, (image_bytes,), 0, 1)
-        (directory / "superblock").write_bytes(pack_superblock(forged))
-        with pytest.raises(TierError, match="in a segment of"):
+        for name in COPIES:
+            (directory / name).write_bytes(pack_superblock(forged))
+        with pytest.raises(TierError, match="less than one slab of"):
             Audit(directory)
 
     def test_giant_numbers_of_slots_end(self, harness: TierHarness, directory: Path) -> None:
         harness.store(0, 0)
         harness.tier.close()
-        (directory / "superblock").write_bytes(pack_superblock(Superblock(2**31, STRIDE, (IMAGE,), 0, 1)))
+        for name in COPIES:
+            (directory / name).write_bytes(pack_superblock(Superblock(2**31, STRIDE, (IMAGE,), 0, 1)))
         with Audit(directory) as audit:
             assert audit.slabs.slabs <= SLOTS + 1
             assert audit.missing > 2**30

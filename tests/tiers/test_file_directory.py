@@ -18,7 +18,7 @@ from longshore.tiers.file.format import Superblock, pack_superblock
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 
-FILES = ("lock", "superblock", "segment", "index.0", "index.1", "journal.0", "journal.1")
+FILES = ("lock", "superblock", "superblock.copy", "reset", "segment", "index.0", "index.1", "journal.0", "journal.1")
 
 Opener = Callable[..., FileTier]
 
@@ -61,7 +61,7 @@ class TestOwnership:
             opener()
         assert list((tmp_path / "elsewhere").iterdir()) == []
 
-    @pytest.mark.parametrize("name", [*FILES, "superblock.new"])
+    @pytest.mark.parametrize("name", FILES)
     @pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to"])
     def test_a_link_in_place_of_a_file_is_refused(
         self, opener: Opener, directory: Path, tmp_path: Path, name: str, kind: str

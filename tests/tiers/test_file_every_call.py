@@ -26,6 +26,7 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, RawIo, capacity_of
+from longshore.tiers.file.superblock import COPIES
 
 NUMBERS = 4
 CALLS = [name for name in vars(RawIo) if not name.startswith("_")]
@@ -216,7 +217,51 @@ def test_every_call_in_turn(wrong: str, again: bool, shape: Shape, end: set[tupl
         image_now = disk.moments[-1].killed() if disk.moments else before
         judge(image_now, stored, shape)
     elsewhere = {"allocate", "free_bytes"} if again else set()
-    assert set(failed) - {None} == set(CALLS) - {"close", "fchmod", "drop_cache"} - elsewhere
+    assert set(failed) - {None} == set(CALLS) - {"close", "fchmod", "drop_cache", "ftruncate"} - elsewhere
+
+
+class FailsFrom(FailsOnce):
+    """A disk that fails from the `nth` call on, and takes no more."""
+
+    def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        if self.calls >= self._nth and name not in ("close", "open_queue"):
+            self._nth = self.calls + 1
+        return super()._call(name, *arguments, **named)
+
+
+@pytest.mark.parametrize("kind", [FailsOnce, FailsFrom])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_reset_that_returned_or_was_closed_has_happened_whatever_call_fails(wrong: str, kind: Any) -> None:
+    """But where a disk takes nothing at all any more, not even that a file becomes shorter: the log says so."""
+    shape, failed, lost = one_size(), [], 0
+    first = SimulatedDisk()
+    story(first, shape)
+    before = first.moments[-1].killed()
+    for nth in itertools.count(1):
+        disk = SimulatedDisk(before)
+        machine = Machine(disk, shape)  # type: ignore[arg-type]
+        io = kind(disk, nth, WRONG[wrong])
+        machine.tier._directory.io = io
+        returned = True
+        try:
+            machine.tier.forget(1)
+        except LongshoreError:
+            assert io.failed is not None
+            returned = False
+        killed = disk.moments[-1].killed()
+        machine.close()
+        if io.failed is None:
+            break
+        failed.append(io.failed)
+        for image_now in [disk.moments[-1].killed()] + [killed] * returned:
+            after = Machine(SimulatedDisk(image_now, remember=False), shape)
+            if after.listed():
+                lost += 1
+                assert not returned
+                assert kind is FailsFrom
+            after.close()
+    assert {"pwrite", "fsync"} <= set(failed)
+    assert lost == (1 if kind is FailsFrom and wrong in ("EIO", "ENOSPC", "EINTR") else 0), "only if nothing was taken"
 
 
 MORE = Shape(Slabs.of_one_size(2 * PAGE, 5), ((0, 0), (1, 0)))
@@ -240,7 +285,7 @@ def test_an_open_that_fails_with_other_slabs_leaves_the_directory_as_it_was(wron
             Machine(io, OTHERS[other]).close()  # type: ignore[arg-type]
         except LongshoreError:
             image_now = disk.moments[-1].killed() if disk.moments else before
-            if image_now["superblock"] == before["superblock"] or io.failed in ("allocate", "free_bytes"):
+            if all(image_now[name] == before[name] for name in COPIES) or io.failed in ("allocate", "free_bytes"):
                 kept += 1
                 judge(image_now, stored, shape)
             else:

@@ -41,19 +41,19 @@ SUPERBLOCK = Superblock(slabs=7, slab_bytes=8 * PAGE, image_bytes=(PAGE, 3 * PAG
 
 # Written once, by hand where possible. If these change, the format has: it needs a new version.
 GOLDEN_HEADER = bytes.fromhex(
-    "4c4e475348524543" "03000000" "0100" "0100"  # magic, version, algorithm, flags
+    "4c4e475348524543" "04000000" "0100" "0100"  # magic, version, algorithm, flags
     "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"  # key
     "202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f"  # parent
     "404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f"  # scope
     "0201000000000000" "0403000000000000" "0706050000000000"  # slot, generation, length
     "0d0c0b0a09080000" "1817161514131211" "0300000000000000"  # sequence, payload checksum, pool
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("e595acc479a95af1")  # fmt: skip
+).ljust(PAGE - 8, b"\0") + bytes.fromhex("6e02c02806c53f8f")  # fmt: skip
 GOLDEN_SUPERBLOCK = bytes.fromhex(
-    "4c4e475348535550" "03000000" "00100000"  # magic, version, header bytes
+    "4c4e475348535550" "04000000" "00100000"  # magic, version, header bytes
     "0700000000000000" "0080000000000000"  # slabs, slab_bytes
     "0403000000000000" "0605000000000000"  # generation, opens
     "0200000000000000" "0010000000000000" "0030000000000000"  # how many image sizes, and these
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("fd481496cc02d80b")  # fmt: skip
+).ljust(PAGE - 8, b"\0") + bytes.fromhex("16efed298e61faeb")  # fmt: skip
 
 
 def sealed(page: bytes) -> bytes:
@@ -131,7 +131,7 @@ def test_a_slot_that_was_never_written_is_a_mismatch() -> None:
     ("offset", "new", "message"),
     [
         (0, b"LNGSHSUP", "magic"),
-        (8, b"\x01", "format version 3, got 1"),
+        (8, b"\x01", "format version 4, got 1"),
         (12, b"\x03", "checksum algorithm out of .1, 2., got 3"),
         (14, b"\x03", "unknown flags 0x0003"),
         (14, b"\x00", "a parent without the flag"),
@@ -151,7 +151,7 @@ def test_a_sealed_header_with_a_wrong_field_is_refused(offset: int, new: bytes, 
     ("offset", "new", "message"),
     [
         (0, b"LNGSHREC", "magic"),
-        (8, b"\x01", "format version 3, got 1"),
+        (8, b"\x01", "format version 4, got 1"),
         (12, b"\x01", "header pages of 4096"),
         (16, bytes(8), "without slabs"),
         (16, struct.pack("<Q", 2**31), "the most are 4294967296"),
@@ -174,7 +174,7 @@ def test_a_sealed_superblock_with_a_wrong_field_is_refused(offset: int, new: byt
 
 
 def test_another_version_is_named_even_when_its_checksum_means_nothing_to_us() -> None:
-    with pytest.raises(FormatError, match="format version 3, got 9"):
+    with pytest.raises(FormatError, match="format version 4, got 9"):
         parse_superblock(changed(GOLDEN_SUPERBLOCK, 8, b"\x09"))
 
 
@@ -209,7 +209,7 @@ def test_no_changed_byte_goes_unseen(header: RecordHeader, offset: int, change: 
 
 
 @given(
-    st.binary(max_size=2 * PAGE), st.sampled_from([b"", b"LNGSHREC\x03\0\0\0", b"LNGSHSUP\x03\0\0\0"]), st.booleans()
+    st.binary(max_size=2 * PAGE), st.sampled_from([b"", b"LNGSHREC\x04\0\0\0", b"LNGSHSUP\x04\0\0\0"]), st.booleans()
 )
 def test_hostile_pages_only_ever_raise_format_errors(noise: bytes, start: bytes, seal: bool) -> None:
     page = (start + noise)[: 2 * PAGE]

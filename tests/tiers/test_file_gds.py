@@ -14,7 +14,7 @@ from cufile_stand_in import HostAsDevice, StandInCuFile, cuFileError, library_of
 
 from longshore.boundary import Status
 from longshore.checksums import MIX64, XXH3_64
-from longshore.errors import DeviceError
+from longshore.errors import DeviceError, TierError
 from longshore.testing import TierHarness, TierTests, flip_image_bit
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op
@@ -107,6 +107,48 @@ def test_images_go_by_cufile_and_by_nothing_else(open_gds: Callable[..., TierHar
         harness.assert_serves(slot, slot)
     assert (library.calls["write"], library.calls["read"]) == (SLOTS, SLOTS + 1)  # one for the probe
     assert fallbacks(harness) == {}
+
+
+def test_cufile_is_called_only_where_the_device_is_the_threads_own(
+    open_gds: Callable[..., TierHarness], library: StandInCuFile
+) -> None:
+    library.wants_context = True
+    harness = open_gds()
+    for slot in range(SLOTS):
+        harness.store(slot, slot)
+        harness.assert_serves(slot, slot)
+    assert not library.breaches
+    assert fallbacks(harness) == {}
+
+
+@pytest.mark.parametrize("name", ["read", "write"])
+def test_strict_mode_moves_nothing_by_way_of_the_host(
+    open_gds: Callable[..., TierHarness], library: StandInCuFile, name: str
+) -> None:
+    harness = open_gds(strict=True)
+    harness.store(0, 0)
+    harness.assert_serves(0, 0)
+    assert fallbacks(harness) == {}
+    fired: list[str] = []
+
+    def fault(called: str) -> int | None:
+        if called == name:
+            fired.append(called)
+            raise cuFileError("the nvme went away")
+        return None
+
+    library.fault = fault
+    status = harness.run(harness.op(Op.WRITE, 1, 1)) if name == "write" else harness.load(0, 0)[0]
+    assert status in (Status.IO_ERROR, (Status.IO_ERROR,))
+    assert fired == [name]
+    assert fallbacks(harness) == {f"gds_{name}": 1}
+
+
+def test_strict_mode_refuses_a_tier_without_cufile(open_gds: Callable[..., TierHarness]) -> None:
+    library = library_of(read=None)
+    with pytest.raises(TierError, match=r"strict mode.*no_gds.*cuFile has no read"):
+        open_gds(library, strict=True)
+    assert library.is_clean
 
 
 @pytest.mark.parametrize("name", ["read", "write"])

@@ -51,14 +51,14 @@ GOLDEN_ENTRY = bytes.fromhex(
     "04030201" "00000000"  # written, hits
 )  # fmt: skip
 GOLDEN_CHECKPOINT = bytes.fromhex(
-    "4c4e475348494458" "03000000" "88000000"  # magic, version, entry bytes
+    "4c4e475348494458" "04000000" "88000000"  # magic, version, entry bytes
     "0a00000000000000" "0100000000000000" "0b00000000000000"  # epoch, records, known
     "e2df87c6c0cf0e31"
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("0879d877f799334b")  # fmt: skip
+).ljust(PAGE - 8, b"\0") + bytes.fromhex("4f885420556215d0")  # fmt: skip
 GOLDEN_JOURNAL = bytes.fromhex(
-    "4c4e4753484a4e4c" "03000000" "a8000000"  # magic, version, note bytes
+    "4c4e4753484a4e4c" "04000000" "a8000000"  # magic, version, note bytes
     "0a00000000000000"  # epoch
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("2c55e90260c131bb")  # fmt: skip
+).ljust(PAGE - 8, b"\0") + bytes.fromhex("1b43a19f590e96a0")  # fmt: skip
 GOLDEN_NOTE = (
     bytes.fromhex(
         "5bf3a8aa953cfef1"
@@ -133,7 +133,7 @@ def test_every_flipped_bit_of_a_journal_is_seen() -> None:
     ("offset", "new", "message"),
     [
         (0, b"LNGSHREC", "magic"),
-        (8, b"\x01", "format version 3, got 1"),
+        (8, b"\x01", "format version 4, got 1"),
         (12, b"\x80", "entries of 136 bytes, got 128"),
         (48, b"\x01", "padding"),
     ],

@@ -27,6 +27,7 @@ from longshore.tiers.file.audit import Audit, Condition
 from longshore.tiers.file.format import RecordHeader, pack_superblock, parse_superblock
 from longshore.tiers.file.index_format import ENTRY, pack_checkpoint, pack_entry
 from longshore.tiers.file.inspection import inspect
+from longshore.tiers.file.superblock import COPIES
 
 SMALL = TierTests.image_bytes
 PER_SLAB = 4
@@ -244,7 +245,8 @@ class TestRestart:
         store_large(harness, 3, 3)
         harness.tier.close()
         before = parse_superblock((directory / "superblock").read_bytes())
-        (directory / "superblock").write_bytes(pack_superblock(before._replace(slabs=2)))
+        for name in COPIES:
+            (directory / name).write_bytes(pack_superblock(before._replace(slabs=2)))
         harness.reopen()
         assert listed(harness) == {(4, 1): key(1)}
 

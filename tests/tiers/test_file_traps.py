@@ -18,6 +18,8 @@ from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, SystemIo, capacity_for
+from longshore.tiers.file.deep import DeepIo
+from longshore.tiers.file.system import Piece, Queue
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 STRIDE = PAGE + IMAGE
@@ -98,6 +100,58 @@ def test_trap_39_sixteen_reads_are_in_the_disk_at_once(harness_of: Callable[...,
     io.together = threading.Barrier(16)
     batch = [harness.op(Op.READ, 0, 0, place=place) for place in range(16)]
     assert harness.run(*batch) == (Status.OK,) * 16
+
+
+@pytest.mark.parametrize("batches", [1, 16])
+def test_trap_39_sixteen_reads_are_in_the_systems_queue_at_once(
+    harness_of: Callable[..., TierHarness], batches: int
+) -> None:
+    """Of one thread, where it has the system's queue in place of others, of which none ends before all have begun."""
+
+    class Withholding(DeepIo):
+        queue: Queue
+        under_way = most = wanted = 0
+
+        def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
+            queue = super().open_queue(fd, pieces, buffers)
+            assert queue is not None
+            begin, ended = queue.begin, queue.ended
+
+            def begun(pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+                numbers = begin(pieces, writing=writing)
+                self.under_way += len(pieces)
+                self.most = max(self.most, self.under_way)
+                queue.wake()
+                return numbers
+
+            def have_ended() -> list[tuple[int, int]]:
+                if self.most < self.wanted:  # the queue is not asked: it would give these numbers out again
+                    return []
+                over = ended()
+                self.under_way -= len(over)
+                return over
+
+            queue.begin, queue.ended = begun, have_ended  # type: ignore[method-assign]
+            self.queue = queue
+            return queue
+
+    io = Withholding()
+    harness = harness_of(io=io, slots=32)
+    apart = range(0, 32, 2)
+    for slot in apart:
+        harness.store(slot, slot)
+    assert io.most == 1
+    io.wanted = 16
+    ops = [harness.op(Op.READ, slot, slot, place=place) for place, slot in enumerate(apart)]
+    each = len(ops) // batches
+    tickets = [harness.tier.submit(ops[at : at + each], math.inf) for at in range(0, len(ops), each)]
+    give_up = time.monotonic() + 60
+    while io.most < 16 and time.monotonic() < give_up:
+        time.sleep(0.001)
+    most, io.wanted = io.most, 0
+    io.queue.wake()
+    assert [set(harness.wait(ticket).statuses) for ticket in tickets] == [{Status.OK}] * batches
+    assert most == 16
 
 
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "eval", "exec", "allow_pickle"}

@@ -7,7 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longshore.cache.eviction.promise import AGES, Promises, age_of, kind_of
+from longshore.cache.eviction.departed import Departed
+from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event
+from longshore.cache.eviction.spans import Spans
+from longshore.cache.eviction.uses import (
+    AGAIN,
+    AGE_OF,
+    GAP,
+    GAP_OF,
+    HOW,
+    KIND_OF,
+    KINDS,
+    LEAF,
+    OLDEST,
+    ONCE,
+    REQUEST,
+    USES,
+)
+from longshore.trace.experiment import key_of
 
 
 def hits_of(model: Model, paths: Sequence[Sequence[int]]) -> list[int]:
@@ -16,6 +33,8 @@ def hits_of(model: Model, paths: Sequence[Sequence[int]]) -> list[int]:
     for path in paths:
         gone = [i for i, block in enumerate(path) if block not in model.blocks]
         found.append(gone[0] if gone else len(path))
+        if isinstance(model, GittinsModel):
+            model.begin(path)
         for block in reversed(path):
             if isinstance(model, GittinsModel):
                 model.access(block, leaf=block == path[-1])
@@ -151,53 +170,75 @@ class S3FIFOModel(Model):
 
 
 class GittinsModel(Model):
-    """Uses, spans and departures in plain lists; what they promise is the real thing, which has tests of its own."""
+    """Uses, gaps and spans in plain lists; what they promise and what is remembered are the real things."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self.promises = Promises()
-        self.state: dict[int, tuple[int, int]] = {}  # block -> uses (0: the end of a prompt), step of the last one
-        self.departed: list[tuple[int, tuple[int, int]] | None] = []
-        self.accesses = self.step = 0
-        self.table = self.promises.table()
+        self.promises, self.spans, self.departed = Promises(), Spans(), Departed(5 * slots)
+        self.state: dict[int, tuple[int, int]] = {}  # block -> bits, tick of the last use
+        self.now = self.length = self.last = self.since = self.new = self.faded = 0
+        self.stale, self.rank = True, dict[tuple[int, int], int]()
+
+    def begin(self, path: Sequence[int]) -> None:
+        self.now += 1
+        if self.since >= max(64, self.slots // 32):
+            self.new, self.since = self.new + self.since, 0
+            for row, into in self.spans.begin(self.now):
+                self.promises.join(row, into)
+            self.stale = True
+        self.length = len(path).bit_length() << REQUEST
+        lead = next((i for i, block in enumerate(path) if block not in self.blocks), len(path))
+        when = self.departed.latest([key_of(block) for block in path[lead:]])
+        if when is None and lead:
+            when = self.state[path[lead - 1]][1]
+        self.last = 0 if when is None else GAP_OF[self.age(when)]
 
     def access(self, block: int, *, leaf: bool = False) -> None:
         state = self.state.get(block)
-        if block not in self.blocks:
-            if len(self.blocks) == self.slots:
-                victim = min(self.blocks, key=self.rank)
-                self.blocks.remove(victim)
-                self.departed = [*self.departed, (victim, self.state.pop(victim))][-6 * self.slots :]
-            left = [entry for entry in self.departed if entry and entry[0] == block]
-            state = left[0][1] if left else None
-            self.departed = [None if entry in left else entry for entry in self.departed]
-        else:
+        if block in self.blocks:
             self.blocks.remove(block)
+        else:
+            if len(self.blocks) == self.slots:
+                self.evict()
+            if left := self.departed.take(key_of(block)):
+                state = left[1], left[0]
+        if state is None:
+            new = (LEAF if leaf else max(ONCE, self.last & USES)) | self.last & GAP | self.length
+        elif state[1] == self.now:
+            new = state[0]
+        else:
+            self.promises.events.append(event(RETURNED, *state, self.age(state[1])))
+            new = AGAIN[state[0] & HOW] | GAP_OF[self.age(state[1])] | self.length
+        if state is None or state[1] != self.now:
+            self.promises.events.append(event(BECAME, new, self.now))
         self.blocks.append(block)  # the last one was used last
-        uses = 0 if leaf else 1
-        if state is not None:
-            self.promises.came_back.append(kind_of(state[0]) * AGES + age_of(self.step - state[1]))
-            uses = min(state[0] + 1, 32) if state[0] else 2
-        self.promises.became.append(kind_of(uses))
-        self.state[block] = uses, self.step
-        self.accesses += 1
-        if self.accesses % max(64, self.slots // 8) == 0:
-            self.step += 1
-            self.promises.learn()
-            self.table = self.promises.table()
+        self.state[block] = new, self.now
+        self.last = new
+        self.since += 1
 
-    def rank(self, block: int) -> tuple[float, int, int]:
-        """What is promised; of equals the oldest goes first, then the least used."""
-        uses, step = self.state[block]
-        last = self.last_with(step)
-        return self.table[kind_of(uses), age_of(self.step - last)], last, kind_of(uses)
+    def evict(self) -> None:
+        if self.stale:
+            self.stale = False
+            if self.new >= max(64, self.slots // 16):
+                self.promises.learn(self.spans, self.now)
+                self.faded, self.new = self.faded + self.new, 0
+                if self.faded >= 64 * self.slots:
+                    self.promises.fade()
+                    self.faded = 0
+            order = self.promises.order(self.spans.ages(self.now)).tolist()
+            self.rank = {(self.spans.rows[each // KINDS], each % KINDS): place for place, each in enumerate(order)}
+        victim = min(self.blocks, key=lambda block: self.rank[self.list_of(block)])
+        state, when = self.state.pop(victim)
+        self.blocks.remove(victim)
+        if forgotten := self.departed.add(key_of(victim), when, state):
+            self.promises.events.append(event(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0])))
 
-    def last_with(self, step: int) -> int:
-        """The last step that counts as old as `step`: neighbours are joined once they lie twice their length back."""
-        length = 1
-        while self.step + 1 - (step | 2 * length - 1) >= 2 * length:
-            length *= 2
-        return step | length - 1
+    def list_of(self, block: int) -> tuple[int, int]:
+        state, when = self.state[block]
+        return self.spans.row(when), KIND_OF[state & HOW]
+
+    def age(self, when: int) -> int:
+        return AGE_OF[min(self.now - when, OLDEST)]
 
 
 MODELS: dict[str, type[Model]] = {

@@ -123,7 +123,8 @@ def test_prompts_are_hashed_by_our_keys(tmp_path: Path) -> None:
     assert first.hash_ids[2] != second.hash_ids[2]
     assert (third.input_length, third.hash_ids[0]) == (17, fourth.hash_ids[0])
     assert third.hash_ids[1] != fourth.hash_ids[1]
-    assert third.timestamp_ms == 2000.0
+    assert [each.timestamp_ms for each in (first, second, third)] == [7.0, 1007.0, 2007.0]
+    assert [each.assumed_time for each in (first, second, third)] == [False, True, True]
 
 
 HOSTILE: list[tuple[Form, object, str]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -303,3 +304,11 @@ def test_what_is_no_benchmark_is_refused(tmp_path: Path, content: str) -> None:
 def test_a_speed_of_nothing_is_refused() -> None:
     with pytest.raises(TraceError, match="link: expected a positive number, got 0"):
         with_changes(PROFILES["h100"], {"link": 0.0}, "as given")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_request_is_computed_where_host_memory_refuses_loads(gated: bool) -> None:
+    prompts = list(read_excerpt())
+    requests = [replace(prompt, timestamp_ms=at) for at in (0.0, 1.0) for prompt in prompts]
+    replay = serve(requests, host=32, file=15_000, gated=gated)
+    assert min(replay.tally.ttft) > 0

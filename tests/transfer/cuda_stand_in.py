@@ -31,6 +31,8 @@ from longshore.transfer.device.cuda.shape import Shape
 
 RETURN_INVALID_VALUE = 1
 RETURN_NO_CONTEXT = 201
+CONTEXT = 0xC0
+"""The context of device 0; that of device 1 is the next number."""
 
 
 class Work(NamedTuple):
@@ -183,6 +185,13 @@ class StandInLibrary:
         self.cuCtxGetCurrent = ours.GET_CONTEXT(self._get_context)
         self.cuDevicePrimaryCtxRetain = ours.RETAIN_CONTEXT(self._retain)
         self.cuCtxSetCurrent = ours.SET_CONTEXT(self._set_context)
+        self.cuStreamCreateWithPriority = ours.CREATE_STREAM(self._create_stream)
+        self.cuStreamDestroy_v2 = ours.DESTROY_STREAM(self._destroy_stream)
+        self.cuThreadExchangeStreamCaptureMode = ours.CAPTURE_MODE(self._capture_mode)
+        self.cuDeviceGetPCIBusId = ours.PCI_ADDRESS(self._pci_address)
+        self.made: list[int] = []
+        self.destroyed: list[int] = []
+        self.capture_modes: dict[int, int] = {}
 
     def _get_proc_address(self, name: bytes, address: Any, version: int, flags: int, status: Any) -> int:
         known = [served for served in self._served if served <= version] if name == b"cuMemcpyBatchAsync" else []
@@ -213,11 +222,41 @@ class StandInLibrary:
         return 0
 
     def _retain(self, context: Any, ordinal: int) -> int:
-        context[0] = 0xC0 + ordinal
+        context[0] = CONTEXT + ordinal
         return 0
 
     def _set_context(self, context: int | None) -> int:
         self.contexts.now = context
+        return 0
+
+    def _create_stream(self, handle: Any, flags: int, priority: int) -> int:
+        if getattr(self.contexts, "now", None) is None:
+            return RETURN_NO_CONTEXT
+        if flags != 1:
+            self.breaches.append("a stream that waits for the null stream")
+        handle[0] = self._new_stream(self.contexts.now - CONTEXT)
+        self.made.append(handle[0])
+        return 0
+
+    def _new_stream(self, ordinal: int) -> int:
+        """Handle of one on that device."""
+        return LazyStream(f"stream {len(self.world.streams)}", self.world).cuda_stream
+
+    def _destroy_stream(self, handle: int) -> int:
+        if handle not in self.made or handle in self.destroyed:
+            self.breaches.append("a stream that is not there was destroyed")
+            return RETURN_INVALID_VALUE
+        self.destroyed.append(handle)
+        return 0
+
+    def _capture_mode(self, mode: Any) -> int:
+        thread = threading.get_ident()
+        before, self.capture_modes[thread] = self.capture_modes.get(thread, 0), mode[0]
+        mode[0] = before
+        return 0
+
+    def _pci_address(self, text: int, length: int, ordinal: int) -> int:
+        ctypes.memmove(text, b"0000:3B:00.0\0", 13)
         return 0
 
     def _copy_one(self, destination: int, source: int, nbytes: int, stream: int | None) -> int:
@@ -315,6 +354,8 @@ class StandInAccelerator(CudaAccelerator):
         self.world = world or World()
         self.compute = LazyStream("compute", self.world)
         self.kernels: list[str] = []
+        self.emptied = 0
+        self.compiler_error: Exception | None = None
         self.prepared: set[tuple[int, int, bool]] = set()
         self.launched: set[tuple[int, int, bool]] = set()
         self.refuse_above: int | None = None
@@ -332,8 +373,11 @@ class StandInAccelerator(CudaAccelerator):
     def current_stream(self) -> torch.Stream:
         return getattr(self._used, "stream", cast(torch.Stream, self.compute))
 
-    def new_stream(self) -> torch.Stream:
-        return cast(torch.Stream, LazyStream(f"stream {len(self.world.streams)}", self.world))
+    def own_stream(self, driver: ours.Driver) -> torch.Stream:
+        return cast(torch.Stream, self.world.streams[driver.new_stream(self.ordinal)])
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
 
     def of_cuda(self, stream: torch.Stream) -> torch.Stream:
         """Whatever stream of torch's general class there is, it is the engine's."""
@@ -351,6 +395,13 @@ class StandInAccelerator(CudaAccelerator):
         """Whether the calling thread is on this GPU."""
         return getattr(self._used, "is_current", False)
 
+    @contextmanager
+    def on(self, stream: torch.Stream) -> Iterator[None]:
+        before = self.current_stream(), self.is_current
+        self.use(stream)
+        yield
+        self._used.stream, self._used.is_current = before
+
     def use(self, stream: torch.Stream) -> None:
         self._used.stream = stream
         self._used.is_current = True
@@ -367,6 +418,8 @@ class StandInAccelerator(CudaAccelerator):
         return uint8(nbytes, 0x5A)
 
     def prepare(self, shape: Shape) -> None:
+        if self.compiler_error is not None:
+            raise self.compiler_error
         self.prepared.add(kernels_for(shape))
 
     def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:

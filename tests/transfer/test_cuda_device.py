@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cuda_stand_in import StandIn
@@ -15,7 +20,6 @@ from device_kit import between
 from transfer_kit import Pools, flat
 
 from longshore.boundary import DEVICE, HOST, Section
-from longshore.transfer import device as module
 from longshore.transfer.device import device_for
 from longshore.transfer.device.cuda import chooser, driver
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
@@ -110,10 +114,11 @@ def test_a_damaged_calibration_is_no_calibration(tmp_path: Path, damage: Any) ->
 
 def test_it_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert chooser.default_path("NVIDIA H200", 13000) == tmp_path / "longshore" / "copy-nvidia-h200-13000.json"
+    path = chooser.default_path("NVIDIA H200", 13000, "x16 32.0 GT/s PCIe")
+    assert path == tmp_path / "longshore" / "copy-nvidia-h200-13000-x16-32-0-gt-s-pcie.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert chooser.default_path("GPU", 1) == tmp_path / ".cache" / "longshore" / "copy-gpu-1.json"
+    assert chooser.default_path("GPU", 1) == tmp_path / ".cache" / "longshore" / "copy-gpu-1-unknown.json"
 
 
 def test_a_calibration_measures_every_way_and_is_kept(tmp_path: Path) -> None:
@@ -170,15 +175,27 @@ def test_without_a_driver_torch_alone_serves(monkeypatch: pytest.MonkeyPatch, ca
     assert "no CUDA driver" in caplog.text
 
 
-def test_without_triton_torch_alone_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[str] = []
-    monkeypatch.setattr("longshore.transfer.device.torch_streams.TorchDevice", served.append)
-    monkeypatch.setattr(module, "_has_triton", lambda: False)
-    device_for(FakeCudaLayout())  # type: ignore[arg-type]
-    assert served == ["cuda:0"]
+def test_without_triton_copies_run_on_streams_of_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not on torch's, which an engine may be handed again."""
+    gpu = StandIn(None, calibration=tmp_path / "none.json", staging_bytes=1 << 16)
+    accelerator = gpu.accelerator
+    monkeypatch.setattr("longshore.transfer.device.cuda.device.CudaDevice", lambda name, calibration: gpu.device)
+    monkeypatch.setattr(accelerator, "new_stream", lambda: pytest.fail("a stream of torch's pool was drawn"))
+    monkeypatch.setattr(accelerator, "prepare", partial(CudaAccelerator.prepare, accelerator))
+    monkeypatch.delattr("longshore.transfer.device.cuda.kernels", raising=False)
+    for name in ("triton", "longshore.transfer.device.cuda.kernels"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert device_for(FakeCudaLayout()) is gpu.device  # type: ignore[arg-type]
+    pools = Pools(flat(8), slots=8)
+    lane = gpu.lane(pools.layout, HOST)
+    assert len(gpu.world.streams) == 3  # the engine's, and two of this direction
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    lane.finish()
+    assert gpu.device.fallbacks()["no_kernels"] > 0
 
 
-def test_with_both_the_cuda_device_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_driver_the_cuda_device_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[str, Path | None]] = []
 
     def device(name: str, calibration: Path | None) -> None:
@@ -243,3 +260,86 @@ def test_a_stream_of_torchs_general_class_is_named_by_cudas(monkeypatch: pytest.
 
 def _absent(name: str) -> None:
     raise OSError(f"{name}: cannot open")
+
+
+def test_lanes_have_streams_of_their_own_and_give_them_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of torch's, which are 32 for each device and the engine's as well; calibration takes two."""
+    monkeypatch.setattr("longshore.transfer.device.cuda.calibrate.QUICK", TINY)
+    monkeypatch.setattr(torch.cuda, "Stream", _refused)
+    monkeypatch.setattr(torch, "Stream", _refused)
+    gpu = StandIn(None, calibration=tmp_path / "kept.json", staging_bytes=1 << 16)
+    lanes = [gpu.device.stream(flat(4), HOST)]
+    assert len(gpu.library.made) == 2 + 2
+    assert gpu.library.destroyed == gpu.library.made[:2]
+    lanes.append(gpu.device.stream(flat(4), DEVICE))
+    assert len(gpu.library.made) == 2 + 4
+    for lane in lanes:
+        lane.close()
+    assert sorted(gpu.library.destroyed) == sorted(gpu.library.made)
+    assert not gpu.library.breaches
+
+
+def test_a_calibration_leaves_no_memory_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ring for all of it, and memory taken on the caller's stream alone: torch keeps a pool for each stream."""
+    gpu = StandIn(None, calibration=tmp_path / "kept.json", staging_bytes=1 << 20)
+    accelerator = gpu.accelerator
+    taken: list[tuple[int, object]] = []
+    alive: list[weakref.ref[Any]] = []
+
+    def device_bytes(nbytes: int) -> torch.Tensor:
+        memory = np.zeros(nbytes, dtype=np.uint8)
+        taken.append((nbytes, accelerator.current_stream()))
+        alive.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    monkeypatch.setattr(accelerator, "device_bytes", device_bytes)
+    left = []
+    monkeypatch.setattr(accelerator, "empty_cache", lambda: left.append([memory() for memory in alive]))
+    gpu.device.calibrate(TINY)
+    assert sum(nbytes >= 1 << 20 for nbytes, _ in taken) == 1
+    assert {stream for _, stream in taken} == {accelerator.compute}
+    assert left == [[None] * len(taken)]
+
+
+def test_calibration_leaves_the_threads_capture_mode_as_it_was(tmp_path: Path) -> None:
+    gpu = StandIn(None, calibration=tmp_path / "kept.json", staging_bytes=1 << 16)
+    gpu.library.capture_modes[threading.get_ident()] = 1
+    gpu.device.calibrate(TINY)
+    assert gpu.library.capture_modes[threading.get_ident()] == 1
+
+
+def test_another_link_is_measured_anew(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    found = Calibration("GPU", 13000, calibration().curves, "x16 32.0 GT/s PCIe")
+    found.save(path)
+    assert chooser.load(path, "GPU", 13000, "x16 32.0 GT/s PCIe") == found
+    assert chooser.load(path, "GPU", 13000, "x8 32.0 GT/s PCIe") is None
+
+
+def test_a_start_on_another_link_measures_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.transfer.device.cuda.calibrate.QUICK", TINY)
+    pools, measures = Pools(flat(8), slots=8), []
+    for link in ("x16 32.0 GT/s PCIe", "x16 32.0 GT/s PCIe", "x8 32.0 GT/s PCIe"):
+        monkeypatch.setattr(chooser, "link_of", lambda address, link=link: link)
+        gpu = StandIn(None, calibration=tmp_path / "kept.json", staging_bytes=1 << 16)
+        gpu.lane(pools.layout, HOST)
+        measures.append(bool(gpu.accelerator.kernels))
+    assert measures == [True, False, True]
+
+
+def test_the_link_is_that_of_the_slower_side_whatever_its_speed_now(tmp_path: Path) -> None:
+    bridge = tmp_path / "devices" / "0000:00:01.0"
+    device = bridge / "0000:3b:00.0"
+    device.mkdir(parents=True)
+    (tmp_path / "bus/pci/devices").mkdir(parents=True)
+    (tmp_path / "bus/pci/devices/0000:3b:00.0").symlink_to(device)
+    assert chooser.link_of("0000:3b:00.0", tmp_path) == "unknown"
+    (device / "current_link_width").write_text("8\n")
+    (device / "max_link_speed").write_text("32.0 GT/s PCIe\n")
+    assert chooser.link_of("0000:3b:00.0", tmp_path) == "x8 32.0 GT/s PCIe"
+    (bridge / "max_link_speed").write_text("16.0 GT/s PCIe\n")
+    assert chooser.link_of("0000:3b:00.0", tmp_path) == "x8 16.0 GT/s PCIe"
+
+
+def _refused(*arguments: Any, **options: Any) -> None:
+    raise AssertionError("a stream of torch's was drawn")

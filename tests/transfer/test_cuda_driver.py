@@ -96,11 +96,35 @@ def test_what_the_driver_refuses_is_named() -> None:
         bench.driver.copy(bench.stream.cuda_stream, one, one, one)
 
 
-def test_a_thread_without_a_context_gets_that_of_the_device() -> None:
+def test_a_thread_gets_the_context_of_the_device_whatever_it_had() -> None:
     bench = Bench()
     bench.library.contexts.now = 7
-    bench.driver.make_current(3)
+    assert bench.driver.make_current(3) == 7
+    assert bench.library.contexts.now == 0xC3
+
+
+def test_streams_are_made_on_their_device_and_given_back() -> None:
+    bench = Bench()
+    bench.library.contexts.now = 7
+    handles = [bench.driver.new_stream(3) for _ in range(2)]
+    assert len(set(handles)) == 2
     assert bench.library.contexts.now == 7
+    for handle in handles:
+        bench.driver.destroy_stream(handle)
+    assert (bench.library.made, bench.library.destroyed) == (handles, handles)
+    assert not bench.library.breaches
+    with pytest.raises(DeviceError, match="cuStreamDestroy failed: CUDA_ERROR_INVALID_VALUE"):
+        bench.driver.destroy_stream(handles[0])
+
+
+def test_a_capture_mode_is_exchanged_for_the_calling_thread() -> None:
+    bench = Bench()
+    assert bench.driver.exchange_capture_mode(module.RELAXED) == 0
+    assert bench.driver.exchange_capture_mode(0) == module.RELAXED
+
+
+def test_a_thread_without_a_context_gets_that_of_the_device() -> None:
+    bench = Bench()
     found: list[int] = []
 
     def other() -> None:

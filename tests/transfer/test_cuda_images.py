@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import cast
 
 import pytest
 import torch
+from cuda_stand_in import StandInLibrary, World
 
 from longshore.checksums import mix64
 from longshore.errors import DeviceError
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
+from longshore.transfer.device.cuda.driver import Driver
 from longshore.transfer.device.cuda.images import CudaImages
 
 PAGE = 4096
@@ -26,6 +29,12 @@ class HostAccelerator:
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def own_stream(self, driver: object) -> object:
+        return None
+
+    def on(self, stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def wait(self) -> None:
         if self.broken:
@@ -43,7 +52,7 @@ def accelerator() -> HostAccelerator:
 
 @pytest.fixture
 def images(accelerator: HostAccelerator) -> CudaImages:
-    return CudaImages(cast(CudaAccelerator, accelerator), 2 * PAGE)
+    return CudaImages(cast(CudaAccelerator, accelerator), 2 * PAGE, Driver(StandInLibrary(World())))
 
 
 def test_bytes_go_in_and_out_at_page_aligned_addresses(images: CudaImages) -> None:

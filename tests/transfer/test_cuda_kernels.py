@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import inspect
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
+from longshore.checksums import FACTOR, STEP
 from longshore.transfer.device.cuda import kernels as compiled
+from longshore.transfer.device.cuda import mixing
 from longshore.transfer.device.cuda.shape import Shape
 
 PAGES = (1, 7, 8, 24, 656, 4096)
@@ -124,29 +130,90 @@ def test_words_are_as_wide_as_addresses_allow() -> None:
     assert [Case(4096, skew=skew).shape.word for skew in (8, 4, 2, 1)] == [8, 4, 2, 1]
 
 
-def ptx_of(kernel: Any, shape: Shape) -> str:
-    """The kernel compiled for an H100 or H200, down to machine code, as PTX."""
-    names = {"blocks": "*i64", "rows": "*i64", "sources": "*i64", "table": "*i64"}
-    constants = compiled.constants(shape)
-    signature = {name: names.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
-    arguments = inspect.signature(triton.compiler.ASTSource.__init__).parameters
-    how = "constexprs" if "constexprs" in arguments else "constants"
-    source = triton.compiler.ASTSource(fn=kernel, signature=signature, **{how: constants})
+# What they are compiled to, for GPUs that are not here. `make abi` does this with the oldest Triton that is admitted.
+
+ARCHITECTURES = (80, 90, 100, 120)
+MOVES = ("gather_kernel", "scatter_kernel", "shift_kernel")
+_WARPS = 8
+MOST_REGISTERS = 128
+"""Of a thread: two programs of 256 threads fit beside each other on a multiprocessor, or one beside the engine's."""
+
+
+class Built(NamedTuple):
+    """A kernel for one architecture: its PTX, and what the assembler says of its machine code."""
+
+    ptx: str
+    registers: int
+    spilled: int
+
+
+@functools.cache
+def built(name: str, architecture: int, shape: Shape | None = None) -> Built:
+    """A kernel of pages for `shape`, or of checksums without one, with arguments aligned as they are when it runs."""
+    if shape is None:
+        kernel, constants = mixing.sum_kernel, {"SPAN": mixing.SPAN, "STEP": STEP, "FACTOR": FACTOR}
+        pointers, numbers = ("address", "total"), "i64"
+    else:
+        kernel, constants = getattr(compiled, name), compiled.constants(shape)
+        pointers, numbers = ("blocks", "rows", "sources", "table"), "i32"
+    signature = {
+        each: "*i64" if each in pointers else "constexpr" if each in constants else numbers for each in kernel.arg_names
+    }
+    attributes = {
+        (position,): [["tt.divisibility", 16]] for position, each in enumerate(kernel.arg_names) if each in pointers
+    }
+    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        built = triton.compile(
-            source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options={"num_warps": 8}
-        )
-    assert built.asm["cubin"]
-    text: str = built.asm["ptx"]
-    return text
+        target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
+        result = triton.compile(source, target=target, options={"num_warps": _WARPS})
+    assert result.asm["cubin"]
+    return Built(result.asm["ptx"], *assembled(result.asm["ptx"]))
 
 
-@pytest.mark.parametrize("kernel", ["gather_kernel", "scatter_kernel", "shift_kernel"])
-@pytest.mark.parametrize("page", [512, 4096, 2 << 20])
-def test_accesses_of_16_bytes_on_sm_90(kernel: str, page: int) -> None:
-    shape = Shape.of(4, 2, 1, widest=page, alignment=4096, tail=False)
-    ptx = ptx_of(getattr(compiled, kernel), shape)
+def assembled(ptx: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills, by the assembler that Triton ships for the architecture."""
+    found = re.search(r"\.target (sm_(\d+)\w*)", ptx)
+    assert found
+    tool = get_ptxas(int(found[2]))
+    tool = getattr(tool, "path", None) or tool[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [tool, "-v", f"--gpu-name={found[1]}", path, "-o", path.with_suffix(".cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    return int(registers), spilled
+
+
+REALISTIC = {
+    "512 bytes": Shape.of(4, 2, 1, widest=512, alignment=4096, tail=False),
+    "656 bytes": Shape.of(4, 2, 1, widest=656, alignment=16, tail=False),
+    "4 KiB": Shape.of(4, 2, 1, widest=4096, alignment=4096, tail=False),
+    "4 KiB in part": Shape.of(4, 2, 1, widest=4000, alignment=16, tail=True),
+    "2 MiB": Shape.of(4, 2, 1, widest=2 << 20, alignment=4096, tail=False),
+    "7 bytes": Shape.of(4, 2, 1, widest=7, alignment=16, tail=True),
+    "2 bytes in part": Shape.of(4, 2, 1, widest=2, alignment=2, tail=True),
+    "1 byte": Shape.of(4, 2, 1, widest=1, alignment=1, tail=False),
+    "40 bytes in part": Shape.of(4, 2, 1, widest=40, alignment=16, tail=True),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", MOVES)
+@pytest.mark.parametrize("pages", REALISTIC)
+def test_no_kernel_spills_and_registers_leave_room(kernel: str, pages: str, architecture: int) -> None:
+    found = built(kernel, architecture, REALISTIC[pages])
+    assert found.spilled == 0
+    assert found.registers <= MOST_REGISTERS
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", MOVES)
+@pytest.mark.parametrize("pages", ["512 bytes", "4 KiB", "2 MiB"])
+def test_accesses_of_16_bytes(kernel: str, pages: str, architecture: int) -> None:
+    ptx = built(kernel, architecture, REALISTIC[pages]).ptx
     wide = {what: len(re.findall(rf"{what}\.global\S*\.v4\.b32", ptx)) for what in ("ld", "st")}
     # 256 threads move 1,024 words at a time: four accesses for each, and no other stores.
     assert wide == {"ld": 4, "st": 4}
@@ -156,7 +223,15 @@ def test_accesses_of_16_bytes_on_sm_90(kernel: str, page: int) -> None:
 
 @pytest.mark.parametrize("word", [8, 4, 2, 1])
 def test_narrower_words_compile_too(word: int) -> None:
-    shape = Shape.of(4, 2, 1, widest=4000, alignment=word, tail=True)
-    ptx = ptx_of(compiled.gather_kernel, shape)
+    ptx = built("gather_kernel", 90, Shape.of(4, 2, 1, widest=4000, alignment=word, tail=True)).ptx
     access = {8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}[word]
     assert re.search(rf"st\.global\S*\.{re.escape(access)}", ptx)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_checksums_have_wide_accesses_and_one_atomic_addition(architecture: int) -> None:
+    found = built("sum_kernel", architecture)
+    assert re.search(r"ld\.global\S*\.b64", found.ptx)
+    assert len(re.findall(r"atom\.", found.ptx)) == 1
+    assert found.spilled == 0
+    assert found.registers <= MOST_REGISTERS

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
-import re
 import subprocess
 import sys
-import warnings
+import threading
 
 import pytest
 import torch
-import triton
 from cuda_stand_in import StandIn, StandInAccelerator
 
-from longshore.checksums import FACTOR, STEP, mix64
+from longshore.checksums import mix64
 from longshore.errors import DeviceError
 from longshore.transfer.device.cpu import CpuDevice
 from longshore.transfer.device.cuda import mixing
+from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.torch_streams import TorchDevice
 
 SPAN_BYTES = mixing.SPAN * mixing.WORD
@@ -52,25 +50,6 @@ def test_the_kernel_does_what_its_twin_does() -> None:
     assert done.stdout.split() == [word for size in sizes for word in ("same", str(size)) * 2]
 
 
-def test_it_compiles_for_sm_90_with_wide_accesses() -> None:
-    constants = {"SPAN": mixing.SPAN, "STEP": STEP, "FACTOR": FACTOR}
-    signature = {"address": "*i64", "words": "i64", "total": "*i64", **dict.fromkeys(constants, "constexpr")}
-    how = (
-        "constexprs"
-        if "constexprs" in inspect.signature(triton.compiler.ASTSource.__init__).parameters
-        else "constants"
-    )
-    attributes = {(0,): [["tt.divisibility", 16]]}
-    source = triton.compiler.ASTSource(fn=mixing.sum_kernel, signature=signature, attrs=attributes, **{how: constants})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-        built = triton.compile(source, target=target, options={"num_warps": 8})
-    assert built.asm["cubin"]
-    assert re.search(r"ld\.global\S*\.b64", built.asm["ptx"])
-    assert len(re.findall(r"atom\.", built.asm["ptx"])) == 1
-
-
 @pytest.mark.parametrize("mood", ["lazy", "eager", 3])
 def test_images_in_the_memory_of_the_device(mood: str | int) -> None:
     stand_in = StandIn(None, mood=mood)
@@ -88,6 +67,34 @@ def test_images_in_the_memory_of_the_device(mood: str | int) -> None:
     images.load(8192, memoryview(found))
     assert found == bytes(2048) + data[2048:]
     assert stand_in.device.fallbacks() == {}
+
+
+def test_checksums_and_stores_do_not_wait_for_what_the_engine_computes() -> None:
+    """Each thread has a stream of its own, with the device's context current and no capture of a graph ended."""
+    stand_in = StandIn(None)
+    images = stand_in.device.take_images(16384)
+    compute = stand_in.accelerator.compute
+    compute.give(lambda: None)
+    left = len(compute.queue)
+    seen: list[object] = []
+
+    def work() -> None:
+        images.bind()
+        seen.append(stand_in.library.contexts.now)
+        seen.append(stand_in.library.capture_modes[threading.get_ident()])
+        images.store(4096, memoryview(bytearray(4096)))
+        images.mix64(4096, 4096)
+        images.zero(0, 4096)
+
+    for _ in range(2):
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+    assert seen == [0xC0, RELAXED] * 2
+    assert len(compute.queue) == left
+    assert len(stand_in.library.made) == 2
+    stand_in.device.close()
+    assert stand_in.library.destroyed == stand_in.library.made
 
 
 def test_memory_that_cannot_be_had_is_an_error() -> None:

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Collection
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,12 +20,15 @@ from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layout
 
 from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
+from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.accelerator import EVENTS, Fallbacks
 from longshore.transfer.device.cuda.calibrate import Always, everything
 from longshore.transfer.device.cuda.chooser import Load, Way
+from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.cuda.resources import PLACES, Slip, take_ring
 from longshore.transfer.device.cuda.runs import image_runs, pieces_of, staged, staged_pitch
+from longshore.transfer.selection import select
 
 WAYS = list(Way)
 
@@ -436,3 +440,86 @@ def test_a_slip_keeps_descriptors_until_it_is_used_again() -> None:
     assert gone() is not None
     slip.begin()
     assert gone() is None
+
+
+def test_the_thread_of_a_lane_ends_no_capture_of_a_graph() -> None:
+    gpu = StandIn(Always(Way.DIRECT))
+    engine = TransferEngine(flat(4), gpu.device, Pools(flat(4), slots=4).host)
+    try:
+        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (3,))], [1]))
+        assert engine.wait([1], PATIENCE)
+        modes = {thread: mode for thread, mode in gpu.library.capture_modes.items() if thread != threading.get_ident()}
+        assert list(modes.values()) == [RELAXED]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", list(Way))
+def test_without_a_compiler_pages_go_one_by_one(way: Way, into: str, caplog: pytest.LogCaptureFixture) -> None:
+    pools = Pools(flat(8, 24), slots=8)
+    model = Model(pools)
+    gpu = StandIn(Always(way))
+    gpu.accelerator.compiler_error = RuntimeError("Failed to find C compiler")
+    lane = gpu.lane(pools.layout, into)
+    lane.send([between(pools, [Section(0, 0, (3, 5))], [1, 2], into).whole])
+    model.move([Section(0, 0, (3, 5))], pools.images([1, 2]), into=into)
+    if into == DEVICE:
+        lane.finish()
+        lane.send([inside(pools.layout, 0, [6, 7], [3, 1]).whole])
+        copied_inside(model.device, pools.layout, 0, [6, 7], [3, 1])
+    lane.close()
+    model.check(pools)
+    assert not gpu.accelerator.kernels
+    assert gpu.device.fallbacks()["no_kernels"] == (3 if into == DEVICE else 2)
+    (line,) = [record.getMessage() for record in caplog.records if "no kernels" in record.getMessage()]
+    assert "gcc" in line and "Python.h" in line and "Failed to find C compiler" in line
+
+
+def test_without_a_compiler_nothing_is_calibrated_or_kept(tmp_path: Path) -> None:
+    gpu = StandIn(None, calibration=tmp_path / "kept.json")
+    gpu.accelerator.compiler_error = FileNotFoundError("ptxas")
+    lane = gpu.lane(flat(8, 24), HOST)
+    lane.close()
+    assert not (tmp_path / "kept.json").exists()
+    assert not gpu.accelerator.kernels
+    with pytest.raises(DeviceError, match="need kernels"):
+        gpu.device.take_images(1 << 20)
+    with pytest.raises(DeviceError, match="kernels cannot be compiled"):
+        gpu.device.calibrate()
+
+
+def test_a_stream_that_cannot_be_made_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = StandIn(Always(Way.STAGED))
+    monkeypatch.setattr(gpu.accelerator, "pinned_bytes", _out_of_memory)
+    monkeypatch.setattr("longshore.transfer.device.cuda.resources.pinned_or_pageable", _out_of_memory)
+    with pytest.raises(RuntimeError, match="no memory"):
+        gpu.device.stream(flat(4), HOST)
+    assert gpu.library.made == gpu.library.destroyed != []
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("way", [Way.STAGED, Way.ZERO_COPY])
+def test_kernels_for_any_tokens_and_layers_are_compiled_at_start(way: Way, into: str) -> None:
+    sizes = ((0, 160, 10), (1, 4096, 256), (2, 24, None), (3, 656 * 16, 656))
+    tensors = [torch.zeros(9 * (size + 48), dtype=torch.uint8) for _, size, _ in sizes]
+    refs = tuple(PageRef(index, 0, size + 48, size, token) for index, size, token in sizes)
+    layout = KVLayout((KVGroup("kv", 16, 2, refs),), tensors, 9)
+    pools = Pools(layout, slots=5)
+    gpu = StandIn(Always(way), staging_bytes=1 << 20)
+    lane = gpu.lane(layout, into)
+    prepared = set(gpu.accelerator.prepared)
+    assert len(prepared) <= 3
+    for layers in (None, (0, 1), (1, 3), (2, 3), (3, 4)):
+        for tokens in (None, 1, 3, 15):
+            chosen = select(
+                layout, [Section(0, 0, (5, 2, 8))], pools.images([0, 3]), into=into, host_address=pools.arena.address,
+                host_bytes=pools.arena.nbytes, layers=layers, tokens=tokens,
+            )  # fmt: skip
+            lane.send([chosen.whole])
+    lane.finish()
+    assert gpu.accelerator.launched <= prepared
+
+
+def _out_of_memory(*arguments: object) -> torch.Tensor:
+    raise RuntimeError("no memory")

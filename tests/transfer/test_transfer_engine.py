@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -751,7 +757,7 @@ def test_a_lane_that_fails_ends_its_jobs_and_closes_the_engine(caplog: pytest.Lo
     assert device.drained == 1
     assert not any(engine.stats().queued.values())
     assert engine.shutdown(PATIENCE)
-    assert "copies into host have failed" in caplog.text
+    assert "copies into host failed" in caplog.text
 
 
 def test_a_fault_while_a_lane_waits_ends_its_jobs_though_it_came_but_once() -> None:
@@ -788,3 +794,89 @@ def test_a_number_that_is_used_again_is_as_young_as_its_new_job() -> None:
         rig.engine.end_step()
         assert rig.engine.wait_layer(1, 0) is OK
     rig.engine.close()
+
+
+_GONE = """
+import gc, sys, threading
+import torch
+from transfer_kit import transfer
+from longshore.boundary import Section
+from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.slabs import Slabs
+from longshore.tiers.arena import Arena
+from longshore.tiers.host import HostTier
+from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.transfer.device import cpu
+
+BLOCKS, PAGE = 4, 4 << 20
+arrived, gone, copied = threading.Event(), threading.Event(), threading.Event()
+copy_pieces = cpu.copy_pieces
+
+def late(source, destination, size):
+    arrived.set()
+    gone.wait()
+    copy_pieces(source, destination, size)
+    copied.set()
+
+def submitted(route):
+    tensor = torch.ones(BLOCKS * PAGE, dtype=torch.uint8)
+    layout = KVLayout((KVGroup("kv", 4, 1, (PageRef(0, 0, PAGE, PAGE),)),), [tensor], BLOCKS)
+    arena = Arena(BLOCKS * PAGE)
+    engine = TransferEngine(layout, CpuDevice(), HostTier(arena, Slabs.of_one_size(PAGE, BLOCKS)))
+    engine.submit(transfer(1, route, [Section(0, 0, tuple(range(BLOCKS)))], list(range(BLOCKS))))
+    arrived.wait()
+    return engine, layout, arena
+
+cpu.copy_pieces = late
+engine, layout, arena = submitted({"offload": OFFLOAD, "onboard": ONBOARD}[sys.argv[1]])
+if sys.argv[2] == "freed":
+    layout.free()
+elif sys.argv[2] == "closed":
+    arena.close()
+else:
+    del engine, layout, arena
+gc.collect()
+gone.set()
+print(copied.wait(60))
+"""
+
+
+@pytest.mark.parametrize(("how", "direction"), [("dropped", "offload"), ("freed", "onboard"), ("closed", "offload")])
+def test_a_job_in_flight_keeps_its_memory(how: str, direction: str) -> None:
+    command = [sys.executable, "-c", _GONE, direction, how]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_lanes_of_a_dropped_engine_end() -> None:
+    before = threading.enumerate()
+    pools = Pools(flat(16), 8)
+    engine = TransferEngine(pools.layout, CpuDevice(), pools.host)
+    lanes = [thread for thread in threading.enumerate() if thread not in before]
+    assert len(lanes) == 2
+    del engine
+    gc.collect()
+    for thread in lanes:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def test_a_job_lets_go_of_memory_when_it_has_ended() -> None:
+    rig = Rig()
+    memory = weakref.ref(rig.pools.layout.tensors[0])
+    rig.offload(1, (3,), [1], by_layer=True)
+    (result,) = rig.results(1)
+    assert result.statuses == (OK,)
+    rig.pools.layout.free()
+    rig.pools.tensors.clear()
+    gc.collect()
+    assert memory() is None
+    rig.engine.close()
+
+
+def test_a_closed_arena_is_refused(rig: Rig) -> None:
+    rig.pools.arena.close()
+    with pytest.raises(TierClosedError):
+        rig.offload(1, (3,), [1])
+    assert not rig.engine.stats().queued[HOST, Urgency.DEMAND]

@@ -19,10 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
 
-from longshore.boundary import DEVICE, HOST, Section, Status
+from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError
-from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import OFFLOAD, TransferEngine
 from longshore.transfer.device import torch_streams
 from longshore.transfer.device.accelerator import Accelerator
 from longshore.transfer.device.cpu import copy_pieces
@@ -248,43 +247,6 @@ def test_memory_that_cannot_be_pinned_is_said_and_counted(caplog: pytest.LogCapt
     assert device.fallbacks() == {"unpinned_stage": 2}
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
-def test_the_round_trip_on_the_accelerator() -> None:
-    where = torch.accelerator.current_accelerator()
-    assert where is not None
-    tensors = [torch.randint(0, 256, (64 * 700,), dtype=torch.uint8, device=where) for _ in range(3)]
-    groups = [
-        KVGroup("odd", 4, 3, (PageRef(0, 3, 663, 656), PageRef(1, 0, 24, 24, 6))),
-        KVGroup("wide", 16, 1, (PageRef(2, 0, 512, 512, 32),)),
-    ]
-    layout = KVLayout(groups, tensors, 60)
-    host = Pools(flat(60, 8192), slots=64).host
-    engine = TransferEngine(layout, TorchDevice(where, staging_bytes=8192), host)
-    before = [tensor.clone() for tensor in tensors]
-    engine.begin_step()
-    out = [Section(0, 1, tuple(range(30))), Section(1, 0, tuple(range(30, 45)))]
-    slots = list(range(11 + 15))
-    valid = [7] * 11 + [1] * 15
-    engine.submit(transfer(1, OFFLOAD, out, slots, valid=valid))
-    assert engine.wait([1], PATIENCE)
-    back = [Section(0, 1, tuple(range(59, 29, -1))), Section(1, 0, tuple(range(15)))]
-    engine.begin_step()
-    engine.submit(transfer(2, ONBOARD, back, slots, valid=valid))
-    engine.end_step()
-    expected = [tensor.clone() for tensor in before]
-    for source, target in zip(out, back, strict=True):
-        for ref in layout.groups[source.group].refs:
-            for one, other in zip(source.blocks, target.blocks, strict=True):
-                read, write = ref.offset + one * ref.stride, ref.offset + other * ref.stride
-                page = before[ref.tensor][read : read + ref.page_bytes]
-                expected[ref.tensor][write : write + ref.page_bytes] = page
-    for got, wanted in zip(tensors, expected, strict=True):
-        assert torch.equal(got, wanted)
-    assert engine.wait([2], PATIENCE)
-    engine.close()
-    assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
-
-
 def test_what_could_not_be_carried_is_carried_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third copy needs the stage of the first, and fails to empty it: the first must not say that it arrived."""
     pools = Pools(flat(8, 4096, refs=1), slots=8)
@@ -398,3 +360,44 @@ def test_what_is_left_of_a_failed_copy_is_never_carried_into_somebody_elses_imag
         with pytest.raises(ZeroDivisionError):
             stream.copy(between(pools, [Section(0, 0, (0,))], [0], HOST).whole, ())
     assert device.fallbacks() == {}, "events of copies that failed were not released"
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+def test_no_call_waits_for_the_stream_to_bring_ids(into: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Tensor.to` from memory that is not pinned does."""
+    pools = Pools(flat(16), slots=16)
+    model = Model(pools)
+    lane = Lane(TorchDevice("cpu", accelerator=FakeAccelerator()).stream(pools.layout, into))
+    monkeypatch.setattr(torch.Tensor, "to", _refused)
+    lane.send([between(pools, [Section(0, 0, (3, 9))], [1, 5], into).whole])
+    model.move([Section(0, 0, (3, 9))], pools.images([1, 5]), into=into)
+    if into == DEVICE:
+        lane.send([inside(pools.layout, 0, [4, 2], [3, 9]).whole])
+        copied_inside(model.device, pools.layout, 0, [4, 2], [3, 9])
+    lane.close()
+    model.check(pools)
+
+
+def test_ids_in_a_stage_are_overwritten_only_when_they_were_used() -> None:
+    accelerator = FakeAccelerator()
+    pools = Pools(flat(16, 4096, refs=1), slots=1)
+    stream = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator).stream(pools.layout, DEVICE)
+    stream.bind()
+    accelerator.notes.lines.clear()
+    stream.copy(inside(pools.layout, 0, [0, 1, 2], [3, 4, 5]).whole, ())
+    lines = accelerator.notes.lines
+    first, _, third = [line[1] for line in lines if line[0] == "record"][1:4]
+    assert lines.index(("synchronize", first)) < lines.index(("record", third, "stream 1"))
+
+
+def test_streams_are_drawn_once_for_each_direction() -> None:
+    accelerator = FakeAccelerator()
+    device = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator)
+    for _ in range(3):
+        for into in (HOST, DEVICE):
+            device.stream(flat(4), into)
+    assert accelerator.streams == 2
+
+
+def _refused(*arguments: object, **options: object) -> None:
+    raise AssertionError("this call would wait for the stream")

@@ -13,8 +13,9 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 
-from longshore.bench.harness import Case, chosen, compare, rate, size_of
+from longshore.bench.harness import Case, chosen, compare, rate
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer
+from longshore.config import parse_size
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.slabs import Slabs
@@ -29,14 +30,20 @@ NAMES = tuple(f"{name}/{size}" for size in SIZES for name in ROUTES)
 
 REFERENCES = 16
 
+COPIES = 3
+"""Of the bytes that are moved, in memory at a time: pages, images, and what the reference copies into."""
+
 
 def run(*, total_bytes: int = 256 << 20, repeats: int = 9, only: Sequence[str] = ()) -> Iterator[Case]:
     """The cases of `NAMES`; each moves about `total_bytes`."""
     names = chosen(NAMES, only)
+    least = max(parse_size(name.split("/")[1]) for name in names) * REFERENCES
+    if total_bytes < least:
+        raise BenchError(f"expected at least {least} bytes to move, got {total_bytes}")
     for size in SIZES:
         routes = [route for route in ROUTES if f"{route}/{size}" in names]
         if routes:
-            with contextlib.closing(Pages(size_of(size), total_bytes)) as pages:
+            with contextlib.closing(Pages(parse_size(size), total_bytes)) as pages:
                 for route in routes:
                     taken = compare(lambda: pages.move(ROUTES[route]), pages.memmove, repeats=repeats)  # noqa: B023
                     yield rate(f"{route}/{size}", taken, REFERENCE, pages.nbytes)

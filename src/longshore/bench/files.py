@@ -25,11 +25,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longshore.bench.file_sides import ALONE, SCATTERED, FileTierSide, Fio, Images, PerFile, PlainLoop, Side
-from longshore.bench.harness import Case, Seconds, chosen, medians, rate, size_of
-from longshore.bench.machine import check_direct
+from longshore.bench.harness import Case, Seconds, chosen, medians, rate
+from longshore.bench.machine import check_direct, has_vllm
 from longshore.bench.vllm_files import VllmFiles
+from longshore.config import parse_size
+from longshore.errors import BenchError
 
 SIZES = ("256KiB", "2MiB")
+
+COPIES = 3
+"""Of the bytes that are moved, on the disk at a time: the tier's, those of plain threads, and those of fio."""
+
 _PER_FILE = "vs-per-file-"
 _OF_PER_FILE = {f"{_PER_FILE}write": "overwrite", **{f"{_PER_FILE}{kind}": kind for kind in ("read", SCATTERED, ALONE)}}
 _IN_PLACE = frozenset({"overwrite", "read", SCATTERED})
@@ -51,12 +57,15 @@ def run(
     `marks` receives what must stand beside the figures when they are not what they should be (`check_direct`).
     """
     names = chosen(NAMES, only)
+    least = min(2 * parse_size(name.split("/")[1]) for name in names)
+    if total_bytes < least:
+        raise BenchError(f"expected at least {least} bytes to move, two images, got {total_bytes}")
     for size in SIZES:
         kinds = [kind for kind in KINDS if f"{kind}/{size}" in names]
-        if not kinds or 2 * size_of(size) > total_bytes:
+        if not kinds or 2 * parse_size(size) > total_bytes:
             continue
         with _scratch(parent) as directory, contextlib.ExitStack() as undo:
-            images = Images(size_of(size), total_bytes)
+            images = Images(parse_size(size), total_bytes)
             undo.callback(images.arena.close)
             ours = FileTierSide(directory / "tier", images)
             undo.callback(ours.close)
@@ -84,7 +93,7 @@ def _measure(name: str, kind: str, ours: FileTierSide, scratch: Path, images: Im
 
 
 def _per_file(directory: Path, images: Images, *, direct: bool) -> Side:
-    return VllmFiles(directory, images) if VllmFiles.is_installed() else PerFile(directory, images, direct=direct)
+    return VllmFiles(directory, images) if has_vllm() else PerFile(directory, images, direct=direct)
 
 
 def _beside(name: str, kind: str, ours: FileTierSide, references: list[Side], images: Images, repeats: int) -> Case:

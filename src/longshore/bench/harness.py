@@ -107,22 +107,6 @@ def rate(name: str, taken: Seconds, reference: str, nbytes: int) -> Case:
     return Case(name, ours, "GB/s", reference, other, ours / other)
 
 
-def size_of(text: str) -> int:
-    """Bytes of a size such as `64KiB` or `2MiB`."""
-    for suffix, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)):
-        if text.endswith(suffix) and text.removesuffix(suffix).isdecimal():
-            return int(text.removesuffix(suffix)) * factor
-    raise BenchError(f"expected a size such as 64KiB or 2MiB, got {text!r}")
-
-
-def counts_of(text: str) -> list[int]:
-    """Whole numbers with commas between them, such as `10000,1000000`."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise BenchError(f"expected whole numbers with commas between, such as 10000,1000000; got {text!r}")
-    return [int(part) for part in parts]
-
-
 def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
     """Those of `names` that `only` asks for, in their order; all when it asks for none."""
     unknown = sorted(set(only) - set(names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,12 @@ import numpy as np
 from longshore.errors import BenchError
 
 _RAM_DISKS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+
+
+def has_vllm() -> bool:
+    """Whether vLLM is installed: a directory of that name is no package."""
+    found = find_spec("vllm")
+    return found is not None and found.origin is not None
 
 
 def machine_facts() -> dict[str, object]:

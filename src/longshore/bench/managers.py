@@ -10,6 +10,7 @@
     onboard  pin it, and order its transfer                us
     hash     keys of 131,072 tokens                        ms
     memory   bytes per tracked block, key and policy       bytes
+    policy   bytes of that which the eviction policy takes  bytes
     ghosts   bytes per block that the policy remembers after it has left (0 without such a memory)
     pause    longest single call outside eviction          ms
 
@@ -30,25 +31,44 @@ from functools import partial
 
 from longshore.bench.harness import Case, chosen, compare
 from longshore.bench.memory import bytes_per_block
-from longshore.bench.ours import Ours, Two
+from longshore.bench.ours import Ours, Policy, Two
 from longshore.bench.prompts import Load, lengths
 from longshore.bench.rivals import Rival, makers_of_rivals
 from longshore.boundary import Key
 from longshore.errors import BenchError
 from longshore.keys import Scope, chain
 
+LEAST = 64
+"""Tracked blocks."""
+
+BYTES_PER_BLOCK = 1 << 11
+"""Of memory, for keys, our side and the others, all that `run` has of them at a time."""
+
 _TOKENS = 131_072
 _BLOCK = 16
 _PREFERRED = 64
 _REFILLS = 7
 """After so many further fillings the default policy remembers as many departures as it ever does."""
-_PER_SIZE = ("match", "commit", "offload", "evict", "below", "prompt", "slots", "onboard", "memory", "ghosts", "pause")
+_PER_SIZE = (
+    "match",
+    "commit",
+    "offload",
+    "evict",
+    "below",
+    "prompt",
+    "slots",
+    "onboard",
+    "memory",
+    "policy",
+    "ghosts",
+    "pause",
+)
 
 
 def run(*, blocks: Sequence[int], repeats: int = 5, only: Sequence[str] = ()) -> Iterator[Case]:
     """All cases, or those in `only`, for each number of tracked blocks."""
-    if any(size < 64 for size in blocks):
-        raise BenchError(f"a number of blocks is at least 64, got {list(blocks)}")
+    if any(size < LEAST for size in blocks):
+        raise BenchError(f"a number of blocks is at least {LEAST}, got {list(blocks)}")
     names = chosen([*(f"{kind}/{size}" for size in blocks for kind in _PER_SIZE), "hash"], only)
     for size in blocks:
         kinds = [kind for kind in _PER_SIZE if f"{kind}/{size}" in names]
@@ -85,6 +105,9 @@ def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
         yield _pause(size, load)
     if "memory" in kinds or "ghosts" in kinds:
         yield from _memory(size, kinds)
+    if "policy" in kinds:
+        taken = max(0.0, bytes_per_block(Policy, size)[0])
+        yield Case(f"policy/{size}", taken, "bytes", "the bound", 20.0, 20.0 / max(taken, 1.0))
 
 
 def _fill(ours: Ours, others: Sequence[Rival], load: Load) -> tuple[float, list[tuple[float, str]]]:

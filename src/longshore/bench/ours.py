@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, Retention, TieredCache, TierSpec, WritePolicy
+from longshore.cache.chains import LISTS
+from longshore.cache.eviction import DEFAULT_POLICY, Gittins
 from longshore.errors import BenchError
 
 T = TypeVar("T")
@@ -17,13 +21,40 @@ PIECE = 1024
 """Blocks that are stored at a time."""
 
 
+class TakesAll(Gittins):
+    """The default policy, which lets nothing pass: evictions are measured, and rivals take all blocks."""
+
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int]) -> int:
+        """As many as there is room for."""
+        return make_room(len(keys))
+
+
+class Policy:
+    """The default policy alone, over `slots` slots, until these are full."""
+
+    def __init__(self, slots: int) -> None:
+        self._policy = DEFAULT_POLICY(slots, np.empty(0, object))
+        self._policy.grow(LISTS + slots)
+        self._next = LISTS
+        self._turn = 0
+
+    def store(self, keys: Sequence[Key]) -> None:
+        """A prompt becomes resident, which is a request."""
+        nodes = range(self._next, self._next + len(keys))
+        self._next += len(keys)
+        self._policy.names = np.broadcast_to(np.array(keys[0], object), (self._next,))
+        self._turn += 1
+        self._policy.begin(self._turn, len(keys))
+        self._policy.insert(nodes[::-1], leaf=True)
+
+
 class Ours:
     """`TieredCache` with one tier of `slots` slots, and the longest call so far."""
 
     name = "longshore"
 
     def __init__(self, slots: int) -> None:
-        self.cache = TieredCache([TierSpec(HOST, slots, 1)], CacheSettings(max_writes=PIECE))
+        self.cache = TieredCache([TierSpec(HOST, slots, 1, TakesAll)], CacheSettings(max_writes=PIECE))
         self.longest = 0.0
 
     def match(self, keys: Sequence[Key]) -> None:

@@ -35,15 +35,18 @@ def run(model: Path, *, tokens: Sequence[int], device: str = "cpu", repeats: int
         repeats: Measurements of each side.
 
     Raises:
-        BenchError: There is no such device.
+        BenchError: There is no such device, or transformers makes no causal model of the configuration.
         TraceError: The configuration is none.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise BenchError("expected a CUDA GPU, found none that torch sees")
     geometry = geometry_of(str(model))
     with torch.inference_mode():
-        config = AutoConfig.from_pretrained(model)
-        forward = _model(config, device)
+        try:
+            config = AutoConfig.from_pretrained(model, local_files_only=True)
+            forward = _model(config, device)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BenchError(f"{model}: transformers makes no model of it: {error}") from error
         product = _product(device, next(iter(forward.parameters())).dtype)
         for count in tokens:
             prompt = torch.randint(8, config.vocab_size, (1, count), device=device)
@@ -52,6 +55,12 @@ def run(model: Path, *, tokens: Sequence[int], device: str = "cpu", repeats: int
             ours = prefill_operations(geometry, 0, count) / taken.ours / 1e12
             most = 2 * _WIDTH[device] ** 3 / taken.reference / 1e12
             yield Case(f"prefill/{count}", ours, "TFLOPS", REFERENCE, most, ours / most)
+
+
+def memory_of(model: Path, tokens: int) -> float:
+    """Bytes that a prefill of `tokens` takes on the CPU, about: weights, KV cache, activations, in 32 bits."""
+    geometry = geometry_of(str(model))
+    return 4 * geometry.parameters + tokens * (4 * geometry.kv_bytes_per_token + 4 * geometry.attention_width)
 
 
 def _model(config: Any, device: str) -> torch.nn.Module:

@@ -14,9 +14,9 @@ import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Protocol
 
+from longshore.bench.machine import has_vllm
 from longshore.boundary import Key
 from longshore.errors import BenchError
 
@@ -128,8 +128,7 @@ class VllmManager:
 
 def makers_of_rivals() -> list[Callable[[int], Rival]]:
     """How to make, for a number of slots, vLLM's two managers where it is installed; else the ordered dictionary."""
-    found = find_spec("vllm")
-    if found is None or found.origin is None:  # a directory of that name is no package
+    if not has_vllm():
         return [PlainLRU]
     try:
         VllmManager(64, "lru")

@@ -12,12 +12,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from longshore.bench.harness import Case
+from longshore.bench.machine import has_vllm
 from longshore.errors import BenchError
 
 WITHOUT = "the same vLLM without Longshore"
@@ -35,7 +35,7 @@ _LAST_LINES = 8
 
 def check(model: Path) -> None:
     """Raise `BenchError` where there is no vLLM, or no model in that directory: before minutes are spent on starts."""
-    if find_spec("vllm") is None:
+    if not has_vllm():
         raise BenchError("vLLM is not installed beside Longshore: run this with the Python that runs vLLM")
     if not (model / "config.json").is_file():
         raise BenchError(f"expected the directory of a model, {model / 'config.json'} is not there")
@@ -55,10 +55,16 @@ def options_of(text: str) -> dict[str, Any]:
 class Arm:
     """One engine, in a process of its own, and what it was asked."""
 
-    def __init__(self, model: Path, options: Mapping[str, Any], log: Path, tell: Tell) -> None:
-        """Start it, which takes up to a minute; what it prints goes to `log`. Raises `BenchError` if it cannot."""
+    def __init__(
+        self, model: Path, options: Mapping[str, Any], log: Path, tell: Tell, *, own_process: bool = False
+    ) -> None:
+        """Start it, which takes up to a minute; what it prints goes to `log`. Raises `BenchError` if it cannot.
+
+        With `own_process` vLLM runs its scheduler and workers in a process of its own, as it does for a server.
+        """
         tell(f"starting vLLM {log.stem} Longshore")
-        environment = {**_KEEP_MEMORY, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        environment = {**_KEEP_MEMORY, **os.environ, "VLLM_NO_USAGE_STATS": "1"}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))
         self._log = log.open("ab")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "longshore.bench.vllm_engine"],

@@ -73,13 +73,18 @@ class Engine:
     def _settle(self) -> None:
         """Work until nothing is being stored any more."""
         deadline = time.perf_counter() + _PATIENCE
+        if not hasattr(self._core, "engine_core"):  # a process of its own, which works by itself
+            _wait_until_idle(deadline)
+            return
         while self._scheduler.has_requests() and time.perf_counter() < deadline:
             self._llm.llm_engine.step()
         if self._manager is not None:
             self._manager.flush(_PATIENCE)
 
     def _loaded(self) -> dict[str, int]:
-        """Tokens by the tier that they were loaded from; nothing without tiers."""
+        """Tokens by the tier that they were loaded from; nothing without tiers, or where vLLM has its own process."""
+        if not hasattr(self._core, "engine_core"):
+            return {}
         return {} if self._manager is None else dict(self._manager.loaded_tokens)
 
     @property
@@ -91,6 +96,16 @@ class Engine:
         """Longshore's part of the scheduler, if it is there."""
         connector = self._scheduler.connector
         return None if connector is None else connector.connector_scheduler.manager
+
+
+def _wait_until_idle(deadline: float) -> None:
+    """Return when all processes together have used less than a tenth of a core for half a second."""
+    before = _cpu_seconds()
+    while time.perf_counter() < deadline:
+        time.sleep(0.5)
+        used, before = _cpu_seconds() - before, _cpu_seconds()
+        if used < 0.05:
+            return
 
 
 def _cpu_seconds() -> float:

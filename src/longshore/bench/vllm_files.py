@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,12 +42,6 @@ class VllmFiles:
         except (ImportError, AttributeError, TypeError) as error:
             raise BenchError(f"vLLM is installed, but not a version whose file tier is known here: {error}") from error
         self._numbers = itertools.count()
-
-    @staticmethod
-    def is_installed() -> bool:
-        """Whether vLLM is: a directory of that name is no package."""
-        found = find_spec("vllm")
-        return found is not None and found.origin is not None
 
     def move(self, kind: str) -> float:
         """`overwrite` removes what is there first, which takes no time here: such stores never overwrite."""

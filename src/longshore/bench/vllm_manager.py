@@ -19,12 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from longshore.bench.harness import Case
-from longshore.boundary import HOST
-from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec
+from longshore.bench.ours import TakesAll
+from longshore.config import Config
 from longshore.errors import BenchError
-from longshore.runtime import Runtime
-from longshore.runtime.background import BackgroundLoop
-from longshore.runtime.stamps import Stamps
 
 PROMPT = 2048
 """Blocks of 16 tokens."""
@@ -91,13 +88,10 @@ class Driven:
 def ours(blocks: int) -> Driven:
     """`LongshoreManager` over a host tier of so many blocks, whose workers are quick."""
     from longshore.engines.vllm.manager import LongshoreManager  # noqa: PLC0415
-    from longshore.engines.vllm.store import Store  # noqa: PLC0415
+    from longshore.engines.vllm.replay import open_store  # noqa: PLC0415
 
-    settings = CacheSettings(max_writes=1 << 14, groups=(CacheGroup(block_size=16, window=1 << 40),))
-    runtime = Runtime(TieredCache([TierSpec(HOST, blocks, 4096)], settings), [])
-    stamps = Stamps.make(blocks, 1, 1)
-    store = Store(runtime, stamps, stamps.memory, BackgroundLoop(runtime), file=None, windows=(None,))
-    return Driven(LongshoreManager(store, [0], 60.0), lambda spec: stamps.stored(spec.job, 0, spec.indices, []))
+    store = open_store(blocks, Config.make(), TakesAll)
+    return Driven(LongshoreManager(store, [0], 60.0), lambda spec: store.stamps.stored(spec.job, 0, spec.indices, []))
 
 
 def theirs(blocks: int, policy: str) -> Driven:

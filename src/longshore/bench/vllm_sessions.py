@@ -14,7 +14,7 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from longshore.bench.harness import Case
 from longshore.bench.vllm_arms import WITHOUT, Arm, Both, Returns, Tell, check
 from longshore.engines.kv_transfer import kv_transfer
 from longshore.errors import BenchError
+from longshore.tiers.file.audit import Audit
+from longshore.tiers.file.inspection import inspect
 from longshore.trace.tokens import FIRST_TOKEN
 
 _BATCH = 4
@@ -72,6 +74,42 @@ def run(model: Path, scratch: Path, plan: Plan, *, tell: Tell = lambda line: Non
             tell("closing, all is written to files")
         with Arm(model, with_longshore(plan, scratch), scratch / "with.log", tell) as ours:
             yield from sessions.go_on(Both(ours, theirs), "file")
+
+
+def storing(
+    model: Path, scratch: Path, plan: Plan, *, pairs: int = 10, prompt: int = 1000, tell: Tell = lambda line: None
+) -> Iterator[Case]:
+    """What storing costs a vLLM that has its own process: `pairs` batches of prompts that share nothing.
+
+    Each batch has four prompts of so many tokens, and is asked of both engines in turns. Every chunk is written to its
+    file at once (`backup` is `write_through`), and the last figure says which share of all whole chunks is there at the
+    end. Raises `BenchError` as `run` does.
+    """
+    check(model)
+    plan = replace(plan, settings={"backup": "write_through", **plan.settings})
+    dice = random.Random(prompt)  # noqa: S311 - text to measure with
+    with ExitStack() as engines:
+        theirs = engines.enter_context(Arm(model, plan.engine, scratch / "without.log", tell, own_process=True))
+        options = with_longshore(plan, scratch)
+        with Arm(model, options, scratch / "with.log", tell, own_process=True) as ours:
+            both, said = Both(ours, theirs), []
+            for each in range(pairs + 1):
+                tell(f"prompts that share nothing: pair {each} of {pairs}")
+                top = theirs.facts["vocabulary"]
+                batch = [[dice.randrange(FIRST_TOKEN, top) for _ in range(prompt)] for _ in range(_BATCH)]
+                said.append(both.ask([batch, batch], plan.answer))
+    said = said[1:]  # the first batch warms both engines up
+    tokens = _BATCH * (prompt + plan.answer)
+    speeds = [statistics.median(tokens / pair[side]["seconds"] for pair in said) for side in (0, 1)]
+    ratios = [pair[1]["seconds"] / pair[0]["seconds"] for pair in said]
+    yield Case("storing/speed", speeds[0], "tokens/s", WITHOUT, speeds[1], statistics.median(ratios))
+    cpu = [sum(pair[side]["cpu_seconds"] for pair in said) for side in (0, 1)]
+    yield Case("storing/cpu", cpu[0], "s", WITHOUT, cpu[1], cpu[1] / cpu[0])
+    chunk = plan.engine.get("block_size", 16) * plan.settings.get("blocks_per_chunk", 1)
+    eligible = (pairs + 1) * _BATCH * (prompt // chunk)
+    with Audit(scratch / "tier") as audit:
+        records = inspect(audit, iter(()), 0.0).records
+    yield Case("storing/files", records, "chunks", "whole chunks of all prompts", eligible, records / eligible)
 
 
 class Sessions:

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.cache.columns import Column, column, grown
-from longshore.errors import CacheError
+from longshore.errors import CacheError, IntegrityError
 
-LISTS = 256
+LISTS = 3200
 """Numbers below this one name lists, not elements."""
 
 
@@ -120,11 +120,17 @@ class Chains:
         return self.before[which]
 
     def walk(self, which: int) -> Iterator[int]:
-        """The elements of list `which`, coldest first. The lists must not be changed meanwhile."""
+        """The elements of list `which`, coldest first. The lists must not be changed meanwhile.
+
+        Raises `IntegrityError` where the list does not lead back to its beginning.
+        """
         number = self.after[which]
-        while number != which:
+        for _ in range(len(self.after)):
+            if number == which:
+                return
             yield number
             number = self.after[number]
+        raise IntegrityError(f"list {which} goes round without an end: damaged links")
 
     def check_integrity(self, which: int) -> None:
         """Raise `CacheError` unless list `which` is the same from both ends."""

@@ -15,7 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-_INT32, _UINT8 = np.dtype(np.int32), np.dtype(np.uint8)  # found out anew each time, they would cost as much again
+_INT32, _UINT16, _UINT8 = map(
+    np.dtype, (np.int32, np.uint16, np.uint8)
+)  # found out anew each time, they would cost as much again
 _seen_as = np.frombuffer
 
 Column: TypeAlias = "array[int] | memoryview[int]"
@@ -57,6 +59,11 @@ def marks(each: bytearray) -> npt.NDArray[np.uint8]:
     return _seen_as(each, _UINT8)
 
 
+def words(each: array[int]) -> npt.NDArray[np.uint16]:
+    """A column of 16-bit numbers as numpy sees it."""
+    return _seen_as(each, _UINT16)
+
+
 def numbers(each: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Some 32-bit numbers as numpy sees them: sooner than by `np.array`."""
     if isinstance(each, np.ndarray):
@@ -68,6 +75,13 @@ def has_twins(at: npt.NDArray[np.int32]) -> bool:
     """Whether some of these numbers are equal."""
     ordered = np.sort(at)
     return bool((ordered[1:] == ordered[:-1]).any())
+
+
+def once(at: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """These numbers without repetitions: of equal ones the first."""
+    if len(at) < 2 or not has_twins(at):
+        return at
+    return at[np.sort(np.unique(at, return_index=True)[1])]
 
 
 def leading(true: npt.NDArray[np.bool_]) -> int:

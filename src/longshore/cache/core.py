@@ -42,6 +42,8 @@ class Core:
         if not names or len({DEVICE, *names, *theirs}) != 1 + len(names) + len(theirs):
             raise CacheError(f"there is one tier or more below the device, of different names; got {names}, {theirs}")
         self.settings = settings or CacheSettings()
+        self.made_of = tuple(tiers), self.settings, theirs, generation
+        """Arguments of the constructor, for the log of a fault."""
         rules = self.settings.rules(names, theirs)
         # Down from neighbour to neighbour, up straight into the host tier: all tiers reach its memory.
         down, up = pairwise((DEVICE, *names)), ((name, names[0] if tier else DEVICE) for tier, name in enumerate(names))
@@ -57,10 +59,10 @@ class Core:
         self._store = Store(levels, self.counters, thresholds=thresholds, events=events, token_width=width)
         self._flow = Flow(self._store, self.settings, generation)
         self._loading = Loading(self._flow)
-        self._prefetching = Prefetching(self._flow)
-        self._storing = Storing(self._flow, rules[: len(names)])
+        self._storing = Storing(self._flow, rules[: len(names)], is_only=len(names) == 1 and not theirs)
         self._exchange = Exchange(self._flow, theirs, rules[len(names) :])
         self._holds = Holds(self._store)
+        self._prefetching = Prefetching(self._flow, self._storing, self._holds)
         self._joint = Joint(self._flow, self._holds, self._exchange)
         self._device = DeviceBlocks(self.settings.device_blocks)
 
@@ -92,14 +94,17 @@ class Core:
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
         return Onboarding(sum(part.chunks for part in parts), parts)
 
-    def _order_writes(self) -> None:
+    def _proceed(self) -> None:
+        """Order what was waiting for room or for its time: prefetches, then writes."""
+        self._prefetching.proceed()
         self._storing.clean()
         if self._exchange:
             self._exchange.proceed()
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self._count_misses(load, load.conclude(unfinished))
-        if load.outcome is not None:
+        hidden = self._store.log.hidden
+        if load.outcome is not None and (hidden is None or all(hidden not in keys for _, keys in load.asked)):
             self.counters.hits.update(load.outcome.sources)
         self._flow.waits.close(load.wait)
 

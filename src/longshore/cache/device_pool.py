@@ -145,14 +145,14 @@ class DevicePool:
         """For each chunk the blocks that it is in, `None` if it is not on the device; for `Wanted.device`."""
         return [known.blocks if (known := self._known.get(key)) else None for key in keys]
 
-    def match(self, keys: Sequence[Key], now: float, *, request: str | None = None) -> Found:
+    def match(self, keys: Sequence[Key], now: float, *, request: str | None = None, turn: int | None = None) -> Found:
         """The leading chunks that the device has, each of whose blocks has one more reference; then what is below."""
         blocks: list[int] = []
         for known in self.find(keys):
             if known is None:
                 break
             blocks += known
-        match = self._cache.match(keys, now, start=len(blocks) // self._per_chunk, request=request)
+        match = self._cache.match(keys, now, start=len(blocks) // self._per_chunk, request=request, turn=turn)
         self.hold(blocks)
         return Found(tuple(blocks), match)
 

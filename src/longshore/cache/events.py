@@ -37,6 +37,10 @@ class EventKind(enum.Enum):
     GAP = "gap"  # `length` events are missing here
 
 
+_LAST = 253_402_300_799.0  # the end of the year 9999
+_KINDS = [kind.value for kind in EventKind]
+
+
 class Event(NamedTuple):
     """One event. Which fields mean something depends on `kind`; `number` counts from 1, gaps excepted."""
 
@@ -67,6 +71,8 @@ class Event(NamedTuple):
     @classmethod
     def from_json(cls, plain: Any) -> Event:
         """The event that `as_json` made this of. Raises `TraceError` for anything else."""
+        if not isinstance(plain, dict) or plain.get("kind") not in _KINDS:
+            raise TraceError("expected an event, a JSON object whose field 'kind' is one of " + ", ".join(_KINDS))
         try:
             fields = dict(plain)
             fields["kind"] = EventKind(fields["kind"])
@@ -74,9 +80,16 @@ class Event(NamedTuple):
                 if name in fields:
                     fields[name] = bytes.fromhex(fields[name])
             fields["keys"] = tuple(bytes.fromhex(key) for key in fields.get("keys", ()))
-            return cls(**{"number": 0, **fields})
+            event = cls(**{"number": 0, **fields})
         except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"expected an event, got {str(plain)[:80]!r}: {error}") from error
+            raise TraceError(f"expected an event, got a field that it has not, or cannot be: {error}") from error
+        if type(event.at) not in (int, float) or not 0 <= event.at <= _LAST:
+            raise TraceError(f"expected 'at' to be seconds since 1970, got {str(event.at)[:80]!r}")
+        if any(type(count) is not int or count < 0 for count in (event.start, event.length)):
+            raise TraceError("expected 'start' and 'length' of an event to be numbers of chunks")
+        if any(not isinstance(each, str) for each in (event.tier, event.source, event.cause, event.request or "")):
+            raise TraceError("expected 'tier', 'source', 'cause' and 'request' of an event to be names")
+        return event
 
 
 class EventLog:
@@ -86,6 +99,8 @@ class EventLog:
         self.now = 0.0
         self.by: Key | None = None
         """The chunk that room is being made for."""
+        self.hidden: Key | None = None
+        """A chunk of which nothing is recorded."""
         self._events: deque[Event] = deque()
         self._limit = limit
         self._last = 0
@@ -99,6 +114,8 @@ class EventLog:
     def record(self, kind: EventKind, about: Iterable[Key | None] = (None,), **fields: Any) -> None:
         """One event of `kind` about each of some keys; `fields` are those of `Event`."""
         for key in about:
+            if self.hidden is not None and self.hidden in (key, *fields.get("keys", ())):
+                continue
             self._last += 1
             self._events.append(Event(self._last, kind, self.now, key=key, **fields))
             if len(self._events) > self._limit:

@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING
 
 from longshore.cache.events import EVICTED
 from longshore.cache.many import Many
+from longshore.errors import IntegrityError
 
 if TYPE_CHECKING:
     from longshore.cache.store import Store
+
+_ROUNDS = 4
+"""At most so many rounds for each chunk of a tier: in each, one goes or is held, and some that it kept are released."""
 
 _AT_FIRST, _AT_LEAST = 2048, 256
 """How many copies are looked at together at first; later twice as many as went, or stay, but no fewer than this."""
@@ -46,7 +50,7 @@ class Eviction:
     def may_go(self, node: int, tier: int) -> bool:
         """Whether nothing works on this ready copy, holds it, or needs it to be reached."""
         store, index = self._store, self._store.index
-        if store.pools[tier].readers[index.slot[tier][node]] or (tier == 0 and store.seen[node]):
+        if store.pools[tier].readers[index.slot[tier][node]] or self._stays_warm(node, tier):
             return False
         above = index.coldest_without(node, tier)
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
@@ -60,7 +64,7 @@ class Eviction:
         above = index.coldest_without(node, tier)
         if not index.is_ready(node, tier) or store.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if tier == 0 and store.seen[node]:
+        if self._stays_warm(node, tier):
             return False
         if (above < 0 and store.is_kept(node)) or (above >= 0 and not index.is_ready(node, above)):
             return False
@@ -69,10 +73,17 @@ class Eviction:
             for child in index.children(node)
         )
 
+    def _stays_warm(self, node: int, tier: int) -> bool:
+        return tier == 0 and (bool(self._store.seen[node]) or node in self._store.warm)
+
     def _evict(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict in the policy's order: as many at once as may go together, the others one by one."""
         policy, gone, several = self._store.order(tier, pool), 0, min(count, _AT_FIRST)
+        rounds = _ROUNDS * len(policy) + _AT_LEAST
         while gone < count and (nodes := policy.ahead(several)):
+            rounds -= 1
+            if rounds < 0:
+                raise IntegrityError(f"the eviction order of tier {tier} names the same chunks again and again")
             if spare_dirty and (passed := self._store.backlog.leading_sole(nodes, tier)):
                 self._remember(nodes[:passed], tier, pool)
                 policy.keep(nodes[:passed])

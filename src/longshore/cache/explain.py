@@ -129,7 +129,7 @@ def read_events(path: Path) -> list[Event]:
 
     A last line that has no end is left out: its writer has died, or is at work. Raises `TraceError`.
     """
-    older = _read(former(path)) if former(path).exists() else []
+    older = _read(former(path)) if path.name and former(path).exists() else []
     return older + _read(path)
 
 
@@ -140,9 +140,12 @@ def _read(path: Path) -> list[Event]:
             try:
                 events.append(Event.from_json(json.loads(line)))
             except (ValueError, TraceError) as error:
-                raise TraceError(f"{path}, line {number}: {error}") from error
+                raise TraceError(
+                    f"{path}, line {number}: {error}. A file of events is what the setting events_path names; "
+                    "`longshore replay` reads traces"
+                ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: {error}") from error
+        raise TraceError(f"{path}: expected a file of events: {getattr(error, 'strerror', None) or error}") from error
     return events
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.cache.columns import column, zeros
+from longshore.errors import IntegrityError
 
 _NOBODY = 0
 
@@ -34,9 +35,12 @@ class Family:
     def children(self, node: int) -> Iterator[int]:
         """The nodes right behind `node`, youngest first. The family must not be changed meanwhile."""
         each = self.child[node]
-        while each:
+        for _ in range(len(self.older)):
+            if not each:
+                return
             yield each
             each = self.older[each]
+        raise IntegrityError(f"the children of node {node} go round without an end: damaged links")
 
     def all_children(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The nodes right behind any of `nodes`, in their order; of each the youngest first."""
@@ -50,6 +54,8 @@ class Family:
             while each:
                 found.append(each)
                 each = older[each]
+                if len(found) > len(older):
+                    raise IntegrityError(f"the siblings of node {first} go round without an end: damaged links")
         return column(found)
 
     def path(self, node: int, length: int) -> list[int]:

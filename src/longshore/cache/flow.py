@@ -213,7 +213,7 @@ class Flow:
         )
         if writing:
             self.writing[foreign if destination is None else destination.tier] += len(keys)
-        record = self.jobs[job] = Job(transfer, source, destination, load, commanded=command)
+        record = self.jobs[job] = Job(transfer, source, destination, load, commanded=command, turn=self.store.served)
         if destination is not None and self.store.log.on:
             self.store.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
         if command:
@@ -247,6 +247,7 @@ class Flow:
     def _finish(self, job: Job) -> None:
         """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""
         store, statuses = self.store, job.statuses
+        store.changes += 1
         if job.source is not None and job.destination is not None and job.source.tier == job.destination.tier:
             for ends in zip(job.source.slots, job.destination.slots, statuses, strict=True):
                 store.moved(job.source.tier, *ends)
@@ -273,6 +274,7 @@ class Flow:
             if self.offloaded is not None and ours and job.transfer.route.source == DEVICE:
                 items = zip(job.transfer.items, statuses, strict=True)
                 self.offloaded += [item.key for item, status in items if status is Status.OK]
+            store.serve(job.turn)
             store.arrive(tier, slots)
 
     def _let_go(self, source: Side, statuses: Sequence[Status], *, blame: bool) -> None:
@@ -299,6 +301,9 @@ class Flow:
         store.fail(tier, slot, status)
 
     def _count(self, job: Job, result: TransferResult) -> None:
+        hidden = self.store.log.hidden
+        if hidden is not None and all(item.key == hidden for item in job.transfer.items):
+            return
         routes, route = self.store.counters.routes, str(job.transfer.route)
         totals = routes.get(route) or routes.setdefault(route, RouteTotals())
         arrived = result.statuses.count(Status.OK)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import column, marks
+from longshore.cache.columns import column, marks, once
 from longshore.cache.jobs import Held, Load
 from longshore.cache.jobs import Hold as Record
 from longshore.cache.store import Store
@@ -23,18 +23,18 @@ class Holds:
         self._store = store
         self._records: dict[int, Record] = {}
         self._step = array("i")
-        """Nodes that were looked at in this step, some of them twice."""
+        """Nodes that were looked at in this step, each once; some of them have gone since."""
 
     def __len__(self) -> int:
         """Holds that were not released, those of `peek` included."""
-        return len(self._records) + len(self._step)
+        return len(self._records) + int(np.count_nonzero(marks(self._store.seen)[np.unique(column(self._step))]))
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._records.values())
 
     def take(self, identity: int, parts: Sequence[Held], request: str | None, *, joint: bool = False) -> Hold:
         """Hold `parts`, whose nodes are pinned; of several groups if it is `joint`."""
-        self._records[identity] = Record(parts, request, joint=joint)
+        self._records[identity] = Record(parts, request, self._store.served, joint=joint)
         return Hold(identity)
 
     def get(self, hold: Hold) -> Record:
@@ -50,7 +50,7 @@ class Holds:
         if record.joint != joint:
             raise HoldError(f"hold {hold.id} is of {'several groups' if record.joint else 'one group'}")
         if not joint and record.parts[0].alone:
-            raise HoldError(f"hold {hold.id} keeps chunks that stand alone, and are no path")
+            raise HoldError(f"hold {hold.id} keeps single chunks, and no path")
         if record.load is not None:
             raise HoldError(f"hold {hold.id} was onboarded before")
         return record
@@ -63,8 +63,10 @@ class Holds:
         return load
 
     def drop(self, hold: Hold) -> None:
-        """Let go of what `hold` stands for, which counts as a use of it."""
-        for part in self._records.pop(hold.id).parts:
+        """Let go of what `hold` stands for, which is a use of it by its request."""
+        record = self._records.pop(hold.id)
+        self._store.serve(record.turn)
+        for part in record.parts:
             nodes = [node for pin in part.pins if (node := pin.node)]
             if part.alone:
                 self._store.sliding.serve(nodes)
@@ -80,8 +82,15 @@ class Holds:
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
         """Keep the nodes `at` until `end_step`, and where they are in the warmest tier, there."""
-        marks(self._store.seen)[at] = 1
-        self._step.frombytes(at.tobytes())
+        seen = marks(self._store.seen)
+        fresh = once(at[seen[at] == 0])
+        seen[fresh] = 1
+        self._step.frombytes(fresh.tobytes())
+
+    @property
+    def protects(self) -> bool:
+        """Whether something is protected until the step is over."""
+        return bool(self._step)
 
     def forget_step(self) -> None:
         """The store was cleared, and with it what was protected."""
@@ -93,6 +102,7 @@ class Holds:
             at, self._step = column(self._step), array("i")
             marks(self._store.seen)[at] = 0
             self._store.reconsider(at)
+        self._store.lose_condemned()
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless the pins that are in place are those of holds and peeks."""

@@ -28,7 +28,7 @@ from longshore.boundary import Key
 from longshore.cache.columns import column, marks, numbers
 from longshore.cache.lookup import Lookup
 from longshore.cache.nodes import NONE, ROOT
-from longshore.errors import CacheError
+from longshore.errors import CacheError, IntegrityError
 
 
 class Index(Lookup):
@@ -103,11 +103,11 @@ class Index(Lookup):
         return at
 
     def add_copy(self, node: int, tier: int, slot: int) -> None:
-        """Another copy of `node`, in `slot` of `tier`. Raises `CacheError` for a second one, or an orphan."""
+        """Another copy of `node`, in `slot` of `tier`. Raises `IntegrityError` for a second one, or an orphan."""
         if self.slot[tier][node] >= 0:
-            raise CacheError(f"chunk {self.key[node].hex()[:12]} already has a copy in tier {tier}")
+            raise IntegrityError(f"chunk {self.key[node].hex()[:12]} already has a copy in tier {tier}")
         if not self.accepts(self.parent[node], tier):
-            raise CacheError(f"chunk {self.key[node].hex()[:12]} has no parent in tier {tier} or colder")
+            raise IntegrityError(f"chunk {self.key[node].hex()[:12]} has no parent in tier {tier} or colder")
         before = self.coldest(node)
         self.slot[tier][node] = slot
         self.pools[tier].node[slot] = node
@@ -116,7 +116,7 @@ class Index(Lookup):
             self.reach[each][parent] += 1
 
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:
-        """`add_copy` for `nodes`, which differ, parents first. Raises `CacheError` before anything has changed."""
+        """`add_copy` for `nodes`, which differ, parents first. Raises `IntegrityError` before anything has changed."""
         at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
         parents = column(self.parent)[at]
@@ -129,7 +129,9 @@ class Index(Lookup):
         refused = second | orphans
         if np.count_nonzero(refused):
             name = self.key[nodes[int(refused.argmax())]].hex()[:12]
-            raise CacheError(f"chunk {name} has a copy in tier {tier} already, or no parent there or in a colder one")
+            raise IntegrityError(
+                f"chunk {name} has a copy in tier {tier} already, or no parent there or in a colder one"
+            )
         reaching = np.zeros(len(at), bool)
         for each in reversed(self.tiers):
             reaching |= columns[each][at] >= 0
@@ -150,7 +152,7 @@ class Index(Lookup):
         """The same as `drop_copy` for nodes `at`, with these keys, of which only `tier` has a copy.
 
         Keeps their slots' nodes. None has a child when those before it have gone, and then only the one right before
-        it. Returns the parents that have lost a child, and are left.
+        it. Returns the parents that have lost a child, each once.
         """
         shards = self._shards
         for key in keys:
@@ -158,12 +160,12 @@ class Index(Lookup):
         above = column(self.parent)[at]
         tops = np.ones(len(at), bool)
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
-        parents = []
+        parents: dict[int, None] = {}
         for eldest, youngest, parent, count in self._family.siblings(at[tops], above[tops]):
             for reach in self.reach[: tier + 1]:
                 reach[parent] -= count
             self._family.leave_together(eldest, youngest, parent)
-            parents.append(parent)
+            parents[parent] = None
         column(self.slot[tier])[at] = NONE
         for reach in self.reach[: tier + 1]:
             column(reach)[at] = 0
@@ -172,7 +174,7 @@ class Index(Lookup):
         self._free.give(array("i", at.tobytes()))
         self._count -= len(at)
         self.gone += len(at)
-        return parents
+        return list(parents)
 
     def drop_copy(self, node: int, tier: int) -> bool:
         """Take a copy out of its node; says whether it was the last, and the node is gone. Keeps the slot's state."""

@@ -21,11 +21,13 @@ class Load:
     """What a hold has ordered onto the device, in parts, and how far they have come.
 
     `asked` are the keys that requests, by name, want of it; `sources` names the tier that each comes from; `cut` says
-    why the last of them could not be ordered; `wait` is the number of the wait for it.
+    why the last of them could not be ordered; `wait` is the number of the wait for it. A load that `is_whole` has
+    arrived when every chunk has; any other as far as its leading chunks have.
     """
 
-    def __init__(self, wait: int = 0) -> None:
+    def __init__(self, wait: int = 0, *, is_whole: bool = False) -> None:
         self.wait = wait
+        self.is_whole = is_whole
         self.asked: Sequence[tuple[str | None, Sequence[Key]]] = ()
         self.sources: list[str] = []
         self.cut: list[MissReason] = []
@@ -38,16 +40,20 @@ class Load:
         return [job for job in self.parts if job.waiting]
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
-        """Fix the outcome: the leading chunks that arrived. Returns the misses; pending ones are `unfinished`."""
+        """Fix the outcome: the chunks that have arrived. Returns the misses; pending ones are `unfinished`."""
         lead = next((i for i, job in enumerate(self.parts) if not job.arrived), len(self.parts))
+        if self.is_whole and lead < len(self.parts):
+            lead = 0
         arrived = sum(len(job.statuses) for job in self.parts[:lead])
         misses: list[MissReason] = []
+        has_failed = False
         for reason in self._reasons(self.parts[lead:], unfinished):
-            if reason is None and not misses:
+            if reason is None and not has_failed and not self.is_whole:
                 arrived += 1
-            elif misses and reason in (None, MissReason.CANCELLED):
+            elif reason is None or (has_failed and reason is MissReason.CANCELLED):
                 misses.append(MissReason.BEHIND)
-            elif reason is not None:
+            else:
+                has_failed = True
                 misses.append(reason)
         self.outcome = Outcome(arrived, tuple(self.sources[:arrived]))
         return misses + self.cut
@@ -71,8 +77,8 @@ class Load:
 class Held:
     """What a hold keeps of one KV cache group: the chunks `keys`, at `positions` of their path, by pins on nodes.
 
-    One pin on the last keeps a path; chunks that stand `alone` have one each. `blocks` says how many device blocks they
-    take, where that is settled.
+    One pin on the last keeps a path; chunks that are held `alone`, each for itself, have one each. `blocks` says how
+    many device blocks they take, where that is settled.
     """
 
     __slots__ = ("alone", "blocks", "group", "keys", "pins", "positions")
@@ -109,11 +115,12 @@ class Held:
 class Hold:
     """The control plane's side of a hold: what it keeps, of several groups if it is `joint`, and what was ordered."""
 
-    __slots__ = ("joint", "load", "parts", "prefetch", "request")
+    __slots__ = ("joint", "load", "parts", "prefetch", "request", "turn")
 
-    def __init__(self, parts: Sequence[Held], request: str | None, *, joint: bool) -> None:
+    def __init__(self, parts: Sequence[Held], request: str | None, turn: int, *, joint: bool) -> None:
         self.parts = parts
         self.request = request
+        self.turn = turn
         self.joint = joint
         self.load: Load | None = None
         self.prefetch: Wait | None = None
@@ -139,10 +146,11 @@ class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
     It is `commanded` unless the host was offered the slots, and moves the bytes itself. `waiting` are the ranks that
-    have not reported, `waits` those of requests for what this reads, by number.
+    have not reported, `waits` those of requests for what this reads, by number; `turn` is that of the request that
+    ordered it.
     """
 
-    __slots__ = ("commanded", "destination", "load", "source", "statuses", "transfer", "waiting", "waits")
+    __slots__ = ("commanded", "destination", "load", "source", "statuses", "transfer", "turn", "waiting", "waits")
 
     def __init__(
         self,
@@ -152,12 +160,14 @@ class Job:
         load: Load | None = None,
         *,
         commanded: bool = True,
+        turn: int = 0,
     ) -> None:
         self.transfer = transfer
         self.source = source
         self.destination = destination
         self.load = load
         self.commanded = commanded
+        self.turn = turn
         self.waiting = set(range(transfer.ranks))
         self.statuses = [Status.OK] * len(transfer.items)
         self.waits: dict[int, Wait] = {}

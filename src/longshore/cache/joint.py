@@ -99,7 +99,7 @@ class Joint:
         ]
         hold = self._holds.take(self._flow.new_id(), parts, request, joint=True) if parts else None
         more = self._could_be(wanted).tokens if self._exchange else 0
-        return GroupMatch(tokens, needs, hold, max(0, more - tokens), probes)
+        return GroupMatch(tokens, needs, hold, max(0, more - tokens), probes, self._store.served)
 
     def fetch(self, wanted: Sequence[Wanted]) -> tuple[int, ...]:
         """Order what only foreign tiers have of what the longest prefix needs; those jobs, and what is under way.

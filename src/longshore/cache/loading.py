@@ -116,7 +116,7 @@ class Loading:
         first, nothing is ordered.
         """
         store = self._store
-        load, wait = self._begin(timeout)
+        load, wait = self._begin(timeout, is_whole=True)
         if len(nodes) < len(keys):
             load.cut = [store.watching.miss(key) for key in keys]
             return load
@@ -131,24 +131,26 @@ class Loading:
         self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load
 
-    def _begin(self, timeout: float) -> tuple[Load, Wait]:
+    def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
         """A load that is waited for so many seconds."""
-        load = Load(self._flow.new_id())
+        load = Load(self._flow.new_id(), is_whole=is_whole)
         wait = Wait(load.wait, self._flow.now + timeout, load, patient=True)
         self._flow.waits.begin(wait)
         return load, wait
 
-    def lend(self, keys: Sequence[Key], at: npt.NDArray[np.int32]) -> Loan:
+    def lend(self, keys: Sequence[Key], at: npt.NDArray[np.int32], turn: int | None = None) -> Loan:
         """Let the host read `keys`, which are distinct and have the nodes `at`, from the warmest tier; a use of them.
 
         Raises `CacheError` unless all are ready there.
         """
         store, nodes = self._store, at.tolist()
+        store.check_turn(turn)
         if not store.index.are_ready(at, 0).all():
             raise CacheError(f"not all of {len(nodes)} chunks are ready in the warmest tier: bring them up first")
         taken = column(store.index.slot[0])[at]
         column(store.pools[0].readers)[taken] += 1
         store.sliding.serve(nodes)
+        store.serve(turn)
         store.touch(nodes[::-1])
         slots = taken.tolist()
         job = self._flow.new_id()

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from longshore.boundary import Command, Key, ProbeResult, Result, TransferResult
+from longshore.boundary import DEVICE, Command, Key, ProbeResult, Result, TransferResult
 from longshore.cache.adopting import Chunk, Found, adopt
+from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import EVICTED, Event
 from longshore.cache.moving import make_way
 from longshore.cache.offering import Offering
@@ -31,16 +32,19 @@ class TieredCache(Reading, Offering):
 
     # ------------------------------------------------------------------ life
 
-    def adopt(self, tier: str, found: Iterable[Chunk | tuple[int, Key, Key | None]]) -> int:
+    def adopt(self, tier: str, found: Iterable[Chunk | tuple[int, Key, Key | None]], others: Sequence[int] = ()) -> int:
         """Take in what a persistent tier holds at start: (slot, key, parent, pool), oldest first; says how many.
 
+        Slots of `others` hold what is not for this cache, least useful first: they are given out after all empty ones.
         Chunks whose parents are gone cannot be reached: their slots stay free. Two chunks in one slot, or two of one
         key, are a `CacheError`, and nothing is taken in.
         """
         chunks = list(found)
         named = set(map(len, chunks)) <= {4}  # as from a tier, where there may be half a million of them
         whole = cast("list[Chunk]", chunks) if named else [Found(*each) for each in chunks]
-        return adopt(self._store, self._tier(tier), whole)
+        adopted = adopt(self._store, self._tier(tier), whole)
+        self._store.pools[self._tier(tier)].give_last(others)
+        return adopted
 
     def sleep(self) -> bool:
         """The device's memory is about to be freed: cancel what touches it, and take no orders that would.
@@ -86,13 +90,21 @@ class TieredCache(Reading, Offering):
                 self._count_misses(record.load, record.load.revoke())
         self._flow.forget()
         self._holds.forget_step()
+        self._prefetching.clear()
         self._exchange.clear()
         return self.generation
+
+    def resize_device(self, blocks: int | None) -> None:
+        """The device pool is another one, of so many blocks; no job works on the one before it any more."""
+        routes = [job.transfer.route for job in self._flow.jobs.values()]
+        if busy := sum(DEVICE in (route.source, route.destination) for route in routes):
+            raise CacheError(f"{busy} jobs in flight read or write blocks of the device pool: it cannot be replaced")
+        self._device = DeviceBlocks(blocks)
 
     def end_step(self) -> None:
         """The engine's step is over: what `peek` protected no longer is, and pending backups are ordered."""
         self._holds.end_step()
-        self._order_writes()
+        self._proceed()
 
     def tick(self, now: float) -> None:
         """Time has passed: order what is due, and end the waits whose deadline has come.
@@ -101,7 +113,7 @@ class TieredCache(Reading, Offering):
         """
         self._check_time(now)
         self._advance(now)
-        self._order_writes()
+        self._proceed()
 
     def take(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
@@ -122,7 +134,7 @@ class TieredCache(Reading, Offering):
         for load in loads:
             if load.outcome is None and not load.pending:
                 self._conclude(load, MissReason.CANCELLED)
-        self._order_writes()
+        self._proceed()
 
     # ------------------------------------------------------------------ watching
 
@@ -142,6 +154,13 @@ class TieredCache(Reading, Offering):
         if limit is not None and limit < 1:
             raise CacheError(f"a limit of events is at least 1, got {limit}")
         return self._store.log.pull(limit)
+
+    def hide(self, key: Key | None) -> None:
+        """Until the next call, leave `key` out of hits, of what routes have moved, and of the events.
+
+        For a test of the tiers, which sends a chunk of its own through them.
+        """
+        self._store.log.hidden = key
 
     def note_device(
         self, came: Sequence[tuple[Key, Key | None]] = (), gone: Sequence[Key] = (), *, cause: str = EVICTED

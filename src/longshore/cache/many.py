@@ -76,11 +76,13 @@ class Many:
         return self._idle(at, tier) & colder & ready, ~others
 
     def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
-        """Which copies nothing reads, nor, in the warmest tier, has looked at in this step."""
+        """Which copies nothing reads; in the warmest tier also not kept there, nor looked at in this step."""
         store = self._store
         idle: Mask = column(store.pools[tier].readers)[column(store.index.slot[tier])[at]] == 0
         if not tier:
             idle &= marks(store.seen)[at] == 0
+            if store.warm:
+                idle &= [node not in store.warm for node in at.tolist()]
         return idle
 
     def _leaves(

@@ -19,7 +19,7 @@ from longshore.cache.columns import Stack, column, marks, numbers, zeros
 from longshore.cache.family import Family
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import READY
-from longshore.errors import CacheError
+from longshore.errors import CacheError, IntegrityError
 
 ROOT = 0
 """The parent of every first chunk; also "no node"."""
@@ -135,7 +135,7 @@ class Nodes:
             slot = self.slot[tier][node]
             if slot >= 0:
                 return self.pools[tier].pool_of(slot)
-        raise CacheError(f"node {node} has no slot")
+        raise IntegrityError(f"node {node} has no slot")
 
     def pools_of(self, nodes: Sequence[int]) -> list[int]:
         """The same for many."""
@@ -148,7 +148,7 @@ class Nodes:
             here = np.flatnonzero((slots >= 0) & (pools == NONE))
             pools[here] = self.pools[tier].pools_of(slots[here])
         if (pools == NONE).any():
-            raise CacheError(f"node {nodes[int((pools == NONE).argmax())]} has no slot")
+            raise IntegrityError(f"node {nodes[int((pools == NONE).argmax())]} has no slot")
         found: list[int] = pools.tolist()
         return found
 

@@ -53,13 +53,15 @@ class Offering(Core):
         retention: Sequence[Retention] = (),
         group: int = 0,
         text: Text | None = None,
+        turn: int | None = None,
     ) -> Offload:
         """Chunks `keys[first:]` are complete on the device, in `blocks`, or about to be evicted from it.
 
         The write policy decides whether they are offloaded now; their blocks must stay unchanged until the job has
         ended. `keys` is the path from the first chunk of the prompt; what a tier has already is not written again.
         Chunks from position `prompt` on are of the answer. `retention` says what is worth keeping, and `text` which
-        tokens the chunks have, for partial matches (`settings.partial`).
+        tokens the chunks have, for partial matches (`settings.partial`). `turn` is that of the request, from
+        `Match.turn`; without one it is that of the last request that began.
         """
         check_retention(retention)
         self._check_first(keys, first)
@@ -68,20 +70,40 @@ class Offering(Core):
             raise CacheError(f"{len(keys) - first} chunks have {expected} blocks, got {len(blocks)}")
         self._device.check(blocks)
         return self._storing.store(
-            keys, first, blocks, evicting=evicting, prompt=prompt, retention=retention, group=group, text=text
+            keys,
+            first,
+            blocks,
+            evicting=evicting,
+            prompt=prompt,
+            retention=retention,
+            group=group,
+            text=text,
+            turn=turn,
         )
 
     def offer(
-        self, keys: Sequence[Key], *, first: int = 0, retention: Sequence[Retention] = (), group: int = 0
+        self,
+        keys: Sequence[Key],
+        *,
+        first: int = 0,
+        retention: Sequence[Retention] = (),
+        group: int = 0,
+        patient: bool = False,
+        turn: int | None = None,
     ) -> Offload:
         """Which of the chunks `keys[first:]` to store, and where; the host moves the bytes, and reports the job.
 
-        A host that will not move them after all must say so, by `withdraw`.
+        A host that will not move them after all must say so, by `withdraw`. `keys` is the path from the first chunk of
+        the prompt. With `patient`, chunks of a path are taken together, or not yet (`Offload.again`), as long as room
+        is being made that all of them fit into.
+        `turn` is that of the request, as for all calls from `begin` on.
         """
         check_retention(retention)
         self._check_first(keys, first)
         self._device.check(())
-        return self._storing.store(keys, first, None, evicting=True, retention=retention, group=group)
+        return self._storing.store(
+            keys, first, None, evicting=True, retention=retention, group=group, patient=patient, turn=turn
+        )
 
     def slide(self, keys: Sequence[Key], *, group: int = 0) -> None:
         """The window of a request has slid past `keys`, for hosts that do not offer whole paths.
@@ -92,38 +114,43 @@ class Offering(Core):
             raise CacheError(f"no window slides past chunks of group {group}: they do not stand alone")
         self._store.sliding.slide([node for node in self._store.index.find_alone(keys) if node])
 
-    def keep(self, keys: Sequence[Key] | Sight, *, group: int = 0, request: str | None = None) -> Hold:
-        """A hold on chunks that stand alone, for hosts that have found them by `peek`.
+    def keep(
+        self, keys: Sequence[Key] | Sight, *, group: int = 0, request: str | None = None, turn: int | None = None
+    ) -> Hold:
+        """A hold on chunks that a host has found by `peek`.
 
         Raises `CacheError` unless a tier has each of them ready.
         """
+        self._store.check_turn(turn)
         mine, at = self._asked(keys, group)
+        self._store.serve(turn)
         pins = [self._store.pin(node) for node in at.tolist()]
         held = Held(mine, range(len(mine)), pins, group, alone=True)
         return self._holds.take(self._flow.new_id(), [held], request)
 
-    def lend(self, keys: Sequence[Key] | Sight, *, group: int = 0) -> Loan:
-        """The host reads chunks that stand alone from the warmest tier itself, and reports the job.
+    def lend(self, keys: Sequence[Key] | Sight, *, group: int = 0, turn: int | None = None) -> Loan:
+        """The host reads chunks from the warmest tier itself, and reports the job.
 
         Their slots stay as they are until every rank has. One that will not be read is given back by `withdraw`.
         Raises `CacheError` unless each of them is ready there.
         """
         self._device.check(())
-        return self._loading.lend(*self._asked(keys, group))
+        return self._loading.lend(*self._asked(keys, group), turn)
 
     def _asked(self, keys: Sequence[Key] | Sight, group: int) -> tuple[Sequence[Key], At]:
-        """Keys and nodes of chunks of `group` that stand alone, and can be read from some tier; or `CacheError`."""
+        """Keys and nodes of chunks of `group` that can be read from some tier; or `CacheError`."""
         index = self._store.index
         mine, at = nodes_of(index, keys)
-        if not len(at) or not self.settings.stands_alone(group):
-            raise CacheError(f"expected chunks of a group that stand alone, got {len(at)} of group {group}")
+        if not len(at):
+            raise CacheError(f"expected chunks of group {group}, got none")
         lacking = np.flatnonzero((at == ROOT) | (marks(index.reachable)[at] == 0)).tolist()
         if lacking:
             name = mine[lacking[0]].hex()[:12]
             raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier: {name} ...")
         if has_twins(at):
             raise CacheError(f"the {len(at)} chunks differ, only {len(np.unique(at))} do")
-        index.check_alone(at)
+        if self.settings.stands_alone(group):
+            index.check_alone(at)
         self._store.check_pool(at.tolist() if self._store.several_sizes else (), self.settings.pool_of(group))
         return mine, at
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from longshore.boundary import Status
 from longshore.cache.columns import Stack, column, marks, numbers, zeros
 from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES, step
-from longshore.errors import CacheError, CapacityError
+from longshore.errors import CacheError, CapacityError, IntegrityError
 from longshore.slabs import Slabs
 
 
@@ -94,12 +94,19 @@ class SlotPool:
         state, after, at = marks(self.state), step(before, to), numbers(indices)
         if state[at].tobytes().count(before) < len(at):
             index = next(index for index in at.tolist() if state[index] != before)
-            raise CacheError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
+            raise IntegrityError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
         state[at] = after
 
     def claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
         """Take these very slots of `pools`, which a start found whole, the one used last at the end; all or none."""
         self._take_these(indices, pools, READY)
+
+    def give_last(self, indices: Sequence[int]) -> None:
+        """Of the free slots, give these out after all others, the first of them first. `CacheError` if out of range."""
+        bad = [index for index in indices if not 0 <= index < self.capacity]
+        if bad:
+            raise CacheError(f"slots lie in [0, {self.capacity}), got {bad[0]}")
+        self._give_last([index for index in indices if self.state[index] == FREE])
 
     def reserve(self, indices: Sequence[int], pools: Sequence[int]) -> None:
         """Take these very slots of `pools`, to be filled; all or none."""
@@ -162,9 +169,9 @@ class SlotPool:
         """These slots, the last of them the warmest, were used: of interest where slabs may change their size."""
 
     def free(self, index: int) -> None:
-        """Give one slot back. An id out of range or already free is a `CacheError`."""
+        """Give one slot back. An id out of range or already free is an `IntegrityError`."""
         if not 0 <= index < self.capacity or self.state[index] == FREE:
-            raise CacheError(f"slot {index} of {self.capacity} is not taken")
+            raise IntegrityError(f"slot {index} of {self.capacity} is not taken")
         self.move(index, FREE)
 
     def is_busy(self, index: int) -> bool:
@@ -217,6 +224,11 @@ class SlotPool:
             raise CacheError(f"there is one image size, pool 0; got pools {sorted(set(pools))}")
         wanted = set(indices)
         self._free = Stack(array("i", [i for i in self._free if i not in wanted]))
+
+    def _give_last(self, indices: Sequence[int]) -> None:
+        """These slots, which are free, are given out last."""
+        last = dict.fromkeys(indices)
+        self._free = Stack(array("i", [*reversed(last), *(i for i in self._free if i not in last)]))
 
     def _resize(self, slabs: int) -> None:
         """From now on there are `slabs` slots; those that are not any more are free."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longshore.boundary import Key, Slot
+from longshore.boundary import Key, Slot, Slots
 from longshore.cache.beginnings import Text
-from longshore.cache.columns import marks
+from longshore.cache.columns import leading, marks
 from longshore.cache.core import Core
 from longshore.cache.events import EventKind
 from longshore.cache.groups import Wanted
 from longshore.cache.jobs import Held
 from longshore.cache.nodes import ROOT
-from longshore.cache.sight import Sight
+from longshore.cache.sight import Sight, nodes_of
+from longshore.cache.states import READY
 from longshore.cache.types import (
     GroupMatch,
     Hold,
@@ -38,19 +39,24 @@ class Reading(Core):
         request: str | None = None,
         text: Text | None = None,
         group: int = 0,
+        count: bool = True,
+        turn: int | None = None,
     ) -> Match:
         """The longest run of ready chunks among `keys[start:]`, and a hold on it.
 
         `keys` is the path from the first chunk of the prompt; chunks before `start` are the engine's own. Every chunk
         behind the run is counted as a miss. The run is found by bisection, in microseconds whatever its length: a key
         names its whole prefix, so only some are looked at. `CacheError` is raised where one of these is out of place.
-        What is not known of foreign tiers is asked for, and never waited for.
+        What is not known of foreign tiers is asked for, and never waited for. An engine whose scheduler asks again and
+        again for a request that waits passes `count=False`, and calls `count_request` once. A request that was matched
+        before passes the `turn` that it drew then (`Match.turn`): chunks that it uses several times count once.
 
         With the `text` behind the keys, which are of `group`, the chunk behind the run is looked for that begins as it
         should; what `onboard` is then given another block for.
         """
         self._check_time(now)
         self._check_first(keys, start)
+        self._store.check_turn(turn)
         size = 0 if text is None else self.settings.group(group)[1]
         if text is not None and self.settings.stands_alone(group):
             raise CacheError(f"chunks of group {group} stand alone: none of them follows a path")
@@ -63,21 +69,45 @@ class Reading(Core):
         known = end + len(index.follow(keys, end)) if self._exchange else index.known_prefix(keys, end)
         partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
         self._advance(now)
+        if turn is None:
+            turn = self._store.begin(keys, end)
+        self._store.serve(turn)
         foreign, probes = self._exchange.look(keys, known) if self._exchange else (0, ())
-        self._store.watching.count_misses(keys, end, known, foreign)
-        if self._store.log.on:
-            asked, found = tuple(keys), end - start
-            self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
+        if count:
+            self._count(keys, start, end, known, foreign, request)
         path = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
         if not path:
-            return Match(start, 0, None, foreign, probes, partial)
+            return Match(start, 0, None, foreign, probes, partial, turn)
         if self._exchange:
             self._exchange.found(keys[start:end])
         held = Held(path, range(start, start + len(path)), (self._store.pin(index.get(path[-1])),))
         hold = self._holds.take(self._flow.new_id(), (held,), request)
-        return Match(start, end - start, hold, foreign, probes, partial)
+        return Match(start, end - start, hold, foreign, probes, partial, turn)
 
-    def match_groups(self, wanted: Sequence[Wanted], now: float, *, request: str | None = None) -> GroupMatch:
+    def begin(self, keys: Sequence[Key] | Sight) -> int:
+        """A request for `keys` begins, for hosts that ask key by key; the turn that its calls are to name."""
+        mine, at = nodes_of(self._store.index, keys)
+        return self._store.begin(mine, leading(at != ROOT))
+
+    def count_request(self, keys: Sequence[Key], match: Match, *, request: str | None = None) -> None:
+        """Count what `match`, which was not counted, left of `keys` as misses; the events have the request from here.
+
+        To be called before `onboard`, where something is loaded.
+        """
+        self._check_first(keys, match.start + match.length)
+        end = match.start + match.length
+        known = self._store.index.known_prefix(keys, end)
+        self._count(keys, match.start, end, known, min(match.foreign, len(keys) - known), request)
+
+    def _count(self, keys: Sequence[Key], start: int, end: int, known: int, foreign: int, request: str | None) -> None:
+        self._store.watching.count_misses(keys, end, known, foreign)
+        if self._store.log.on:
+            asked, found = tuple(keys), end - start
+            self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
+
+    def match_groups(
+        self, wanted: Sequence[Wanted], now: float, *, request: str | None = None, turn: int | None = None
+    ) -> GroupMatch:
         """The longest prefix at which every KV cache group is served, and a hold on what the tiers are to bring.
 
         `wanted` says of each group of `CacheSettings.groups`, in order, which keys the request has, and which of these
@@ -85,11 +115,16 @@ class Reading(Core):
         Chunks that the last token would need, behind what was found, are counted as misses; the events have a request
         for each group, `request/0`, `request/1` and so on. With `Wanted.text` in all of them the length may be any: the
         first tokens of a chunk serve, too. What is not known of foreign tiers is asked for, and never waited for.
-        Raises `CacheError` where a key is out of place.
+        A request that was matched before passes its `turn`, as in `match`. Raises `CacheError` where a key is out of
+        place.
         """
         self._check_time(now)
+        self._store.check_turn(turn)
         plan = self._joint.plan(wanted)
         self._advance(now)
+        if turn is None:
+            turn = self.begin([key for each in wanted for key in each.keys])
+        self._store.serve(turn)
         return self._joint.match(plan, wanted, request)
 
     def fetch(self, keys: Sequence[Key], now: float, *, start: int = 0, group: int = 0) -> tuple[int, ...]:
@@ -141,6 +176,20 @@ class Reading(Core):
         self._holds.protect(sight.at[readable & (sight.at != ROOT)])
         return sight
 
+    def in_place(self, keys: Sequence[Key]) -> Slots | None:
+        """The slots of the warmest tier that `keys` are ready in, if all books agree on each; `None` otherwise.
+
+        Changes nothing. For reading what was found before the control plane failed: nothing is written there since.
+        """
+        index, pool, slots = self._store.index, self._store.pools[0], list[int]()
+        for key in keys:
+            node = index.get(key)
+            slot = index.slot[0][node] if node else -1
+            if slot < 0 or pool.state[slot] != READY or pool.node[slot] != node or index.key[node] != key:
+                return None
+            slots.append(slot)
+        return Slots(self._store.levels[0].name, pool.pool_of(slots[0]) if slots else 0, tuple(slots))
+
     def knows(self, key: Key) -> bool:
         """Whether a tier has `key`, or will have. Neither a use, nor a hold."""
         return bool(self._store.index.get(key))
@@ -180,6 +229,7 @@ class Reading(Core):
         self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self._check_tokens(tokens, group)
         longest = seconds(timeout, self.settings.load_timeout)
+        self._store.serve(record.turn)
         first_block, tail = part.positions[0] * per_chunk + skip, part.pins[0].node
         record.load = self._loading.load(
             part.keys[:chunks],
@@ -209,6 +259,7 @@ class Reading(Core):
         sections = self._joint.sections(record, blocks)
         for each in blocks:
             self._device.check(each)
+        self._store.serve(record.turn)
         nodes, longest = record.nodes(self._store.index), seconds(timeout, self.settings.load_timeout)
         record.load = self._loading.load_together(nodes, record.keys, sections, timeout=longest, by_layer=by_layer)
         name = record.request
@@ -218,10 +269,11 @@ class Reading(Core):
     def prefetch(
         self, hold: Hold, *, policy: PrefetchPolicy | None = None, timeout: float | None = None
     ) -> tuple[int, ...]:
-        """Bring the held chunks into the warmest tier while their request waits; returns the jobs, which may be none.
+        """Bring the held chunks into the warmest tier while their request waits; returns the first jobs, perhaps none.
 
         `prefetched` says when the request need not wait any longer: by `policy`, `settings.prefetch` if it is `None`,
-        and `timeout` seconds, which only a policy of `TIMEOUT` has. Nothing that is not backed up makes way. What is on
+        and `timeout` seconds, which only a policy of `TIMEOUT` has. Nothing that is not backed up makes way: a
+        policy that waits has more backed up where room is short, and takes turns with other such prefetches. What is on
         its way for others is joined, as `onboard` joins this; what nobody else waits for is called off when the time
         is over, or the hold is let go of. A second call takes the place of the first.
         """
@@ -256,7 +308,7 @@ class Reading(Core):
             self._flow.abandon(record.load)
             self._conclude(record.load, MissReason.CANCELLED)
         if record.prefetch is not None:
-            self._flow.leave(record.prefetch)
+            self._prefetching.leave(record.prefetch)
         self._holds.drop(hold)
 
     def abort(self, request: str) -> int:

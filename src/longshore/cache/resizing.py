@@ -29,5 +29,6 @@ def resize(store: Store, tier: int, slots: int, *, discard: bool) -> None:
     pool.resize(slots)
     index.resize()
     store.fit()
+    store.changes += 1
     for each, policy in zip(store.pools, store.policies, strict=True):
         policy.resize(each.capacity, index.key)

@@ -147,7 +147,8 @@ class TierSpec:
 
     def _make_pool(self) -> SlotPool:
         if isinstance(self.slots, Slabs):
-            return (SlotPool if len(self.slots.image_bytes) == 1 else SlabPool)(self.slots)
+            alike = len(self.slots.image_bytes) == self.slots.stride == 1  # a slab is a slot
+            return (SlotPool if alike else SlabPool)(self.slots)
         if self.slots < 0 or self.image_bytes < 1:
             raise CacheError(f"tier {self.name!r} has {self.slots} slots of {self.image_bytes} bytes")
         return SlotPool(Slabs.of_one_size(self.image_bytes, self.slots))

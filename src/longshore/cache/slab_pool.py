@@ -236,6 +236,12 @@ class SlabPool(SlotPool):
             self._take_exactly(each, set(slots[np.searchsorted(slots, each * self.slabs.stride) : end].tolist()))
         self.note_use(at[np.sort(last[~fresh])].tolist())
 
+    def _give_last(self, indices: Sequence[int]) -> None:
+        """Of slabs: one that is somebody's already is not begun."""
+        last = dict.fromkeys(index // self.slabs.stride for index in indices)
+        spare = [slab for slab in reversed(last) if self.owner[slab] == NOBODY]
+        self._spare = array("i", [*spare, *(slab for slab in self._spare if slab not in last)])
+
     def _begin_all(self, slabs: _Numbers, pools: _Numbers, slots: _Numbers) -> None:
         """Give `slabs`, which are nobody's, to `pools`, the warmest last; of them, `slots`, which ascend, are taken."""
         if not len(slabs):

@@ -14,7 +14,7 @@ A chunk is a node of the index here, a copy is (node, tier), and jobs know slots
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from longshore.boundary import Command, Discard, Key, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.beginnings import Beginnings
-from longshore.cache.columns import column, marks, numbers
+from longshore.cache.columns import column, marks, numbers, once
 from longshore.cache.emptying import Emptying
 from longshore.cache.events import EVICTED, EventKind, EventLog
 from longshore.cache.evicting import Eviction
@@ -88,6 +88,10 @@ class Store:
         self.log = EventLog(events)
         self.watching = Watching(self)
         self._token_width = token_width
+        self.turn = self.served = 0
+        """The last turn that was drawn, and that of the request that is served."""
+        self.changes = 0
+        """Grows with all that may let a copy be evicted, or copied down, that could not be before, or frees slots."""
         self._begin()
 
     def _begin(self) -> None:
@@ -101,8 +105,14 @@ class Store:
         self.eviction = Eviction(self)
         self.seen = bytearray()
         """1 for nodes that were peeked at in this step."""
+        self._condemned: list[tuple[int, int]] = []
+        """Tiers and slots of unusable copies that are lost when the step ends."""
+        self.warm: set[int] = set()
+        """Nodes whose copies stay in the warmest tier, for a prefetch that room is short for."""
         self.emptying = Emptying(self)
         self.fit()
+        for policy in self.policies:
+            policy.begin(self.turn)
 
     def _make_policy(self, level: Level) -> EvictionPolicy:
         names, slabs = self.index.key, level.pool.slabs
@@ -246,14 +256,28 @@ class Store:
             self._settle(tier, slot)
 
     def condemn(self, tier: int, slot: int, fault: Status) -> None:
-        """A reader has let go of a slot, whose bytes it found unusable."""
+        """A reader has let go of a slot, whose bytes it found unusable.
+
+        A copy in a colder tier is lost at the end of the step if host memory has chunks behind it that were looked at
+        in this step: what was promised can still be read.
+        """
         pool = self.pools[tier]
         pool.readers[slot] -= 1
         pool.fault.setdefault(slot, fault)
         if pool.state[slot] == DRAINING:
             self._settle(tier, slot)
+        elif tier and any(not where and self.seen[each] for each, where in self.index.orphaned_by(pool.node[slot], -1)):
+            self._condemned.append((tier, slot))
         else:
             self.lose(pool.node[slot], tier, fault.value)
+
+    def lose_condemned(self) -> None:
+        """The step is over: lose the copies that were found unusable in it and kept for what is behind them."""
+        condemned, self._condemned = self._condemned, []
+        for tier, slot in condemned:
+            pool = self.pools[tier]
+            if pool.state[slot] == READY and slot in pool.fault:
+                self.lose(pool.node[slot], tier, pool.fault[slot].value)
 
     def lose(self, node: int, tier: int, cause: str) -> None:
         """Take a copy, and what would be out of reach without it, out of the index.
@@ -320,6 +344,11 @@ class Store:
             del self.pins[node]
             self._reconsider(node)
 
+    def keep_warm(self, nodes: Iterable[int]) -> None:
+        """From now on the copies of `nodes` in the warmest tier are not evicted, and those kept before may be."""
+        before, self.warm = self.warm, set(nodes)
+        self.reconsider(np.array(sorted(before - self.warm), np.int32))
+
     def check_pool(self, nodes: Sequence[int], pool: int) -> None:
         """Raise `CacheError` if one of `nodes` (0 is nobody) is of another pool."""
         if self.several_sizes:
@@ -361,8 +390,29 @@ class Store:
         largest = pool.slabs.images.index(min(pool.slabs.images))
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
+    def begin(self, keys: Sequence[Key], known: int) -> int:
+        """A request for the path `keys`, of which the first `known` are in some tier, begins; it draws this turn."""
+        self.turn = self.served = self.turn + 1
+        last = self.index.get(keys[known - 1]) if known else ROOT
+        for policy in self.policies:
+            policy.begin(self.turn, len(keys), last, keys[known:])
+        return self.turn
+
+    def check_turn(self, turn: int | None) -> None:
+        """Raise `CacheError` for a turn that was not drawn."""
+        if turn is not None and not 0 < turn <= self.turn:
+            raise CacheError(f"expected a turn of `begin` or `match`, of which {self.turn} were drawn, got {turn}")
+
+    def serve(self, turn: int | None) -> None:
+        """What follows is done for the request of this turn, or for the last one that began."""
+        turn = self.turn if turn is None else turn
+        if turn != self.served:
+            self.served = turn
+            for policy in self.policies:
+                policy.begin(turn)
+
     def touch(self, nodes: Sequence[int]) -> None:
-        """The chunks of a path, tail first, were used: heads stay longest."""
+        """The chunks of a path, tail first, were used by the request that is served: heads stay longest."""
         if not nodes:
             return
         used = numbers(nodes)
@@ -374,12 +424,16 @@ class Store:
             if self.several_sizes:
                 pool.note_use(at[live][ready].tolist())
         if self.last:
+            dirty = sum(self.backlog.counts)
             self.backlog.use(nodes)
+            self.changes += self.several_sizes or sum(self.backlog.counts) != dirty
 
     # ------------------------------------------------------------------ inside
 
     def reconsider(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
         """Something that kept nodes from going may have changed, in all tiers but one."""
+        at = once(at)
+        self.changes += bool(len(at))
         for tier, policy in enumerate(self.policies):
             if tier != apart_from:
                 slots = column(self.index.slot[tier])[at]
@@ -388,6 +442,7 @@ class Store:
 
     def _reconsider(self, node: int) -> None:
         """The same for one node."""
+        self.changes += 1
         for tier, policy in enumerate(self.policies):
             if self.index.is_ready(node, tier) and policy.is_held(node):
                 policy.release((node,))
@@ -414,6 +469,7 @@ class Store:
                 pin.node = ROOT
         if gone:
             self.seen[node] = 0
+            self.warm.discard(node)
             self.backlog.forget(node)
         else:
             if cause == EVICTED:
@@ -426,6 +482,7 @@ class Store:
 
     def forget(self, nodes: Sequence[int]) -> None:
         """`nodes` are in no tier any more: what is known of them beside the index is known no longer."""
+        self.changes += 1
         if self.retention.used:
             self.retention.forget(nodes)
         if self.beginnings.on:

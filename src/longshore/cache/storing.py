@@ -42,10 +42,12 @@ _AHEAD = 64
 class Storing:
     """Orders offloads and backups on one `Flow`, by the rules of the routes into each tier."""
 
-    def __init__(self, flow: Flow, rules: Sequence[WriteRule]) -> None:
+    def __init__(self, flow: Flow, rules: Sequence[WriteRule], *, is_only: bool) -> None:
+        """With `is_only`, there is no tier but the one of the only rule: what it does not take is in none."""
         self._flow = flow
         self._store = flow.store
         self._rules = rules
+        self._is_choosy = is_only and not flow.store.several_sizes
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._sightings = Sightings(rules[0].threshold, SIGHTINGS) if rules[0].selective else None
 
@@ -64,25 +66,29 @@ class Storing:
         retention: Sequence[Retention] = (),
         group: int = 0,
         text: Text | None = None,
+        patient: bool = False,
+        turn: int | None = None,
     ) -> Offload:
         """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it.
 
         Chunks from position `prompt` on are of the answer. Raises `CacheError` before anything has changed.
         """
         store, settings = self._store, self._flow.settings
+        store.check_turn(turn)
         alone = settings.stands_alone(group)
         path = self._known_alone(keys, first, group) if alone else self._follow(keys, first, group)
         size = settings.group(group)[1] if store.beginnings.on and text is not None else 0
         text = text.checked(len(keys) * size) if size and text is not None else None
         if not self.wants(evicting=evicting):
             return Offload(None)
+        store.serve(turn)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
             offload = self._offload_alone(keys, first, path, blocks, retention, group=group, prompt=end)
         else:
             self._flow.drop(0, len(keys) - max(end, first + len(path)), DropReason.ANSWER)
             path = path[: max(0, end - first)]
-            offload = self._offload(keys[:end], first, path, blocks, retention, group)
+            offload = self._offload(keys[:end], first, path, blocks, retention, group, patient=patient)
         if text is not None:
             store.beginnings.learn(keys, first, text, size)
         return offload
@@ -109,6 +115,8 @@ class Storing:
         blocks: Sequence[int] | None,
         retention: Sequence[Retention] = (),
         group: int = 0,
+        *,
+        patient: bool = False,
     ) -> Offload:
         """`store` for chunks that need those before them: `path` are the nodes of those that the tiers have."""
         store = self._store
@@ -120,7 +128,11 @@ class Storing:
         wanted = self._worth(keys[known:], known, retention)
         store.log.by = keys[known] if known < len(keys) else None
         pool = self._flow.settings.pool_of(group)
-        fresh = self._admit(wanted, parent, pool, orphan=known > 0 and parent == ROOT)
+        patient = patient and self._sightings is None
+        orphan = known > 0 and parent == ROOT
+        fresh = self._admit(wanted, parent, pool, orphan=orphan, patient=patient, path=keys[known : known + wanted])
+        if fresh is None:
+            return Offload(None, again=True)
         if not fresh:
             return Offload(None, kept=known, known=range(first, known))
         job = self._flow.new_id()
@@ -149,7 +161,7 @@ class Storing:
     ) -> Offload:
         """The same for chunks that stand alone, each for itself; those from position `prompt` on are left out.
 
-        `nodes` are those of the last of them. Those in the last window are the last to go, and the first to get room.
+        `nodes` are those of the last of them. Those in the last window are the last to go, and get room first.
         """
         store, kind, size = self._store, *self._flow.settings.group(group)
         in_window, pool = kind.first_needed(len(keys) * size, size), self._flow.settings.pool_of(group)
@@ -161,12 +173,13 @@ class Storing:
         store.touch(window[::-1])
         store.sliding.enter(window)
         self._retain(at, known, retention)
-        pins = [store.pin(node) for node in window]
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         store.log.by = keys[wanted[-1]] if wanted else None
-        wanted = wanted[len(wanted) - self._admit(len(wanted), ROOT, pool, orphan=False) :]
+        pins = [store.pin(node) for node in window]
+        admitted = self._admit(len(wanted), ROOT, pool, orphan=False) or 0
         for pin in pins:
             store.unpin(pin)
+        wanted = wanted[len(wanted) - admitted :]
         job, slots = self._order_alone(keys, wanted, first, blocks, group)
         known = [position for position in known if store.index.key[at[position]] == keys[position]]
         at[wanted] = column(store.pools[0].node)[numbers(slots)]
@@ -176,8 +189,8 @@ class Storing:
         had = np.zeros(len(keys), bool)
         had[there] = True
         addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
-        kept, before = first + leading(had[first:]), tuple(known[bisect_left(known, first) :])
-        return Offload(job, tuple(wanted), addresses, kept, before)
+        lead, before = first + leading(had[first:]), tuple(known[bisect_left(known, first) :])
+        return Offload(job, tuple(wanted), addresses, lead, before)
 
     def _order_alone(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int
@@ -222,6 +235,17 @@ class Storing:
             asked, worth = worth, [each for each in worth if seen.leading([keys[each]])]
             self._flow.drop(0, len(asked) - len(worth), DropReason.SELDOM)
         return worth
+
+    def clean_room(self, nodes: Sequence[int], *, cleans: bool) -> int:
+        """Make clean room for `nodes` in the host tier; for how many, from the first on.
+
+        If that `cleans`, copies down are ordered of as many chunks as room is lacking for.
+        """
+        room = self._store.room_for(0, nodes, spare_dirty=True)
+        if cleans and room < len(nodes) and self._store.last:
+            self._clean(0, len(nodes) - room)
+            room = self._store.room_for(0, nodes, spare_dirty=True)  # what may not be copied is not dirty any more
+        return room
 
     def clean(self, *, all_of_host: bool = False) -> None:
         """Order copies down until what the write rules say (or all of the host tier) is safe to evict."""
@@ -282,22 +306,44 @@ class Storing:
         parents = [index.key[index.parent[node]] for node in chosen]
         self._flow.order(job, keys, parents, Side(tier, sources), Side(tier + 1, copies))
 
-    def _admit(self, wanted: int, parent: int, pool: int, *, orphan: bool) -> int:
-        """How many of `wanted` chunks behind `parent` the host tier takes, room made; the others count as dropped."""
+    def _admit(
+        self,
+        wanted: int,
+        parent: int,
+        pool: int,
+        *,
+        orphan: bool,
+        patient: bool = False,
+        path: Sequence[Key] = (),
+    ) -> int | None:
+        """How many of `wanted` chunks behind `parent` the host tier takes, room made; the others count as dropped.
+
+        These are the keys `path`, unless they stand alone. The only tier takes those that its policy admits.
+        If it is `patient`, and room is being made for all of them, or for all that fit at once, it is `None`, and
+        nothing counts.
+        """
         store = self._store
         if not wanted:
             return 0
         if orphan:
             self._flow.drop(0, wanted, DropReason.ORPHAN)
             return 0
-        nbytes = store.pools[0].slabs.image_bytes[pool]
-        granted = self._budgets[0].allows(self._flow.now, wanted, nbytes)
-        self._flow.drop(0, wanted - granted, DropReason.BUDGET)
+        nbytes, pin = store.pools[0].slabs.image_bytes[pool], store.pin(parent) if parent else None
+        once = min(wanted, store.room_in_all(0))
+        again = patient and bool(store.last) and self._room(0, once, pool) < once and self._may_get_room(0)
+        granted = 0 if again else self._budgets[0].allows(self._flow.now, wanted, nbytes)
         allowed = min(granted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
-        pin = store.pin(parent) if parent else None
-        room = self._room(0, allowed, pool)
+        if self._is_choosy and path and allowed > store.pools[0].room(pool):
+            room = store.policies[0].admit(
+                path[:allowed], lambda most: store.make_room(0, most, pool, spare_dirty=False)
+            )
+        else:
+            room = self._room(0, allowed, pool) if allowed else 0
         if pin is not None:
             store.unpin(pin)
+        if again:
+            return None
+        self._flow.drop(0, wanted - granted, DropReason.BUDGET)
         if room < granted:
             busy = allowed < granted or self._is_copying_down(0)
             self._flow.drop(0, granted - room, DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM)
@@ -328,6 +374,10 @@ class Storing:
             self._clean(tier, count)
             room = store.make_room(tier, count, pool, spare_dirty=self._is_copying_down(tier))
         return room
+
+    def _may_get_room(self, tier: int) -> bool:
+        """Whether copies down are under way, or what is being filled may be copied down when it is ready."""
+        return self._is_copying_down(tier) or (tier < self._store.last and bool(self._store.pools[tier].writer))
 
     def _is_copying_down(self, tier: int) -> bool:
         """Whether what is dirty in `tier` may soon be safe: copies of it, or of what it waits for, are under way."""

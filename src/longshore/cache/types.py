@@ -44,7 +44,7 @@ class MissReason(enum.Enum):
 class DropReason(enum.Enum):
     """Why a chunk was not stored. Closed: there is no "other"."""
 
-    NO_ROOM = "no_room"  # nothing in the tier may be evicted at present
+    NO_ROOM = "no_room"  # nothing in the tier may be evicted at present, or promises as little
     BACKPRESSURE = "backpressure"  # too many writes are in flight
     ORPHAN = "orphan"  # the chunk before it is not in the tier, so it could not be reached
     WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
@@ -91,7 +91,8 @@ class Match(NamedTuple):
 
     Behind these, and what is on its way, come `foreign` chunks that a foreign tier is known to have, for `fetch`. Its
     answers to `probes`, which are `in_flight`, may make these more at a later match. With a `partial` match, the first
-    tokens of another chunk come right behind the prefix; it is held with it if a tier has it.
+    tokens of another chunk come right behind the prefix; it is held with it if a tier has it. `turn` is that of the
+    request: its other calls are to name it.
     """
 
     start: int
@@ -100,6 +101,7 @@ class Match(NamedTuple):
     foreign: int = 0
     probes: tuple[int, ...] = ()
     partial: Partial | None = None
+    turn: int = 0
 
 
 class GroupMatch(NamedTuple):
@@ -109,6 +111,7 @@ class GroupMatch(NamedTuple):
     `needs` says what each group needs of it. `hold` is `None` when nothing is to be loaded from the tiers.
     So many tokens more, `foreign`, could be served with what is on its way, and what foreign tiers are known to have,
     for `fetch_groups`; the answers to `probes`, which are `in_flight`, may make these more at a later match.
+    `turn` is that of the request.
     """
 
     tokens: int
@@ -116,6 +119,7 @@ class GroupMatch(NamedTuple):
     hold: Hold | None
     foreign: int = 0
     probes: tuple[int, ...] = ()
+    turn: int = 0
 
 
 class Part(NamedTuple):
@@ -158,7 +162,8 @@ class Offload(NamedTuple):
 
     `job` is `None` when nothing was accepted. `kept` counts the leading chunks of the path that a tier has or will
     have, those before the first that was named included; `known` are the positions, of those that were named, of chunks
-    that a tier had before.
+    that a tier had before. With `again` there is no room yet for what was offered, and copies that will make some are
+    under way: nothing was taken, and the same can be offered again.
     """
 
     job: int | None
@@ -166,6 +171,7 @@ class Offload(NamedTuple):
     slots: Addresses = Addresses(Slots("", 0, ()))
     kept: int = 0
     known: Sequence[int] = ()
+    again: bool = False
 
     @property
     def accepted(self) -> tuple[Placement, ...]:

@@ -43,16 +43,17 @@ class Wait:
     """One request's wait for reads, until `deadline`.
 
     `jobs` are those that have not ended, `load` is what they are read for, if it is to go on to the device, and
-    `patient` says whether the request does nothing else meanwhile.
+    `patient` says whether the request does nothing else meanwhile. It `lacks` what there was no room to order yet.
     """
 
-    __slots__ = ("deadline", "jobs", "load", "number", "patient")
+    __slots__ = ("deadline", "jobs", "lacks", "load", "number", "patient")
 
     def __init__(self, number: int, deadline: float, load: Load | None, *, patient: bool) -> None:
         self.number = number
         self.deadline = deadline
         self.load = load
         self.patient = patient
+        self.lacks = False
         self.jobs: set[int] = set()
 
     @property
@@ -72,7 +73,9 @@ class Waits:
         return len(self._open)
 
     def begin(self, wait: Wait) -> None:
-        """Remember `wait`."""
+        """Remember `wait`, unless it is over."""
+        if wait.over:
+            return
         if len(self._due) > 2 * len(self._open) + 64:
             self._due = sorted((each.deadline, each.number) for each in self._open.values())
         self._open[wait.number] = wait

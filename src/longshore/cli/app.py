@@ -10,11 +10,11 @@ from longshore import __version__
 from longshore.cli.bench import bench
 from longshore.cli.demo import demo
 from longshore.cli.explain import explain
-from longshore.cli.files import fsck, inspect
+from longshore.cli.files import fsck, gc, inspect
+from longshore.cli.output import run
 from longshore.cli.plan import plan
 from longshore.cli.replay import replay
 from longshore.cli.vllm_config import vllm_config
-from longshore.errors import LongshoreError
 
 app = typer.Typer(
     name="longshore",
@@ -28,6 +28,7 @@ app.command()(demo)
 app.command()(explain)
 app.command()(fsck)
 app.command()(inspect)
+app.command()(gc)
 app.command()(replay)
 app.command()(plan)
 app.command()(vllm_config)
@@ -37,14 +38,10 @@ app.add_typer(bench)
 @app.callback(invoke_without_command=True)
 def _options(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
     if version:
-        typer.echo(f"longshore {__version__}")
+        print(f"longshore {__version__}")
         raise typer.Exit
 
 
 def main() -> None:
-    """Entry point. What a user can cause ends as one line and exit status 2, not as a traceback."""
-    try:
-        app()
-    except LongshoreError as error:
-        print(f"longshore: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Entry point. Whatever goes wrong is said in one line: exit status 2 for usage, 1 for what failed at run time."""
+    sys.exit(run(lambda: app(standalone_mode=False)))

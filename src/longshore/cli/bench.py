@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,10 +12,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longshore.bench.harness import Case, Report, counts_of, size_of
+from longshore.bench.harness import Case, Report
 from longshore.bench.machine import check_disk, machine_facts
+from longshore.cli.options import check_memory, check_room, counts_of, existing, size_of
+from longshore.cli.output import console as console_on
+from longshore.cli.output import write_json
 from longshore.cli.traces import BlockTokens
-from longshore.errors import BenchError
+from longshore.config import Config
+from longshore.errors import BenchError, EngineError
 
 bench = typer.Typer(
     name="bench",
@@ -66,8 +69,10 @@ def copy(
         return
     from longshore.bench import copies  # noqa: PLC0415
 
+    nbytes = size_of(total, "--bytes")
+    check_memory(copies.COPIES * nbytes, "--bytes", total, nbytes, "MiB")
     _report(
-        copies.run(total_bytes=size_of(total), repeats=repeats, only=case or ()),
+        copies.run(total_bytes=nbytes, repeats=repeats, only=case or ()),
         lambda: {"device": device.value},
         as_json,
     )
@@ -88,11 +93,13 @@ def file(
     """Block images to a file tier and back, in GB/s; refuses what is no disk."""
     from longshore.bench import files  # noqa: PLC0415
 
-    directory.mkdir(parents=True, exist_ok=True)
-    marks = check_disk(directory, allow_ram_disk=allow_ram_disk)
+    nbytes = size_of(total, "--bytes")
+    check_memory(nbytes, "--bytes", total, nbytes, "MiB")
+    marks = check_disk(existing("--dir", directory), allow_ram_disk=allow_ram_disk)
+    check_room(files.COPIES * nbytes, directory, "--bytes", total, nbytes, "MiB")
     cases = files.run(
         directory,
-        total_bytes=size_of(total),
+        total_bytes=nbytes,
         repeats=repeats,
         only=case or (),
         allow_page_cache=allow_page_cache,
@@ -110,11 +117,15 @@ def prefill(
     as_json: Json = False,
 ) -> None:
     """Prefill of a model with random weights, in TFLOPS; for `longshore replay --bench`."""
-    from longshore.bench import prefills  # noqa: PLC0415 - needs torch and transformers
+    lengths = counts_of(tokens, "--tokens", 1)
+    try:
+        from longshore.bench import prefills  # noqa: PLC0415 - torch and transformers are extras
+    except ImportError as error:
+        raise EngineError(f"{error}; bench prefill needs: pip install 'longshore[transformers]'") from error
 
-    lengths = counts_of(tokens)
-    if 0 in lengths:
-        raise BenchError("expected prompts of at least one token, got one of none")
+    if device is CopyDevice.CPU:
+        needed = prefills.memory_of(model, max(lengths))
+        check_memory(needed, f"--model {model} --tokens", max(lengths), max(lengths))
     cases = prefills.run(model, tokens=lengths, device=device.value, repeats=repeats)
     _report(cases, lambda: {"device": device.value}, as_json)
 
@@ -123,10 +134,10 @@ def _calibrate(as_json: bool) -> None:
     """Measure the ways of copying, and print what each is expected to do."""
     from longshore.bench import calibration  # noqa: PLC0415 - needs torch
 
-    with Console(stderr=True).status("measuring"):
+    with console_on(stderr=True).status("measuring"):
         found = calibration.run()
     if as_json:
-        typer.echo(json.dumps(found.as_json()))
+        write_json(found.as_json())
         return
     table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("direction", "page", "bytes", "direct", "staged", "zero_copy", "chosen"):
@@ -135,7 +146,7 @@ def _calibrate(as_json: bool) -> None:
         rates = {way.value: f"{rate:,.1f}" for way, rate in line.rates.items()}
         figures = (rates.get(way, "-") for way in ("direct", "staged", "zero_copy"))
         table.add_row(line.direction, f"{line.page_bytes:,}", f"{line.nbytes:,}", *figures, line.way.value)
-    console = Console()
+    console = console_on()
     console.print(table)
     console.print(f"GB/s on {found.calibration.device}, kept in {found.path}", style="dim", soft_wrap=True)
 
@@ -150,7 +161,9 @@ def cache(
     """The cache manager's time per block and bytes per block; less is better, but for ratios."""
     from longshore.bench import managers  # noqa: PLC0415
 
-    _report(managers.run(blocks=counts_of(blocks), repeats=repeats, only=case or ()), dict, as_json)
+    counts = counts_of(blocks, "--blocks", managers.LEAST)
+    check_memory(managers.BYTES_PER_BLOCK * max(counts), "--blocks", max(counts), max(counts))
+    _report(managers.run(blocks=counts, repeats=repeats, only=case or ()), dict, as_json)
 
 
 @bench.command()
@@ -159,10 +172,10 @@ def vllm(
     trace: Annotated[Path | None, typer.Option(help="Ask what this trace asks, instead of sessions.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 100,
     block_tokens: BlockTokens = 512,
-    sessions: Annotated[int, typer.Option(min=1, help="Conversations that take turns.")] = 20,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a first turn.")] = 512,
-    more: Annotated[int, typer.Option(min=1, help="Tokens that each later turn adds.")] = 64,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
+    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Conversations that take turns.")] = 20,
+    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of a first turn.")] = 512,
+    more: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens that each later turn adds.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of each answer.")] = 16,
     host_size: Annotated[str, typer.Option(help="Host memory for blocks.")] = "1GiB",
     file_size: Annotated[str, typer.Option(help="Disk space for blocks.")] = "2GiB",
     directory: Annotated[Path | None, typer.Option("--dir", help="Where the file tier goes; removed after.")] = None,
@@ -181,7 +194,10 @@ def vllm(
         file_size=file_size,
         engine=vllm_arms.options_of(engine),
     )
-    with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=directory) as made:
+    parent = Path(tempfile.gettempdir()) if directory is None else existing("--dir", directory)
+    Config.make(host_size=host_size, file_path=parent, file_size=file_size).check_machine()
+    vllm_arms.check(model)
+    with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=parent) as made:
         scratch = Path(made).resolve()
 
         def cases(tell: Callable[[str], None]) -> Iterable[Case]:
@@ -201,7 +217,7 @@ def _report_telling(
     begin: Callable[[Callable[[str], None]], Iterable[Case]], marks: Callable[[], dict[str, object]], as_json: bool
 ) -> None:
     """The same for cases that tell how far they are. What was measured before an interrupt is printed, too."""
-    console, taken, interrupted = Console(stderr=True), list[Case](), False
+    console, taken, interrupted = console_on(stderr=True), list[Case](), False
     with console.status("measuring") as progress:
         try:
             for case in begin(progress.update if console.is_terminal else console.print):
@@ -211,9 +227,9 @@ def _report_telling(
             interrupted = True
     report = Report({**machine_facts(), **marks()}, tuple(taken))
     if as_json:
-        typer.echo(json.dumps(report.as_json()))
+        write_json(report.as_json())
     else:
-        _render(report, Console())
+        _render(report, console_on())
     if interrupted:
         console.print("interrupted: not all was measured")
         raise typer.Exit(130)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import enum
-import json
+import os
 import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +12,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from longshore.cli.options import existing, settings_of
+from longshore.cli.output import console as console_on
+from longshore.cli.output import write_json
 from longshore.errors import ConfigError, EngineError
 
 
@@ -59,8 +59,8 @@ def demo(
         Path | None, typer.Option(help="Trace in Mooncake's JSONL format; without one, the excerpt that ships.")
     ] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="How many requests to take; all by default.")] = None,
-    block_tokens: Annotated[int, typer.Option(min=8, help="Tokens that one block of the trace becomes.")] = 32,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 8,
+    block_tokens: Annotated[int, typer.Option(min=8, max=512, help="Tokens that one block of the trace becomes.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=2, max=4096, help="Longest answer, in tokens.")] = 8,
     device_share: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Device cache, as a share of the working set.")
     ] = 0.25,
@@ -109,15 +109,15 @@ def demo(
         device_share=device_share,
         host_share=host_share,
         config=config,
-        settings=dict(map(_setting, settings or ())),
+        settings=settings_of(settings or ()),
     )
-    console = Console(stderr=True)
-    with _scratch(directory or Path.cwd()) as scratch:
+    console = console_on(stderr=True)
+    with _scratch(existing("--dir", directory or Path.cwd())) as scratch:
         result = run_demo(options, scratch, console)
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
+        write_json(result.as_json())
     else:
-        render(result, Console())
+        render(result, console_on())
     if report is not None:
         from longshore.cli.demo_report import write_report  # noqa: PLC0415 - plotly is an extra
 
@@ -131,30 +131,25 @@ def check_report(directory: Path) -> None:
     from longshore.report import plotly_javascript  # noqa: PLC0415 - plotly is an extra
 
     plotly_javascript()
+    made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--report {directory}: {error}") from error
-
-
-def _setting(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {text}: expected KEY=VALUE")
-    return key, value
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--report {directory}: {getattr(error, 'strerror', None) or error}") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--report {directory}: this user may not write there")
+    for path in made:  # it is made again with the page in it
+        path.rmdir()
 
 
 @contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
-    """A directory of its own, removed at the end, also when the process is told to terminate."""
+    """A directory of its own, removed at the end."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix="longshore-demo-", dir=parent))
     except OSError as error:
-        raise ConfigError(f"--dir {parent}: {error}") from error
-    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        raise ConfigError(f"--dir {parent}: {error.strerror}") from error
     try:
         yield path
     finally:
-        signal.signal(signal.SIGTERM, former)
         shutil.rmtree(path, ignore_errors=True)

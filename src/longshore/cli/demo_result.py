@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 SOURCES = ("device", "host", "file", "computed")
 """Where a prompt's tokens can come from, warmest first."""
@@ -147,6 +147,15 @@ class DemoResult:
             if position is not None:
                 return ours.index, position
         return None
+
+    @property
+    def differences(self) -> tuple[int, int]:
+        """How many tokens, and how many log-probabilities, differ between tiered and resident."""
+        pairs = list(zip(self.tiered.requests, self.resident.requests, strict=False))
+        tokens = [zip_longest(ours.tokens, theirs.tokens) for ours, theirs in pairs]
+        logprobs = [zip_longest(map(_bits, ours.logprobs), map(_bits, theirs.logprobs)) for ours, theirs in pairs]
+        ours, theirs = (sum(a != b for a, b in chain.from_iterable(each)) for each in (tokens, logprobs))
+        return ours, theirs
 
     @property
     def bit_exact(self) -> bool:

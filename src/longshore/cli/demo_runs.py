@@ -6,6 +6,7 @@ Requests go one at a time: then equal hit lengths make equal batches, and runs c
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,11 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from longshore.cache import Counters
 from longshore.cli.demo_model import DemoOptions, load_model
 from longshore.cli.demo_result import DemoResult, OccupancySample, RequestRecord, RouteTotal, RunRecord
+from longshore.cli.options import check_memory
 from longshore.config import Config, format_bytes, read_toml
-from longshore.engines.transformers import Tiers, recording, refuse, replaying, tiered
+from longshore.engines.transformers import RequestBlocks, Tiers, recording, refuse, replaying, tiered
 from longshore.errors import ConfigError, EngineError
+from longshore.runtime.stack import check_size
 from longshore.tiers.arena import align
 from longshore.tiers.file import capacity_for
 from longshore.trace import Workload, WorkloadRequest, read_excerpt, read_mooncake
@@ -53,10 +56,22 @@ class Demo:
         self.longest = max(len(r.prompt) + r.output_tokens for r in self.workload)
         needed = -(-self.longest // options.block_tokens)
         if self.device_blocks < needed:
+            least = math.ceil(100 * needed / self.workload.unique_blocks) / 100
             raise ConfigError(
-                f"the longest request needs {needed} blocks, and {options.device_share:.0%} of the working set are "
-                f"{self.device_blocks}: give --device-share at least {needed / self.workload.unique_blocks:.2f}"
+                f"the longest request needs {needed} blocks, and {options.device_share:.0%} of the working set of "
+                f"{self.workload.unique_blocks} blocks are {self.device_blocks}: "
+                + (f"give --device-share at least {least:.2f}" if least <= 1 else "take more --requests")
             )
+        caches = (self.device_blocks + self.resident_blocks) * self.block_bytes
+        if self.model.device.type == "cpu":
+            check_memory(caches, "--block-tokens", options.block_tokens, options.block_tokens)
+
+    @property
+    def resident_blocks(self) -> int:
+        """Of a device cache that never evicts: twice what all requests and answers take."""
+        return 2 * (
+            self.workload.total_blocks + sum(2 + r.output_tokens // self.options.block_tokens for r in self.workload)
+        )
 
     def config(self, directory: Path) -> Config:
         """Tiers: `host_blocks` in memory, room for the whole working set and all answers on disk."""
@@ -70,7 +85,12 @@ class Demo:
         said = {**table, **self.options.settings}
         if said.get("file_mode") == "gds":
             del sizes["host_size"]  # there is no host tier then
-        return Config.make(**{**sizes, **said})
+        config = Config.make(**{**sizes, **said})
+        image = align(self.block_bytes * config.blocks_per_chunk)
+        if config.file_mode == "posix":
+            check_size("host_size", config.host_size, image)
+        check_size("file_size", config.file_size, capacity_for(1, image))
+        return config
 
     def setup(self, direct: bool) -> dict[str, str]:
         """What a reader wants to know of this demo."""
@@ -93,8 +113,10 @@ def run_demo(options: DemoOptions, directory: Path, console: Console) -> DemoRes
     """All three runs, with progress on `console`. The file tier lives in `directory`."""
     with console.status("building the model and the workload"):
         demo = Demo(options)
+        config = demo.config(directory)
+        config.check_machine()
     columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         tasks = {
             name: progress.add_task(name, total=len(demo.workload)) for name in ("tiered", "resident", "recompute")
         }
@@ -102,31 +124,36 @@ def run_demo(options: DemoOptions, directory: Path, console: Console) -> DemoRes
         def advance(name: str) -> Callable[[], None]:
             return lambda: progress.advance(tasks[name])
 
-        with tiered(demo.model, demo.config(directory)) as tiers:
-            tiered_run, hits = run_tiered(demo, tiers, advance("tiered"))
+        with tiered(demo.model, config) as tiers:
+            tiered_run, blocks = run_tiered(demo, tiers, advance("tiered"))
+            second_call = ask_again(demo, tiers)
             direct = tiers.stack is not None and bool(getattr(tiers.stack.file, "direct", False))
-        resident = run_resident(demo, hits, advance("resident"))
+        resident = run_resident(demo, blocks, advance("resident"))
         recompute = run_recompute(demo, advance("recompute"))
     capacities = {
         "device": demo.device_blocks * demo.block_bytes,
         "host": demo.host_blocks * demo.image_bytes,
-        "file": int(demo.config(directory).file_size),
+        "file": int(config.file_size),
     }
-    return DemoResult(demo.setup(direct), tiered_run, resident, recompute, capacities)
+    setup = {**demo.setup(direct), "second call": second_call}
+    return DemoResult(setup, tiered_run, resident, recompute, capacities)
 
 
-def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[RunRecord, list[int]]:
-    """The run over `tiers`, which stay open; also the hit length in blocks of each lookup, for the oracle."""
+def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[RunRecord, list[RequestBlocks]]:
+    """The run over `tiers`, which stay open; also the blocks of each lookup, for the oracle."""
     samples: list[OccupancySample] = []
     answers: list[Any] = []
     served: list[tuple[str, ...]] = []
+    blocks: list[RequestBlocks] = []
     with _engine(demo, demo.device_blocks) as ask:
-        before, warm_up = _snapshot(tiers), [len(record.sources) for record in tiers.records]
+        before, warm_up = _snapshot(tiers), [RequestBlocks(len(record.sources)) for record in tiers.records]
         began = time.perf_counter()
         for request in demo.workload:
             answers.append(ask(request))
             served.append(tiers.records[-1].sources)
             samples.append(_sample(tiers, time.perf_counter() - began, request.index))
+            digests = tiers.block_digests([*request.prompt, *answers[-1].generated_tokens])
+            blocks.append(RequestBlocks(len(served[-1]), digests))
             advance()
         seconds = time.perf_counter() - began
         lookups = tiers.lookups - len(warm_up)
@@ -137,15 +164,23 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
     restored = {tier: sum(sources.count(tier) for sources in served) for tier in ("host", "file")}
     routes, misses = _routes(before, after), _misses(before, after)
     run = RunRecord("tiered", requests, tuple(samples), routes, restored, misses, seconds)
-    return run, [*warm_up, *map(len, served)]
+    return run, [*warm_up, *blocks]
 
 
-def run_resident(demo: Demo, hits: Sequence[int], advance: Callable[[], None]) -> RunRecord:
-    """The oracle: a device cache that never evicts, its matches cut to `hits`."""
-    blocks = demo.workload.total_blocks + sum(2 + r.output_tokens // demo.options.block_tokens for r in demo.workload)
-    with replaying(hits):
-        answers, seconds = _plain_run(demo, 2 * blocks, advance)
-    return _plain_record(demo, "resident", answers, hits, seconds)
+def ask_again(demo: Demo, tiers: Tiers) -> str:
+    """What another engine over the same tiers, which stay open, finds of the last request; its device cache is new."""
+    with _engine(demo, demo.device_blocks) as ask:
+        ask(demo.workload.requests[-1])
+        sources = tiers.records[-1].sources
+    found = ", ".join(f"{sources.count(tier)} from {tier}" for tier in ("host", "file"))
+    return f"a new engine found {len(sources)} blocks of the last prompt: {found}"
+
+
+def run_resident(demo: Demo, blocks: Sequence[RequestBlocks], advance: Callable[[], None]) -> RunRecord:
+    """The oracle: a device cache that never evicts, made to reuse the same `blocks`."""
+    with replaying(blocks):
+        answers, seconds = _plain_run(demo, demo.resident_blocks, advance)
+    return _plain_record(demo, "resident", answers, [request.hits for request in blocks], seconds)
 
 
 def run_recompute(demo: Demo, advance: Callable[[], None]) -> RunRecord:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -51,7 +53,30 @@ def verdict_sentence(result: DemoResult) -> str:
     if difference is None:
         return "Nothing was generated, so nothing could be compared."
     request, position = difference
-    return f"Tiered and resident run first differ in request {request}, at generated token {position}."
+    where = f"Tiered and resident run first differ in request {request}, at generated token {position}"
+    return f"{where}: {_what_differs(result, request, position)}"
+
+
+def _what_differs(result: DemoResult, index: int, position: int) -> str:
+    """The token or the log-probability of both runs at their first difference, and how much differs in all."""
+    runs = (result.tiered.requests, result.resident.requests)
+    answers = [next((each for each in requests if each.index == index), None) for requests in runs]
+    ours, theirs = ([*zip(each.tokens, each.logprobs, strict=False)][position:] if each else [] for each in answers)
+    if not ours or not theirs:
+        return "one of them has no token with a log-probability there."
+    (token, logprob), (other_token, other_logprob) = ours[0], theirs[0]
+    if token != other_token:
+        return f"token {token} instead of {other_token}."
+    size = abs(logprob - other_logprob)
+    text = f"the token is the same, its log-probability {logprob!r} instead of {other_logprob!r}"
+    text += f", a difference of {size:.1e}"
+    if math.isfinite(size):
+        units = size / (math.ulp(max(abs(logprob), abs(other_logprob))) * 2**29)  # a float32 has 29 bits less
+        text += f" ({units:,.0f} in the last place of float32)"
+    tokens, logprobs = result.differences
+    return (
+        f"{text}. In all, {tokens:,} tokens and {logprobs:,} log-probabilities of {result.generated_tokens:,} differ."
+    )
 
 
 def _table(*columns: str) -> Table:

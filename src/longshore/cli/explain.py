@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from longshore.cache.explain import Account, Asked, read_events, requests
 from longshore.cache.explain import explain as account_for
+from longshore.cli.output import console, write_json
 
 _ACCOUNT = ("chunk", "key", "what became of it", "tier", "since", "cause", "for")
 _ASKED = ("request", "at", "chunks", "on the device", "found below")
@@ -42,14 +41,14 @@ def _print(
     as_json: bool,
 ) -> None:
     if as_json:
-        typer.echo(json.dumps({**about, name: rows}))
+        write_json({**about, name: rows})
         return
     table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in columns:
         table.add_column(column, no_wrap=True)
     for row in rows:
         table.add_row(*(_time(value) if name == "at" else str(value) for name, value in row.items()))
-    Console().print(table)
+    console().print(table)
 
 
 def _time(at: object) -> str:

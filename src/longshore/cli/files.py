@@ -1,25 +1,32 @@
-"""`longshore fsck` and `longshore inspect`: what is in the directory of a file tier that nobody uses."""
+"""`longshore fsck`, `inspect` and `gc`: what is in the directories of file tiers, and what may go."""
 
 from __future__ import annotations
 
-import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from longshore.cli.output import console, write_json
 from longshore.config import format_bytes
+from longshore.errors import ConfigError, FormatError, TierError
 from longshore.tiers.file.audit import Audit, Condition, Finding
 from longshore.tiers.file.inspection import inspect as sum_up
+from longshore.tiers.file.superblock import COPIES
 
 T = TypeVar("T")
+
+_SCOPE_DIGITS = 8
+"""The fewest hexadecimal digits that name a scope."""
 
 _SHOWN = 20
 """Damaged slots that are listed one by one."""
@@ -36,35 +43,43 @@ def fsck(
     """Verify every record of a file tier: header, place, and every byte of the image.
 
     A damaged record is never served, with or without this command: it is a cache, and what does not verify is a miss.
-    It says how much was lost, and --repair makes the slots look like new.
+    It says how much was lost. --repair makes the slots look like new, writes a damaged copy of the superblock from the
+    other one, and an index that was lost from the headers of the records.
 
     Exit status: [bold]0[/bold] all is well, or was repaired; [bold]1[/bold] there is damage; [bold]2[/bold] it could
     not be checked: no such directory, one that a live process uses, or one that is not a file tier's.
     """
     with Audit(directory) as audit:
         found = Counter(dict.fromkeys(Condition, 0))
-        damaged = []
+        damaged, whole = [], []
         for finding in _watched(audit.records(), audit.most, "verified"):
             found[finding.condition] += 1
             if finding.condition.is_damage:
                 damaged.append(finding)
+            elif finding.condition is Condition.WHOLE and finding.header is not None and audit.entries() is None:
+                whole.append(finding.header)
+        missing, has_index, superblocks = audit.missing, audit.entries() is not None, list(audit.superblocks.damaged)
         if repair:
-            audit.repair(damaged)
-        missing, has_index = audit.missing, audit.entries() is not None
+            audit.repair(damaged, whole)
     if as_json:
         counts = {condition.name.lower(): found[condition] for condition in Condition}
         facts = {"directory": str(directory), "slots": counts, "missing": missing, "index": has_index}
+        facts["superblocks"] = superblocks
         repaired = len(damaged) if repair else 0
-        typer.echo(json.dumps({**facts, "damaged": [_plain(each) for each in damaged], "repaired": repaired}))
+        write_json({**facts, "damaged": [_plain(each) for each in damaged], "repaired": repaired})
     else:
-        console = Console(highlight=False)
-        _show(console, found, damaged)
+        out = console()
+        _show(out, found, damaged)
         if missing:
-            console.print(f"the segment ends {missing:,} slabs early: the next start makes it whole")
+            out.print(f"the segment ends {missing:,} slabs early: the next start makes it whole")
+        for name in superblocks:
+            out.print(f"{name} is damaged: {'it was written anew' if repair else 'the other copy of it is used'}")
         if not has_index:
-            console.print("no index that can be used: the next start reads all headers")
-        console.print(_conclusion(directory, len(damaged), repaired=repair), soft_wrap=True)
-    raise typer.Exit(1 if missing or (damaged and not repair) else 0)
+            made = f"it was made anew, of {len(whole):,} records" if repair else "the next start reads all headers"
+            out.print(f"no index that can be used: {made}")
+        lost = len(superblocks) + (not has_index)
+        out.print(_conclusion(directory, len(damaged), lost, repaired=repair), soft_wrap=True)
+    raise typer.Exit(1 if missing or ((damaged or superblocks or not has_index) and not repair) else 0)
 
 
 def _plain(finding: Finding) -> dict[str, object]:
@@ -72,38 +87,44 @@ def _plain(finding: Finding) -> dict[str, object]:
     return {"slot": finding.slot, "condition": finding.condition.value, "key": key}
 
 
-def _show(console: Console, found: Mapping[Condition, int], damaged: Sequence[Finding]) -> None:
+def _show(out: Console, found: Mapping[Condition, int], damaged: Sequence[Finding]) -> None:
     """How many slots are in which condition, and the first of the damaged ones."""
     table = _table("slots", "")
     for condition, count in found.items():
         if count:
             table.add_row(f"{count:,}", condition.value, style="bold red" if condition.is_damage else None)
-    console.print(table)
+    out.print(table)
     for each in damaged[:_SHOWN]:
         key = f"  key {each.header.key.hex()[:16]}" if each.header is not None else ""
-        console.print(f"slot {each.slot}: {each.condition.value}{key}")
+        out.print(f"slot {each.slot}: {each.condition.value}{key}")
     if len(damaged) > _SHOWN:
-        console.print(f"and {len(damaged) - _SHOWN:,} more: --json lists all")
+        out.print(f"and {len(damaged) - _SHOWN:,} more: --json lists all")
 
 
 def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     """Show what a file tier holds: how full it is, whose records, how old they are, how often they were served.
 
-    Reads the index, and no images: a second, whatever the size. A scope is a model, its weights, layout and salt: no
-    process serves another scope's records. `longshore fsck` verifies the images.
+    Reads the index, and no images: a second, whatever the size; also while a process has the directory open. A scope is
+    a model, its weights, layout and salt: no process serves another scope's records. `longshore fsck` verifies the
+    images.
     """
-    with Audit(directory) as audit:
+    with Audit(directory, shared=True) as audit:
         found = sum_up(audit, _watched(audit.headers(), audit.most, "read"), time.time())
+        superblocks = list(audit.superblocks.damaged)
     if as_json:
-        typer.echo(json.dumps({"directory": str(directory), **found.as_json()}))
+        write_json({"directory": str(directory), **found.as_json(), "damaged_superblocks": superblocks})
         return
     facts = _table("", "")
     facts.add_row("slabs", f"{found.slabs:,} of {format_bytes(found.slab_bytes)}")
     facts.add_row("records", f"{found.records:,}")
+    facts.add_row("full", f"{found.full:.1%}")
+    facts.add_row("in use", "by a process: as of a moment ago" if found.live else "by no process")
     facts.add_row("of earlier generations", f"{found.stale:,}")
     facts.add_row("on disk", format_bytes(found.bytes_on_disk))
     facts.add_row("generation", f"{found.generation:,}, opened {found.opens:,} times")
     facts.add_row("known from", "the index" if found.from_index else "headers: there is no index that can be used")
+    for name in superblocks:
+        facts.add_row("damaged", f"{name}: the other copy is used; longshore fsck --repair writes it anew")
     sizes = _table("images of up to", "slabs", "slots", "records")
     for size in found.sizes:
         slots = f"{size.slabs * size.per_slab:,}"
@@ -116,24 +137,129 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     ages = _table("written", "records")
     for age in found.ages:
         ages.add_row(age.written, f"{age.records:,}")
-    console = Console()
+    out = console()
     for table in (facts, sizes, scopes, ages):
-        console.print(table)
+        out.print(table)
 
 
-def _conclusion(directory: Path, damaged: int, *, repaired: bool) -> str:
-    if not damaged:
+def _conclusion(directory: Path, damaged: int, lost: int, *, repaired: bool) -> str:
+    """Of so many damaged records, and `lost` files of what is known about them."""
+    if not damaged and not lost:
         return f"{directory}: no damage"
+    if not damaged:
+        what = "was repaired" if repaired else f"costs no record; longshore fsck {directory} --repair repairs it"
+        return f"{directory}: no damaged record; the damage beside them {what}"
     records = "1 damaged record" if damaged == 1 else f"{damaged:,} damaged records"
     if repaired:
         return f"{directory}: {records}; their slots are empty now"
     return f"{directory}: {records}, which are never served; longshore fsck {directory} --repair empties their slots"
 
 
+def gc(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Directories of file tiers, or directories of such.")
+    ],
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="SCOPE", help="Remove this scope; its first 8 digits do.")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Remove scopes whose newest record is older: 30d, 12h.")
+    ] = None,
+    all_but_current: Annotated[
+        bool, typer.Option("--all-but-current", help="Remove all scopes but that of the record written last.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do remove; without it, say what would be.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List whose records lie in file tiers, and remove those of models that nobody serves any more.
+
+    A scope is a model, its weights, layout and salt. Whose records are removed is free space to the next process; a
+    directory that holds no others is removed with its files. What a live process has open is never touched.
+
+    Exit status: [bold]0[/bold] done; [bold]1[/bold] something that was to go is in use, or its index is damaged, or
+    one of several directories cannot be read;
+    [bold]2[/bold] no such directory, or options that cannot be.
+    """
+    wanted = tuple(scope.lower() for scope in remove or ())
+    if any(len(scope) < _SCOPE_DIGITS or set(scope) - set("0123456789abcdef") for scope in wanted):
+        raise ConfigError(f"--remove {', '.join(wanted)}: a scope is at least {_SCOPE_DIGITS} hexadecimal digits")
+    limit, now = _seconds(older_than), time.time()
+    rows: list[dict[str, Any]] = []
+    unreadable = 0
+    paths = list(chain.from_iterable(map(_tiers_in, directories)))
+    for path in paths:
+        try:
+            audit = Audit(path, shared=True)
+        except (TierError, FormatError) as error:
+            if len(paths) == 1:
+                raise
+            unreadable += 1
+            console(stderr=True).print(f"longshore: {error}", markup=False)
+            continue
+        with audit:
+            found, known = sum_up(audit, audit.headers(), now), audit.entries() is not None
+            doomed = [
+                scope.scope
+                for scope in found.scopes
+                if (wanted and scope.scope.startswith(wanted))
+                or (limit is not None and scope.written and now - scope.written > limit)
+                or (all_but_current and not scope.current)
+            ]
+            busy = audit.live or not known
+            if doomed and yes and not busy:
+                audit.remove([bytes.fromhex(scope) for scope in doomed])
+        for scope in found.scopes:
+            fate = "kept" if scope.scope not in doomed else _fate(live=audit.live, known=known, yes=yes)
+            seconds = max(0.0, now - scope.written) if scope.written else None
+            facts = {"scope": scope.scope, "records": scope.records, "bytes": scope.bytes, "age": seconds}
+            rows.append({"directory": str(path), **facts, "in_use": audit.live, "fate": fate})
+    if as_json:
+        write_json(rows)
+    else:
+        table = _table("directory", "scope", "records", "bytes", "newest", "in use", "")
+        for row in rows:
+            age = "not known" if row["age"] is None else f"{row['age'] / 86_400:.1f} days old"
+            figures = f"{row['records']:,}", format_bytes(row["bytes"]), age, "yes" if row["in_use"] else "no"
+            table.add_row(row["directory"], row["scope"][:16], *figures, row["fate"])
+        console().print(table)
+    missing = [scope for scope in wanted if not any(str(row["scope"]).startswith(scope) for row in rows)]
+    if missing:
+        raise ConfigError(f"--remove {', '.join(missing)}: no such scope here; without --remove all are listed")
+    raise typer.Exit(1 if unreadable or any(row["fate"].startswith("not removed") for row in rows) else 0)
+
+
+def _fate(*, live: bool, known: bool, yes: bool) -> str:
+    """What becomes of a scope that is to go."""
+    if live:
+        return "not removed: in use"
+    if not known:
+        return "not removed: the index is damaged, see longshore fsck"
+    return "removed" if yes else "would be removed by --yes"
+
+
+def _tiers_in(path: Path) -> list[Path]:
+    """`path`, or the tiers in it, if it is not one itself; so that a directory with one for each rank can be named."""
+    try:
+        inside = [each for each in sorted(path.iterdir()) if any(os.path.lexists(each / name) for name in COPIES)]
+    except (OSError, ValueError):
+        return [path]  # which says what is wrong with it
+    return inside or [path]
+
+
+def _seconds(age: str | None) -> float | None:
+    """Of an age such as 30d or 12h. Raises `ConfigError`."""
+    if age is None:
+        return None
+    units = {"d": 86_400, "h": 3600}
+    if age[-1:] not in units or not age[:-1].isascii() or not age[:-1].isdecimal():
+        raise ConfigError(f"--older-than {age}: expected a number of days or hours, such as 30d or 12h")
+    return float(int(age[:-1]) * units[age[-1]])
+
+
 def _watched(work: Iterable[T], total: int, what: str) -> Iterable[T]:
     """`work`, with its progress on standard error if somebody watches it there."""
-    console = Console(stderr=True)
-    return track(work, what, total, console=console, transient=True, disable=not console.is_terminal)
+    err = console(stderr=True)
+    return track(work, what, total, console=err, transient=True, disable=not err.is_terminal)
 
 
 def _table(*columns: str) -> Table:

@@ -1,17 +1,22 @@
-"""`longshore plan`: how much host memory and how many files a trace wants, and what they would give."""
+"""`longshore plan`: how much host memory and how many drives to buy for a trace, and what replays of them found."""
 
 from __future__ import annotations
 
-import json
+import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from longshore.cli.options import seconds_of
+from longshore.cli.output import console as console_on
+from longshore.cli.output import write_json
 from longshore.cli.traces import (
+    SLOT_BYTES,
     BadLines,
     BadLinesOption,
     Bench,
@@ -26,15 +31,22 @@ from longshore.cli.traces import (
     Model,
     PrefillRate,
     ProfileOption,
+    Trace,
     TraceFile,
-    open_trace,
-    seconds_of,
+    tell_overload,
     timing_of,
+    trace_at,
 )
+from longshore.config import available_memory
 
 if TYPE_CHECKING:
     from longshore.trace.sizing import Choice, Plan
+    from longshore.trace.tiered import TieredReplay
     from longshore.trace.timing import Timing
+
+_ADVANCE = 50
+_READ_INTENSIVE, _MIXED_USE = 1, 3
+"""Drive writes a day that such drives are warranted for."""
 
 
 def plan(
@@ -55,21 +67,22 @@ def plan(
     file_write: FileWrite = None,
     prefill_rate: PrefillRate = None,
     engines: Engines = 1,
+    replays: Annotated[int, typer.Option(min=1, help="At most so many sizes are replayed.")] = 16,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Say how much DRAM and NVMe to buy for a trace, and what it will give.
+    """Say how much DRAM and which NVMe drives to buy for a trace, and what they will give.
 
-    Reads the trace once, finds what every size would hit, and puts a model of the machine behind a grid of sizes. The
-    answer is the cheapest that keeps --ttft-p95, the knee (where more money begins to buy little), and the frontier
-    between them, with the assumptions that it rests on.
+    Estimates all sizes that can be bought, and replays those that matter through the control plane that runs in
+    production, as longshore replay does. The answer is the cheapest whose replay keeps --ttft-p95, the knee (where more
+    money begins to buy little), and the sizes beside them, with the assumptions that it rests on.
 
     [dim]longshore plan trace.jsonl --model llama-3.1-8b --ttft-p95 500ms --prices prices.toml[/]
     """
-    from longshore.trace.sizing import Arrivals, Prices  # noqa: PLC0415 - see `replay`
+    from longshore.trace.estimates import Arrivals, Prices  # noqa: PLC0415 - see `replay`
     from longshore.trace.sizing import plan as plan_for  # noqa: PLC0415
 
-    console = Console(stderr=True)
+    console = console_on(stderr=True)
     if report is not None:
         from longshore.cli.demo import check_report  # noqa: PLC0415 - plotly is an extra
 
@@ -79,53 +92,134 @@ def plan(
     timing = timing_of(model, profile, bench, rates, prefill_rate)
     costs = Prices() if prices is None else Prices.read(prices)
     arrivals = Arrivals(block_tokens)
-    with console.status("reading"):
-        for request in open_trace(trace, form, block_tokens, bad_lines, limit, console):
-            arrivals.add(request.timestamp_ms / 1000, request.input_length, request.hash_ids)
-    with console.status("trying sizes"):
-        found = plan_for(arrivals, timing, target, costs, engines=engines)
-    words = (*recommendation(found), *assumptions(found, timing, engines))
+    with trace_at(trace) as path:
+        requests = Trace(path, form, block_tokens, bad_lines, limit, console)
+        with console.status("reading"):
+            for request in requests:
+                arrivals.add(request.timestamp_ms / 1000, request.input_length, request.hash_ids)
+        columns = (TextColumn("replaying {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            found = plan_for(
+                arrivals,
+                timing,
+                target,
+                costs,
+                partial(_replay, requests, timing, block_tokens, progress),
+                engines=engines,
+                replays=replays,
+                most_blocks=max(1, available_memory() // (4 * SLOT_BYTES)),
+            )
+    given: dict[str, object] = {
+        "--form": None if form is FormChoice.AUTO else form.value,
+        "--block-tokens": None if block_tokens == 512 else block_tokens,
+        "--bad-lines": None if bad_lines is BadLines.REFUSE else bad_lines.value,
+        "--limit": limit,
+        "--profile": profile,
+        **{f"--{name.replace('_', '-')}": rate for name, rate in rates.items()},
+        "--prefill-rate": prefill_rate,
+        "--engines": engines,
+    }
+    arguments = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    arguments += [text for each in bench or () for text in ("--bench", str(each))]
+    command = replay_command(found, [str(trace), "--model", str(model), *arguments])
+    words = (*recommendation(found, command), *assumptions(found, timing, engines, requests.assumption))
     if report is not None:
         from longshore.cli.plan_report import write_report  # noqa: PLC0415
 
         console.print(f"report: {write_report(found, words, report)}")
+    facts = found.as_json()
     if as_json:
-        typer.echo(json.dumps({**found.as_json(), "kv_bytes_per_token": timing.geometry.kv_bytes_per_token,
-                               "words": list(words)}))  # fmt: skip
+        tell_overload(facts, console)
+        more = {"kv_bytes_per_token": timing.geometry.kv_bytes_per_token, "assumed_timestamps": requests.assumed}
+        write_json({**facts, **more, "replay": command, "words": list(words)})
     else:
         _render(found, words)
 
 
-def recommendation(found: Plan) -> tuple[str, ...]:
+def _replay(
+    requests: Trace, timing: Timing, block_tokens: int, progress: Progress, host: int, file: int, engines: int
+) -> TieredReplay:
+    """A replay as `longshore replay` makes it."""
+    from longshore.trace.policies import policy_named  # noqa: PLC0415
+    from longshore.trace.tiered import TieredReplay  # noqa: PLC0415
+
+    tiers = {"host": host} | ({"file": file} if file else {})
+    run = TieredReplay(timing, block_tokens, tiers, policy_named(None)[1], engines=engines)
+    task = progress.add_task(_sizes(host, file), total=requests.requests)
+    for count, _ in enumerate(run.run(requests)):
+        if count % _ADVANCE == 0:
+            progress.update(task, completed=count)
+    progress.remove_task(task)
+    return run
+
+
+def replay_command(found: Plan, arguments: Sequence[str]) -> list[str]:
+    """Arguments of `longshore` that replay what is recommended, or the best there is; none where that is nothing."""
+    choice = found.recommended or found.frontier[-1]
+    if not choice.host_bytes:
+        return []
+    sizes = ["--host", f"{choice.host_bytes >> 30}GiB"]
+    sizes += ["--file", f"{choice.file_bytes // 10**9}GB"] if choice.file_bytes else []
+    return ["replay", *arguments, *sizes]
+
+
+def recommendation(found: Plan, command: Sequence[str]) -> tuple[str, ...]:
     """What to buy, in plain words."""
-    nothing, best, knee = found.frontier[0], found.frontier[-1], found.knee
-    lines = []
+    from longshore.trace.result import brief  # noqa: PLC0415
+
+    nothing, best, knee = found.choices[0], found.frontier[-1], found.knee
+    against = "more than the engines can compute" if nothing.busy > 1 else f"{brief(nothing.ttft_p95)}"
+    lines = [] if found.overload is None else [f"Overload. {found.overload.words}"]
     if found.recommended is None:
         way = (
             f"with {amount(best)}" if best != nothing else "to compute all, as nothing that is worth keeping comes back"
         )
         lines.append(
-            f"No size keeps {found.target:.3g} s for 19 of 20 requests: the best reaches {best.ttft_p95:.3g} s, {way}. "
-            "More engines, faster ones, or shorter prompts would be needed."
+            f"No size keeps {brief(found.target)} for 19 of 20 requests, {len(found.choices) - 1} replayed: the best "
+            f"reaches {brief(best.ttft_p95)}, {way}. More engines, faster ones, or shorter prompts "
+            "would be needed."
         )
     elif found.recommended == nothing:
-        lines.append(f"Nothing needs to be bought: all computed, {nothing.ttft_p95:.3g} s is kept already.")
+        lines.append(f"Nothing needs to be bought: all computed, {brief(nothing.ttft_p95)} is kept already.")
     else:
         choice = found.recommended
         lines.append(
-            f"Buy {amount(choice)}: {cost(found, choice)}. Then 19 of 20 requests have their first token within "
-            f"{choice.ttft_p95:.3g} s, against {nothing.ttft_p95:.3g} s if all is computed; "
+            f"Buy {amount(choice)}: {cost(found, choice)}. In its replay 19 of 20 requests have their first token "
+            f"within {brief(choice.ttft_p95)}, against {against} if all is computed; "
             f"{100 * choice.hit_ratio:.1f} % of the blocks are found."
         )
-    if best != nothing:
+        lines += [endurance(choice)] if choice.file_write_bytes_per_day else []
+    if nothing not in (best, knee):
         lines.append(
-            f"The knee is at {amount(knee)} ({cost(found, knee)}, {knee.ttft_p95:.3g} s): beyond it, more buys little. "
-            f"The most that this trace can use is {amount(best)}, for {best.ttft_p95:.3g} s."
+            f"The knee is at {amount(knee)} ({cost(found, knee)}, {brief(knee.ttft_p95)}): beyond it, more buys "
+            f"little. The fastest that was replayed is {amount(best)}, with {brief(best.ttft_p95)}."
         )
+    if command:
+        lines.append(f"The same again: {shlex.join(['longshore', *command])}")
     return tuple(lines)
 
 
-def assumptions(found: Plan, timing: Timing, engines: int) -> tuple[str, ...]:
+def endurance(choice: Choice) -> str:
+    """What is written to the drives, and which drives are warranted for that."""
+    from longshore.trace.sizing import WARRANTY_YEARS  # noqa: PLC0415
+
+    daily, writes = choice.file_write_bytes_per_day, choice.drive_writes_per_day
+    if writes > _MIXED_USE:
+        kind = (
+            f"more than mixed-use drives ({_MIXED_USE} DWPD) are warranted for; file_daily_writes would bound it, "
+            "which was not replayed"
+        )
+    elif writes > _READ_INTENSIVE:
+        kind = f"take mixed-use drives ({_MIXED_USE} DWPD)"
+    else:
+        kind = f"read-intensive drives ({_READ_INTENSIVE} DWPD) will do"
+    return (
+        f"Endurance: {daily / 1e12:.3g} TB are written a day at the trace's own pace, {writes:.2g} drive writes a day "
+        f"(DWPD), {daily * 365 * WARRANTY_YEARS / 1e15:.3g} PB over a warranty of {WARRANTY_YEARS} years: {kind}."
+    )
+
+
+def assumptions(found: Plan, timing: Timing, engines: int, assumed: str = "") -> tuple[str, ...]:
     """What the answer rests on."""
     geometry = timing.geometry
     many = "one engine computing" if engines == 1 else f"{engines:,} engines, each computing"
@@ -135,19 +229,29 @@ def assumptions(found: Plan, timing: Timing, engines: int) -> tuple[str, ...]:
         f"Assumed: {geometry.name} has {geometry.kv_bytes_per_token:,} bytes of KV cache for each token "
         f"({geometry.source}).",
         f"Assumed: {timing.profile.source}.",
-        "Assumed: LRU with tails first over both tiers, everything is written in time, and reads of different requests "
-        "do not wait for one another; `longshore replay` of the size that was chosen knows better.",
+        "Assumed: all of a size is there for blocks; what the system, the engine and the file system take comes "
+        "besides. Several drives are as fast as the profile says, all together.",
+        *([f"Assumed: {assumed}."] if assumed else []),
     )
 
 
 def amount(choice: Choice) -> str:
     """Both sizes, in words."""
-    from longshore.report.units import size  # noqa: PLC0415
+    return _sizes(choice.host_bytes, choice.file_bytes)
 
-    if not choice.host_bytes:
+
+def _sizes(host: int, file: int) -> str:
+    if not host:
         return "nothing"
-    files = f" and {size(choice.file_bytes)} of NVMe" if choice.file_bytes else ""
-    return f"{size(choice.host_bytes)} of DRAM{files}"
+    return f"{host >> 30} GiB of DRAM" + (f" and {drives(file)} of NVMe" if file else "")
+
+
+def drives(file: int) -> str:
+    """Drives of so many bytes together: `3.84 TB`, `2 x 15.36 TB`."""
+    from longshore.trace.sizing import LARGEST_DRIVE  # noqa: PLC0415
+
+    count, each = max(1, file // LARGEST_DRIVE), min(file, LARGEST_DRIVE)
+    return f"{each / 1e12:.4g} TB" if count == 1 else f"{count} x {each / 1e12:.4g} TB"
 
 
 def cost(found: Plan, choice: Choice) -> str:
@@ -155,35 +259,38 @@ def cost(found: Plan, choice: Choice) -> str:
     return f"{choice.cost:,.0f} {found.prices.currency}"
 
 
-def frontier_rows(found: Plan) -> list[tuple[str, ...]]:
-    """The frontier as a table: sizes, cost, hits, TTFT, and which is which."""
-    from longshore.report.units import size  # noqa: PLC0415
+COLUMNS = ("DRAM", "NVMe", "cost", "hits", "TTFT p50", "TTFT p95", "DWPD", "")
 
+
+def rows(found: Plan) -> list[tuple[str, ...]]:
+    """What was replayed, as a table: sizes, cost, hits, TTFT, drive writes a day, and which is which."""
     names = {found.knee: "knee"} | ({found.recommended: "recommended"} if found.recommended else {})
     return [
         (
-            size(each.host_bytes),
-            size(each.file_bytes),
+            f"{each.host_bytes >> 30} GiB" if each.host_bytes else "-",
+            drives(each.file_bytes) if each.file_bytes else "-",
             f"{each.cost:,.0f}",
             f"{100 * each.hit_ratio:.1f} %",
             f"{each.ttft_p50:.3f} s",
             f"{each.ttft_p95:.3f} s",
+            f"{each.drive_writes_per_day:.2f}" if each.file_bytes else "-",
             names.get(each, ""),
         )
-        for each in found.frontier
+        for each in found.choices
     ]
 
 
-COLUMNS = ("DRAM", "NVMe", "cost", "hits", "TTFT p50", "TTFT p95", "")
-
-
 def _render(found: Plan, words: Sequence[str]) -> None:
-    console = Console()
+    console = console_on()
     table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in COLUMNS:
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for row in frontier_rows(found):
+    for row in rows(found):
         table.add_row(*row)
+    for line in words:
+        if line.startswith("Overload"):
+            console.print(line, markup=False, style="bold yellow")
     console.print(table)
     for line in words:
-        console.print(line, markup=False, style="dim" if line.startswith("Assumed") else None)
+        if not line.startswith("Overload"):
+            console.print(line, markup=False, style="dim" if line.startswith("Assumed") else None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longshore.cli.plan import COLUMNS, amount, cost, frontier_rows
+from longshore.cli.plan import COLUMNS, amount, cost, rows
 from longshore.report import RUNS, SOURCES, Curve, Page, curves
 
 if TYPE_CHECKING:
@@ -23,11 +23,14 @@ def write_report(found: Plan, words: Sequence[str], directory: Path) -> Path:
         f"first token within {found.target:.3g} s.",
         footer="Made by longshore plan. Times are those of a model of the machine, whose assumptions stand below.",
     )
-    page.verdict(found.recommended is not None, words[0], word="Recommended" if found.recommended else "Out of reach")
-    page.text("The knee", words[1])
+    if found.overload is not None:
+        page.verdict(False, found.overload.words, word="Overload")
+    first, *others = (line for line in words if not line.startswith(("Overload", "Assumed")))
+    page.verdict(found.recommended is not None, first, word="Recommended" if found.recommended else "Out of reach")
+    page.text("What was found", *others)
     page.figure(
         "What a budget gives",
-        "Each point is the fastest that can be had for its price. Where the line turns flat, more money buys little.",
+        "Each point is the fastest replay that can be had for its price. Where the line turns flat, more buys little.",
         curves(
             [
                 Curve(
@@ -60,8 +63,8 @@ def write_report(found: Plan, words: Sequence[str], directory: Path) -> Path:
             logarithmic=True,
         ),
     )
-    page.table("The frontier", COLUMNS, frontier_rows(found), "Nothing cheaper is as fast as any of these.")
-    page.text("Assumptions", *(line.removeprefix("Assumed: ") for line in words[2:]))
+    page.table("What was replayed", COLUMNS, rows(found), "Sizes that can be bought, by cost.")
+    page.text("Assumptions", *(line.removeprefix("Assumed: ") for line in words if line.startswith("Assumed: ")))
     return page.write(directory / "index.html")
 
 

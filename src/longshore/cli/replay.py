@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,11 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from longshore.cli.options import check_memory, size_of
+from longshore.cli.output import console as console_on
+from longshore.cli.output import write_json
 from longshore.cli.traces import (
+    SLOT_BYTES,
     BadLines,
     BadLinesOption,
     Bench,
@@ -28,24 +32,32 @@ from longshore.cli.traces import (
     Model,
     PrefillRate,
     ProfileOption,
+    Trace,
     TraceFile,
-    open_trace,
-    size_of,
+    tell_overload,
     timing_of,
+    trace_at,
 )
-from longshore.errors import ConfigError
+from longshore.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
+    from longshore.cache.eviction import EvictionPolicy
     from longshore.trace.request import TraceRequest
     from longshore.trace.result import Row
-    from longshore.trace.tiered import TieredReplay
+    from longshore.trace.tiered import Tally, TieredReplay
+
+
+class Through(StrEnum):
+    """What serves the requests of the policy experiment."""
+
+    CACHE = "cache"
+    VLLM = "vllm"
+
 
 _SAY_EVERY = 500
+
 _MUCH = 100_000_000
 """Blocks asked for, of which the optimum remembers each, that take memory enough to speak of."""
-
-_COMFORTABLE = 0.7
-"""Share of their time that engines are busy where queues stay short."""
 
 
 def replay(
@@ -57,6 +69,14 @@ def replay(
     capacity_blocks: Annotated[
         int | None,
         typer.Option(min=1, help="The plain policy experiment instead: one tier of so many blocks, and no time."),
+    ] = None,
+    through: Annotated[
+        Through | None,
+        typer.Option(
+            help="With --capacity-blocks, what serves the requests instead of the bare policy, one after the other. "
+            "cache: the path verbs of the control plane. vllm: vLLM's offloading interface, called as its scheduler "
+            "calls it; where vLLM is installed."
+        ),
     ] = None,
     policy: Annotated[
         str | None,
@@ -75,8 +95,8 @@ def replay(
     link: Link = None,
     file_read: FileRead = None,
     file_write: FileWrite = None,
-    remote_read: Annotated[str | None, typer.Option(help="Bytes a second from the remote store.")] = None,
-    remote_write: Annotated[str | None, typer.Option(help="Bytes a second into the remote store.")] = None,
+    remote_read: Annotated[str | None, typer.Option(help="Bytes a second from the remote store, as in 2GB/s.")] = None,
+    remote_write: Annotated[str | None, typer.Option(help="Bytes a second into the remote store, as in 2GB/s.")] = None,
     remote_delay: Annotated[
         str | None, typer.Option(help="Time that the remote store takes besides, as in 500us or 2ms.")
     ] = None,
@@ -93,28 +113,36 @@ def replay(
 
     With [bold]--model[/] and [bold]--host[/], in virtual time: the control plane that runs in production, on a model of
     the machine. With [bold]--capacity-blocks[/] alone, the plain policy experiment: hits are the leading run of
-    resident blocks, and then the policy sees an access to each block, the last one first.
+    resident blocks, and then the policy sees an access to each block, the last one first. With [bold]--through[/] as
+    well, the same requests and blocks through the control plane, where the device keeps nothing.
 
     [dim]longshore replay trace.jsonl --model llama-3.1-8b --host 64GiB --file 1TiB[/]
 
     [dim]longshore replay trace.jsonl --capacity-blocks 18000 --policy lru[/]
     """
-    console = Console(stderr=True)
+    console = console_on(stderr=True)
     if report is not None:
         from longshore.cli.demo import check_report  # noqa: PLC0415 - plotly is an extra
 
         check_report(report)
-    requests = open_trace(trace, form, block_tokens, bad_lines, limit, console)
     if capacity_blocks is not None:
-        if any(given is not None for given in (model, host, file, remote, report)):
-            raise ConfigError(
-                "--capacity-blocks knows no time: expected it without --model, --host, --file, --remote, --report"
-            )
-        with console.status("reading") as status:
-            facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, _Blocks(optimum, console))
+        given: dict[str, object] = {"--model": model, "--host": host, "--file": file, "--remote": remote}
+        given |= {"--report": report, "--bench": bench, "--link": link, "--file-read": file_read}
+        given |= {"--file-write": file_write, "--remote-read": remote_read, "--remote-write": remote_write}
+        given |= {"--remote-delay": remote_delay, "--prefill-rate": prefill_rate}
+        given |= {"--engines": None if engines == 1 else engines}
+        if wrong := [option for option, value in given.items() if value is not None]:
+            raise ConfigError(f"--capacity-blocks knows no time: leave out {', '.join(wrong)}")
+        check_memory(SLOT_BYTES * capacity_blocks, "--capacity-blocks", capacity_blocks, capacity_blocks)
+        with trace_at(trace) as path, console.status("reading") as status:
+            requests = Trace(path, form, block_tokens, bad_lines, limit, console)
+            blocks = _Blocks(optimum, console)
+            facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, through, blocks)
+    elif through is not None:
+        raise ConfigError("--through replays one tier of --capacity-blocks: expected both, or neither")
     else:
         from longshore.trace.policies import policy_named  # noqa: PLC0415
-        from longshore.trace.tiered import TieredReplay  # noqa: PLC0415
+        from longshore.trace.tiered import MOST_BLOCKS, TieredReplay  # noqa: PLC0415
 
         if host is None:
             raise ConfigError("expected --host and --model, or --capacity-blocks; see longshore replay --help")
@@ -122,31 +150,50 @@ def replay(
         rates |= {"remote_read": remote_read, "remote_write": remote_write}
         timing = timing_of(model, profile, bench, rates, prefill_rate, remote_delay)
         sizes = {"host": host, "file": file, "remote": remote}
-        tiers = {tier: size_of(text, f"--{tier}") for tier, text in sizes.items() if text is not None}
+        for option, value in {"read": remote_read, "write": remote_write, "delay": remote_delay}.items():
+            if value is not None and remote is None:
+                raise ConfigError(f"--remote-{option} {value} has no effect without --remote")
+        image = block_tokens * timing.geometry.kv_bytes_per_token
+        tiers = {tier: size_of(text, f"--{tier}", image) for tier, text in sizes.items() if text is not None}
         name, kind = policy_named(policy)
-        run = TieredReplay(timing, block_tokens, tiers, kind, engines=engines, gated=gate)
-        with console.status("reading") as status:
-            facts, rows = _replay(run, _progress(requests, status), name, _Blocks(optimum, console), report)
-        _warn(run, console)
+        largest = max(tiers, key=tiers.__getitem__)
+        check_memory(
+            SLOT_BYTES * sum(nbytes // image for nbytes in tiers.values() if nbytes // image <= MOST_BLOCKS),
+            f"--{largest}",
+            sizes[largest],
+            tiers[largest],
+            "MiB",
+        )
+
+        def made(count: int) -> TieredReplay:
+            return TieredReplay(timing, block_tokens, tiers, kind, engines=count, gated=gate)
+
+        run = made(engines)
+        with trace_at(trace) as path, console.status("reading") as status:
+            requests = Trace(path, form, block_tokens, bad_lines, limit, console)
+            facts, rows = _replay(run, made, requests, name, _Blocks(optimum, console), report, status)
     if as_json:
-        typer.echo(json.dumps(facts))
+        tell_overload(facts, console)
+        write_json(facts)
     else:
         _render(rows, facts)
 
 
 def _experiment(
-    requests: Iterable[TraceRequest], slots: int, policy: str | None, blocks: _Blocks
+    requests: Iterable[TraceRequest], slots: int, policy: str | None, through: Through | None, blocks: _Blocks
 ) -> tuple[dict[str, object], list[Row]]:
-    from longshore.trace.experiment import Experiment  # noqa: PLC0415 - numpy takes longer to load than `--help` may
+    from longshore.trace.experiment import Hits  # noqa: PLC0415 - numpy takes longer to load than `--help` may
     from longshore.trace.policies import policy_named  # noqa: PLC0415
     from longshore.trace.result import ratio  # noqa: PLC0415
 
     name, kind = policy_named(policy)
-    tier = Experiment(kind, slots)
-    for request in requests:
-        tier.serve(request.hash_ids)
-        blocks.add(request.hash_ids)
-    found, most = tier.totals(), blocks.optimal(slots)
+    found = Hits(0, 0, 0)
+    with _served(slots, name, kind, through) as serve:
+        for request in requests:
+            path = request.hash_ids
+            found = Hits(found.requests + 1, found.block_refs + len(path), found.hits + serve(path))
+            blocks.add(path)
+    most = blocks.optimal(slots)
     best = None if most is None else ratio(most, found.block_refs)
     facts: dict[str, object] = {
         "requests": found.requests,
@@ -158,44 +205,70 @@ def _experiment(
         "ttft_s": None,
         "file_write_bytes_per_day": None,
         "policy": name,
+        "through": None if through is None else through.value,
         "capacity_blocks": slots,
     }
     rows = [
         ("requests", f"{found.requests:,}", ""),
         ("blocks", f"{found.block_refs:,}", f"asked for, {blocks.unique:,} different ones"),
         ("capacity", f"{slots:,}", "blocks"),
-        ("policy", name, ""),
+        ("policy", name, "" if through is None else f"through {through.value}"),
         ("hit ratio", f"{found.ratio:.4f}", "leading resident blocks of all that were asked for"),
         ("best possible", "-" if best is None else f"{best:.4f}", "knowing the future"),
     ]
     return facts, rows
 
 
-def _replay(
-    run: TieredReplay, requests: Iterable[TraceRequest], policy: str, blocks: _Blocks, report: Path | None
-) -> tuple[dict[str, object], list[Row]]:
-    from longshore.trace.result import Replayed  # noqa: PLC0415
+@contextmanager
+def _served(
+    slots: int, name: str, kind: type[EvictionPolicy], through: Through | None
+) -> Iterator[Callable[[Sequence[int]], int]]:
+    """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name."""
+    if through is None:
+        from longshore.trace.experiment import Experiment  # noqa: PLC0415
 
-    for request in run.run(requests):
+        yield Experiment(kind, slots).serve
+    elif through is Through.CACHE:
+        from longshore.trace.through import CacheReplay  # noqa: PLC0415
+
+        yield CacheReplay(kind, slots).serve
+    else:
+        try:
+            from longshore.engines.vllm.replay import open_replay  # noqa: PLC0415 - vLLM is not among our dependencies
+        except ImportError as error:
+            raise EngineError(
+                f"{error}; --through vllm calls vLLM's own interface: run longshore with the Python that runs vLLM"
+            ) from error
+        with closing(open_replay(slots, name)) as replay:
+            yield replay.serve
+
+
+def _replay(
+    run: TieredReplay,
+    made: Callable[[int], TieredReplay],
+    requests: Trace,
+    policy: str,
+    blocks: _Blocks,
+    report: Path | None,
+    status: Status,
+) -> tuple[dict[str, object], list[Row]]:
+    from longshore.trace.result import Replayed, overload  # noqa: PLC0415
+
+    def again(engines: int) -> Tally:
+        other = made(engines)
+        for _ in other.run(_progress(requests, status, f" with {engines} engines")):
+            pass
+        return other.tally
+
+    for request in run.run(_progress(requests, status)):
         blocks.add(request.hash_ids[: request.input_length // run.block_tokens])
-    found = Replayed(run, policy, blocks.unique, blocks.optimal(run.slots))
+    too_much = overload(run.tally, run.engines, again)
+    found = Replayed(run, policy, blocks.unique, blocks.optimal(run.slots), too_much, requests.assumption)
     if report is not None:
         from longshore.cli.replay_report import write_report  # noqa: PLC0415
 
         write_report(found, report)
     return found.as_json(), found.rows()
-
-
-def _warn(run: TieredReplay, console: Console) -> None:
-    """Say so where waiting for an engine hides what the tiers do."""
-    tally = run.tally
-    if tally.computing > tally.seconds * run.engines > 0:
-        enough = math.ceil(tally.recomputing / tally.seconds / _COMFORTABLE)
-        console.print(
-            f"The trace asks for more than {run.engines} of these engines can compute, so queues grow as long as it "
-            f"lasts, and times say little. --engines {enough} would do even if all were computed.",
-            style="yellow",
-        )
 
 
 class _Blocks:
@@ -239,16 +312,17 @@ class _Blocks:
         return None if self._paths is None else optimal_hits(self._paths, slots)
 
 
-def _progress(requests: Iterable[TraceRequest], status: Status) -> Iterator[TraceRequest]:
+def _progress(requests: Iterable[TraceRequest], status: Status, how: str = "") -> Iterator[TraceRequest]:
     """`requests`, and now and then a word on how many there were."""
     for count, request in enumerate(requests):
         if count % _SAY_EVERY == 0:
-            status.update(f"{count:,} requests")
+            status.update(f"{count:,} requests{how}")
         yield request
 
 
 def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
-    console = Console()
+    console = console_on()
+    tell_overload(facts, console)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")

@@ -24,6 +24,8 @@ def write_report(found: Replayed, directory: Path) -> Path:
         f"{found.replay.tally.requests:,} requests through the control plane, in virtual time.",
         footer="Made by longshore replay. Times are those of a model of the machine, whose figures stand below.",
     )
+    if found.overload is not None:
+        page.verdict(False, found.overload.words, word="Overload")
     page.facts(
         [
             ("Blocks hit", f"{100 * found.hit_ratio:.1f} %", "of all whole blocks of prompts"),
@@ -50,7 +52,7 @@ def write_report(found: Replayed, directory: Path) -> Path:
         _by(found.routes, y_title="seconds"),
     )
     page.table("What was found", ("", "", ""), found.rows())
-    page.text("Assumptions", found.replay.timing.geometry.source, found.replay.timing.profile.source)
+    page.text("Assumptions", *found.assumptions)
     return page.write(directory / "index.html")
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from longshore.cli.options import rate_of, seconds_of
 from longshore.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
@@ -36,7 +42,10 @@ class BadLines(enum.StrEnum):
     SKIP = "skip"
 
 
-TraceFile = Annotated[Path, typer.Argument(help="A trace of requests.", show_default=False)]
+TraceFile = Annotated[
+    Path,
+    typer.Argument(help="A trace of requests, plain or compressed by gzip; - for standard input.", show_default=False),
+]
 FormOption = Annotated[
     FormChoice, typer.Option("--form", help="What its lines are; auto looks at the first one. See docs/replay.md.")
 ]
@@ -59,44 +68,103 @@ Bench = Annotated[
         "prefill (prefill). May be given several times."
     ),
 ]
-Link = Annotated[str | None, typer.Option(help="Bytes a second between device and host memory, as in 50GB.")]
-FileRead = Annotated[str | None, typer.Option(help="Bytes a second from files.")]
-FileWrite = Annotated[str | None, typer.Option(help="Bytes a second into files.")]
+Link = Annotated[str | None, typer.Option(help="Bytes a second between device and host memory, as in 50GB/s.")]
+FileRead = Annotated[str | None, typer.Option(help="Bytes a second from files, as in 6.8GB/s.")]
+FileWrite = Annotated[str | None, typer.Option(help="Bytes a second into files, as in 4GB/s.")]
 PrefillRate = Annotated[
-    float | None, typer.Option(min=1e-3, help="Tokens a second that one engine computes of a short prompt.")
+    float | None, typer.Option(min=1e-3, max=1e9, help="Tokens a second that one engine computes of a short prompt.")
 ]
 Engines = Annotated[
     int, typer.Option(min=1, max=10_000, help="Engines that share the tiers; each computes a prompt at a time.")
 ]
 
-_TOO_MUCH = 1 << 63
-"""Bytes that nobody has."""
+SLOT_BYTES = 80
+"""Of memory, for each block that a tier of a replay has room for, filled or not."""
 
 _SHOWN = 3
 """Bad lines that are shown; of more there is the number."""
 
 
-def open_trace(
-    path: Path, form: FormChoice, block_tokens: int, bad_lines: BadLines, limit: int | None, console: Console
-) -> Iterator[TraceRequest]:
-    """The requests of a trace, as they are asked for; what was skipped, or cannot be shown, is said on `console`."""
-    from longshore.trace.readers import Form, form_of, read_trace  # noqa: PLC0415 - see `replay`
+class Trace:
+    """The requests of a trace, read anew each time that they are asked for.
 
-    known = form_of(path) if form is FormChoice.AUTO else Form(form.value)
-    if not known.shows_reuse:
-        console.print(f"{path.name} has lengths only: nothing in it says what is shared, so nothing will be hit.")
-    skipped = 0
+    What was skipped, or cannot be shown, or had to be assumed, is said on `console` the first time.
+    """
 
-    def skip(error: TraceError) -> None:
-        nonlocal skipped
-        skipped += 1
-        if skipped <= _SHOWN:
-            console.print(f"skipped: {error}", style="yellow", markup=False)
+    def __init__(
+        self, path: Path, form: FormChoice, block_tokens: int, bad_lines: BadLines, limit: int | None, console: Console
+    ) -> None:
+        self.assumed = 0
+        """Requests whose time of arrival the trace does not say."""
+        self.requests = 0
+        self._path, self._form, self._block_tokens = path, form, block_tokens
+        self._skips, self._limit, self._console = bad_lines is BadLines.SKIP, limit, console
+        self._told = False
 
-    told = skip if bad_lines is BadLines.SKIP else None
-    yield from islice(read_trace(path, known, block_tokens=block_tokens, skip=told), limit)
-    if skipped > _SHOWN:
-        console.print(f"skipped: {skipped:,} lines in all", style="yellow")
+    def __iter__(self) -> Iterator[TraceRequest]:
+        from longshore.trace.readers import Form, form_of, read_trace  # noqa: PLC0415 - see `replay`
+
+        told, self._told = self._told, True
+
+        def tell(line: str) -> None:
+            if not told:
+                self._console.print(line, style="yellow", markup=False)
+
+        known = form_of(self._path) if self._form is FormChoice.AUTO else Form(self._form.value)
+        if not known.shows_reuse:
+            tell(f"{self._path.name} has lengths only: nothing in it says what is shared, so nothing will be hit.")
+        skipped = self.assumed = self.requests = 0
+
+        def skip(error: TraceError) -> None:
+            nonlocal skipped
+            skipped += 1
+            if skipped <= _SHOWN:
+                tell(f"skipped: {error}")
+
+        skips = skip if self._skips else None
+        for request in islice(read_trace(self._path, known, block_tokens=self._block_tokens, skip=skips), self._limit):
+            self.requests += 1
+            self.assumed += request.assumed_time
+            yield request
+        if skipped > _SHOWN:
+            tell(f"skipped: {skipped:,} lines in all")
+        if self.assumed:
+            tell(self.assumption)
+
+    @property
+    def assumption(self) -> str:
+        """What was assumed of times, in words; empty if nothing was."""
+        if not self.assumed:
+            return ""
+        return (
+            f"{self.assumed:,} of {self.requests:,} requests have no timestamp: each is taken to arrive 1 s after the "
+            "one before it; waits, times to first token and writes a day follow from that"
+        )
+
+
+def tell_overload(facts: Mapping[str, object], console: Console) -> None:
+    """Say so where waiting for an engine hides what the tiers do."""
+    overload = facts.get("overload")
+    if isinstance(overload, Mapping):
+        console.print(f"Overload. {overload['words']}", style="bold yellow", markup=False)
+
+
+@contextmanager
+def trace_at(path: Path) -> Iterator[Path]:
+    """Where a trace lies: `path`, or, for `-`, a temporary copy of standard input, which can be read again."""
+    if str(path) != "-":
+        yield path
+        return
+    if sys.stdin is None:
+        raise ConfigError("expected a trace on standard input, which is closed")
+    with tempfile.TemporaryDirectory(prefix="longshore-") as directory:
+        copy = Path(directory) / "standard-input"
+        try:
+            with copy.open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(copy)) from error
+        yield copy
 
 
 def timing_of(
@@ -117,36 +185,11 @@ def timing_of(
     for path in bench or ():
         machine = with_bench(machine, path)
     given: dict[str, float | None] = {
-        name: None if text is None else float(size_of(text, f"--{name.replace('_', '-')}"))
+        name: None if text is None else float(rate_of(text, f"--{name.replace('_', '-')}"))
         for name, text in rates.items()
     }
     given["remote_delay"] = None if remote_delay is None else seconds_of(remote_delay, "--remote-delay")
+    if prefill_rate is not None and not math.isfinite(prefill_rate):
+        raise ConfigError(f"--prefill-rate: expected a finite number of tokens a second, got {prefill_rate}")
     given["flops"] = None if prefill_rate is None else 2 * geometry.parameters * prefill_rate
     return Timing(geometry, with_changes(machine, given, "as given"))
-
-
-def seconds_of(text: str, option: str) -> float:
-    """Seconds of a time such as `500ms` or `2s`; raises `ConfigError`."""
-    for unit, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
-            try:
-                seconds = float(text.removesuffix(unit)) * factor
-            except ValueError:
-                break
-            if 0 < seconds < float("inf"):
-                return seconds
-            break
-    raise ConfigError(f"{option}: expected a time such as 500ms or 2s, got {text!r}")
-
-
-def size_of(text: str, option: str) -> int:
-    """Bytes of a size such as `64GiB`; raises `ConfigError`."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError  # noqa: PLC0415
-
-    try:
-        count = int(TypeAdapter(ByteSize).validate_python(text.removesuffix("/s")))
-    except ValidationError:
-        count = 0
-    if not 0 < count < _TOO_MUCH:
-        raise ConfigError(f"{option}: expected a size such as 64GiB or 1.5TB, got {text[:80]!r}")
-    return count

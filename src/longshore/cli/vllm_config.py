@@ -2,36 +2,62 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from longshore.cli.options import settings_of, size_of
+from longshore.cli.output import write_json
 from longshore.config import Config
-from longshore.engines.kv_transfer import kv_transfer
+from longshore.engines.kv_transfer import check_settings, kv_transfer
+from longshore.errors import ConfigError
+from longshore.tiers.arena import PAGE
 
 
 def vllm_config(
-    host_size: Annotated[str, typer.Option(help="Host memory for blocks, over all ranks, such as 64GiB.")],
-    file_path: Annotated[Path | None, typer.Option(help="Directory of the file tier, on a local NVMe.")] = None,
+    host_size: Annotated[str | None, typer.Option(help="Host memory for blocks, of all ranks, such as 64GiB.")] = None,
+    file_path: Annotated[str | None, typer.Option(help="Directory of the file tier, on a local NVMe.")] = None,
     file_size: Annotated[str | None, typer.Option(help="Disk space for the file tier, such as 1TiB.")] = None,
-    blocks_per_chunk: Annotated[int, typer.Option(help="vLLM's blocks in one block image.")] = 1,
+    blocks_per_chunk: Annotated[int | None, typer.Option(help="vLLM's blocks in a block image; default 1.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any setting of docs/settings.md, as in --set offload=write_back; repeatable."),
+    ] = None,
     report_failures: Annotated[
         bool, typer.Option(help="Have requests recomputed whose blocks cannot be loaded.")
     ] = True,
     check: Annotated[bool, typer.Option(help="Compare the sizes with what this machine has.")] = True,
 ) -> None:
-    """Print what to pass to vLLM as --kv-transfer-config.
+    """Print what to pass to vLLM as --kv-transfer-config. Paths are made absolute.
 
     vllm serve MODEL --kv-transfer-config "$(longshore vllm-config --host-size 64GiB)"
     """
-    sizes = {"host_size": host_size, "file_path": file_path, "file_size": file_size}
-    given = {key: str(value) for key, value in sizes.items() if value is not None}
-    config = Config.make(**given, blocks_per_chunk=blocks_per_chunk)
+    given = settings_of(settings or ())
+    options = {"host_size": host_size, "file_path": file_path, "file_size": file_size}
+    options["blocks_per_chunk"] = None if blocks_per_chunk is None else str(blocks_per_chunk)
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in given:
+            raise ConfigError(f"--set {name}={given[name]}: given as --{name.replace('_', '-')} {value} already")
+        given[name] = value
+    config = Config.make(**given)
+    check_settings(given)
+    if "host_size" not in given:
+        raise ConfigError("expected --host-size, such as --host-size 64GiB")
+    for name in ("host_size", "file_size"):
+        if name in given:
+            size_of(given[name], f"--{name.replace('_', '-')}", PAGE)
     if check:
         config.check_machine()
-    extra: dict[str, object] = {**given}
-    if blocks_per_chunk > 1:
-        extra["blocks_per_chunk"] = blocks_per_chunk
-    typer.echo(json.dumps(kv_transfer(extra, report_failures=report_failures)))
+    extra = {name: _plain(config, name, text) for name, text in given.items()}
+    write_json(kv_transfer(extra, report_failures=report_failures))
+
+
+def _plain(config: Config, name: str, text: str) -> object:
+    """A setting as JSON has it: sizes as they were given, paths absolute."""
+    value = getattr(config, name)
+    if isinstance(value, Path):
+        return str(value.absolute())
+    return value if isinstance(value, bool | float) or type(value) is int else text

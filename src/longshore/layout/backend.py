@@ -11,23 +11,35 @@ argument changed each time, and an axis is what it answers to:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from longshore.errors import LayoutError
-from longshore.layout.builders import BLOCK, KV, LAYER, TOKEN, from_axes
+from longshore.layout.builders import BLOCK, INTERLEAVED, KV, LAYER, TOKEN, from_axes
 from longshore.layout.model import KVLayout
-from longshore.layout.tensors import DeviceTensor
+from longshore.layout.tensors import DeviceTensor, dtype_name
 
 # Two primes, neither of which is any other size.
 _SENTINEL_BLOCKS = 1009
 _OTHER_SENTINEL = 2003
+
+_HEAD = "head"
+
+# Cache dtypes whose tokens are known to lie one after another; other formats may interleave the scales of several.
+_UNQUANTIZED = (None, "auto", "float16", "bfloat16")
+_BYTES = ("uint8", "int8")
+_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")  # scales, if any, are kept outside the cache
+_FP8_ALIGNMENT = 16  # bytes; a record of another size has scales in it, such as an indexer's 132
+_DS_MLA_BYTES = 656  # of a token that has its own scales; in records of other sizes they stand behind all values
 
 # What back ends raise for sizes they do not serve, or for a question they do not know.
 _REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError, AttributeError)
 
 
 class AttentionBackend(Protocol):
-    """What is asked of a back end. `get_kv_cache_stride_order(include_num_layers_dimension)` may be there too."""
+    """What is asked of a back end. `get_kv_cache_stride_order(include_num_layers_dimension)` may be there too.
+
+    Where a cache's dtype is given, `get_kv_cache_shape` is passed it as `cache_dtype_str`.
+    """
 
     def get_kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Sequence[int]:
         """Shape of one layer's cache."""
@@ -46,8 +58,11 @@ def from_backend(
     name: str = "kv",
     ranks: int = 1,
     rank: int = 0,
+    cache_dtype: str | None = None,
 ) -> KVLayout:
     """A layout of one group whose tensors all come from `backend`.
+
+    `cache_dtype` is the cache's dtype as the back end calls it, such as `fp8_ds_mla`: some have their own shape.
 
     `kernel_block_size` is what the back end was given as its block size, for all layers; `block_size` (by default
     the same) is what the block table counts in. For several groups, or back ends, in one layout: `axes_of_backend` and
@@ -63,6 +78,7 @@ def from_backend(
             kernel_block_size=kernel_block_size,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
+            cache_dtype=cache_dtype,
         )
         for tensor in tensors
     ]
@@ -86,12 +102,17 @@ def axes_of_backend(
     kernel_block_size: int,
     num_kv_heads: int,
     head_size: int,
+    cache_dtype: str | None = None,
 ) -> tuple[str, ...]:
     """Name of each axis of `tensor`. One axis more than the back end's shape means a tensor across layers.
 
-    The tensor may have the axes in the back end's order, over any strides, or in the order of memory.
+    The tensor may have the axes in the back end's order, over any strides, or in the order of memory. Where scales of
+    several tokens may be interleaved, as in NVFP4 or in bytes of an unknown format, no axis is `token`, and pages move
+    whole.
     """
-    names, sizes = _probe(backend, (kernel_block_size, num_kv_heads, head_size))
+    names, sizes = _probe(backend, (kernel_block_size, num_kv_heads, head_size), cache_dtype)
+    if not _has_whole_tokens(cache_dtype, tensor, names, sizes):
+        names = [INTERLEAVED if name == TOKEN else name for name in names]
     across_layers = len(tensor.shape) == len(names) + 1
     if across_layers:
         names, sizes = [LAYER, *names], [None, *sizes]
@@ -109,18 +130,21 @@ def axes_of_backend(
     )
 
 
-def _probe(backend: AttentionBackend, sizes: tuple[int, int, int]) -> tuple[list[str], list[int | None]]:
+def _probe(
+    backend: AttentionBackend, sizes: tuple[int, int, int], cache_dtype: str | None
+) -> tuple[list[str], list[int | None]]:
     """Name and size of each axis of one layer's cache; the number of blocks is not known here: `None`."""
-    shape = tuple(backend.get_kv_cache_shape(_SENTINEL_BLOCKS, *sizes))
+    options: dict[str, Any] = {} if cache_dtype is None else {"cache_dtype_str": cache_dtype}
+    shape = tuple(backend.get_kv_cache_shape(_SENTINEL_BLOCKS, *sizes, **options))
     answers: list[list[str]] = [[] for _ in shape]
     for what, arguments in (
         (BLOCK, (_OTHER_SENTINEL, *sizes)),
         (TOKEN, (_SENTINEL_BLOCKS, 2 * sizes[0], sizes[1], sizes[2])),
-        ("head", (_SENTINEL_BLOCKS, sizes[0], 2 * sizes[1], sizes[2])),
+        (_HEAD, (_SENTINEL_BLOCKS, sizes[0], 2 * sizes[1], sizes[2])),
         ("dim", (_SENTINEL_BLOCKS, sizes[0], sizes[1], 2 * sizes[2])),
     ):
         try:
-            changed = tuple(backend.get_kv_cache_shape(*arguments))
+            changed = tuple(backend.get_kv_cache_shape(*arguments, **options))
         except _REFUSALS:
             continue  # a size that this back end does not serve: the axis keeps no name, which is always safe
         if len(changed) == len(shape):
@@ -129,6 +153,21 @@ def _probe(backend: AttentionBackend, sizes: tuple[int, int, int]) -> tuple[list
                     answer.append(what)
     names = _names(answers, shape)
     return names, [None if name == BLOCK else size for name, size in zip(names, shape, strict=True)]
+
+
+def _has_whole_tokens(
+    cache_dtype: str | None, tensor: DeviceTensor, names: Sequence[str], sizes: Sequence[int | None]
+) -> bool:
+    """Whether all bytes of a token, its scales among them, are known to lie on its position of the `token` axis."""
+    record = tensor.element_size()
+    for name, size in zip(names, sizes, strict=True):
+        if name not in (BLOCK, TOKEN, KV, _HEAD):
+            record *= size or 1
+    if cache_dtype in _FP8:
+        return record % _FP8_ALIGNMENT == 0
+    if cache_dtype == "fp8_ds_mla" or (cache_dtype is None and dtype_name(tensor) in _BYTES):
+        return record == _DS_MLA_BYTES
+    return cache_dtype in _UNQUANTIZED and dtype_name(tensor) not in _BYTES
 
 
 def _names(answers: Sequence[Sequence[str]], shape: Sequence[int]) -> list[str]:

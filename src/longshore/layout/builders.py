@@ -14,6 +14,7 @@ hold K and V in another order produce the same image.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ BLOCK = "block"
 LAYER = "layer"
 KV = "kv"
 TOKEN = "token"  # noqa: S105 - the name of an axis
+INTERLEAVED = "interleaved"
 
 
 def from_rows(
@@ -104,7 +106,9 @@ def group_from_axes(
     Args:
         tensors: The group's tensors, of any strides.
         axes: Name of each axis, one list for all tensors or one per tensor. `block` must be there; `layer`, `kv` and
-            `token` have a meaning; other names only mark what is in a page.
+            `token` have a meaning; other names only mark what is in a page. Where scales of several tokens are
+            interleaved with values, name that axis `interleaved` and none `token`: such pages move whole, and so does a
+            group in which values are packed in four bits.
         block_size: Tokens per block, as the block table counts them.
         blocks_per_chunk: Blocks per chunk.
         kernel_block_size: Tokens per position of the `block` axis, by default the length of the `token` axis. Where it
@@ -114,7 +118,8 @@ def group_from_axes(
         first_tensor: Index of `tensors[0]` among the layout's tensors.
 
     Raises:
-        LayoutError: Axes that do not fit the shape, sizes that do not divide, tensors of unequal numbers of blocks.
+        LayoutError: Axes that do not fit the shape, a `token` axis beside an `interleaved` one, sizes that do not
+            divide, tensors of unequal numbers of blocks.
     """
     named = _axes_per_tensor(tensors, axes)
     if layers is None:
@@ -122,10 +127,12 @@ def group_from_axes(
         layers = [0, *itertools.accumulate(sizes)][:-1]
     if len(layers) != len(tensors):
         raise LayoutError(f"expected a layer for each of {len(tensors)} tensors, got {len(layers)}")
+    # The scales of packed values are interleaved in a tensor of their own, of a dtype that does not tell.
+    splits = all(map(splits_by_token, tensors))
     refs: list[PageRef] = []
     counts: list[int] = []
     for index, (tensor, names, layer) in enumerate(zip(tensors, named, layers, strict=True)):
-        view = _View.of(tensor, names, block_size, kernel_block_size)
+        view = _View.of(tensor, names, block_size, kernel_block_size, splits=splits)
         counts.append(view.num_blocks)
         refs += view.refs(first_tensor + index, layer)
     if len(set(counts)) != 1:
@@ -153,7 +160,15 @@ class _View(NamedTuple):
     splits: bool
 
     @classmethod
-    def of(cls, tensor: DeviceTensor, names: Sequence[str], block_size: int, kernel_block_size: int | None) -> _View:
+    def of(
+        cls,
+        tensor: DeviceTensor,
+        names: Sequence[str],
+        block_size: int,
+        kernel_block_size: int | None,
+        *,
+        splits: bool,
+    ) -> _View:
         axes = [
             _Axis(name, size, stride)
             for name, size, stride in zip(names, tensor.shape, byte_strides(tensor), strict=True)
@@ -174,7 +189,7 @@ class _View(NamedTuple):
             outer=outer,
             inner=inner,
             element=tensor.element_size(),
-            splits=splits_by_token(tensor),
+            splits=splits,
         )
 
     def refs(self, tensor: int, layer: int) -> list[PageRef]:
@@ -186,7 +201,7 @@ class _View(NamedTuple):
         joined = self.kernel_blocks == 1 or self.block_stride == kernel_page
         page = kernel_page * self.kernel_blocks if joined else kernel_page
         pieces = 1 if joined else self.kernel_blocks
-        token = self._token_bytes(kernel_page) if joined else None
+        token, parts = self._tokens(kernel_page) if joined else (None, 1)
         refs = []
         for place in itertools.product(*(range(axis.size) for axis in self.outer), range(pieces)):
             *positions, piece = place
@@ -195,13 +210,19 @@ class _View(NamedTuple):
             at_layer = layer + sum(at for at, axis in zip(positions, self.outer, strict=True) if axis.name == LAYER)
             stride = self.block_stride * self.kernel_blocks
             inner = self._inner(positions, piece, joined)
-            refs.append(PageRef(tensor, offset, stride, page, token, at_layer, inner))
+            refs.append(PageRef(tensor, offset, stride, page, token, at_layer, inner, parts))
         return refs
 
-    def _token_bytes(self, kernel_page: int) -> int | None:
-        if not self.splits or not self.inner or self.inner[0].name != TOKEN:
-            return None
-        return kernel_page // self.inner[0].size
+    def _tokens(self, kernel_page: int) -> tuple[int | None, int]:
+        """Bytes of a token in each piece of a page, and how many pieces there are; `None` where pages are not split."""
+        names = [axis.name for axis in self.inner]
+        if not self.splits or TOKEN not in names:
+            return None, 1
+        at = names.index(TOKEN)
+        pieces = math.prod(axis.size for axis in self.inner[:at])
+        if pieces > 1 and self.kernel_blocks > 1:  # the tokens of a piece go on in the next kernel block
+            return None, 1
+        return kernel_page // pieces // self.inner[at].size, pieces
 
     def _inner(self, positions: Sequence[int], piece: int, joined: bool) -> str:
         """What the page holds, in memory order, with the same text for the same order of bytes."""
@@ -249,6 +270,11 @@ def _axes_per_tensor(tensors: Sequence[DeviceTensor], axes: Sequence[str] | Sequ
         shape = tuple(tensor.shape)
         if len(names) != len(shape) or len(set(names)) != len(names) or BLOCK not in names:
             raise LayoutError(f"axes {names} do not name shape {shape}: one name for each, none twice, and {BLOCK!r}")
+        if {TOKEN, INTERLEAVED} <= set(names):
+            raise LayoutError(
+                f"axes {names} have both {TOKEN!r} and {INTERLEAVED!r}: pages with interleaved scales move whole, so "
+                f"name no axis {TOKEN!r}"
+            )
         if 0 in shape:
             raise LayoutError(f"sizes must be positive, got shape {shape} for axes {names}")
         dtype_name(tensor)

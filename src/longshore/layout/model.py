@@ -41,11 +41,12 @@ class PageRef(NamedTuple):
         offset: Bytes from the tensor's element 0 to block 0's page.
         stride: Bytes between the pages of consecutive blocks.
         page_bytes: Bytes of a page, without padding.
-        token_bytes: Bytes per token where the token axis is the outermost of a contiguous page, so that the first
-            tokens of a block can be copied alone; `None` where only whole pages can.
+        token_bytes: Bytes per token where the first tokens of a block can be copied alone: in each of `pieces` the
+            token axis is the outermost. `None` where only whole pages can.
         layer: Model layer, the unit of layer ranges; never decreasing within a group. `None`: its position there.
         inner: What lies in the page in memory order, for instance `token:16,head:8,dim:128`. Part of the fingerprint,
             so that pages of one size and another inner order are told apart.
+        pieces: Equal parts of a page, one after the other, each of all tokens: the heads, where they are outermost.
     """
 
     tensor: int
@@ -55,6 +56,7 @@ class PageRef(NamedTuple):
     token_bytes: int | None = None
     layer: int | None = None
     inner: str = ""
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,9 @@ class RefTable(NamedTuple):
         pitch: The stride of all references; `None` where they differ.
         seams: Every `a - b` for which block a's page in one reference may end where block b's begins in the next.
             `None` where that is not known.
+        alignment: The largest power of two that divides every address of a page, on the device and in an image.
+        token_alignment: The same where only the first tokens of pages move.
+        longest: Bytes of the longest page.
     """
 
     base: U64
@@ -122,6 +127,9 @@ class RefTable(NamedTuple):
     starts: U64
     pitch: np.uint64 | None
     seams: frozenset[int] | None
+    alignment: int
+    token_alignment: int
+    longest: int
 
 
 class KVLayout:
@@ -160,6 +168,7 @@ class KVLayout:
         self._generation = 0
         self._tensors: tuple[DeviceTensor, ...] | None = None
         self._tables: tuple[RefTable, ...] = ()
+        self._split: tuple[tuple[tuple[PageRef, ...], RefTable], ...] = ()
         self.pools: tuple[int, ...] = ()
         self._place(tuple(tensors))
         self._image_bytes = tuple(ranks * group.part_bytes for group in self.groups)
@@ -189,12 +198,19 @@ class KVLayout:
         """Bytes of an image of `group`: all ranks' parts."""
         return self._image_bytes[group]
 
-    def table(self, group: int) -> RefTable:
-        """The references of `group` as arrays; `FreedLayoutError` after `free`."""
+    def table(self, group: int, *, split: bool = False) -> RefTable:
+        """The references of `group` as arrays; `FreedLayoutError` after `free`.
+
+        With `split`, each piece of a page is a reference: what pages are of which only the first tokens move.
+        """
         tables = self._tables  # another thread may free them after any check
         if not tables:
             raise FreedLayoutError(f"the device memory of this layout was freed (generation {self._generation})")
-        return tables[group]
+        return self._split[group][1] if split else tables[group]
+
+    def refs(self, group: int, *, split: bool = False) -> tuple[PageRef, ...]:
+        """The references that the lines of `table` are of."""
+        return self._split[group][0] if split else self.groups[group].refs
 
     def check_live(self) -> None:
         """Raise `FreedLayoutError` when the device memory is gone."""
@@ -203,7 +219,7 @@ class KVLayout:
     def free(self) -> None:
         """Let go of the tensors; plans are refused from now on. Idempotent.
 
-        What is being copied is not waited for: wait for it (`TransferEngine.wait`) before the memory goes.
+        What is being copied is not waited for: jobs in flight hold the tensors until they have ended.
         """
         if self._tensors is not None:
             self._tensors = None
@@ -229,7 +245,9 @@ class KVLayout:
         if expected is not None and tuple(pools) != self.pools:
             raise LayoutError(f"expected groups in pools {self.pools} of device memory, got them in {pools}")
         part = zip(self.groups, bases, strict=True)
-        self._tables = tuple(_table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part)
+        tables = tuple(_table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part)
+        self._split = tuple(_split(group, table) for group, table in zip(self.groups, tables, strict=True))
+        self._tables = tables
         self.pools = pools
         self.fingerprint = fingerprint
         self.device = str(tensors[0].device)
@@ -274,9 +292,10 @@ def _check_ref(ref: PageRef, group: KVGroup, what: str, num_blocks: int) -> None
         raise LayoutError(f"{what}: page_bytes must be positive, offset and stride not negative, got {ref}")
     if num_blocks > 1 and ref.stride < ref.page_bytes:
         raise LayoutError(f"{what}: pages of {ref.page_bytes} bytes overlap at a stride of {ref.stride}")
-    if ref.token_bytes is not None and ref.token_bytes * group.block_size != ref.page_bytes:
+    if ref.pieces < 1 or (ref.token_bytes or 0) * group.block_size * ref.pieces not in (0, ref.page_bytes):
         raise LayoutError(
-            f"{what}: {group.block_size} tokens of {ref.token_bytes} bytes do not make a page of {ref.page_bytes}"
+            f"{what}: {ref.pieces} pieces of {group.block_size} tokens of {ref.token_bytes} bytes do not make a page "
+            f"of {ref.page_bytes}"
         )
 
 
@@ -331,17 +350,23 @@ def _table(group: KVGroup, base: U64, part: int, num_blocks: int) -> RefTable:
     starts[0] = base[:, None]
     starts[1] = image[:, None] + np.outer(page, np.arange(group.blocks_per_chunk, dtype=np.uint64))
     pitch = stride[0] if (stride == stride[0]).all() else None
+    token = np.array([ref.token_bytes or 0 for ref in group.refs], dtype=np.uint64)
+    bits = int(np.bitwise_or.reduce(np.concatenate([base, stride, page, image])))
+    token_bits = bits | int(np.bitwise_or.reduce(token))
     return RefTable(
         base=base,
         stride=stride,
         page=page,
         image=image,
-        token=np.array([ref.token_bytes or 0 for ref in group.refs], dtype=np.uint64),
+        token=token,
         layer=np.array(group.layers, dtype=np.int64),
         places=starts[1],
         starts=starts,
         pitch=pitch,
         seams=_seams(base, page, int(pitch), num_blocks) if pitch else None,
+        alignment=bits & -bits,
+        token_alignment=token_bits & -token_bits,
+        longest=int(page.max()),
     )
 
 
@@ -350,6 +375,44 @@ def _seams(base: U64, page: U64, pitch: int, num_blocks: int) -> frozenset[int]:
     steps = zip(itertools.pairwise(base.tolist()), page.tolist(), strict=False)
     gaps = [second - first - nbytes for (first, second), nbytes in steps]
     return frozenset(gap // pitch for gap in gaps if gap % pitch == 0 and abs(gap) < num_blocks * pitch)
+
+
+def _split(group: KVGroup, table: RefTable) -> tuple[tuple[PageRef, ...], RefTable]:
+    """The pieces of all pages as references, and their table: places in an image are those within the pages."""
+    counts = np.array([ref.pieces if ref.token_bytes else 1 for ref in group.refs])
+    if (counts == 1).all():
+        return group.refs, table
+    which = np.repeat(np.arange(len(counts)), counts)
+    page = table.page[which] // counts[which].astype(np.uint64)
+    at = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.uint64) * page
+    starts = table.starts[:, which] + at[:, None]
+    layers = group.layers
+    refs = tuple(
+        ref._replace(offset=ref.offset + skip, page_bytes=size, layer=layers[index], pieces=1)
+        for index, skip, size in zip(which.tolist(), at.tolist(), page.tolist(), strict=True)
+        for ref in [group.refs[index]]
+    )
+    bits = int(np.bitwise_or.reduce(page)) | table.alignment
+    token_bits = bits | table.token_alignment
+    return refs, table._replace(
+        base=starts[0, :, 0],
+        stride=table.stride[which],
+        page=page,
+        image=starts[1, :, 0],
+        token=table.token[which],
+        layer=table.layer[which],
+        places=starts[1],
+        starts=starts,
+        seams=None,
+        alignment=bits & -bits,
+        token_alignment=token_bits & -token_bits,
+        longest=int(page.max()),
+    )
+
+
+def _token_bytes(ref: PageRef) -> int | None:
+    """As the fingerprint has it: images of pages in several pieces were made before those could be split."""
+    return ref.token_bytes if ref.pieces == 1 else None
 
 
 def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ranks: int) -> str:
@@ -362,7 +425,7 @@ def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ran
                 "block_size": group.block_size,
                 "blocks_per_chunk": group.blocks_per_chunk,
                 "refs": [
-                    [layer, ref.page_bytes, ref.token_bytes, ref.inner, dtype_name(tensors[ref.tensor])]
+                    [layer, ref.page_bytes, _token_bytes(ref), ref.inner, dtype_name(tensors[ref.tensor])]
                     for layer, ref in zip(group.layers, group.refs, strict=True)
                 ],
             }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -114,11 +115,19 @@ class Page:
         )
 
     def write(self, path: Path) -> Path:
-        """Write the page to `path`, making its directory; `path` again comes back."""
+        """Write the page to `path`, whole or not at all, making its directory; `path` again comes back.
+
+        Raises `ReportError`; a page that was there before is there still.
+        """
         content = self.html()
+        half = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, encoding="utf-8")
+            try:
+                half.write_text(content, encoding="utf-8")
+                half.replace(path)
+            finally:
+                half.unlink(missing_ok=True)
         except OSError as error:
             raise ReportError(f"cannot write report {path}: {error.strerror or error}") from error
         return path

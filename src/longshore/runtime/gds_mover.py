@@ -275,7 +275,7 @@ class GdsMover:
         if isinstance(error, QueueFullError):
             return Status.QUEUE_FULL
         if not isinstance(error, TierClosedError):
-            _log.error("a piece of job %d was refused", piece.job.transfer.job, exc_info=error)
+            _log.error("transfer job %d between device and file failed", piece.job.transfer.job, exc_info=error)
         return Status.TIER_OFF
 
     def _end(self, piece: _Piece, statuses: Sequence[Status]) -> None:

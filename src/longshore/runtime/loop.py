@@ -37,11 +37,13 @@ from longshore.boundary import (
 )
 from longshore.cache import Hold, Outcome, TieredCache
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
+from longshore.runtime.containment import CallLog, report
 from longshore.runtime.tier_mover import truncated
 from longshore.runtime.weighing import Weighing
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
+_OFF = "the tiers are off: the control plane has failed, as the log says; restart the engine to have them again"
 _NAP_SECONDS = (20e-6, 1e-3)
 """How long a waiting thread sleeps between two polls: from, and growing to."""
 
@@ -75,6 +77,14 @@ class Guarded:
     late: int = 0
 
 
+@dataclass(slots=True)
+class Asked:
+    """Requests that an engine has looked up, each once, and its lookups: schedulers repeat them for what waits."""
+
+    requests: int = 0
+    attempts: int = 0
+
+
 class Runtime:
     """The loop around one `TieredCache`. Safe to use from several threads."""
 
@@ -92,6 +102,7 @@ class Runtime:
         self.clock = clock
         self.wakeup = threading.Event()
         self.guarded = Guarded()
+        self.asked = Asked()
         self.weighing = weighing
         self._cache = cache
         self._movers = list(movers)
@@ -106,6 +117,30 @@ class Runtime:
         self._failures: dict[int, dict[Slot, Status]] = {}
         """Slots that were not filled, by job; kept until the cache knows that the job has ended."""
         self._closed = False
+        self._silent: list[Mover] = []
+        """Movers that could not be polled after a fault."""
+        self._calls = CallLog(cache, self.fail)
+        self.fault: BaseException | None = None
+        """What the control plane failed with; the tiers are off from then on."""
+        self.faults = 0
+
+    def fail(self, error: BaseException) -> None:
+        """The control plane has failed: nothing is asked of it any more. What moves is cancelled, and ends unheard.
+
+        Slots and device blocks of transfers in flight are left alone until their movers have ended. Told once.
+        """
+        with self._lock:
+            if self.fault is None:
+                self.fault = error
+                self.faults += 1
+                report(error, self._calls)
+                self._waiting.clear()
+                self._probing.clear()
+                for job, running in self._running.items():
+                    try:
+                        running.mover.cancel(job)
+                    except Exception:  # noqa: BLE001 - of a mover: the others are to hear of it all the same
+                        _log.exception("job %d could not be cancelled: it goes on until its mover ends it", job)
 
     @contextmanager
     def control(self) -> Iterator[TieredCache]:
@@ -113,13 +148,26 @@ class Runtime:
         with self._lock:
             if self._closed:
                 raise TierClosedError("the runtime was closed")
-            self._cache.tick(self.clock())
-            try:
-                yield self._cache
-            finally:
-                self._pump()
-                if self._is_busy:
-                    self.wakeup.set()
+            with self._watched():
+                self._cache.tick(self.clock())
+                try:
+                    yield self._cache
+                finally:
+                    self._pump()
+                    if self._is_busy:
+                        self.wakeup.set()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A fault of the control plane becomes a typed error; that is raised once the tiers are off, too."""
+        if self.fault is not None:
+            raise TierClosedError(_OFF) from self.fault
+        try:
+            yield
+        except Exception as error:
+            if error is self.fault:
+                raise TierClosedError(_OFF) from error
+            raise
 
     @contextmanager
     def observe(self) -> Iterator[TieredCache]:
@@ -135,16 +183,16 @@ class Runtime:
 
     def wait_onboarded(self, hold: Hold, timeout: float) -> Outcome:
         """Wait until the onboarding of `hold` has ended, at most `timeout` seconds; then what has arrived is it."""
-        self._wait(lambda: self._cache.outcome(hold) is not None, timeout)
-        with self._lock:
+        self._wait(lambda: self.fault is not None or self._cache.outcome(hold) is not None, timeout)
+        with self._lock, self._watched():
             outcome = self._cache.outcome(hold) or self._cache.give_up(hold)
             self._pump()
         return outcome
 
     def wait_prefetched(self, hold: Hold) -> int:
         """Wait for the prefetch of `hold`, as its policy says; how many of the held chunks lead in the warmest tier."""
-        self._wait(lambda: self._cache.prefetched(hold) is not None, math.inf)
-        with self._lock:
+        self._wait(lambda: self.fault is not None or self._cache.prefetched(hold) is not None, math.inf)
+        with self._lock, self._watched():
             return self._cache.prefetched(hold) or 0
 
     def worth_loading(self, hold: Hold, context: int) -> int:
@@ -152,7 +200,7 @@ class Runtime:
 
         `context` are the tokens before them, which the device has.
         """
-        with self._lock:
+        with self._lock, self._watched():
             runs = self._cache.runs(hold)
             if self.weighing is None:
                 return sum(run.chunks for run in runs)
@@ -174,15 +222,39 @@ class Runtime:
     def in_flight(self, job: int) -> bool:
         """Whether `job` has not ended; nothing is, once the runtime is closed."""
         with self._lock:
-            return self._cache.in_flight(job)
+            return self._is_in_flight(job)
 
     def wait_ended(self, jobs: Sequence[int], timeout: float) -> bool:
         """Wait until none of `jobs` is in flight, at most `timeout` seconds; says whether that is so."""
-        return self._wait(lambda: not any(self._cache.in_flight(job) for job in jobs), timeout)
+        return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that a restart would lose is safe, and nothing is in flight; says whether that is so."""
-        return self._wait(self._cache.flush, timeout)
+        with contextlib.suppress(TierClosedError), self._watched():
+            return self._wait(lambda: self.fault is not None or self._cache.flush(), timeout) and self.fault is None
+        return False
+
+    def add(self, mover: Mover) -> None:
+        """From here on `mover` serves its routes."""
+        with self._lock:
+            self._movers.append(mover)
+            self._by_route.update(dict.fromkeys(mover.routes, mover))
+
+    def remove(self, mover: Mover, timeout: float) -> None:
+        """Close `mover`, and serve its routes no more. What has not ended within `timeout` seconds does not arrive."""
+
+        def is_idle() -> bool:
+            waiting = any(each.transfer.route in mover.routes for each in self._waiting.values())
+            return not waiting and not any(each.mover is mover for each in self._running.values())
+
+        self._wait(is_idle, timeout)
+        mover.close()
+        with self._lock:
+            for job in [job for job, each in self._waiting.items() if each.transfer.route in mover.routes]:
+                self._end_waiting(job, Status.TIER_OFF)
+            self._pump()
+            self._movers.remove(mover)
+            self._by_route = {route: each for route, each in self._by_route.items() if each is not mover}
 
     def close(self, flush_timeout: float = 30.0) -> bool:
         """Flush, then close all movers, so that nothing is in flight; says whether all was flushed. Idempotent.
@@ -206,10 +278,26 @@ class Runtime:
 
     # ------------------------------------------------------------------ inside; the lock is held
 
+    def _is_in_flight(self, job: int) -> bool:
+        if self.fault is None:
+            with self._reported():
+                return self._cache.in_flight(job)
+        return job in self._running
+
     @property
     def _is_busy(self) -> bool:
-        """Whether anything is in flight: if not, there is nothing to pump for."""
-        return bool(self._waiting or self._running or self._probing)
+        """Whether anything is in flight that will be heard of: if not, there is nothing to pump for."""
+        running = any(each.mover not in self._silent for each in self._running.values())
+        return running or bool(self._waiting or self._probing)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """A fault of the control plane goes no further: `fail` has told of it."""
+        try:
+            yield
+        except Exception as error:
+            if error is not self.fault:  # but of a mover, or of a caller
+                raise
 
     def _wait(self, done: Callable[[], bool], timeout: float) -> bool:
         deadline = self.clock() + timeout
@@ -217,9 +305,10 @@ class Runtime:
         while True:
             with self._lock:
                 self._pump()
-                if done():
-                    self._pump()
-                    return True
+                with self._reported():  # `done` is asked again then, and has its answer without the cache
+                    if done():
+                        self._pump()
+                        return True
                 self._pump()
             if self.clock() >= deadline:
                 self.wakeup.set()
@@ -228,6 +317,31 @@ class Runtime:
             nap = min(2 * nap, longest)
 
     def _pump(self) -> None:
+        with self._reported():
+            self._advance() if self.fault is None else self._drain()
+
+    def _drain(self) -> None:
+        """The tiers are off: hear what has ended, so that nobody waits for it.
+
+        A mover that cannot be asked is not asked again: its jobs count as in flight until the end.
+        """
+        for mover in self._movers:
+            if mover in self._silent:
+                continue
+            try:
+                results = mover.poll()
+            except Exception:  # noqa: BLE001 - the others are to be heard all the same
+                _log.exception("%s cannot be polled: whether its jobs have ended is not known", type(mover).__name__)
+                self._silent.append(mover)
+                continue
+            for result in results:
+                running = self._running.get(result.job)
+                if running is not None:
+                    running.ranks -= 1
+                    if not running.ranks:
+                        del self._running[result.job]
+
+    def _advance(self) -> None:
         commands = self._cache.take()
         while True:
             for command in commands:
@@ -280,7 +394,9 @@ class Runtime:
             tier.forget(generation)
         except LongshoreError:
             _log.exception(
-                "the %s tier is off: it could not forget what was before generation %d", tier.name, generation
+                "%s tier disabled: the reset to generation %d could not be written; restart the engine to re-enable it",
+                tier.name,
+                generation,
             )
             tier.close()
 
@@ -307,7 +423,7 @@ class Runtime:
             self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
             if not isinstance(error, TierClosedError):
-                _log.exception("job %d on %s was refused by its mover", transfer.job, transfer.route)
+                _log.exception("transfer job %d (%s) could not be submitted", transfer.job, transfer.route)
             self._end(transfer, (Status.TIER_OFF,) * len(statuses))  # its sources were not touched, and stay good
         else:
             self._running[transfer.job] = _Running(transfer, mover, tail, transfer.ranks)
@@ -322,7 +438,7 @@ class Runtime:
             prober.ask(probe)
         except Exception as error:  # noqa: BLE001
             if not isinstance(error, TierClosedError):
-                _log.exception("probe %d of %s was refused", probe.probe, probe.tier)
+                _log.exception("probe %d of %s could not be submitted; its keys are misses", probe.probe, probe.tier)
             self._end_probe(probe.probe, Status.TIER_OFF)
 
     def _end_probe(self, number: int, status: Status) -> None:

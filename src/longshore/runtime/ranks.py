@@ -126,7 +126,7 @@ class RankMover:
             time.sleep(_NAP)
             ended += self.poll()
         for number, job in list(self._jobs.items()):
-            _log.error("job %d ends without a word of some rank after %.0f s", number, CLOSE_PATIENCE)
+            _log.error("transfer job %d failed: not all ranks reported within %.0f s", number, CLOSE_PATIENCE)
             self._end(job, [Status.TIER_OFF] * len(job.slots))
         self._jobs.clear()
         self._results = ended + self._results
@@ -194,7 +194,7 @@ class Rank:
         try:
             self._mover.submit(command)
         except LongshoreError as error:
-            _log.error("job %d was not taken: %s", command.job, error)
+            _log.error("transfer job %d could not be submitted: %s", command.job, error)
             self._stamp(command.job, [Status.TIER_OFF] * len(command.items))
 
     def pump(self) -> bool:

@@ -8,8 +8,12 @@ are no more events from then on: said once, and counted.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +40,8 @@ _log = logging.getLogger(__name__)
 class EventRecorder:
     """Writes the events of one runtime's cache to `path`, at most `limit` bytes in it and in the file before it.
 
+    The files are made with mode 0600. Where there is something else than a regular file, a symbolic link for instance,
+    no events are written.
     Times in the file are those of `clock`, seconds since 1970. It begins with a reset: what an earlier process wrote is
     kept as the file before. Keys are shortened to 8 bytes. Nobody else may pull the cache's events.
     """
@@ -48,16 +54,17 @@ class EventRecorder:
         """Events in the file, or in those before it."""
         self.missed = 0
         """Events that were not pulled in time, or could not be written."""
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
         """Why nothing is written any more."""
         self._runtime = runtime
         self._limit = max(1, limit // 2)
-        self._offset = clock() - runtime.clock()
+        self._began = runtime.clock()
+        self._offset = clock() - self._began
         self._file: BinaryIO | None = None
         self._size = 0
         self._closed = False
         self._stop = threading.Event()
-        self._write([Event(0, EventKind.RESET, runtime.clock(), cause="start")])
+        self._write([Event(0, EventKind.RESET, self._began, cause="start")])
         self._thread = threading.Thread(target=self._run, name="longshore-events", daemon=True)
         if start:
             self._thread.start()
@@ -94,14 +101,15 @@ class EventRecorder:
         if self.failure is not None:
             self.missed += len(events)
             return
-        shifted = (event._replace(at=event.at + self._offset) for event in events)
+        # What a tier had at start was taken in before the cache was told the time.
+        shifted = (event._replace(at=max(event.at, self._began) + self._offset) for event in events)
         lines = b"".join(json.dumps(event.as_json(key_bytes=_KEY_BYTES)).encode() + b"\n" for event in shifted)
         try:
             if self._file is None or self._size + len(lines) > self._limit:
                 self._rotate()
             if self._file is not None:
                 self._file.write(lines)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a NUL in the name
             self._give_up(error, len(events))
         else:
             self._size += len(lines)
@@ -111,12 +119,16 @@ class EventRecorder:
         """Begin a new file; the one that is there takes the place of the one before it."""
         if self._file is not None:
             self._file.close()
-        if self.path.exists():
+            self._file = None
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(self.path.lstat().st_mode):
+                raise OSError(errno.EEXIST, "it is not a regular file", str(self.path))
             self.path.replace(former(self.path))
-        self._file, self._size = self.path.open("wb", buffering=0), 0
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._file, self._size = os.fdopen(fd, "wb", buffering=0), 0
 
-    def _give_up(self, error: OSError, events: int) -> None:
-        _log.warning("no more events are written to %s: %s", self.path, error)
+    def _give_up(self, error: Exception, events: int) -> None:
+        _log.warning("no more events are written to %s, until the engine is restarted: %s", self.path, error)
         self.failure = error
         self.missed += events
         if self._file is not None:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 
 from longshore.boundary import FILE, HOST, Mover
 from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
+from longshore.cache.eviction import POLICIES
 from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError, DeviceError
 from longshore.keys import Scope
@@ -74,13 +75,36 @@ class Stack:
             self.loop.close()
         flushed = self.runtime.close(flush_timeout)
         if not flushed:
-            _log.warning("closed before all blocks were written to the file tier")
+            _log.warning("closed before all blocks were written to the file tier; those are misses after a restart")
         if self.events is not None:
             self.events.close()
         if self.host is not None and self.arena is not None:
             self.host.close()
             self.arena.close()
         return flushed
+
+    def unbind(self) -> None:
+        """Let go of the device: copies from and to it have ended, or will not arrive; its tensors can be freed.
+
+        Not where `file_mode` is gds: there the device is half of the tiers.
+        """
+        self.runtime.remove(self.engine, self.config.write_timeout)
+        self.layout.free()
+
+    def bind(self, layout: KVLayout, device: Device) -> Stack:
+        """The same tiers under another device cache, after `unbind`; its images must be those of the one before.
+
+        Raises `ConfigError` if they are not.
+        """
+        if self.host is None or layout.fingerprint != self.layout.fingerprint:
+            raise ConfigError("tiers can only be put under a device cache of the same layout, through host memory")
+        if self.arena is not None:
+            device.reach(self.arena.in_one_piece)
+        engine = TransferEngine(layout, device, self.host)
+        with self.runtime.observe() as cache:
+            cache.resize_device(layout.num_blocks)
+        self.runtime.add(engine)
+        return replace(self, layout=layout, engine=engine)
 
     def __enter__(self) -> Self:
         return self
@@ -124,11 +148,11 @@ def open_stack(
     if open_foreign and config.file_mode == "gds":
         raise ConfigError("foreign tiers exchange images with host memory, which file_mode gds does without")
     if config.file_path is not None:
-        _check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
+        check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
     ring = _take_ring(config, layout, device)
     if ring is not None:
         return _open_without_host(config, layout, scope, device, ring, open_gds, groups, partial)
-    _check_size("host_size", config.host_size, layout.image_bytes)
+    check_size("host_size", config.host_size, layout.image_bytes)
     sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
     slabs = Slabs.within(config.host_size, sizes)
     with contextlib.ExitStack() as undo:
@@ -252,6 +276,19 @@ def _open_file(
     )
 
 
+def adopt_found(cache: TieredCache, file: Tier) -> None:
+    """Have `cache` take in what a file tier holds at start; the log says how much, and what belongs to others."""
+    found, others = file.recover(), file.others()
+    adopted = cache.adopt(FILE, found, others)
+    _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
+    if others:
+        _log.warning(
+            "file tier: %d records belong to other models, weights or settings; they are overwritten once no empty "
+            "slot is left. `longshore gc DIRECTORY` lists them, and removes those that nobody serves any more",
+            len(others),
+        )
+
+
 def _make_cache(
     config: Config,
     layout: KVLayout,
@@ -262,9 +299,9 @@ def _make_cache(
 ) -> TieredCache:
     tiers = []
     if host is not None:
-        tiers.append(TierSpec(HOST, host.slabs))
+        tiers.append(TierSpec(HOST, host.slabs, policy=POLICIES[config.eviction]))
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs, outlives=True, moves=False))
+        tiers.append(TierSpec(FILE, file.slabs, policy=POLICIES[config.eviction], outlives=True, moves=False))
     daily, policy = config.file_daily_writes, config.offload if host is None else config.backup
     into = {FILE: WriteRule(policy, config.threshold, daily / 86_400)} if file is not None and daily else {}
     settings = CacheSettings(
@@ -289,13 +326,12 @@ def _make_cache(
     )
     cache = TieredCache(tiers, settings, foreign=foreign, generation=file.generation if file is not None else 0)
     if file is not None:
-        found = file.recover()
-        adopted = cache.adopt(FILE, found)
-        _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
+        adopt_found(cache, file)
     return cache
 
 
-def _check_size(setting: str, size: int, least: int) -> None:
+def check_size(setting: str, size: int, least: int) -> None:
+    """Raise `ConfigError` where a tier of `size` bytes has no room for the `least` bytes of an image."""
     if size < least:
         raise ConfigError(
             f"{setting} is {format_bytes(size)}, but one block image of this model needs {format_bytes(least)}"

@@ -28,14 +28,16 @@ U64 = npt.NDArray[np.uint64]
 class Stamps:
     """One number for each slot and rank, beside the arena: the ticket by which its part was filled, and whether it was.
 
-    A second table tells which loads have ended, by rank, the last `LOADS` of them.
+    A second table tells which loads have ended, by rank, the last `LOADS` of them; a third how often the weights of
+    each rank have changed; a fourth which bytes of LoRA adapters it has loaded.
 
     Attributes:
-        memory: Where both are, to attach to.
+        memory: Where all are, to attach to.
         world: Ranks that there are.
     """
 
     LOADS = 4096
+    ADAPTERS = 1024
 
     def __init__(self, memory: Arena, slots: int, world: int, ranks: int) -> None:
         """Of `world` ranks, the first `ranks` fill parts of an image. Tickets are numbers from 1 on, each used once."""
@@ -49,11 +51,14 @@ class Stamps:
         numbers = memory.array.view(np.uint64)
         self._slots: U64 = numbers[: slots * world].reshape(slots, world)
         self._loads: U64 = numbers[slots * world : (slots + self.LOADS) * world].reshape(self.LOADS, world)
+        self._changes: U64 = numbers[(slots + self.LOADS) * world : (slots + self.LOADS + 1) * world]
+        rest = numbers[(slots + self.LOADS + 1) * world :]
+        self._adapters: U64 = rest[: 4 * self.ADAPTERS * world].reshape(self.ADAPTERS, world, 4)
 
     @classmethod
     def nbytes(cls, slots: int, world: int) -> int:
-        """Bytes of both tables."""
-        return 8 * (slots + cls.LOADS) * world
+        """Bytes of all tables."""
+        return 8 * (slots + cls.LOADS + 1 + 4 * cls.ADAPTERS) * world
 
     @classmethod
     def make(cls, slots: int, world: int, ranks: int) -> Self:
@@ -86,9 +91,43 @@ class Stamps:
         """Whether some rank could not read all slots of `ticket`."""
         return bool((self._loads[ticket % self.LOADS] == 2 * ticket).any())
 
+    def weights_changed(self, rank: int) -> None:
+        """The weights of `rank` may be others than before."""
+        self._changes[rank] += np.uint64(1)
+
+    @property
+    def weight_changes(self) -> int:
+        """How often that was so, of all ranks."""
+        return int(self._changes.sum())
+
+    def adapter_loaded(self, rank: int, tag: int, number: int, digest: int) -> bool:
+        """`rank` has loaded an adapter under its `tag` and `number`; says whether its row had another `digest` before.
+
+        `digest` is 0 where nobody knows what was loaded.
+        """
+        row = self._adapters[self.adapter_row(tag), rank]
+        known = row.tolist()
+        changed = known[0] != 0 and (known[0] != tag or known[2] != digest or digest == 0)
+        row[:] = (tag, number, digest, known[3] + changed)
+        return bool(changed)
+
+    def adapter(self, tag: int) -> tuple[int, int] | None:
+        """Number and digest of what all ranks loaded last under `tag`; `None` where they differ, or one has not."""
+        rows = set(map(tuple, self._adapters[self.adapter_row(tag), :, :3].tolist()))
+        (found,) = rows if len(rows) == 1 else ((0, 0, 0),)
+        return found[1:] if found[0] == tag else None
+
+    def adapter_row(self, tag: int) -> int:
+        """Where `adapter_changes` has those of `tag`."""
+        return tag % self.ADAPTERS
+
+    def adapter_changes(self) -> U64:
+        """By row and rank, how often the bytes behind a tag have changed; shape `(ADAPTERS, world)`."""
+        return self._adapters[:, :, 3].copy()
+
     def close(self) -> None:
         """Give the memory back."""
-        self._slots = self._loads = np.empty((0, 0), np.uint64)
+        self._slots = self._loads = self._changes = self._adapters = np.empty((0, 0), np.uint64)
         self.memory.close()
 
 

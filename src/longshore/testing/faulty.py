@@ -187,6 +187,10 @@ class FaultyTier(Tier):
         """What the inner tier recovers."""
         return self.inner.recover()
 
+    def others(self) -> Sequence[int]:
+        """The inner tier's."""
+        return self.inner.others()
+
     def discard(self, slots: Sequence[int]) -> None:
         """The inner tier discards."""
         self.inner.discard(slots)

@@ -129,7 +129,7 @@ class SimulatedDisk:
         with self._lock:
             return len(self._open)
 
-    def open_directory(self, path: Path, /) -> int:
+    def open_directory(self, path: Path, /, *, create: bool) -> int:
         """The one directory, whatever its path."""
         return _DIRECTORY
 
@@ -228,13 +228,6 @@ class SimulatedDisk:
     def free_bytes(self, fd: int, /) -> int:
         """More than anybody needs."""
         return 1 << 40
-
-    def rename(self, old: str, new: str, directory: int, /) -> None:
-        """In one step; safe once the directory was synchronised."""
-        with self._lock:
-            names = dict(self._names[-1])
-            names[new] = names.pop(old)
-            self._rename(names, f"rename {old}")
 
     def enable_direct(self, fd: int, /) -> bool:
         """It can."""

@@ -116,6 +116,13 @@ class Tier(ABC):
         """What survived from an earlier process, least recently used first; nothing, for most tiers."""
         return []
 
+    def others(self) -> Sequence[int]:
+        """Slots that hold records of other scopes, least recently used first; none, for most tiers.
+
+        What is empty is to be written to before them.
+        """
+        return ()
+
     def discard(self, slots: Sequence[int]) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
         """Nobody wants what is in `slots` any more: after a restart, `recover` says nothing of it."""
 

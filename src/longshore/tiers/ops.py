@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from longshore.boundary import Status
 from longshore.errors import PlanError, TierError
 from longshore.slabs import Slabs
@@ -38,8 +40,21 @@ def check_batch(
 
 def check_generation(generation: int) -> None:
     """Raise `TierError` unless `generation` can be stored."""
+    _check_whole("a generation", generation)
     if not 0 <= generation <= MAX_GENERATION:
         raise TierError(f"a generation lies in [0, 2**64), got {generation}")
+
+
+def check_slots(slots: Sequence[int], slabs: Slabs) -> None:
+    """Raise `TierError` for what is no number of a slot, and `PlanError` for a slot that there is not."""
+    for slot in slots:
+        _check_whole("a slot", slot)
+        slabs.slab_of(slot)
+
+
+def _check_whole(what: str, number: int) -> None:
+    if not isinstance(number, int | np.integer):
+        raise TierError(f"{what} is a whole number, got {number!r}")
 
 
 def check_digest(what: str, digest: bytes) -> None:
@@ -51,6 +66,10 @@ def check_digest(what: str, digest: bytes) -> None:
 def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int) -> None:
     if not isinstance(op.op, Op):
         raise TierError(f"expected Op.READ or Op.WRITE, got {op.op!r}")
+    numbers = op.slot, op.offset, op.length, op.generation, op.pool
+    if set(map(type, numbers)) != {int}:
+        for what, number in zip(("a slot", "an offset", "a length", "a generation", "a pool"), numbers, strict=True):
+            _check_whole(what, number)
     if slabs is not None:
         slabs.check(op.pool, op.slot)
     elif op.slot != BY_KEY or not 0 <= op.pool < len(image_bytes):

@@ -61,6 +61,8 @@ class Experiment:
         self._requests += 1
         self._refs += len(path)
         self._hits += hits
+        last = resident[path[hits - 1]] if hits else 0
+        self.policy.begin(self._requests, len(path), last, [key_of(block) for block in path[hits:]])
         self._access(path)
         return hits
 
@@ -98,10 +100,10 @@ class Experiment:
         elif not self._free:
             names = self._grow()
         node = self._free.pop()
-        names[node] = xxh3_64_digest(block.to_bytes(8, "big"))
+        names[node] = key_of(block)
         self._block[node] = block
         self._node[block] = node
-        policy.insert((node,), leaf=leaf)
+        policy.insert((node,), leaf=leaf, continues=not leaf)
 
     def _grow(self) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
         """Numbers for more blocks."""
@@ -113,6 +115,11 @@ class Experiment:
         self.policy.resize(self._slots, self._names)
         self.policy.grow(size)
         return self._names
+
+
+def key_of(block: int) -> bytes:
+    """The key that policies see of `block`."""
+    return xxh3_64_digest(block.to_bytes(8, "big"))
 
 
 def experiment(paths: Iterable[Sequence[int]], kind: type[EvictionPolicy], slots: int) -> Hits:

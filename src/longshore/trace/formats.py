@@ -26,7 +26,7 @@ from longshore.cache.events import Event, EventKind
 from longshore.errors import TraceError
 from longshore.keys import chain
 from longshore.trace.fields import Fields
-from longshore.trace.lines import Skip, lines_at, read_lines, read_placed_lines
+from longshore.trace.lines import Skip, in_order, lines_at, read_lines, read_placed_lines
 from longshore.trace.request import TraceRequest
 
 _ROOT = hashlib.sha256(b"longshore trace 1").digest()
@@ -108,7 +108,7 @@ def read_lengths(path: str | Path, *, block_tokens: int, skip: Skip | None = Non
     that published traces have for them.
     """
     reader = _Lengths(block_tokens)
-    yield from (request for request in read_lines(path, reader.line, skip) if request is not None)
+    yield from (request for request in read_lines(path, in_order(reader.line), skip) if request is not None)
 
 
 class _Lengths:
@@ -142,7 +142,7 @@ class _Lengths:
             self._begin = seconds
         ids = range(self._blocks, self._blocks - (-length // self._block_tokens))
         self._blocks = ids.stop
-        return TraceRequest(max(0.0, 1000 * (seconds - self._begin)), length, output, tuple(ids))
+        return TraceRequest(1000 * (seconds - self._begin), length, output, tuple(ids))
 
     @staticmethod
     def _header(where: str, cells: list[str]) -> dict[str, int]:
@@ -191,39 +191,38 @@ def read_requests(path: str | Path, *, block_tokens: int, skip: Skip | None = No
             raise TraceError(f"{where}: {error}") from error
         if event.kind is not EventKind.REQUEST or not event.keys:
             return None
-        if type(event.at) not in (int, float) or not math.isfinite(event.at):
-            fields.refuse("expected 'at' to be seconds", event.at)
         if not begin:
             begin.append(event.at)
         ids = tuple(map(_id, event.keys))
-        return TraceRequest(max(0.0, 1000 * (event.at - begin[0])), len(ids) * block_tokens, 0, ids)
+        return TraceRequest(1000 * (event.at - begin[0]), len(ids) * block_tokens, 0, ids)
 
-    yield from (found for found in read_lines(path, request, skip) if found is not None)
+    yield from (found for found in read_lines(path, in_order(request), skip) if found is not None)
 
 
 def read_prompts(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
-    """Plain prompts, as text or tokens, hashed by our keys; without times they come one second apart.
+    """Plain prompts, as text or tokens, hashed by our keys; one without a time comes a second after the one before it.
 
     Text is not tokenised: four bytes of UTF-8 stand for a token, which keeps shared prefixes shared.
     """
-    count = 0
+    last: float | None = None
 
     def request(where: str, line: bytes) -> TraceRequest:
-        nonlocal count
+        nonlocal last
         fields = Fields.parse(where, line)
         tokens = _tokens(fields)
         if not len(tokens):
             fields.refuse("expected a prompt of at least one token", "")
-        timestamp = fields.milliseconds("timestamp", default=1000.0 * count)
+        assumed = "timestamp" not in fields
+        timestamp = fields.milliseconds("timestamp", default=0.0 if last is None else last + 1000.0)
         output_length = fields.integer("output_length", least=0, default=0)
-        count += 1
+        last = max(timestamp, last or 0.0)
         whole = len(tokens) // block_tokens * block_tokens
         keys = chain(_ROOT, tokens[:whole], block_tokens)
         if whole < len(tokens):
             keys += chain(keys[-1] if keys else _ROOT, tokens[whole:], len(tokens) - whole)
-        return TraceRequest(timestamp, len(tokens), output_length, tuple(map(_id, keys)))
+        return TraceRequest(timestamp, len(tokens), output_length, tuple(map(_id, keys)), assumed)
 
-    yield from read_lines(path, request, skip)
+    yield from read_lines(path, in_order(request), skip)
 
 
 def _tokens(fields: Fields) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:

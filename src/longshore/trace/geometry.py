@@ -60,6 +60,8 @@ def geometry_of(model: str) -> Geometry:
 
     The table's models keep 16-bit numbers. Raises `TraceError` for a name that is neither, or an incomplete file.
     """
+    if not model:
+        raise unknown("a model, or the path of a config.json,", model, MODELS)
     if model.lower() in _TABLE:
         row = _TABLE[model.lower()]
         width = row["layers"] * row["heads"] * row["head"]

@@ -1,18 +1,30 @@
-"""Reading a trace line by line: as it is asked for, with numbers, and with a word on every line that is no good."""
+"""Reading a trace line by line: as it is asked for, with numbers, and with a word on every line that is no good.
+
+A file that is compressed by gzip, whatever its name, is read as what is in it.
+"""
 
 from __future__ import annotations
 
+import gzip
+import io
+import shutil
+import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar, cast
 
 from longshore.errors import TraceError
+from longshore.trace.request import TraceRequest
 
 T = TypeVar("T")
+R = TypeVar("R", bound=TraceRequest | None)
 
 Skip = Callable[[TraceError], None]
 """Told of each line that is left out."""
+
+_GZIP = b"\x1f\x8b"
 
 MAX_LINE = 64 << 20
 """Bytes; a longer line is no line of a trace."""
@@ -40,6 +52,25 @@ def parse_lines(
             yield found
 
 
+def in_order(parse: Callable[[str, bytes], R]) -> Callable[[str, bytes], R]:
+    """`parse`, and a `TraceError` for a request that arrives before the one before it."""
+    last = 0.0
+
+    def checked(where: str, line: bytes) -> R:
+        nonlocal last
+        request = parse(where, line)
+        if request is not None:
+            if request.timestamp_ms < last:
+                raise TraceError(
+                    f"{where}: time runs backwards, from {last:.15g} ms to {request.timestamp_ms:.15g} ms: "
+                    "sort the trace by time, or leave such lines out (--bad-lines skip)"
+                )
+            last = request.timestamp_ms
+        return request
+
+    return checked
+
+
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
     """The lines of `file`; of one that is too long only the beginning, which is too long still."""
     while line := file.readline(MAX_LINE):
@@ -51,7 +82,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 def read_lines(path: str | Path, parse: Callable[[str, bytes], T], skip: Skip | None = None) -> Iterator[T]:
     """`parse_lines` of the file at `path`; raises `TraceError` if it cannot be read."""
-    with _opened(path) as file:
+    with opened(path) as file:
         yield from parse_lines(lines_of(file), str(path), parse, skip)
 
 
@@ -68,23 +99,39 @@ def read_placed_lines(
             place, following = following, file.tell()
             yield line
 
-    with _opened(path) as file:
+    with opened(path) as file:
         for found in parse_lines(lines(file), str(path), parse, skip):
             yield place, found
 
 
 def lines_at(path: str | Path, places: Iterable[int]) -> Iterator[bytes]:
     """The lines that begin at `places`, in this order; raises `TraceError` if the file cannot be read."""
-    with _opened(path) as file:
+    with opened(path) as file, tempfile.TemporaryFile() as plain:
+        if not isinstance(file, io.BufferedReader) or not isinstance(file.raw, io.FileIO):
+            shutil.copyfileobj(file, plain)  # to go back in what is compressed is to begin again
+            file = plain  # noqa: PLW2901
         for place in places:
             file.seek(place)
             yield file.readline(MAX_LINE)
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[BinaryIO]:
+def opened(path: str | Path) -> Iterator[BinaryIO]:
+    """The file at `path`, or what is compressed in it; raises `TraceError` if it cannot be read."""
     try:
-        with Path(path).open("rb") as file:
-            yield file
-    except OSError as error:
-        raise TraceError(f"cannot read trace {path}: {error.strerror or error}") from error
+        file = Path(path).open("rb")  # noqa: SIM115 - closed below
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    try:
+        with file:
+            if file.peek(2)[:2] != _GZIP:
+                yield file
+                return
+            with gzip.open(file) as inside:
+                yield cast(BinaryIO, inside)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: Exception) -> TraceError:
+    return TraceError(f"cannot read trace {path}: {getattr(error, 'strerror', None) or error}")

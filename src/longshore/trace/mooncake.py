@@ -15,7 +15,7 @@ from pathlib import Path
 
 from longshore.errors import TraceError
 from longshore.trace.fields import MAX_HASH_ID, Fields
-from longshore.trace.lines import Skip, parse_lines, read_lines
+from longshore.trace.lines import Skip, in_order, parse_lines, read_lines
 from longshore.trace.request import TraceRequest
 
 TRACE_BLOCK_TOKENS = 512
@@ -36,7 +36,8 @@ def read_mooncake(
         skip: Told of lines that are no request, which are then left out.
 
     Raises:
-        TraceError: The file cannot be read, or a line is no request and nobody is told of it.
+        TraceError: The file cannot be read, or a line is no request, or arrives before the one before it, and nobody is
+            told of it.
     """
     yield from read_lines(path, _request(block_tokens), skip)
 
@@ -70,4 +71,4 @@ def _request(block_tokens: int) -> Callable[[str, bytes], TraceRequest]:
         fields.covers(len(hash_ids), input_length, block_tokens)
         return TraceRequest(timestamp, input_length, output_length, hash_ids)
 
-    return request
+    return in_order(request)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from longshore.errors import TraceError
 from longshore.trace.fields import Fields
 from longshore.trace.formats import read_lengths, read_prompts, read_requests, read_sessions
-from longshore.trace.lines import Skip, lines_of
+from longshore.trace.lines import MAX_LINE, Skip, opened
 from longshore.trace.mooncake import TRACE_BLOCK_TOKENS, read_mooncake
 from longshore.trace.request import TraceRequest
 
@@ -43,13 +44,11 @@ _MARKS |= {"prompt": Form.PROMPTS, "tokens": Form.PROMPTS}
 
 def form_of(path: str | Path) -> Form:
     """The form of the trace at `path`, by its name and its first line. Raises `TraceError` where neither says it."""
-    if Path(path).suffix.lower() == ".csv":
+    if Path(path).name.lower().removesuffix(".gz").endswith(".csv"):
         return Form.LENGTHS
-    try:
-        with Path(path).open("rb") as file:
-            first = next((line for line in lines_of(file) if line.strip()), None)
-    except OSError as error:
-        raise TraceError(f"cannot read trace {path}: {error.strerror or error}") from error
+    with opened(path) as file:
+        beginnings = iter(partial(file.readline, MAX_LINE), b"")  # of a device, lines may have no end
+        first = next((line for line in beginnings if line.strip()), None)
     if first is None:
         raise TraceError(f"{path}: expected a trace, and there is nothing in it")
     try:

@@ -67,7 +67,7 @@ class LRU2(OneByOne):
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
 
-    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident, the last was used last."""
         for i, node in enumerate(nodes):
             if node < LISTS or node in self._rank or node in nodes[:i]:
@@ -174,7 +174,7 @@ class S3FIFO(OneByOne):
         for each in (self._queue, self._held, self._uses):
             each.extend(bytes(max(0, nodes - len(each))))
 
-    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident: in the main queue if they left the small one lately."""
         check_new(self._queue, nodes)
         for node in nodes:

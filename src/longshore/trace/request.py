@@ -15,9 +15,11 @@ class TraceRequest:
         output_length: Tokens of the answer.
         hash_ids: One id per block of the prompt, in order; the last block may be partial. Equal ids stand for
             equal content after an equal prefix.
+        assumed_time: Whether the trace does not say when it arrived.
     """
 
     timestamp_ms: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    assumed_time: bool = False

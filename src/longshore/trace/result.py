@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,9 +15,17 @@ from longshore.boundary import FILE
 from longshore.cache import DropReason, MissReason
 from longshore.report.units import share, size
 from longshore.trace.remote import REMOTE
-from longshore.trace.tiered import TieredReplay
+from longshore.trace.tiered import Tally, TieredReplay
 
 _DAY = 86_400.0
+
+_COMFORTABLE = 0.7
+"""Share of their time that engines are busy where queues stay short."""
+
+_MORE, _BETTER = 1.25, 0.99
+"""How many times as many engines are tried next, and how much shorter times must be then."""
+
+MOST_ENGINES = 10_000
 
 Row = tuple[str, str, str]
 """What, how much, and a note."""
@@ -29,12 +40,16 @@ class Replayed:
         policy: The eviction policy's name.
         unique: Different blocks that were asked for.
         optimal: Hits that one tier of the same room could have had at most, if that was asked for.
+        overload: Whether the engines were asked for too much.
+        assumption: What was assumed of the trace, in words, if anything was.
     """
 
     replay: TieredReplay
     policy: str
     unique: int
     optimal: int | None
+    overload: Overload | None = None
+    assumption: str = ""
 
     @property
     def hits(self) -> dict[str, int]:
@@ -100,6 +115,12 @@ class Replayed:
         written = sum(t.bytes for route, t in self.replay.counters.routes.items() if route.endswith(f"->{FILE}"))
         return _DAY * ratio(written, self.replay.tally.seconds)
 
+    @property
+    def assumptions(self) -> list[str]:
+        """What the figures rest on."""
+        timing = self.replay.timing
+        return [timing.geometry.source, timing.profile.source, *([self.assumption] if self.assumption else [])]
+
     def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
         replay, tally, counters = self.replay, self.replay.tally, self.replay.counters
@@ -126,7 +147,8 @@ class Replayed:
             "engine_busy_recompute": ratio(tally.recomputing, tally.seconds * replay.engines),
             "route_busy_s": {route: seconds["moving"] for route, seconds in self.routes.items()},
             "route_queued_s": {route: seconds["waiting"] for route, seconds in self.routes.items()},
-            "assumptions": [replay.timing.geometry.source, replay.timing.profile.source],
+            "overload": None if self.overload is None else self.overload.as_json(),
+            "assumptions": self.assumptions,
         }
 
     def rows(self) -> list[Row]:
@@ -178,6 +200,83 @@ class Replayed:
             note = f"of the time at work; transfers waited {seconds['waiting']:,.1f} s in all"
             rows.append((route, share(seconds["moving"], replay.tally.seconds), note))
         return rows
+
+
+class Overload(NamedTuple):
+    """Engines that cannot compute what a trace asks for: queues grow as long as it lasts, and so do times.
+
+    Attributes:
+        engines: So many there were.
+        busy: How much computing there was, as a share of the time that they had.
+        enough: So many would do, as a replay with them found; or as the average says, where `ttft_p95` is `None`.
+        ttft_p95: Seconds to the first token with so many.
+        missed: The target that these are above, and that more engines do not reach.
+    """
+
+    engines: int
+    busy: float
+    enough: int
+    ttft_p95: float | None
+    missed: float | None = None
+
+    @property
+    def words(self) -> str:
+        """All of it, for people."""
+        many = "1 engine" if self.engines == 1 else f"{self.engines:,} engines"
+        words = "would do" if self.missed is None else "would keep up"
+        found = "" if self.ttft_p95 is None else f": replayed with them, TTFT p95 is {brief(self.ttft_p95)}"
+        if self.missed is not None:
+            found += f", and {brief(self.missed)} are not reached with more of them, only with faster ones"
+        enough = f"--engines {self.enough} {words}{found}"
+        if self.enough > MOST_ENGINES:
+            enough = f"{self.enough:,} such engines would be needed; no more than {MOST_ENGINES:,} can be replayed"
+        return (
+            f"The trace asks {many} for {100 * self.busy:,.0f} % of what they can compute, so queues grow as long as "
+            f"it lasts, and times to first token say how long that was. {enough}."
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """All of it as plain data, with `words`."""
+        return {**self._asdict(), "words": self.words}
+
+
+def overload(
+    tally: Tally, engines: int, again: Callable[[int], Tally], *, tiers: bool = True, target: float = math.inf
+) -> Overload | None:
+    """Whether `engines` were asked for too much in a replay; `again` replays the same with so many engines.
+
+    Enough are those that keep up, and that have 19 of 20 first tokens within `target` seconds, if any number of them
+    does. Without `tiers` it is asked of engines that compute all.
+    """
+
+    def load(tally: Tally) -> float:
+        """Engines that are always busy."""
+        return ratio(tally.computing if tiers else tally.recomputing, tally.seconds)
+
+    if load(tally) <= engines:
+        return None
+    count, found = engines, tally
+    enough, p95 = 0, math.inf
+    while p95 > target or not enough:
+        count = max(count + 1, math.ceil(_MORE * enough), math.ceil(load(found) / _COMFORTABLE))
+        if count > MOST_ENGINES:
+            break
+        found = again(count)
+        if load(found) > count:
+            continue
+        now = percentile(found.ttft if tiers else found.recompute, 95)
+        if now > _BETTER * p95:  # what is left is computing, and not waiting for an engine
+            break
+        enough, p95 = count, now
+    busy = load(tally) / engines
+    if not enough:
+        return Overload(engines, busy, count, None)
+    return Overload(engines, busy, enough, p95, target if p95 > target else None)
+
+
+def brief(seconds: float) -> str:
+    """Seconds in three digits, or whole ones, with their unit."""
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
 def ratio(part: float, whole: float) -> float:

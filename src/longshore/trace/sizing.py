@@ -1,61 +1,53 @@
-"""Sizing: what so much host memory and so many files would give, for a grid of both at once.
+"""Sizing: which sizes of host memory and files to buy for a trace.
 
-    stack distances ──► blocks of each request in host memory, and in files ──► seconds to load, and to compute
-                                                                            ──► engines, one prompt at a time ──► TTFT
+    estimates of all sizes that can be bought (`longshore.trace.estimates`) ──► their frontier: where to look
+                                                                                   │
+    replays of the choice and its neighbours, on the production control plane ◄────┘ ──► what is recommended
 
-Hits are those of LRU with tails first over both tiers as one stack, the warmest blocks in host memory: exact, and in
-one pass. Times are those of `longshore.trace.timing`; of nothing, what host memory has, and all, the fastest is loaded.
+Every figure that is reported comes from a replay, as `longshore replay` of the same size makes it.
 """
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from longshore.boundary import HOST
 from longshore.errors import TraceError
-from longshore.trace.paths import Paths
+from longshore.trace.estimates import GIB, Arrivals, Estimate, Prices, Size, estimate, most_useful
+from longshore.trace.result import Overload, Replayed, overload, ratio
 from longshore.trace.stack import stack_distances
+from longshore.trace.tiered import MOST_BLOCKS, Tally, TieredReplay
 from longshore.trace.timing import Timing
 
-_GIB = 1 << 30
-_AT_ONCE = 4096
-_STEPS = 9
 _WORTH_IT = 0.99
 
-Floats = npt.NDArray[np.float64]
+Replay = Callable[[int, int, int], TieredReplay]
+"""A replay that has ended, with so many bytes of host memory and of files, and so many engines."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What a GiB costs. Without any, DRAM counts 25 times as much as NVMe."""
+DRAM_GIB = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Host memory that can be bought for one machine, as DIMMs come."""
 
-    dram_per_gib: float = 25.0
-    nvme_per_gib: float = 1.0
-    currency: str = "units of a GiB of NVMe"
+DRIVES_GB = (960, 1920, 3840, 7680, 15360, 2 * 15360, 4 * 15360, 8 * 15360)
+"""Capacities of data-centre NVMe drives; from 15.36 TB on there are several drives."""
 
-    @classmethod
-    def read(cls, path: Path) -> Prices:
-        """From a TOML file with these three names. Raises `TraceError` for anything else."""
-        try:
-            table = tomllib.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise TraceError(f"{path}: expected prices in TOML: {error}") from error
-        known = {"dram_per_gib", "nvme_per_gib", "currency"}
-        numbers = [table.get(name) for name in ("dram_per_gib", "nvme_per_gib")]
-        good = all(type(n) in (int, float) and 0 < n < float("inf") for n in numbers)  # type: ignore[operator]
-        if set(table) - known or not good or not isinstance(table.get("currency", ""), str):
-            raise TraceError(f"{path}: expected dram_per_gib, nvme_per_gib (positive) and currency, got {table}")
-        return cls(**table)
+LARGEST_DRIVE = 15_360 * 10**9
+WARRANTY_YEARS = 5
+"""Over which a drive's endurance is promised, in drive writes a day (DWPD)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One size of both tiers, and what it would give. Bytes, seconds, and ratios of blocks asked for."""
+    """One size of both tiers, and what its replay found. Bytes, seconds, and ratios of blocks asked for.
+
+    Attributes:
+        busy: Computing, as a share of the time that the engines had.
+        file_write_bytes_per_day: At the trace's own pace.
+    """
 
     host_bytes: int
     file_bytes: int
@@ -64,6 +56,18 @@ class Choice:
     host_hit_ratio: float
     ttft_p50: float
     ttft_p95: float
+    busy: float = 0.0
+    file_write_bytes_per_day: float = 0.0
+
+    @property
+    def size(self) -> Size:
+        """Both sizes."""
+        return self.host_bytes, self.file_bytes
+
+    @property
+    def drive_writes_per_day(self) -> float:
+        """How often the drives are written over in a day (DWPD)."""
+        return self.file_write_bytes_per_day / self.file_bytes if self.file_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,12 @@ class Plan:
 
     Attributes:
         curve: Hit ratio by bytes of one tier: (bytes, ratio).
-        choices: The whole grid.
-        frontier: Those that nothing cheaper beats, by cost.
+        estimates: All sizes that were thought of.
+        choices: Those that were replayed, and that nothing is bought; by cost.
+        frontier: Those of them that nothing cheaper beats, by cost.
         knee: Where more money begins to buy little.
         recommended: The cheapest that keeps the target; `None` if none does.
+        overload: Whether the engines are asked for too much with what is recommended, or else with the best there is.
     """
 
     requests: int
@@ -83,156 +89,192 @@ class Plan:
     unique_blocks: int
     target: float
     curve: tuple[tuple[int, float], ...]
+    estimates: tuple[Estimate, ...]
     choices: tuple[Choice, ...]
     frontier: tuple[Choice, ...]
     knee: Choice
     recommended: Choice | None
     prices: Prices
+    overload: Overload | None
 
     def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
         plain = asdict(self)
         plain["curve"] = [{"bytes": count, "hit_ratio": ratio} for count, ratio in self.curve]
+        plain["overload"] = None if self.overload is None else self.overload.as_json()
+        if self.recommended is not None:
+            plain["recommended"]["drive_writes_per_day"] = self.recommended.drive_writes_per_day
         return plain
 
 
-class Arrivals:
-    """The requests of a trace, as sizing needs them: four bytes for each block, and sixteen for each request."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
-        self.paths = Paths()
-        self._seconds: list[float] = []
-        self._tokens: list[int] = []
-
-    def add(self, seconds: float, tokens: int, hash_ids: Sequence[int]) -> None:
-        """One request; only its whole blocks count."""
-        self.paths.add(hash_ids[: tokens // self.block_tokens])
-        self._seconds.append(max(seconds, self._seconds[-1] if self._seconds else 0.0))
-        self._tokens.append(tokens)
-
-    @property
-    def seconds(self) -> Floats:
-        """When each arrived."""
-        return np.array(self._seconds)
-
-    @property
-    def tokens(self) -> Floats:
-        """How long each prompt is."""
-        return np.array(self._tokens, np.float64)
+C = TypeVar("C", Estimate, Choice)
 
 
-def plan(arrivals: Arrivals, timing: Timing, target: float, prices: Prices, *, engines: int = 1) -> Plan:
-    """Try a grid of sizes on `arrivals`; `target` is the 95th percentile of the time to first token, in seconds."""
-    if not len(arrivals.paths) or engines < 1 or not target > 0:
-        raise TraceError("expected a request, an engine and a target above zero to plan for")
+def plan(
+    arrivals: Arrivals,
+    timing: Timing,
+    target: float,
+    prices: Prices,
+    replay: Replay,
+    *,
+    engines: int = 1,
+    replays: int = 16,
+    most_blocks: int = MOST_BLOCKS,
+) -> Plan:
+    """The cheapest size that keeps `target`, the 95th percentile of the time to first token, in seconds.
+
+    `replay` replays the requests of `arrivals` with tiers of so many bytes and so many engines; at most `replays` sizes
+    are replayed, none with a tier of more than `most_blocks`. Raises `TraceError` where there is nothing to plan for.
+    """
+    if not len(arrivals.paths):
+        raise TraceError("the trace has no requests: expected one at least to plan for")
+    if engines < 1 or replays < 1 or not target > 0:
+        raise TraceError(f"expected an engine, a replay and a target above zero, got {engines}, {replays}, {target}")
     distances = stack_distances(arrivals.paths)
     image = arrivals.block_tokens * timing.geometry.kv_bytes_per_token
-    sizes = _sizes(distances, arrivals.paths.unique)
-    cells = [(host, file) for host in sizes for file in sizes if host or not file]
-    ttft, hits, host_hits = _simulate(arrivals, distances, cells, timing, image, engines)
-    refs = max(1, len(distances))
-    choices = tuple(
-        Choice(
-            host * image,
-            file * image,
-            (host * prices.dram_per_gib + file * prices.nvme_per_gib) * image / _GIB,
-            float(hits[i] / refs),
-            float(host_hits[i] / refs),
-            *(float(p) for p in np.percentile(ttft[:, i], [50, 95])),
-        )
-        for i, (host, file) in enumerate(cells)
-    )
-    frontier = _frontier(choices)
-    good = [choice for choice in frontier if choice.ttft_p95 <= target]
+    sizes = sizes_for(most_useful(distances, arrivals.paths.unique) * image, image, most_blocks)
+    search = _Search(replay, prices, target, engines, replays)
+    estimates = estimate(arrivals, distances, sizes.cells, timing, prices, engines)
+    search.run(frontier_of(estimates), sizes)
+    choices = tuple(sorted(search.choices.values(), key=lambda each: each.cost))
+    frontier = frontier_of(choices)
+    recommended = next((choice for choice in choices if choice.ttft_p95 <= target), None)
+    chosen = recommended or frontier[-1]
     ordered = np.sort(distances)
-    curve = tuple((size * image, float(np.searchsorted(ordered, size, side="right") / refs)) for size in _curve(sizes))
+    refs = max(1, len(distances))
+    points = np.geomspace(1, max(1, *(sum(cell) // image for cell in sizes.cells)), 60).round()
+    curve = [(int(n) * image, float(np.searchsorted(ordered, n, side="right") / refs)) for n in sorted({*points})]
     return Plan(
         requests=len(arrivals.paths),
         block_refs=len(distances),
         unique_blocks=arrivals.paths.unique,
         target=target,
-        curve=curve,
+        curve=tuple(curve),
+        estimates=estimates,
         choices=choices,
         frontier=frontier,
         knee=_knee(frontier),
-        recommended=good[0] if good else None,
+        recommended=recommended,
         prices=prices,
+        overload=search.overload(chosen),
     )
 
 
-def _sizes(distances: npt.NDArray[np.int64], unique: int) -> list[int]:
-    """Capacities to try, in blocks: none, and a geometric row up to what holds everything that comes back."""
-    finite = distances[distances <= unique]
-    most = int(finite.max()) if len(finite) else 1
-    row = np.geomspace(max(1, most // 256), max(1, most), _STEPS)
-    return sorted({0, *(round(size) for size in row.tolist())})
+class _Search:
+    """Sizes that were replayed, and which to replay next."""
+
+    def __init__(self, replay: Replay, prices: Prices, target: float, engines: int, replays: int) -> None:
+        self.choices: dict[Size, Choice] = {}
+        self._replay, self._prices, self._target = replay, prices, target
+        self._engines, self._left = engines, replays
+        self._tallies: dict[Size, Tally] = {}
+
+    def run(self, frontier: Sequence[Estimate], sizes: Sizes) -> None:
+        """Replay the choice of `frontier`, dearer ones until one keeps the target, its cheaper neighbours, the rest."""
+        cells = [(each.host_bytes, each.file_bytes) for each in frontier if each.host_bytes] or [sizes.cells[1]]
+        first = next((i for i, each in enumerate(frontier) if each.host_bytes and each.ttft_p95 <= self._target), -1)
+        at = cells.index((frontier[first].host_bytes, frontier[first].file_bytes)) if first >= 0 else len(cells) - 1
+        if all(self._is_too_much(cell) for cell in (cells[at], cells[-1])):
+            return  # no size helps: what is missing is engines
+        found = next((cell for cell in cells[at:] if self._keeps(cell)), None)
+        if found is None:
+            found = self._climb(sizes)
+        while found is not None:
+            cheaper = sorted((n for n in sizes.around(found) if self._cost(n) < self._cost(found)), key=self._cost)
+            found = next((cell for cell in cheaper if cell not in self.choices and self._keeps(cell)), None)
+        for cell in cells:
+            self._keeps(cell)
+
+    def overload(self, choice: Choice) -> Overload | None:
+        """Whether engines are asked for too much with `choice`."""
+        size = choice.size if choice.host_bytes else next(iter(self._tallies))
+
+        def again(engines: int) -> Tally:
+            return self._replay(*size, engines).tally
+
+        return overload(self._tallies[size], self._engines, again, tiers=choice.host_bytes > 0, target=self._target)
+
+    def _is_too_much(self, size: Size) -> bool:
+        """Whether the engines are asked for more than they can compute with this size, which misses the target."""
+        return not self._keeps(size) and size in self.choices and self.choices[size].busy > 1
+
+    def _climb(self, sizes: Sizes) -> Size | None:
+        """Larger sizes than the best one, as long as they are better; the first that keeps the target."""
+        while self._left and self.choices:
+            best = min(self.choices.values(), key=lambda each: each.ttft_p95)
+            size = best.size if best.host_bytes else sizes.cells[1]
+            larger = [cell for cell in sizes.around(size) if self._cost(cell) > best.cost]
+            fresh = [cell for cell in larger if cell not in self.choices]
+            found = next((cell for cell in fresh if self._keeps(cell)), None)
+            if found is not None:
+                return found
+            if min(each.ttft_p95 for each in self.choices.values()) >= _WORTH_IT * best.ttft_p95:
+                return None
+        return None
+
+    def _cost(self, size: Size) -> float:
+        return self._prices.of(*size)
+
+    def _keeps(self, size: Size) -> bool:
+        """Whether `size` keeps the target, by its replay; not, if there may be no more replays."""
+        if size not in self.choices and self._left:
+            self._left -= 1
+            self._take(size, self._replay(*size, self._engines))
+        return size in self.choices and self.choices[size].ttft_p95 <= self._target
+
+    def _take(self, size: Size, run: TieredReplay) -> None:
+        found = Replayed(run, "", 0, None)
+        ttft, room = found.ttft, run.tally.seconds * run.engines
+        self._tallies[size] = run.tally
+        if len(self._tallies) == 1:
+            p50, p95 = ttft["recompute_p50"], ttft["recompute_p95"]
+            self.choices[0, 0] = Choice(0, 0, 0.0, 0.0, 0.0, p50, p95, ratio(run.tally.recomputing, room))
+        self.choices[size] = Choice(
+            *size,
+            self._cost(size),
+            found.hit_ratio,
+            ratio(found.hits[HOST], run.tally.block_refs),
+            ttft["p50"],
+            ttft["p95"],
+            ratio(run.tally.computing, room),
+            found.file_write_bytes_per_day,
+        )
 
 
-def _curve(sizes: Sequence[int]) -> list[int]:
-    """More points than the grid has, for the curve."""
-    return sorted({int(size) for size in np.geomspace(1, max(sizes[-1], 1), 60).round().tolist()})
+class Sizes:
+    """Sizes that can be bought: of host memory, and of drives, from none on."""
+
+    def __init__(self, hosts: Sequence[int], files: Sequence[int]) -> None:
+        self._hosts, self._files = list(hosts), list(files)
+        self.cells: list[Size] = [(0, 0), *((host, file) for host in self._hosts for file in self._files)]
+
+    def around(self, size: Size) -> list[Size]:
+        """A step more or less of either, or of one for the other."""
+        host, file = self._hosts.index(size[0]), self._files.index(size[1])
+        steps = ((-1, 0), (0, -1), (-1, 1), (1, -1), (1, 0), (0, 1))
+        return [
+            (self._hosts[host + more], self._files[file + other])
+            for more, other in steps
+            if 0 <= host + more < len(self._hosts) and 0 <= file + other < len(self._files)
+        ]
 
 
-def _simulate(
-    arrivals: Arrivals,
-    distances: npt.NDArray[np.int64],
-    cells: Sequence[tuple[int, int]],
-    timing: Timing,
-    image: int,
-    engines: int,
-) -> tuple[Floats, Floats, Floats]:
-    """TTFT of each request (rows) in each cell (columns), and the hits of each cell: all, and in host memory."""
-    starts, tokens, seconds = arrivals.paths.starts, arrivals.tokens, arrivals.seconds
-    usable = ((tokens - 1) // arrivals.block_tokens).astype(np.int64)
-    warm = np.array([host for host, _ in cells])
-    both = np.array([host + file for host, file in cells])
-    free = np.zeros((len(cells), engines))
-    rows = np.arange(len(cells))
-    ttft = np.empty((len(tokens), len(cells)))
-    hits, host_hits = np.zeros(len(cells)), np.zeros(len(cells))
-    for first in range(0, len(tokens), _AT_ONCE):
-        some = range(first, min(first + _AT_ONCE, len(tokens)))
-        in_host, in_all = np.empty((len(some), len(cells))), np.empty((len(some), len(cells)))
-        for row, request in enumerate(some):
-            path = distances[starts[request] : starts[request] + usable[request]]
-            in_host[row] = np.searchsorted(path, warm, side="right")
-            in_all[row] = np.searchsorted(path, both, side="right")
-        hits += in_all.sum(axis=0)
-        host_hits += in_host.sum(axis=0)
-        loading, computing = _times(timing, arrivals.block_tokens, image, tokens[first : some.stop], in_host, in_all)
-        for row, request in enumerate(some):
-            engine = free.argmin(axis=1)
-            begun = np.maximum(free[rows, engine], seconds[request] + loading[row])
-            free[rows, engine] = begun + computing[row]
-            ttft[request] = free[rows, engine] - seconds[request]
-    return ttft, hits, host_hits
+def sizes_for(useful: int, image: int, most_blocks: int = MOST_BLOCKS) -> Sizes:
+    """Sizes up to those that hold `useful` bytes, in images of so many, and no more than `most_blocks` of them."""
+
+    def fitting(sizes: Sequence[int]) -> list[int]:
+        fit = [size for size in sizes if image <= size <= image * most_blocks]
+        return fit[: 1 + next((i for i, size in enumerate(fit) if size >= useful), len(fit))]
+
+    hosts = fitting([gib * GIB for gib in DRAM_GIB])
+    if not hosts:
+        raise TraceError(f"expected a block to take at most {DRAM_GIB[-1]} GiB, and not much less, got {image} bytes")
+    return Sizes(hosts, [0, *(fitting([gb * 10**9 for gb in DRIVES_GB]) if hosts[0] < useful else [])])
 
 
-def _times(
-    timing: Timing, block_tokens: int, image: int, tokens: Floats, in_host: Floats, in_all: Floats
-) -> tuple[Floats, Floats]:
-    """Seconds to load, and to compute the rest: of what may be loaded, what makes the sum least."""
-    profile, length = timing.profile, tokens[:, None]
-
-    def compute(blocks: Floats) -> Floats:
-        context = blocks * block_tokens
-        rest = length - context
-        return profile.step + timing.alpha * rest + timing.beta * rest * (2 * context + rest) / 2
-
-    def load(blocks: Floats, cold: Floats) -> Floats:
-        link = np.where(blocks > 0, profile.fixed + blocks * image / profile.link, 0.0)
-        return np.maximum(link, np.where(cold > 0, profile.fixed + cold * image / profile.file_read, 0.0))
-
-    nothing = np.zeros_like(in_all)
-    ways = [(load(b, c), compute(b)) for b, c in ((nothing, nothing), (in_host, nothing), (in_all, in_all - in_host))]
-    best = np.argmin([loading + computing for loading, computing in ways], axis=0)
-    return np.choose(best, [loading for loading, _ in ways]), np.choose(best, [computing for _, computing in ways])
-
-
-def _frontier(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+def frontier_of(choices: Sequence[C]) -> tuple[C, ...]:
     """Those that are faster than all that cost no more, and by enough to be worth anything; the cheapest first."""
-    found: list[Choice] = []
+    found: list[C] = []
     for choice in sorted(choices, key=lambda each: (each.cost, each.ttft_p95)):
         if not found or choice.ttft_p95 < _WORTH_IT * found[-1].ttft_p95:
             found.append(choice)

@@ -25,7 +25,8 @@ from xxhash import xxh3_128_digest
 from longshore.boundary import DEVICE, FILE, HOST, Key, Probe, ProbeResult, Result, Transfer, TransferResult
 from longshore.cache import CacheSettings, Counters, Gate, Hold, Match, Run, TieredCache, TierSpec
 from longshore.cache.eviction import EvictionPolicy
-from longshore.errors import TraceError
+from longshore.errors import IntegrityError, TraceError
+from longshore.report.units import size
 from longshore.trace.remote import REMOTE, RemoteStore
 from longshore.trace.request import TraceRequest
 from longshore.trace.timing import Timing
@@ -81,6 +82,7 @@ class _Visit:
         awaited: Probes or fetches that it waits for, before it will `go_on`.
         until: When the control plane gives its load up.
         loaded: Leading chunks that have come onto the device.
+        turn: Its turn in the cache, once it was matched.
     """
 
     request: TraceRequest
@@ -94,6 +96,7 @@ class _Visit:
     go_on: Callable[[], None] | None = None
     until: float = math.inf
     loaded: int = 0
+    turn: int | None = None
 
 
 class _Working:
@@ -139,11 +142,12 @@ class TieredReplay:
         for name, nbytes in tiers.items():
             if nbytes < image:
                 raise TraceError(f"{name}: expected room for a block of {image} bytes, got {nbytes} bytes")
+            if nbytes // image > MOST_BLOCKS:
+                raise TraceError(
+                    f"{name}: expected at most {size(image * MOST_BLOCKS)}, {MOST_BLOCKS:,} blocks of "
+                    f"{size(image)}, got {size(nbytes)}"
+                )
         slots = {name: nbytes // image for name, nbytes in tiers.items()}
-        if max(slots.values()) > MOST_BLOCKS:
-            raise TraceError(
-                f"expected room for at most {MOST_BLOCKS:,} blocks of {image} bytes in a tier, got {slots}"
-            )
         self.slots = sum(slots.values())
         self.remote = RemoteStore(slots.pop(REMOTE)) if REMOTE in slots else None
         self.tally = Tally()
@@ -184,6 +188,8 @@ class TieredReplay:
             self._arrive(_Visit(request, arrival), blocks)
             yield request
         self._advance(math.inf)
+        if left := len(self._loading) + len(self._waiting):
+            raise IntegrityError(f"{left} requests of the replay were never computed: please report this")
 
     # ------------------------------------------------------------------ time
 
@@ -260,7 +266,7 @@ class TieredReplay:
             self._admitted += 1
             visit = self._waiting.popleft()
             length = visit.request.input_length
-            visit.keys = _keys(visit.request.hash_ids[: length // self.block_tokens])
+            visit.keys = keys_of(visit.request.hash_ids[: length // self.block_tokens])
             visit.usable = (length - 1) // self.block_tokens
             match = self._look(visit, visit.usable)
             if match.probes:
@@ -271,7 +277,8 @@ class TieredReplay:
 
     def _look(self, visit: _Visit, end: int) -> Match:
         """Hold what the tiers have of the keys up to `end`, behind what is held already."""
-        match = self.cache.match(visit.keys[:end], self._now, start=visit.matched)
+        match = self.cache.match(visit.keys[:end], self._now, start=visit.matched, turn=visit.turn)
+        visit.turn = match.turn
         if match.hold is not None:
             visit.parts.append(_Part(match.hold, match.length))
             visit.matched += match.length
@@ -300,6 +307,7 @@ class TieredReplay:
             self._wait(visit, jobs, partial(self._fetched, visit, wanted))
         if visit.awaited or (visit.parts and visit.parts[0].ordered):
             self._loading.append(visit)
+            self._settle(visit)  # what is refused at once, for lack of room say, has ended already
         else:
             self._ready(visit)
 
@@ -368,7 +376,7 @@ class TieredReplay:
         self.cache.tick(self._now)
         first = visit.matched
         if first < len(visit.keys):
-            self.cache.commit(visit.keys, range(len(visit.keys) - first), first=first)
+            self.cache.commit(visit.keys, range(len(visit.keys) - first), first=first, turn=visit.turn)
         for part in visit.parts:
             self.cache.release(part.hold)
         self._submit()
@@ -378,7 +386,7 @@ class TieredReplay:
         self._admit()
 
 
-def _keys(path: Sequence[int]) -> list[Key]:
+def keys_of(path: Sequence[int]) -> list[Key]:
     """Keys of a path of ids: each names its whole prefix, so nothing needs to be remembered.
 
     Nobody outside will ever see one, so a fast hash will do, whose 16 bytes stand twice to be as long as a key is.

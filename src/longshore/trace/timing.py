@@ -103,10 +103,18 @@ def with_bench(profile: Profile, path: Path) -> Profile:
     or from what `copy --device cuda --calibrate` says of its own choices, operations from `prefill/TOKENS`. Raises
     `TraceError` for a file without any of these.
     """
+    expected = f"{path}: expected what `longshore bench file, copy or prefill --json` prints"
     try:
-        found = _measured(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise TraceError(f"{path}: expected what `longshore bench NAME --json` prints: {error!r}") from error
+        report = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TraceError(f"{expected}: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(report, dict) or not {"cases", "chosen"} & report.keys():
+        raise TraceError(f"{expected}, a JSON object with a field 'cases' or 'chosen'; it has neither")
+    try:
+        found = _measured(report)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        least = "each of 'cases' has a name, a value and a unit; each of 'chosen' a direction and gb_per_s"
+        raise TraceError(f"{expected}: {least}") from error
     if not found:
         names = ", ".join(f"{name}/..." for name in _MEASURED)
         raise TraceError(f"{path}: expected cases {names}, or a calibration; found none of them")

@@ -30,6 +30,7 @@ class Part(NamedTuple):
         item: Item of the transfer that `images[0]` belongs to; the others follow.
         sources: For copies inside the device, in place of images: int64, shape `(chunks, subs)`, the blocks to copy
             from.
+        split: Whether references are pieces of pages, as in `KVLayout.table`; so they are where only tokens move.
     """
 
     group: int
@@ -40,6 +41,7 @@ class Part(NamedTuple):
     sub: int
     item: int
     sources: I64 | None = None
+    split: bool = False
 
     @property
     def refs(self) -> slice:
@@ -131,7 +133,7 @@ class Batch(NamedTuple):
         return self._replace(parts=tuple(part for part in parts if len(part.widths)))
 
     def _refs_of(self, part: Part, layer: int) -> tuple[int, int]:
-        layers = self.layout.table(part.group).layer[part.refs]
+        layers = self.layout.table(part.group, split=part.split).layer[part.refs]
         first, stop = np.searchsorted(layers, (layer, layer + 1)).tolist()
         return first, stop
 

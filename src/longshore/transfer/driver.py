@@ -10,8 +10,10 @@ The very same lanes and engine run under any driver.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from types import TracebackType
@@ -52,8 +54,8 @@ class Driver(ABC):
         """With the lock held: what it guards has changed."""
 
     @abstractmethod
-    def start(self, name: str, lane: Generator[Gate, None, None]) -> None:
-        """Run `lane` from now on."""
+    def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
+        """Run `lane` from now on; `stop` makes it return soon."""
 
     @abstractmethod
     def join(self) -> None:
@@ -70,6 +72,7 @@ class Threads(Driver):
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self.stop: Callable[[], None] = lambda: None
 
     def __enter__(self) -> object:
         return self._changed.__enter__()
@@ -87,16 +90,18 @@ class Threads(Driver):
         """Wake whoever waits."""
         self._changed.notify_all()
 
-    def start(self, name: str, lane: Generator[Gate, None, None]) -> None:
-        """Start a thread called `name`."""
+    def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
+        """Start a thread called `name`. It is stopped, and waited for, when the interpreter exits."""
+        self.stop = stop
+        _running.add(self)
         thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def join(self) -> None:
-        """Join the threads."""
+    def join(self, timeout: float | None = None) -> None:
+        """Join the threads, each at most `timeout` seconds."""
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout)
 
     def _run(self, lane: Generator[Gate, None, None]) -> None:
         for gate in lane:
@@ -107,3 +112,19 @@ class Threads(Driver):
                 except Exception as error:  # noqa: BLE001 - the lane is told, and returns
                     with contextlib.suppress(StopIteration):
                         lane.throw(error)
+
+
+_EXIT_PATIENCE = 30.0
+"""Seconds that the interpreter's exit waits for one thread."""
+
+_running: weakref.WeakSet[Threads] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End the lanes of engines that nobody closed: the interpreter would stop their threads within torch, and abort."""
+    drivers = list(_running)
+    for driver in drivers:
+        driver.stop()
+    for driver in drivers:
+        driver.join(_EXIT_PATIENCE)

@@ -13,6 +13,7 @@ result     only now: the job has ended, others may touch its slots
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, cast
 
@@ -22,7 +23,7 @@ from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, Event
 from longshore.transfer.driver import Driver, Threads
 from longshore.transfer.hazards import Access, Hazards, Place
-from longshore.transfer.host_side import HostSlots, check_room, images_of
+from longshore.transfer.host_side import HostSlots, check_room, images_of, kept
 from longshore.transfer.inside import select_inside
 from longshore.transfer.job import Board, Job, Layered
 from longshore.transfer.lane import Lane
@@ -57,7 +58,9 @@ class TransferEngine:
     """Moves blocks between device and host, and inside the device; a `longshore.boundary.Mover`.
 
     Use from one thread or several; nothing blocks except `wait`, `wait_layer`, `end_step`, `shutdown` and `close`. It
-    owns `device`. `close` or `shutdown` must be called: there is no finaliser.
+    owns `device`. `close` or `shutdown` must be called: only they give back what the device took. An engine that is
+    dropped, or open when the interpreter exits, begins nothing more. A job in flight keeps the tensors and the host
+    memory alive until it has ended, even if the engine, the layout or the arena is dropped, freed or closed.
 
     Order among copies: those of one direction and class begin and end in the order of submission; a more urgent class
     overtakes, unless it touches what was submitted before. Into the device go both onboards and copies inside it.
@@ -112,7 +115,9 @@ class TransferEngine:
         self._board = Board(self._lock, self._lock.watch(hazards), clock, max_batch_bytes)
         self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._board) for into in _DIRECTIONS}
         for lane in self._lanes.values():
-            self._lock.start(f"longshore {lane.name}", lane.serve())
+            self._lock.start(f"longshore {lane.name}", lane.serve(), self._board.stop)
+        if driver is None:
+            weakref.finalize(self, self._board.stop).atexit = False
 
     @property
     def routes(self) -> frozenset[Route]:
@@ -155,11 +160,12 @@ class TransferEngine:
             PlanError: A route, id, slot or mask that does not fit, or a job that is in flight. Nothing has changed.
             QueueFullError: Too many of its direction and class are waiting. Nothing has changed.
             FreedLayoutError: The device memory is gone.
-            TierClosedError: The engine was closed.
+            TierClosedError: The engine was closed, or the arena.
         """
         if not isinstance(transfer.deadline, int | float):
             raise PlanError(f"a deadline is a clock reading in seconds, got {transfer.deadline!r}")
         selection, accesses = self._select(transfer)
+        keeps = (self._layout.tensors, kept(self._host))
         direction = _DIRECTIONS[transfer.route.destination]
         lane = self._lanes[transfer.route.destination]
         with self._lock:
@@ -171,7 +177,7 @@ class TransferEngine:
                 raise QueueFullError(f"{self._max_queued} {transfer.urgency.name} jobs are waiting to go {lane.name}")
             fences = self._step or (self._device.mark(self._compute),)
             ticket = self._board.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
-            job = Job(transfer, selection, fences, ticket, self._board.clock())
+            job = Job(transfer, selection, fences, ticket, self._board.clock(), keeps)
             self._board.jobs[transfer.job] = job
             self._layered.add(job)
             lane.put(job)
@@ -250,9 +256,7 @@ class TransferEngine:
 
     def close(self) -> None:
         """Wait for the batches that have begun, end the rest as `Status.TIER_OFF`, close the device. Idempotent."""
-        with self._lock:
-            self._board.closing = True
-            self._lock.notify()
+        self._board.stop()
         self._lock.join()
         for lane in self._lanes.values():
             lane.close()

@@ -55,6 +55,14 @@ class HostImages(NamedTuple):
     room: I64
 
 
+def kept(host: HostSlots) -> object:
+    """What keeps the bytes of `host` in place while it is held, even if the arena is closed meanwhile.
+
+    Raises `TierClosedError` if the arena is closed already.
+    """
+    return getattr(host.arena, "array", host.arena)
+
+
 def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
     """Where each item's image lies; `PlanError` for an item that is not between a host slot and the device."""
     pools = _slots_by_pool(transfer)

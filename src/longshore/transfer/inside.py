@@ -71,23 +71,24 @@ def _parts(
 ) -> list[Part]:
     blocks = block_ids(section, layout.num_blocks)
     sources = np.array([_source(layout, section.group, item, first + at) for at, item in enumerate(items)])
-    pages = page_widths(layout, section.group, layers, tokens)
+    pages, leading = page_widths(layout, section.group, layers, tokens)
     if not len(pages.widths):
         return []
-    whole = len(blocks) if pages.leading is None else len(blocks) - 1
-    cuts = [(0, whole, pages.widths), (whole, len(blocks), pages.widths if pages.leading is None else pages.leading)]
+    whole = len(blocks) if leading is None else len(blocks) - 1
+    cuts = [(0, whole, pages), (whole, len(blocks), leading or pages)]
     return [
         Part(
             group=section.group,
-            first_ref=pages.first_ref,
-            widths=widths,
+            first_ref=moved.first_ref,
+            widths=moved.widths,
             blocks=blocks[start:stop, None],
             images=np.zeros(stop - start, dtype=np.int64),
             sub=0,
             item=first + start,
             sources=sources[start:stop, None],
+            split=moved.split,
         )
-        for start, stop, widths in cuts
+        for start, stop, moved in cuts
         if start < stop
     ]
 

@@ -29,6 +29,7 @@ class Job:
 
     Attributes:
         fences: The points of compute that its copies wait for.
+        keeps: Owners of the memory that it touches on both sides, held until it has ended.
         steps: What comes after `ahead`.
         ahead: What is given to the device next; `None` before the job begins, and after its last step.
         reached: The point from which on others may use the device memory of what was given to the device so far.
@@ -44,6 +45,7 @@ class Job:
     fences: tuple[Event, ...]
     ticket: Ticket
     submitted: float
+    keeps: object = None
     begun: float | None = None
     steps: Iterator[Step] = field(default_factory=lambda: iter(()))
     ahead: Step | None = None
@@ -79,6 +81,7 @@ class Job:
             queued_seconds=begun - self.submitted,
             rank=layout.rank,
         )
+        self.keeps = None
         return self.result
 
 
@@ -122,6 +125,12 @@ class Board:
     jobs: dict[int, Job] = field(default_factory=dict)
     results: list[TransferResult] = field(default_factory=list)
     closing: bool = False
+
+    def stop(self) -> None:
+        """Begin nothing more. Takes the lock, and waits for nothing."""
+        with self.driver:
+            self.closing = True
+            self.driver.notify()
 
     def why_stop(self, job: Job) -> Status | None:
         """Why what has not been given to the device of `job` should not be."""

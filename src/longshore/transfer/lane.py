@@ -70,7 +70,7 @@ class Lane:
         try:
             yield from self._steps()
         except Exception:  # noqa: BLE001 - a fault of ours, or of the clock: jobs must end all the same
-            _log.exception("copies %s have failed: the transfer engine is closed", self.name)
+            _log.exception("copies %s failed: the transfer engine is closed, nothing is stored or loaded", self.name)
             self._give_up()
 
     def _steps(self) -> Iterator[Gate]:

@@ -158,7 +158,7 @@ class Planner:
         start = 0
         low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
-            table = layout.table(part.group)
+            table = layout.table(part.group, split=part.split)
             runs = runs_of(batch, part, table, max_bytes) if any_order else None
             if runs is not None:
                 stop = start + runs.first.shape[1] * len(part.widths)

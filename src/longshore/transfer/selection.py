@@ -118,11 +118,11 @@ def select(
 
 
 class PageWidths(NamedTuple):
-    """Which pages of a block move, and how much: of every block, and of a partial last one."""
+    """Which pages of a block move, and how much of each: from reference `first_ref` of the table on."""
 
     first_ref: int
     widths: U64
-    leading: U64 | None
+    split: bool = False
 
 
 def check_layers(layout: KVLayout, layers: tuple[int, int] | None) -> None:
@@ -151,23 +151,40 @@ def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[in
     return items
 
 
-def page_widths(layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None) -> PageWidths:
-    """Which pages of a block of `group` move, and how many bytes of them; arguments as for `select`."""
+def page_widths(
+    layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None
+) -> tuple[PageWidths, PageWidths | None]:
+    """What moves of every block of `group`, and of a partial last one if there is one; arguments as for `select`."""
     table = layout.table(group)
+    first, stop = _refs_of(table.layer, layers)
+    whole = PageWidths(first, table.page[first:stop])
+    if tokens is None or not 0 < tokens < layout.groups[group].block_size or not table.token[first:stop].any():
+        return whole, None
+    table = layout.table(group, split=True)
+    first, stop = _refs_of(table.layer, layers)
+    token = table.token[first:stop]
+    return whole, PageWidths(first, np.where(token > 0, token * np.uint64(tokens), table.page[first:stop]), split=True)
+
+
+def _refs_of(layer: I64, layers: tuple[int, int] | None) -> tuple[int, int]:
+    """The references of a range of layers."""
     if layers is None:
-        first, whole, token = 0, table.page, table.token
-    else:
-        first, stop = np.searchsorted(table.layer, layers).tolist()
-        whole, token = table.page[first:stop], table.token[first:stop]
-    if tokens is None or not 0 < tokens < layout.groups[group].block_size or not token.any():
-        return PageWidths(first, whole, None)
-    return PageWidths(first, whole, np.where(token > 0, token * np.uint64(tokens), whole))
+        return 0, len(layer)
+    first, stop = np.searchsorted(layer, layers).tolist()
+    return first, stop
 
 
 def _parts(
-    layout: KVLayout, section: Section, pages: PageWidths, *, images: I64, valid: Sequence[int] | None, item: int
+    layout: KVLayout,
+    section: Section,
+    widths: tuple[PageWidths, PageWidths | None],
+    *,
+    images: I64,
+    valid: Sequence[int] | None,
+    item: int,
 ) -> Iterator[Part]:
     """The parts of one section, whose first chunk is `item`."""
+    whole, leading = widths
     per_chunk = layout.groups[section.group].blocks_per_chunk
     blocks = block_ids(section, layout.num_blocks)
     skip = section.first_block % per_chunk
@@ -175,18 +192,25 @@ def _parts(
     if valid is not None:
         rectangles = keep_valid(rectangles, valid, per_chunk)
     last = divmod(skip + len(blocks) - 1, per_chunk)
-    if pages.leading is not None:
+    if leading is not None:
         rectangles = set_apart(rectangles, *last)
-    if not len(pages.widths):
+    if not len(whole.widths):
         return
     for box in rectangles:
         chunks, subs = box.stop - box.first, box.high - box.low
         start = box.first * per_chunk + box.low - skip
         is_last = (box.stop - 1, box.high - 1) == last
-        widths = pages.leading if is_last and pages.leading is not None else pages.widths
+        pages = leading if is_last and leading is not None else whole
         rectangle = blocks[start : start + chunks * subs].reshape(chunks, subs)
         yield Part(
-            section.group, pages.first_ref, widths, rectangle, images[box.first : box.stop], box.low, item + box.first
+            section.group,
+            pages.first_ref,
+            pages.widths,
+            rectangle,
+            images[box.first : box.stop],
+            box.low,
+            item + box.first,
+            split=pages.split,
         )
 
 

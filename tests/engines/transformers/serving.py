@@ -39,22 +39,29 @@ class Served:
         return sum(self.tiered.restored_blocks.values())
 
 
-def write_workload(path: Path) -> Path:
-    """Sessions that take turns; each prompt is the one before it, and two blocks more."""
+def write_workload(path: Path, *, whole_blocks: bool = False) -> Path:
+    """Sessions that take turns; each prompt is the one before it, and two blocks more. Or exactly that, and twice."""
     lines = []
     for turn in range(TURNS):
         for session in range(SESSIONS):
             ids = [0, *range(100 * (session + 1), 100 * (session + 1) + 3 + 2 * turn)]
-            lines.append({"timestamp": 0, "input_length": 512 * len(ids) - 100, "output_length": 64, "hash_ids": ids})
+            length = 512 * len(ids) - (0 if whole_blocks else 100)
+            line = {"timestamp": 0, "input_length": length, "output_length": 64, "hash_ids": ids}
+            lines += [line] * (2 if whole_blocks else 1)
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 
-def make_demo(tmp_path: Path, **options: Any) -> Demo:
+def make_demo(tmp_path: Path, *, whole_blocks: bool = False, **options: Any) -> Demo:
     small = {"layers": 2, "width": 128, "block_tokens": 16, "max_new_tokens": 4, "host_share": 0.3, "device": "cpu"}
-    workload = write_workload(tmp_path / "workload.jsonl")
+    workload = write_workload(tmp_path / "workload.jsonl", whole_blocks=whole_blocks)
     settings = {"gate": False}  # a model as small as this one computes sooner than it loads
     return Demo(DemoOptions(**{"workload": workload, "settings": settings, **small, **options}))
+
+
+def scaled_by_tokens(module: Any, arguments: Any, output: Any) -> Any:
+    """Numerics that depend on how many tokens are computed together, far more than those of any real kernel."""
+    return output * (1 + output.shape[-2] / 4096)
 
 
 def serve(
@@ -63,11 +70,15 @@ def serve(
     open_file: Callable[..., Tier] = FileTier,
     dtype: str = "float32",
     attention: str = "eager",
+    whole_blocks: bool = False,
+    shape_matters: bool = False,
     **settings: Any,
 ) -> Served:
     """Serve the workload over all tiers, then through the oracle."""
     tmp_path.mkdir(exist_ok=True)
-    demo = make_demo(tmp_path, dtype=dtype, attention=attention)
+    demo = make_demo(tmp_path, dtype=dtype, attention=attention, whole_blocks=whole_blocks)
+    if shape_matters:
+        demo.model.model.embed_tokens.register_forward_hook(scaled_by_tokens)
     config = Config.make(**{**demo.config(tmp_path).model_dump(), **settings})
     with tiered(demo.model, config, open_file=open_file) as tiers:
         run, hits = run_tiered(demo, tiers, lambda: None)

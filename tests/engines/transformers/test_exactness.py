@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
 from serving import serve
 
-from longshore.cache import MissReason
+from longshore.cache import Hold, MissReason
+from longshore.runtime.loop import Runtime
 from longshore.tiers.file import FileTier, SystemIo
 
 
@@ -55,6 +57,34 @@ def test_tiered_equals_resident_under_every_write_policy(tmp_path: Path, setting
 
 def test_chunks_of_several_blocks(tmp_path: Path) -> None:
     served = serve(tmp_path, blocks_per_chunk=2)
+    assert served.restored > 0
+    assert served.equal
+
+
+def test_blocks_lost_by_the_tiers_are_recomputed(tmp_path: Path) -> None:
+    served = serve(tmp_path, shape_matters=True, file_path=None, file_size=0)
+    assert served.counters.misses[MissReason.ABSENT] > 0
+    assert served.restored > 0
+    assert served.equal
+
+
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_blocks_in_the_tiers_are_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_blocks: bool
+) -> None:
+    """Device and tiers then have different blocks of the same tokens, and later requests hit both."""
+    stock, lookups, refused = Runtime.worth_loading, count(), []
+
+    def every_third_refused(self: Runtime, hold: Hold, context: int) -> int:
+        chunks = stock(self, hold, context)
+        if next(lookups) % 3 or not chunks:
+            return chunks
+        refused.append(chunks)
+        return 0
+
+    monkeypatch.setattr(Runtime, "worth_loading", every_third_refused)
+    served = serve(tmp_path, shape_matters=True, whole_blocks=whole_blocks)
+    assert refused
     assert served.restored > 0
     assert served.equal
 

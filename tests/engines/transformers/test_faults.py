@@ -49,11 +49,10 @@ def test_every_read_fails(tmp_path: Path, fault: Fault, reason: MissReason) -> N
 
 @pytest.mark.parametrize("fault", [Fault.FAIL, Fault.FULL])
 def test_every_write_fails(tmp_path: Path, fault: Fault) -> None:
-    clean = serve(tmp_path / "clean")
     served, faulty = run(tmp_path, later(Op.WRITE, fault))
     assert faulty.fired[fault] > 0
     assert served.counters.drops[FILE][DropReason.WRITE_FAILED] == faulty.fired[fault]
-    assert served.counters.misses[MissReason.ABSENT] > clean.counters.misses[MissReason.ABSENT]
+    assert served.counters.misses[MissReason.ABSENT] > 0
     assert served.tiered.restored_blocks == {"host": served.tiered.restored_blocks["host"], "file": 0}
     assert served.tiered.restored_blocks["host"] > 0
     assert served.equal

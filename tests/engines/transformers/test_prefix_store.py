@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +96,53 @@ def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     gemma = AutoModelForCausalLM.from_config(settings)
     with pytest.raises(EngineError, match="sliding_attention"):
         PrefixStore(gemma, Config.make(host_size="1MiB"))
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "by .data": lambda model: model.model.layers[0].self_attn.k_proj.weight.data.add_(0.5),
+    "by .data.copy_": lambda model: model.model.layers[0].mlp.up_proj.weight.data.copy_(torch.ones(96, 64)),
+    "by another parameter": lambda model: setattr(
+        model.model.layers[0].mlp.up_proj, "weight", torch.nn.Parameter(torch.ones(96, 64))
+    ),
+    "by a buffer": lambda model: model.model.rotary_emb.inv_freq.data.mul_(1.5),
+    "by a hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, output: 2 * output),
+    "by a setting": lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_stored_before_a_change_in_place_is_restored(config: Config, change: str) -> None:
+    model = make_model()
+    tokens = [int(t) for t in torch.randint(0, 256, (200,))]
+    with PrefixStore(model, config, block_size=16) as store:
+        kept = store.store_prefix(tokens, prefill(model, tokens))
+        assert store.restore_prefix(tokens)[1] == kept > 0
+        versions = [p._version for p in model.parameters()]
+        CHANGES[change](model)
+        assert [p._version for p in model.parameters()] == versions or "another" in change
+        assert store.restore_prefix(tokens)[1] == 0
+        cache = prefill(model, tokens)
+        assert store.store_prefix(tokens, cache) == kept
+        restored, n = store.restore_prefix(tokens)
+        assert bits(restored, n) == bits(cache, kept)
+
+
+def test_what_is_stored_after_a_change_is_not_restored_after_it_is_undone(model: Any, config: Config) -> None:
+    model = make_model()
+    tokens = [int(t) for t in torch.randint(0, 256, (200,))]
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    original = weight.data.clone()
+    with PrefixStore(model, config, block_size=16) as store:
+        weight.data.mul_(2)
+        store.store_prefix(tokens, prefill(model, tokens))
+        weight.data.copy_(original)
+        assert store.restore_prefix(tokens)[1] == 0
+
+
+def test_fixed_weights_are_looked_at_once(tmp_path: Path) -> None:
+    model = make_model()
+    tokens = [int(t) for t in torch.randint(0, 256, (200,))]
+    with PrefixStore(model, Config.make(host_size="1MiB", fixed_weights=True), block_size=16) as store:
+        kept = store.store_prefix(tokens, prefill(model, tokens))
+        model.model.layers[0].self_attn.k_proj.weight.data.add_(0.5)
+        assert store.restore_prefix(tokens)[1] == kept

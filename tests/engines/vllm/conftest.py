@@ -13,7 +13,7 @@ _is_installed = (
 collect_ignore_glob = [] if _is_installed else ["test_*"]
 
 if _is_installed:
-    from engine_runs import Answers, Serve, ask_oracle, run_engine
+    from engine_runs import Answers, Serve, Zygote, ask_oracle, run_engine
     from vllm_kit import Rig
 
     @pytest.fixture
@@ -30,9 +30,11 @@ if _is_installed:
             rig.close()
 
     @pytest.fixture(scope="session")
-    def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         """Runs one engine in a process of its own."""
-        return partial(run_engine, tmp_path_factory.mktemp("engines"))
+        zygote = Zygote()
+        yield partial(run_engine, zygote, tmp_path_factory.mktemp("engines"))
+        zygote.close()
 
     @pytest.fixture(scope="session")
     def oracles(serve: Serve) -> Callable[[str], Answers]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import serving
 from tiny_models import VOCABULARY
 from watched_spec import WITNESS
@@ -13,8 +14,11 @@ from watched_spec import WITNESS
 class Crowd(serving.Engine):
     """`serving.Engine` with a crowd."""
 
-    def crowd(self, requests: int, families: int, seed: int) -> dict[str, Any]:
-        """Ask `requests` prompts of a few `families` at once; every eighth is aborted, and a reset comes in between."""
+    def crowd(self, requests: int, families: int, seed: int, damages: bool = False) -> dict[str, Any]:
+        """Ask `requests` prompts of a few `families` at once; every eighth is aborted, and a reset comes in between.
+
+        With `damages`, the host tier's policy loses all its chunks then, instead.
+        """
         from vllm import SamplingParams
 
         chooser, engine = random.Random(seed), self.llm.llm_engine
@@ -43,7 +47,11 @@ class Crowd(serving.Engine):
                 aborted.add(name)
             if not is_reset and ended >= requests // 2:
                 before_reset, is_reset = preempted, True
-                if not engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+                if damages:
+                    with self.manager._runtime.observe() as cache:
+                        policy = cache._store.policies[0]
+                        policy.remove_all(np.flatnonzero(policy.resident(len(policy.names))).tolist())
+                elif not engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                     raise RuntimeError("the prefix cache was not reset")
         return {"ended": ended, "aborted": len(aborted), "preempted": before_reset, "was_reset": is_reset}
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,7 +31,48 @@ class Served(NamedTuple):
 Serve = Callable[..., Served]
 
 
+class Zygote:
+    """Runs scripts in forks of one process that has imported vLLM."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, Path(__file__).with_name("zygote.py")]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(self, script: Path, *arguments: Path, directory: Path, timeout: float = 600.0) -> tuple[int, str, str]:
+        """Exit status, standard output and standard error of `script`; it is killed after `timeout` seconds.
+
+        Raises:
+            TimeoutError: It did not end in time.
+        """
+        out, errors = directory / "out", directory / "errors"
+        order = {"script": str(script), "arguments": [str(each) for each in arguments]}
+        self._process.stdin.write(json.dumps({**order, "out": str(out), "errors": str(errors)}).encode() + b"\n")
+        self._process.stdin.flush()
+        pid = int(self._line(300.0))
+        try:
+            status = int(self._line(timeout))
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            self._line(60.0)
+            raise TimeoutError(f"{script.name} ran for {timeout:.0f} s:\n{errors.read_text()[-4000:]}") from None
+        return status, out.read_text(), errors.read_text()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60.0)
+
+    def _line(self, timeout: float) -> bytes:
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            raise TimeoutError
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process that forks engines ended with status {self._process.wait()}")
+        return line
+
+
 def run_engine(
+    zygote: Zygote,
     directory: Path,
     model: str,
     steps: Steps,
@@ -35,18 +80,22 @@ def run_engine(
     blocks: int,
     *,
     script: str = "serving.py",
+    saved: Path | None = None,
     **more: Any,
 ) -> Served:
-    """Have an engine take `steps`; with tiers as `extra` says, or without any. Models and orders lie in `directory`."""
+    """Have an engine take `steps`; with tiers as `extra` says, or without any. Models and orders lie in `directory`.
+
+    The model is in `saved`, if that is given.
+    """
     orders = directory / "orders.json"
-    path = save(model, directory)
+    path = saved or save(model, directory)
     asked_for = {"model": str(path), "dtype": MODELS[model].dtype, "extra": extra, "blocks": blocks, "steps": steps}
-    orders.write_text(json.dumps({**asked_for, **more}))
-    command = [sys.executable, Path(__file__).with_name(script), orders]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
-    lines = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
-    if not lines:
-        raise AssertionError(f"{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
+    options = {**MODELS[model].options, **more.pop("options", {})}
+    orders.write_text(json.dumps({**asked_for, **more, "options": options}))
+    status, out, errors = zygote.run(Path(__file__).with_name(script), orders, directory=directory)
+    lines = [line for line in out.splitlines() if line.startswith(MARK)]
+    if status or not lines:
+        raise AssertionError(f"exit status {status}\n{out[-2000:]}\n{errors[-4000:]}")
     said = json.loads(lines[-1].removeprefix(MARK))
     return Served([each for each in said["results"] if each], said["counters"])
 
@@ -69,6 +118,12 @@ def prompts(seed: int = 3) -> list[list[int]]:
     chooser = random.Random(seed)
     first, second = ([chooser.randrange(3, VOCABULARY) for _ in range(length)] for length in (613, 421))
     return [first, second, first[:333] + [9] * 77]
+
+
+def long_prompt(chunks: int = 28, seed: int = 28) -> list[int]:
+    """Of so many chunks of 32 tokens, and a part of one."""
+    chooser = random.Random(seed)
+    return [chooser.randrange(3, VOCABULARY) for _ in range(32 * chunks + 11)]
 
 
 def asked(each: list[list[int]]) -> Steps:

@@ -6,6 +6,7 @@ what was stored.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,10 @@ class Names(LoadStoreSpec):
 
 
 class PlainManager(OffloadingManager):
-    """Knows what was stored."""
+    """Knows what was stored: all, or the first so many `chunks`."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: int = sys.maxsize) -> None:
+        self.left = chunks
         self.stored: set[OffloadKey] = set()
         self.loaded = 0
 
@@ -49,6 +51,8 @@ class PlainManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         fresh = [key for key in keys if key not in self.stored]
+        fresh = fresh[: self.left]
+        self.left -= len(fresh)
         return PrepareStoreOutput(fresh, Names(tuple(fresh)), [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -110,7 +114,7 @@ class PlainSpec(OffloadingSpec):
         self.offload_prompt_only = False
 
     def get_manager(self) -> PlainManager:
-        return PlainManager()
+        return PlainManager(self.extra_config.get("chunks", sys.maxsize))
 
     def get_worker(self, kv_caches: Any) -> PlainWorker:
         return PlainWorker(kv_caches, self.blocks_per_chunk)

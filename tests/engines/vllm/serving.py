@@ -2,6 +2,7 @@
 
 {"model": DIRECTORY, "extra": {...}, "blocks": 64, "steps": [["ask", [TOKENS]], ["reset"], ["flip"], ...]}
 
+With "rewritten" weights are changed in their file between vLLM's look at it and ours.
 With "plain" instead of "extra" the engine has `PlainSpec`, with neither no connector.
 
 Prints one line of JSON, the last: what each step gave, and the counters of the tiers.
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ class Engine:
         from vllm import LLM, SamplingParams
 
         self.refused = 0
+        self.model = orders["model"]
         options = dict(orders.get("options", {}))
         if orders.get("plain") is not None:
             options["kv_transfer_config"] = {
@@ -58,6 +61,8 @@ class Engine:
                     **orders["extra"],
                 },
             }
+        if orders.get("rewritten"):
+            rewrite_after_loading(Path(self.model))
         self.llm = LLM(
             model=orders["model"],
             skip_tokenizer_init=True,
@@ -72,9 +77,27 @@ class Engine:
         )
         self.sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=4, detokenize=False, ignore_eos=True)
 
-    def ask(self, tokens: list[int]) -> dict[str, Any]:
-        """Answer one prompt alone."""
-        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], self.sampling, use_tqdm=False)
+    def ask(self, tokens: list[int], adapter: str = "") -> dict[str, Any]:
+        """Answer one prompt alone, with the adapter in this directory, if one is named."""
+        lora = self._adapter(adapter) if adapter else None
+        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], self.sampling, use_tqdm=False, lora_request=lora)
+        return self._said(output)
+
+    def ask_together(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """Answer several prompts at once."""
+        asked = [{"prompt_token_ids": tokens} for tokens in prompts]
+        return [self._said(output) for output in self.llm.generate(asked, self.sampling, use_tqdm=False)]
+
+    def abort(self, tokens: list[int], steps: int) -> None:
+        """Ask a prompt, and abort it after so many steps."""
+        engine = self.llm.llm_engine
+        engine.add_request("aborted", {"prompt_token_ids": tokens}, self.sampling)
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request(["aborted"])
+
+    @staticmethod
+    def _said(output: Any) -> dict[str, Any]:
         answer = output.outputs[0]
         return {
             "tokens": list(answer.token_ids),
@@ -125,6 +148,39 @@ class Engine:
         for route, seconds in ((Route(FILE, HOST), 1000.0), (Route(HOST, DEVICE), 1e-6)):
             self.manager._runtime.saw_loads(route, [TransferResult(0, (Status.OK,), 1 << 20, seconds)])
 
+    def _adapter(self, path: str, **more: Any) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("adapter", 1, path, **more)
+
+    def save_adapter(self, path: str, seed: int) -> None:
+        """Write an adapter, over one that may be there, and wait until a change of it would show."""
+        from longshore.engines.vllm.weights import SETTLED
+
+        save_adapter(Path(path), seed)
+        while time.time() <= max(file.stat().st_ctime for file in Path(path).iterdir()) + SETTLED:
+            time.sleep(0.1)
+
+    def load_adapter(self, path: str) -> None:
+        """Have vLLM load what is in the adapter's directory now."""
+        self.llm.llm_engine.add_lora(self._adapter(path, load_inplace=True))
+
+    def rewrite_weights(self) -> None:
+        """Change some weights in the files of the model, in place."""
+        (path,) = Path(self.model).glob("*.safetensors")
+        rewrite(path)
+
+    def reload_weights(self) -> None:
+        """Have vLLM take the weights that its files have now."""
+        self.llm.collective_rpc("reload_weights")
+
+    def scale_weights(self, factor: float) -> None:
+        """Change weights behind vLLM's back."""
+        runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        for name, parameter in runner.get_model().named_parameters():
+            if "qkv_proj" in name:
+                parameter.data.mul_(factor)
+
     def refuse_loads(self) -> None:
         """From now on nothing can be copied onto the device."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -142,6 +198,14 @@ class Engine:
             submit(transfer)
 
         worker.engine.submit = refuse
+
+    def damage(self) -> None:
+        """Make a cycle of the host tier's eviction order, which loses a chunk, between two requests."""
+        with self.manager._runtime.observe() as cache:
+            policy = cache._store.policies[0]
+            node = next(iter(policy.order()))
+            policy._chains.after[node] = node
+            policy.remove(node)  # it stays linked
 
     def flip(self) -> None:
         """Change one bit in each page of the host tier."""
@@ -162,7 +226,8 @@ class Engine:
         """What the tiers have counted."""
         manager = self.manager
         with manager._runtime.observe() as cache:
-            cache.check_integrity()
+            if manager._runtime.fault is None:
+                cache.check_integrity()
             counters = cache.counters
             return {
                 "hits": dict(counters.hits),
@@ -174,8 +239,58 @@ class Engine:
                 "held": cache.held,
                 "image_bytes": [each.image_bytes for each in cache.stats()[0].sizes],
                 "refused": self.refused,
+                "faults": manager._runtime.faults,
                 "recomputed": 0 if manager._runtime.weighing is None else manager._runtime.weighing.refused,
             }
+
+
+def save_adapter(path: Path, seed: int) -> None:
+    """An adapter for the tiny Llama; of any seed as long as of any other."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    tensors = {}
+    for layer in range(3):
+        for name, width in (("q_proj", 128), ("v_proj", 64)):
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{where}.lora_A.weight"] = torch.randn(8, 128, generator=generator)
+            tensors[f"{where}.lora_B.weight"] = torch.randn(width, 8, generator=generator)
+    save_file(tensors, path / "adapter_model.safetensors")
+
+
+def rewrite(path: Path) -> None:
+    """Swap the keys' projections of the first and the last layer in a file of weights; neither size nor ends change."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        names = sorted(name for name in file.keys() if name.endswith("k_proj.weight"))  # noqa: SIM118
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    (a, b), (c, d) = (header[name]["data_offsets"] for name in (names[0], names[-1]))
+    base = 8 + length
+    one, other = content[base + a : base + b], content[base + c : base + d]
+    with path.open("r+b") as written:
+        for at, part in ((base + a, other), (base + c, one)):
+            written.seek(at)
+            written.write(part)
+
+
+def rewrite_after_loading(model: Path) -> None:
+    """Have weights changed in their file when vLLM has loaded them, before the adapter has looked at them."""
+    from longshore.engines.vllm import spec
+
+    describe, (path,) = spec.describe, model.glob("*.safetensors")
+
+    def late(*arguments: Any) -> Any:
+        rewrite(path)
+        return describe(*arguments)
+
+    spec.describe = late
 
 
 def main(make: type[Engine] = Engine) -> None:

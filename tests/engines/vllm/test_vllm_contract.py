@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_offload import base, config
 
-from longshore.engines.vllm import contract
+from longshore.boundary import DEVICE, HOST, Route
+from longshore.engines.vllm import changes, contract
+from longshore.engines.vllm.caches import layout_of
+from longshore.engines.vllm.connector import LongshoreConnector
 from longshore.errors import ContractError
 
 NAMES: dict[str, Any] = {**vars(config), **vars(base)}
@@ -39,6 +48,47 @@ def test_a_changed_signature_is_named() -> None:
     assert contract.violations({**NAMES, "OffloadingManager": Other}) == [
         "expected OffloadingManager.lookup('self', 'key', 'req_context'), got ('self', 'keys')"
     ]
+
+
+def test_vllm_orders_copies_of_whole_blocks_alone() -> None:
+    """If orders name tokens some day, layouts should say how many bytes a token has."""
+    for order, given in (("submit_store", "src_spec"), ("submit_load", "dst_spec")):
+        parameters = inspect.signature(getattr(base.OffloadingWorker, order)).parameters
+        assert set(parameters) - {"expedited"} == {"self", "job_id", "src_spec", "dst_spec"}  # that of 0.33: how urgent
+        assert parameters[given].annotation in (base.GPULoadStoreSpec, "GPULoadStoreSpec")
+    assert set(vars(base.GPULoadStoreSpec([3, 4], [2], [0]))) == {"block_ids", "group_sizes", "block_indices"}
+    pages = base.CanonicalKVCaches(
+        [base.CanonicalKVCacheTensor(torch.zeros(4, 64, dtype=torch.int8), 64)], [[base.CanonicalKVCacheRef(0, 64)]]
+    )
+    group = SimpleNamespace(group_id=0, tokens_per_block=16)
+    settings = SimpleNamespace(
+        groups=[group], replicated_layout=True, parallel=None, cache=SimpleNamespace(blocks_per_chunk=1)
+    )
+    layout = layout_of(pages, settings)
+    assert [ref.token_bytes for ref in layout.groups[0].refs] == [None]
+
+
+def test_the_gpu_benchmark_finds_the_function_that_swaps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    swap = importlib.import_module("gpu").vllm_swap()
+    for route in (Route(DEVICE, HOST), Route(HOST, DEVICE)):
+        parameters = inspect.signature(swap(4096, route))
+        parameters.bind(None, None, None, is_src_access_order_any=True)
+        assert [name[:3] for name in parameters.parameters][:3] == ["src", "dst", "siz"]
+
+
+def test_a_worker_connector_without_its_loads_is_refused_at_start() -> None:
+    connector = object.__new__(LongshoreConnector)
+    connector.connector_worker = SimpleNamespace(spec=None, worker=None)
+    with pytest.raises(ContractError, match="to have _load_jobs"):
+        connector.register_kv_caches({})
+
+
+def test_vllm_has_the_methods_that_change_weights() -> None:
+    for path in ("cpu_worker.CPUWorker", "gpu_worker.Worker"):
+        contract.check_has(resolve_obj_by_qualname(f"vllm.v1.worker.{path}"), *changes.METHODS)
+    with pytest.raises(ContractError, match="SimpleNamespace to have reload_weights"):
+        contract.check_has(SimpleNamespace(load_model=None), "load_model", "reload_weights")
 
 
 def test_positions_of_keys_are_where_the_manager_looks_for_them() -> None:

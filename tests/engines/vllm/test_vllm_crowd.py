@@ -5,7 +5,9 @@ Batches differ from run to run of such a schedule, so answers prove nothing here
 
 from __future__ import annotations
 
-from engine_runs import Serve
+from typing import Any
+
+from engine_runs import Serve, asked, prompts
 
 WATCHED = {"spec_name": "WatchedSpec", "spec_module_path": "watched_spec", "host_size": "48MiB"}
 
@@ -23,3 +25,14 @@ def test_blocks_that_come_back_to_a_crowd_are_those_that_were_stored(serve: Serv
     assert seen["open"] == 0
     assert flipped["wrong"] > 0
     assert flipped["open"] == 0
+
+
+def test_a_crowd_ends_when_the_control_plane_fails(serve: Serve, oracles: Any) -> None:
+    steps = [["crowd", 64, 8, 1, True], ["witness"], *asked(prompts()[:2])]
+    served = serve("llama", steps, WATCHED, 50, script="crowd.py")
+    crowd, seen, *answers = served.answers
+    assert served.counters["faults"] == 1, "the damage was met"
+    assert crowd["ended"] + crowd["aborted"] >= 64
+    assert seen["loads"] > 0
+    assert seen["wrong"] == 0
+    assert [each["tokens"] for each in answers] == [each["tokens"] for each in oracles("llama")[:2]]

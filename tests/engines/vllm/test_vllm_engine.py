@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine_runs import Serve, asked, prompts, tiers
+from engine_runs import Serve, asked, long_prompt, prompts, tiers
 
 
 def test_rotten_files_cost_time_and_nothing_else(serve: Serve, oracles: Any, tmp_path: Path) -> None:
@@ -64,3 +64,59 @@ def test_requests_whose_loads_fail_are_computed(serve: Serve, oracles: Any) -> N
     cold = oracles("llama")[:2]
     assert [each["tokens"] for each in served.answers] == [each["tokens"] for each in cold * 2]
     assert [each["logprobs"] for each in served.answers] == [each["logprobs"] for each in cold * 2]
+
+
+def test_a_damaged_eviction_order_costs_time_and_nothing_else(serve: Serve, oracles: Any, tmp_path: Path) -> None:
+    ask = asked(prompts())
+    steps = [*ask, ["reset"], ["damage"], *ask, ["reset"], *ask]
+    served = serve("llama", steps, tiers(tmp_path / "tier"), 160, connector=CONNECTOR)
+    assert served.counters["faults"] == 1, "the damage was met"
+    tokens = [each["tokens"] for each in oracles("llama")[:3]]
+    assert [each["tokens"] for each in served.answers] == tokens * 3
+    assert served.answers[-1]["cached"] == oracles("llama")[2]["cached"], "computed, but for what the device has"
+
+
+def test_a_prompt_longer_than_host_memory_is_served_from_its_head(serve: Serve, tmp_path: Path) -> None:
+    """vLLM offers it in one piece; it comes back from host memory, and from files after a restart."""
+    options = {"max_num_batched_tokens": 1024}
+    ask = asked([long_prompt()])
+    extra = {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
+    served = serve("llama", [*ask, ["settle"], ["reset"], *ask], extra, 160, options=options)
+    assert served.counters["image_bytes"] == [576 * 1024 // 12], "12 chunks of 28"
+    restarted = serve("llama", ask, extra, 160, options=options)
+    assert restarted.counters["arrived"]["file->host"] == 12
+    plain = {"chunks": 12}
+    oracle = serve("llama", [*ask, ["reset"], *ask], None, 160, plain=plain, options=options).answers
+    assert oracle[1]["cached"] == 12 * 32
+    assert [*served.answers, *restarted.answers] == [*oracle, oracle[1]]
+
+
+CHUNKED = {"max_num_batched_tokens": 128}
+"""Prompts are computed, and offered, four chunks at a time."""
+
+
+def test_a_prompt_longer_than_host_memory_is_served_under_chunked_prefill(serve: Serve, tmp_path: Path) -> None:
+    prompt = long_prompt()
+    ask, extra = asked([prompt]), {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
+    cold = serve("llama", ask, None, 160, options=CHUNKED).answers[0]["tokens"]
+    steps = [["reset"], *ask, ["reset"], ["abort", prompt, 1], ["reset"], *ask, ["reset"], ["abort", prompt, 4]]
+    served = serve("llama", [*ask, *steps, ["reset"], *ask], extra, 160, options=CHUNKED)
+    assert served.counters["image_bytes"] == [576 * 1024 // 12], "12 chunks of 28"
+    assert [each["tokens"] for each in served.answers] == [cold] * 4
+    assert [each["cached"] >= 12 * 32 for each in served.answers] == [False, True, True, True], served
+    assert served.counters["held"] == 0
+
+
+def test_prompts_longer_than_host_memory_are_served_together(serve: Serve, tmp_path: Path) -> None:
+    prompts = [long_prompt(seed=seed) for seed in (1, 2)]
+    cold = [each["tokens"] for each in serve("llama", asked(prompts), None, 160, options=CHUNKED).answers]
+    extra = {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
+    extra |= {"spec_name": "WatchedSpec", "spec_module_path": "watched_spec"}
+    together = ["ask_together", prompts]
+    steps = [together, ["reset"], together, ["reset"], together, ["settle"], ["witness"]]
+    served = serve("llama", steps, extra, 160, options=CHUNKED, script="crowd.py", connector=CONNECTOR)
+    *answers, seen = served.answers
+    assert [[each["tokens"] for each in both] for both in answers] == [cold] * 3
+    assert sum(each["cached"] for both in answers[1:] for each in both) >= 12 * 32, answers
+    assert seen["loads"] > 0
+    assert (seen["wrong"], seen["open"]) == (0, 0)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import struct
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from vllm.config import DeviceConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Group, Rig, file_settings, keys_of
 
+from longshore.engines.vllm import model, weights
+from longshore.engines.vllm.weights import Digests
 from longshore.errors import EngineError
 
 MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
@@ -31,6 +37,9 @@ def first_lookup(path: Path, **settings: Any) -> LookupResult:
     return said
 
 
+IMAGES = SimpleNamespace(mm_processor_kwargs={"do_normalize": False})
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -46,6 +55,8 @@ def first_lookup(path: Path, **settings: Any) -> LookupResult:
         pytest.param({"vllm": {"model_config.quantization": "fp8"}}, id="quantisation"),
         pytest.param({"vllm": {"model_config.max_model_len": 1 << 17}}, id="longer rope"),
         pytest.param({"vllm": {"cache_config.cache_dtype": "fp8"}}, id="quantised cache"),
+        pytest.param({"vllm": {"model_config.code_revision": "another"}}, id="revision of the model's code"),
+        pytest.param({"vllm": {"model_config.multimodal_config": IMAGES}}, id="how images are processed"),
         pytest.param({"vllm": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"}}, id="hash algorithm"),
         pytest.param(
             {"vllm": {"model_config.hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 2.0})}}, id="overrides"
@@ -69,6 +80,90 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
     assert first_lookup(tmp_path, model=str(revision)) is PENDING
 
 
+def change_a_byte(path: Path, at: int) -> None:
+    """In place, with the time stamp of before, as far as anyone can set it."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("another.safetensors", "more.bin", "more.pt", "more.gguf", "deep/er/more.safetensors", "linked.safetensors"),
+        *("modeling.py", "model.safetensors.index.json"),
+    ],
+)
+def test_any_changed_byte_of_any_weight_file_finds_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = file_settings(tmp_path)
+    path, blob = Path(settings["model"]) / name, tmp_path / "blob"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name.startswith("linked"):
+        path.symlink_to(blob)
+    path.write_bytes(bytes(300_000))
+    monkeypatch.setattr(weights, "SETTLED", -1e9)  # the memo has all
+    assert [first_lookup(tmp_path, **settings) for _ in range(2)] == [MISS, PENDING]
+    change_a_byte(blob if path.is_symlink() else path, 150_000)
+    assert [first_lookup(tmp_path, **settings) for _ in range(2)] == [MISS, PENDING]
+
+
+def test_weights_changed_while_an_engine_starts_leave_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, began = file_settings(tmp_path), time.time_ns()
+    path = Path(settings["model"]) / "model.safetensors"
+    change_a_byte(path, 30)
+    late = {**settings, "vllm": {"instance_id": f"{began}_dp0"}}
+    assert [first_lookup(tmp_path, **late) for _ in range(2)] == [MISS, MISS]
+    told = [record.getMessage() for record in caplog.records if "NO FILE TIER" in record.getMessage()]
+    assert len(told) == 2
+    assert all(f"{path} was changed" in each and "start it again" in each for each in told)
+    assert [first_lookup(tmp_path, **settings) for _ in range(2)] == [MISS, PENDING]
+
+
+def test_vllm_writes_into_its_configuration_when_that_was_made() -> None:
+    before = time.time_ns()
+    assert before <= model._loading_began(VllmConfig(device_config=DeviceConfig("cpu"))) <= time.time_ns()
+
+
+def test_a_start_of_loading_that_is_not_told_is_that_of_the_process() -> None:
+    began = model._loading_began(SimpleNamespace(instance_id="12ab"))
+    assert abs(began / 1e9 - psutil.Process().create_time()) < 2.0  # which is exact to a second
+    assert began < time.time_ns()
+
+
+def test_a_changed_draft_model_finds_nothing(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(bytes(300_000))
+    of_draft = SimpleNamespace(
+        model=str(draft), revision=None, dtype=torch.float32, hf_config=SimpleNamespace(to_dict=dict)
+    )
+    settings = {"vllm": {"speculative_config": SimpleNamespace(draft_model_config=of_draft)}}
+    assert [first_lookup(tmp_path, **settings) for _ in range(2)] == [MISS, PENDING]
+    change_a_byte(draft / "model.safetensors", 150_000)
+    assert first_lookup(tmp_path, **settings) is MISS
+
+
+def test_one_rank_hashes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    digest = Digests.of
+    monkeypatch.setattr(Digests, "of", lambda self, paths: calls.append(paths) or digest(self, paths))
+    first_lookup(tmp_path, world=2)
+    assert len(calls) == 1
+
+
+def test_nothing_is_hashed_without_a_file_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Digests, "of", None)
+    Rig(model=file_settings(tmp_path)["model"]).close()
+
+
 def test_another_seed_of_hashes_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_lookup(tmp_path) is MISS
     monkeypatch.setenv("PYTHONHASHSEED", "7")
@@ -82,7 +177,7 @@ def test_another_seed_of_hashes_finds_nothing(tmp_path: Path, monkeypatch: pytes
         ({"vllm": {"cache_config.prefix_caching_hash_algo": "xxhash"}}, "set PYTHONHASHSEED"),
         ({"vllm": {"cache_config.calculate_kv_scales": True}}, "turn calculate_kv_scales off"),
         ({"vllm": {"load_config.load_format": "dummy"}}, "come from no file"),
-        ({"vllm": {"lora_config": SimpleNamespace()}}, "set salt"),
+        ({"vllm": {"lora_config": SimpleNamespace()}, "salt": "adapters of today"}, "use LongshoreConnector"),
         ({"model": "nobody/nothing"}, "download them first"),
     ],
 )
@@ -94,12 +189,14 @@ def test_what_means_nothing_later_is_not_kept(
     (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("NO FILE TIER")]
     assert remedy in said
     assert first_lookup(tmp_path, **change) is MISS
-    assert not (tmp_path / "tier").exists()
+    assert not (tmp_path / "tier" / "superblock").exists()
 
 
 def test_remedies_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapters = {"vllm": {"lora_config": SimpleNamespace()}, "salt": "adapters of today"}
-    assert [first_lookup(tmp_path, **adapters) for _ in range(2)] == [MISS, PENDING]
+    transfer = SimpleNamespace(kv_connector_module_path="longshore.engines.vllm.connector")
+    adapters = {"lora_config": SimpleNamespace(), "kv_transfer_config": transfer}
+    monkeypatch.setattr(model, "applies_to_base_model", lambda: False)
+    assert [first_lookup(tmp_path, vllm=adapters) for _ in range(2)] == [MISS, PENDING]
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     hashing = {"vllm": {"cache_config.prefix_caching_hash_algo": "xxhash"}}
     assert [first_lookup(tmp_path, **hashing) for _ in range(2)] == [MISS, PENDING]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
 from vllm_kit import BLOCKS, Group, Rig, keys_of
 
-from longshore.cache import TierSpec
-from longshore.cache.eviction import LRU
 from longshore.engines.vllm.meeting import note_path
 from longshore.errors import SelfTestError
 from longshore.runtime.selftest import copy_test
@@ -21,12 +18,6 @@ from longshore.transfer.device.cpu import copy_pieces
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 PAGE = 5000
 """Of one layer: an image of one takes two pages of memory, one of both layers three."""
-
-
-@pytest.fixture
-def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who goes next is easily told: the least recently used."""
-    monkeypatch.setattr("longshore.engines.vllm.store.TierSpec", partial(TierSpec, policy=LRU))
 
 
 def test_images_of_each_group_have_its_size(rigs: Any) -> None:
@@ -68,10 +59,9 @@ def test_groups_with_blocks_of_different_sizes_are_stored_and_loaded_in_one_job(
         assert torch.equal(rig.bytes_of(0, block)[0], before[6 + at][0])
 
 
-@pytest.mark.usefixtures("in_order")
 def test_what_a_window_has_slid_past_goes_first(rigs: Any) -> None:
     """Two chunks in a window, offered as prefill goes on; then something else wants the room."""
-    rig = rigs(groups=(Group(0), Group(1, window=2 * 16)), host_size=12 * 4096)
+    rig = rigs(eviction="lru", groups=(Group(0), Group(1, window=2 * 16)), host_size=12 * 4096)
     whole, sliding = keys_of(5, 0), keys_of(5, 1)
     context = rig.request("long", [*whole, *sliding])
     assert rig.store(whole, [1, 2, 3, 4, 5], context) == whole
@@ -83,9 +73,8 @@ def test_what_a_window_has_slid_past_goes_first(rigs: Any) -> None:
     assert rig.lookup([*whole, *sliding], back) == [HIT] * 5 + [MISS] * 3 + [HIT] * 2
 
 
-@pytest.mark.usefixtures("in_order")
 def test_a_window_that_another_request_was_served_from_stays(rigs: Any) -> None:
-    rig = rigs(groups=(Group(1, window=16),), host_size=5 * 4096)
+    rig = rigs(eviction="lru", groups=(Group(1, window=16),), host_size=5 * 4096)
     keys = keys_of(4, 1)
     writer = rig.request("writer", keys)
     rig.store(keys[:2], [1, 2], writer)
@@ -98,10 +87,9 @@ def test_a_window_that_another_request_was_served_from_stays(rigs: Any) -> None:
     assert rig.lookup(keys, rig.request("back", keys)) == [MISS, HIT, MISS, HIT]
 
 
-@pytest.mark.usefixtures("in_order")
 def test_of_states_the_last_is_the_last_to_go(rigs: Any) -> None:
     """As in Mamba layers: vLLM offers one state after the other."""
-    rig = rigs(groups=(Group(0, is_state=True),), host_size=4 * 4096)
+    rig = rigs(eviction="lru", groups=(Group(0, is_state=True),), host_size=4 * 4096)
     keys = keys_of(3)
     context = rig.request("one", keys)
     for at, key in enumerate(keys):
@@ -111,12 +99,28 @@ def test_of_states_the_last_is_the_last_to_go(rigs: Any) -> None:
     assert rig.lookup(keys, rig.request("back", keys)) == [MISS, MISS, HIT]
 
 
+def test_a_store_that_begins_inside_a_chunk_costs_that_chunk_alone(rigs: Any) -> None:
+    rig = rigs(groups=(Group(0), Group(1, window=100)), per_chunk=2)
+    whole, sliding = keys_of(2, 0), keys_of(2, 1)
+    context = rig.request("one", [*whole, *sliding])
+    before = [rig.bytes_of(0, block) for block in (7, 8)]
+    output = rig.manager.prepare_store([*whole, *sliding], context)
+    rig.run("submit_store", GPULoadStoreSpec([1, 2, 3, 4, 6, 7, 8], [4, 3], [0, 1]), output.store_spec)
+    rig.manager.complete_store({*whole, *sliding}, context)
+    reader = rig.request("two", [*whole, *sliding])
+    assert rig.lookup([*whole, *sliding], reader) == [HIT, HIT, MISS, HIT]
+    assert rig.cache.counters.drops["host"].total() == 1
+    rig.load(sliding[1:], [9, 10], reader)
+    for block, bytes_before in zip((9, 10), before, strict=True):
+        assert all(map(torch.equal, rig.bytes_of(0, block), bytes_before))
+
+
 def test_a_freed_block_costs_the_chunks_of_its_group_alone(rigs: Any) -> None:
     rig = rigs(groups=(Group(0), Group(1, window=100)), per_chunk=2)
     whole, sliding = keys_of(2, 0), keys_of(2, 1)
     context = rig.request("one", [*whole, *sliding])
     output = rig.manager.prepare_store([*whole, *sliding], context)
-    rig.run("submit_store", GPULoadStoreSpec([1, 2, 3, 4, 6, 7, 8], [4, 3], [0, 1]), output.store_spec)
+    rig.run("submit_store", GPULoadStoreSpec([1, 2, 3, 4, 6, 7, 8], [4, 3], [0, 0]), output.store_spec)
     rig.manager.complete_store({*whole, *sliding}, context)
     assert rig.lookup([*whole, *sliding], rig.request("two", [*whole, *sliding])) == [HIT, HIT, MISS, MISS]
     assert rig.cache.counters.drops["host"].total() == 2

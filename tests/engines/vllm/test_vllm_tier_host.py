@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import shutil
@@ -19,9 +20,10 @@ from vllm_kit import Rig, file_settings, keys_of
 from longshore.cache import DropReason
 from longshore.engines.vllm.keys import ours
 from longshore.engines.vllm.tally import zero
-from longshore.errors import ConfigError, TierError
+from longshore.errors import TierError
 from longshore.runtime.tier_host import HostedFileTier, tier, watch
 from longshore.runtime.tier_host.process import HostProcess
+from longshore.tiers.file.superblock import COPIES
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 PATIENCE = 30.0
@@ -202,19 +204,70 @@ def test_a_directory_that_is_gone_costs_what_was_in_it(rig: HostedRig, tmp_path:
     assert rig.answers("another") == [HIT] * 4
 
 
-def test_what_cannot_be_opened_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_directory(path: Path) -> None:
+    path.write_text("")
+
+
+def below_a_file(path: Path) -> None:
+    path.parent.joinpath("file").write_text("")
+    path.symlink_to("file/tier")
+
+
+def a_directory_of_others(path: Path) -> None:
+    path.mkdir(mode=0o777)
+    path.chmod(0o777)
+
+
+def superblocks_with_a_flipped_bit(path: Path) -> None:
+    for copy in COPIES:
+        superblock = bytearray((path / copy).read_bytes())
+        superblock[9] ^= 4
+        (path / copy).write_bytes(superblock)
+
+
+@pytest.mark.parametrize("harm", [no_directory, below_a_file, a_directory_of_others, superblocks_with_a_flipped_bit])
+def test_engine_starts_with_host_memory_where_file_tier_cannot_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Any
+) -> None:
+    settings, path = file_settings(tmp_path), tmp_path / "tier"
+    if harm is superblocks_with_a_flipped_bit:
+        Rig(**settings).close()
+    harm(path)
+    with caplog.at_level(logging.ERROR, "longshore"):
+        rig = Rig(**settings)
+    (said,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("NO FILE TIER")]
+    assert str(path) in said
+    assert f"rm -r {path}" in said
+    told = rig.manager.get_stats().data["data"]
+    assert told["longshore_file_troubles"]["off",] == 1
+    assert rig.store(KEYS, [1, 2, 3, 4], rig.request("writer", KEYS)) == KEYS
+    assert rig.lookup(KEYS, rig.request("reader", KEYS)) == [HIT] * 4
+    rig.close()
+
+
+def test_file_size_without_room_for_one_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    settings = file_settings(tmp_path)
-    (tmp_path / "in the way").write_text("")
-    with pytest.raises(ConfigError, match="not a directory"):
-        Rig(**{**settings, "file_path": str(tmp_path / "in the way" / "tier")})
     with pytest.raises(TierError, match="expected a capacity of at least"):
-        Rig(**{**settings, "file_size": 8192})
-    (tmp_path / "tier").mkdir(mode=0o700)
-    (tmp_path / "tier" / "superblock").write_bytes(b"another's" * 500)
-    with pytest.raises(TierError, match="superblock"):
-        Rig(**settings)
+        Rig(**{**file_settings(tmp_path), "file_size": 8192})
     assert list(tmp_path.glob("longshore-*/*")) == []  # no note of memory that is gone
+
+
+def test_a_stopped_tier_host_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = HostedRig(load_timeout=600.0, **file_settings(tmp_path))
+    rig.store_in_files()
+    rig.signal(signal.SIGSTOP)
+    first = rig.request("first", KEYS)
+    assert rig.lookup(KEYS, first) == [PENDING] * 4
+    monkeypatch.setattr(tier, "STALLED", 0.5)
+    rig.wait(lambda: rig.file.is_stalled)
+    assert rig.lookup(KEYS, first) == [MISS] * 4
+    for name in ("second", "third"):
+        assert rig.lookup(KEYS, rig.request(name, KEYS)) == [MISS] * 4
+    monkeypatch.setattr(tier, "FORGET_PATIENCE", 600.0)  # a reset does not wait for it again
+    rig.manager.reset_cache()
+    rig.settle()
+    assert rig.file.troubles["tier_host"] == 1
+    rig.close()
 
 
 def test_slots_that_are_read_into_at_a_reset_are_nobodys_until_that_has_ended(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -94,17 +95,19 @@ def _qwen() -> Any:
 
 
 class Kind(NamedTuple):
-    """How to make a model, what it computes in, and whether vLLM's own prefix cache can be its oracle."""
+    """How to make a model, its dtype, whether vLLM's own prefix cache can be its oracle, and more options of vLLM."""
 
     make: Callable[[], Any]
     dtype: str = "float32"
     is_cached_by_vllm: bool = True
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 MODELS = {
     "llama": Kind(_llama),
     "gemma": Kind(_gemma),
-    "deepseek": Kind(_deepseek, is_cached_by_vllm=False),
+    # On a processor with AMX vLLM picks a backend for MLA that takes no float32.
+    "deepseek": Kind(_deepseek, is_cached_by_vllm=False, options={"attention_backend": "CPU_MLA"}),
     "qwen": Kind(_qwen, dtype="bfloat16", is_cached_by_vllm=False),
 }
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -142,6 +143,7 @@ def vllm_config(groups: Sequence[Group], extra: dict[str, Any]) -> Any:
         speculative_config=None,
         shutdown_timeout=0,
         lora_config=None,
+        instance_id=str(time.time_ns() + 10**9),  # as if files that were just written were so a second before
         compilation_config=SimpleNamespace(
             static_forward_context={name: group for group in groups for name in group.names}
         ),
@@ -199,10 +201,18 @@ class Rig:
         """A new request, of which vLLM has told `keys`."""
         context = ReqContext(req_id=name)
         self.manager.on_new_request(context)
-        for position, key in enumerate(keys):
-            (tokens,) = (each.tokens for each in self.groups if each.number == get_offload_group_idx(key))
-            context.set_offload_key_position(key, (position + 1) * tokens * self.per_chunk)
+        self.tell(keys, context)
         return context
+
+    def tell(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        """Tell the manager of the next chunks of a request, as vLLM does before it asks for any, or offers them."""
+        told = context._offload_key_positions
+        for key in keys:
+            group = get_offload_group_idx(key)
+            (tokens,) = (each.tokens for each in self.groups if each.number == group)
+            before = sum(get_offload_group_idx(other) == group for other in told)
+            if key not in told:
+                context.set_offload_key_position(key, (before + 1) * tokens * self.per_chunk)
 
     def lookup(self, keys: Sequence[OffloadKey], context: ReqContext) -> list[LookupResult]:
         """What the manager says of `keys`, in one step."""
@@ -217,6 +227,7 @@ class Rig:
         self, keys: Sequence[OffloadKey], blocks: Sequence[int], context: ReqContext, *, complete: bool = True
     ) -> list[OffloadKey]:
         """Store chunks of one group that lie in `blocks`; says which the manager took."""
+        self.tell(keys, context)
         output = self.manager.prepare_store(keys, context)
         if not output.keys_to_store:
             return []

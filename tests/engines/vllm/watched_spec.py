@@ -66,7 +66,8 @@ class WatchedSpec(LongshoreSpec):
 
         def store(keys: Any, context: Any) -> Any:
             output = prepare_store(keys, context)
-            WITNESS.names[output.store_spec.job] = list(output.keys_to_store)
+            if output is not None:
+                WITNESS.names[output.store_spec.job] = list(output.keys_to_store)
             return output
 
         def load(keys: Any, context: Any) -> Any:

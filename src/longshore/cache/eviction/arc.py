@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import marks
+from longshore.cache.columns import marks, numbers, once
 from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
@@ -56,7 +56,7 @@ class ARC(EvictionPolicy):
         self._chains.grow(nodes)
         self._place.extend(bytes(max(0, nodes - len(self._place))))
 
-    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident: among those seen often if a ghost says that they were here before."""
         check_new(self._place, nodes)
         if len(nodes) == 1:  # five times faster than by whole arrays
@@ -116,7 +116,7 @@ class ARC(EvictionPolicy):
         check_in(self._place, nodes)
         at, place = np.array(nodes, np.int32), marks(self._place)
         for which in (_ONCE, _OFTEN):
-            held = at[place[at] == which | _HELD]
+            held = once(at[place[at] == which | _HELD])
             place[held] = which
             self._chains.chill_all(which, held)
 
@@ -138,17 +138,17 @@ class ARC(EvictionPolicy):
 
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These, the first of one list, left; their keys are remembered."""
-        which = self._place[nodes[0]]
-        self._chains.drop_coldest(which, nodes[-1])
-        marks(self._place)[np.array(nodes, np.int32)] = _OUT
-        self._counts[which] -= len(nodes)
-        self._ghosts.add_all(keys, which)
+        which, at = self._place[nodes[0]], once(numbers(nodes))
+        self._chains.drop_coldest(which, int(at[-1]))
+        marks(self._place)[at] = _OUT
+        self._counts[which] -= len(at)
+        self._ghosts.add_all(keys if len(at) == len(keys) else list(dict.fromkeys(keys)), which)
 
     def keep(self, nodes: Sequence[int]) -> None:
         """These, the first of one list, cannot go at present."""
-        which = self._place[nodes[0]]
-        self._chains.drop_coldest(which, nodes[-1])
-        marks(self._place)[np.array(nodes, np.int32)] = which | _HELD
+        which, at = self._place[nodes[0]], once(numbers(nodes))
+        self._chains.drop_coldest(which, int(at[-1]))
+        marks(self._place)[at] = which | _HELD
 
     def ahead(self, count: int) -> list[int]:
         """The oldest nodes of the list that is longer than it should be, as long as it is; or else of the other one."""

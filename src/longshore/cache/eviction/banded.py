@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import marks, numbers
+from longshore.cache.columns import marks, numbers, once
 from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.cache.eviction.parted import OUT, Parted
 
@@ -47,6 +47,7 @@ class Banded(Parted):
         if number not in self._parts:
             policy = self._make(self.slots, self.names)
             policy.grow(len(self._part))
+            policy.begin(self._turn)
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))
         return self._parts[number]
 
@@ -55,6 +56,7 @@ class Banded(Parted):
 
         Each goes first among those of that priority, the last of them before the others.
         """
+        at = once(at)
         part, wanted = marks(self._part)[at], marks(self._priorities)[at]
         moving = (part != OUT) & (part != wanted)
         at, part, wanted = at[moving], part[moving], wanted[moving]

@@ -14,6 +14,7 @@ cold end, or a use at the hot end. So a chunk that cannot go costs once, not at 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -21,8 +22,8 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
-from longshore.cache.columns import has_twins, marks, numbers
-from longshore.errors import CacheError
+from longshore.cache.columns import has_twins, numbers
+from longshore.errors import IntegrityError
 
 Names = npt.NDArray[np.object_]
 """The key of each node: for policies that remember what has left."""
@@ -35,17 +36,39 @@ class EvictionPolicy(ABC):
     """An order of eviction over the resident chunks of one tier, which has `slots` slots.
 
     `insert` of a node that is in, `touch`, `hold`, `release` and `remove` of one that is not, are a `CacheError`.
+    A node that a call names twice counts once: the last mention of what was used, the first of all else. Only `insert`
+    refuses it.
     """
 
     def __init__(self, slots: int, names: Names) -> None:
         self.slots = slots
         self.names = names
 
+    def begin(  # noqa: B027 - for those with a clock
+        self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = ()
+    ) -> None:
+        """The request of this turn begins, or goes on: all uses until the next call are its uses, and have one age.
+
+        Turns are drawn one after the other. A request begins with a turn that is later than all before: for a path of
+        `length` chunks, of which `last` is the node of the last one of those that lead and are resident, and `keys`
+        are those of all behind it. With an earlier turn a request goes on: what it has used is not counted again.
+        """
+
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int]) -> int:
+        """How many lead of `keys`, the new chunks at the end of the path of the request, that are to become resident.
+
+        That is as many as promise no less than what has to go for them, and one at least, as far as there is room.
+        `make_room(count)` makes room for at most `count` of them, and says for how many. The others count as used.
+        A policy that does not know what chunks promise takes as many as there is room for.
+        """
+        return make_room(len(keys))
+
     @abstractmethod
-    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident: a part of a path, tail first, so that heads stay longest.
 
-        With `leaf`, nothing is known to follow the first of them: a prompt ends there.
+        With `leaf`, nothing is known to follow the first of them: a prompt ends there. `continues` says that what
+        was last named to `insert` or `touch` follows it in the path of the request.
         """
 
     @abstractmethod
@@ -57,7 +80,7 @@ class EvictionPolicy(ABC):
         """`node` cannot go at present. Holding what is held changes nothing."""
 
     def hold_all(self, nodes: Sequence[int]) -> None:
-        """`hold` for many, which differ."""
+        """`hold` for many."""
         for node in nodes:
             self.hold(node)
 
@@ -70,8 +93,8 @@ class EvictionPolicy(ABC):
         """`node` left; for want of room if its key is `evicted`, which a policy may remember."""
 
     def remove_all(self, nodes: Sequence[int]) -> None:
-        """`remove` for many, which differ, and leave for other reasons than want of room."""
-        for node in nodes:
+        """`remove` for many, which leave for other reasons than want of room."""
+        for node in dict.fromkeys(nodes):
             self.remove(node)
 
     @abstractmethod
@@ -151,30 +174,37 @@ class EvictionPolicy(ABC):
         return gone
 
 
-def unknown(node: int) -> CacheError:
+def unknown(node: int) -> IntegrityError:
     """The error for a node that should have been in."""
-    return CacheError(f"node {node} is not in the policy")
+    return IntegrityError(f"node {node} is not in the policy")
 
 
-def known(node: int) -> CacheError:
+def known(node: int) -> IntegrityError:
     """The error for a node that should not have been in."""
-    return CacheError(f"node {node} is already in the policy, or no node (these begin at {LISTS})")
+    return IntegrityError(f"node {node} is already in the policy, or no node (these begin at {LISTS})")
 
 
-def check_new(place: bytearray, nodes: Sequence[int]) -> None:
-    """Raise `CacheError` if one of `nodes` is in already, by its mark in `place`, or twice among them, or no node."""
+def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0) -> None:
+    """Raise `CacheError` if one of `nodes` is in already, or twice among them, or no node.
+
+    What is not in is marked `out` in `place`.
+    """
     if not nodes:
         return
     if len(nodes) == 1:
-        good = nodes[0] >= LISTS and not place[nodes[0]]
+        good = nodes[0] >= LISTS and place[nodes[0]] == out
     else:
         at = numbers(nodes)
-        good = at.min() >= LISTS and not marks(place)[at].any() and not has_twins(at)
+        good = at.min() >= LISTS and (np.asarray(memoryview(place))[at] == out).all() and not has_twins(at)
     if not good:
-        raise known(next(node for i, node in enumerate(nodes) if node < LISTS or place[node] or node in nodes[:i]))
+        raise known(
+            next(node for i, node in enumerate(nodes) if node < LISTS or place[node] != out or node in nodes[:i])
+        )
 
 
-def check_in(place: bytearray, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
+def check_in(place: bytearray | array[int], nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
     """Raise `CacheError` if one of `nodes` is not in, by its mark in `place`."""
-    if not all(map(place.__getitem__, nodes) if len(nodes) < FEW else (marks(place)[numbers(nodes)].all(),)):
+    if not all(
+        map(place.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(memoryview(place))[numbers(nodes)].all(),)
+    ):
         raise unknown(next(node for node in nodes if not place[node]))

@@ -1,364 +1,453 @@
-"""Evicts what promises the fewest hits for its slot, by how often and how long ago it was used.
+"""Evicts what promises the fewest hits for its slot, by how often, how regularly and how long ago it was used.
 
-    kind, age     once, 8-15 │ once, 4-7 │ ends a prompt, 0 │ twice, 8-15 │ ...     least promising first
+    kind, age     once, 8-11 │ once, 4-5 │ ends a prompt, 0 │ twice, 8-11 │ ...     least promising first
                   f ─► e ─► d  c ─► b      h                  g                     lists, the oldest first
                   ▲
                   goes next
 
-Time is counted in uses; a step of the clock is an eighth as many as there are slots. Each kind has one list for each
-span of steps (`spans`), so that growing older moves whole lists, and never looks at what is in them. At each step
-`promise` says anew which order of the lists is the best, from what came back until now. So the policy finds out by
-itself how long a pause to wait for, and which chunks are worth it, and there is nothing to set. Why this way:
-`docs/eviction.md`.
+Time is counted in requests: each draws a turn (`begin`), and what it uses is as old as its turn. Each kind has one list
+for each span of turns (`spans`), so that growing older moves whole lists. Now and then, between requests, `promise`
+orders the lists by what came back until now. There is nothing to set. Why this way: `docs/eviction.md`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import Column, column, grown, marks, numbers, zeros
+from longshore.cache.columns import Column, column, grown, has_twins, numbers, once, words, zeros
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.departed import Departed
-from longshore.cache.eviction.promise import AGES, KINDS, Promises, age_of, ages_of
-from longshore.cache.eviction.spans import SPANS, joins, oldest_first, span_of
-from longshore.cache.eviction.uses import HELD, KIND_OF, KINDS_AGAIN, KINDS_OF, LEAF, ONCE, OUT, USED_AGAIN, USES_AGAIN
+from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event, events
+from longshore.cache.eviction.spans import Spans
+from longshore.cache.eviction.uses import (
+    AGAIN,
+    AGE_OF,
+    AGES_OF,
+    ALL_AGAIN,
+    GAP,
+    GAP_OF,
+    GAPS_OF,
+    HELD,
+    HOW,
+    KIND_OF,
+    KINDS,
+    KINDS_OF,
+    LEAF,
+    OLDEST,
+    ONCE,
+    OUT,
+    REQUEST,
+    STATE,
+    USES,
+)
 from longshore.errors import CacheError
 
-_STEPS, _SHORTEST_STEP = 8, 64
-"""A step of the clock is slots / `_STEPS` uses long, and not shorter than the other."""
+_SPAN, _LEARNED, _LEAST = 32, 16, 64
+"""A span ends after slots / `_SPAN` uses, and uses are learned from after slots / `_LEARNED`, not after fewer than
+`_LEAST`."""
 
-_REMEMBERED = 6
+_MOST = 16_384
+"""No more events than these, or slots / `_LEARNED`, are noted before it is learned from them."""
+
+_REMEMBERED = 5
 """Departures to remember, for each slot."""
 
-_FADE = 512
-"""Steps after which counts are halved."""
+_FADE = 64
+"""Counts are halved after so many uses for each slot."""
 
 _SHORT = 256
 """A path of fewer nodes is sooner walked along than used by whole arrays."""
 
-_FIRSTS = range(0, KINDS * SPANS, SPANS)
-"""The list of each kind for span 0."""
-
-_LISTS = np.add.outer(np.arange(SPANS), _FIRSTS)
-"""All lists, by span and kind."""
-
-_BYTES = [bytes((each,)) for each in range(KINDS * AGES)]
-
 _Nodes = npt.NDArray[np.int32]
-_Bytes = npt.NDArray[np.uint8]
-_Bools = npt.NDArray[np.bool_]
+_Places = npt.NDArray[np.int64]
+_States = npt.NDArray[np.uint16]
 
 
 class Gittins(EvictionPolicy):
-    """Evicts from the list that promises least. O(1) for each node, amortised; 13 bytes per node.
+    """Evicts from the list that promises least. O(1) for each node, amortised; 14 bytes per node.
 
-    Six chunks for each slot are remembered after they have left, at about 20 bytes each.
+    About five chunks for each slot are remembered after they have left, at 10 bytes each.
     """
 
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
-        self._promises = Promises()
-        self._chains = Chains()
-        self._place = bytearray(LISTS)
+        self._promises, self._spans, self._chains = Promises(), Spans(), Chains()
+        self._state = array("H", bytes(2 * LISTS))
         self._used: Column = zeros(LISTS)
         self._count = 0
-        self._now = 0
-        """Steps of the clock until now."""
-        self._first = 0
-        """All lists before this one in the order are empty."""
+        self._now = self._turn = 0
+        """The last turn that was drawn, and that of the request that is served."""
+        self._fresh = 0
+        """The first list of what is used in this turn."""
+        self._length = self._pause = self._last = 0
+        """Bits of a state: the length of the last request, the gap since its path was used, and what was named last."""
+        self._since = self._new = self._faded = 0
+        """Uses since a span began; until then since the last that was learned from, and since counts were halved."""
+        self._stale = True
+        """Whether the lists must be ordered anew before anything goes."""
+        self._filled = 0
+        """A bit for each place in the order; lists at all others are empty."""
+        self._limit = LISTS
+        """The last place in the order whose nodes may go now."""
         self._named: list[tuple[int, int]] = []
         """What `ahead` has named last: lists, and how many of all come from them and from those before."""
-        self._rank_lists()
-        self._fit()
+        self._departed = Departed(_REMEMBERED * slots)
+        self._order, self._rank = array("H"), array("H")
 
     def resize(self, slots: int, names: Names) -> None:
         """The tier has `slots` slots now. If that is another number, what left before is forgotten."""
         same = slots == self.slots
         super().resize(slots, names)
         if not same:
-            self._fit()
+            self._forget(*self._departed.everything())
+            self._departed = Departed(_REMEMBERED * slots)
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         self._chains.grow(nodes)
-        self._place.extend(bytes(max(0, nodes - len(self._place))))
+        self._state.frombytes(bytes(2 * max(0, nodes - len(self._state))))
         self._used = grown(self._used, nodes)
 
-    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
-        """`nodes` became resident: used as often as is remembered, and once more."""
-        check_new(self._place, nodes)
-        use = LEAF if leaf else ONCE
-        for some in self._steps(nodes):
-            if len(some) < FEW:
-                for node in some:
-                    self._insert_one(node, use)
-                    use = ONCE
-            else:
-                self._insert_all(some, use)
-                use = ONCE
-            self._count += len(some)
+    def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = ()) -> None:
+        """The request of this turn begins, or goes on."""
+        if turn > self._now:
+            self._now = turn
+            if self._since >= max(_LEAST, self.slots // _SPAN):
+                self._begin_span()
+            when = self._departed.latest(keys)
+            if when is None and self._state[last]:
+                when = self._used[last]
+            self._length = min(length.bit_length(), 31) << REQUEST
+            self._pause = 0 if when is None else GAP_OF[AGE_OF[min(turn - when, OLDEST)]]
+        self._turn, self._last = turn, self._pause
+        self._fresh = self._spans.row(turn) * KINDS
+
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int]) -> int:
+        """How many lead of `keys` that promise no less than what goes for them: room is made in runs of one promise."""
+        self._rank_lists()
+        self._last, tail, count = self._pause, list(keys[::-1]), 0
+        states, when, _ = self._states_of_new(
+            *self._departed.take_all(tail, forget=False), len(tail), leaf=True, noted=False
+        )
+        places = np.minimum.accumulate(words(self._rank)[self._lists(states, when)][::-1])
+        try:
+            for end in [*(np.flatnonzero(places[1:] < places[:-1]) + 1).tolist(), len(tail)]:
+                self._limit = int(places[end - 1])
+                count = make_room(end)
+                if count < end:
+                    break
+        finally:
+            self._limit = LISTS
+        count = count or make_room(1)
+        if gone := tail[: len(tail) - count]:
+            states, when, new = self._states_of_new(*self._departed.take_all(gone), len(gone), leaf=True)
+            self._became(states[new], when[new])
+            self._forget(*self._departed.add_all(gone, when, states))
+        return count
+
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
+        """`nodes` became resident: used as often as is remembered, and once more.
+
+        One that is not remembered was used as what follows it: whoever comes for that comes for it.
+        """
+        check_new(self._state, nodes)
+        if not continues:
+            self._last = self._pause
+        if len(nodes) < FEW:
+            for node in nodes:
+                self._insert_one(node, leaf=leaf)
+                leaf = False
+        else:
+            self._insert_all(nodes, leaf=leaf)
+        self._count += len(nodes)
+        self._since += len(nodes)
+        if len(self._promises.events) >= max(_MOST, self.slots // _LEARNED):  # of a host that tells of no requests
+            self._learn()
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used once more. Neighbours in one list that go to the same one move together."""
-        check_in(self._place, nodes)
-        for some in self._steps(nodes):
-            if len(some) < _SHORT:
-                self._touch_few(some)
-            else:
-                self._touch_all(some)
+        """`nodes` were used; once more if not in this turn or later. Neighbours that go to one list move together."""
+        at = numbers(nodes)
+        if len(nodes) < FEW:
+            check_in(self._state, nodes)
+            if len(set(nodes)) < len(nodes):
+                nodes = list(dict.fromkeys(reversed(nodes)))[::-1]
+        else:
+            check_in(self._state, at)
+            if has_twins(at):
+                at = once(at[::-1])[::-1]
+                nodes = at.tolist()
+        if len(nodes) < _SHORT:
+            self._touch_few(nodes)
+        else:
+            self._touch_all(nodes, at)
+        if nodes:
+            self._last = self._state[nodes[-1]]
+        self._since += len(nodes)
 
     def hold(self, node: int) -> None:
         """`node` cannot go at present."""
-        use = self._place[node]
-        if use == OUT:
+        state = self._state[node]
+        if state == OUT:
             raise unknown(node)
-        if use < HELD:
+        if state < HELD:
             self._chains.drop(node)
-            self._place[node] = use | HELD
+            self._state[node] = state | HELD
 
     def hold_all(self, nodes: Sequence[int]) -> None:
         """`nodes` cannot go at present."""
-        at = numbers(nodes)
-        check_in(self._place, at)
-        place = marks(self._place)
-        self._chains.drop_all(at[place[at] < HELD])
-        place[at] |= HELD
+        at, state = once(numbers(nodes)), words(self._state)
+        check_in(self._state, at)
+        self._chains.drop_all(at[state[at] < HELD])
+        state[at] |= HELD
 
     def release(self, nodes: Sequence[int]) -> None:
         """Those of `nodes` that are held may go again, each as the first of its list."""
+        check_in(self._state, nodes)
         if len(nodes) >= FEW:
-            self._release_all(numbers(nodes))
+            at, state = numbers(nodes), words(self._state)
+            held = once(at[state[at] >= HELD])
+            state[held] &= STATE
+            lists = self._lists(state[held], column(self._used)[held])
+            for which in np.unique(lists).tolist():
+                self._chains.chill_all(which, held[lists == which])
+                self._look_at(which)
             return
-        check_in(self._place, nodes)
         for node in nodes:
-            if self._place[node] >= HELD:
-                self._place[node] -= HELD
-                which = self._list_of(self._place[node], self._used[node])
+            if self._state[node] >= HELD:
+                self._state[node] -= HELD
+                which = self._list_of(node)
                 self._chains.chill(which, node)
                 self._look_at(which)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; how it was used is remembered if it was evicted."""
-        use = self._place[node]
-        if use == OUT:
+        state, when = self._state[node], self._used[node]
+        if state == OUT:
             raise unknown(node)
-        if use < HELD:
+        if state < HELD:
             self._chains.drop(node)
-        if evicted is not None:
-            self._departed.add(evicted, self._used[node], use & ~HELD)
-        self._place[node] = OUT
+        left = (when, state) if evicted is None else self._departed.add(evicted, when, state & STATE)
+        if left:
+            self._promises.events.append(event(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)]))
+        self._state[node] = OUT
         self._count -= 1
 
     def remove_all(self, nodes: Sequence[int]) -> None:
         """`nodes` left."""
-        at = numbers(nodes)
-        check_in(self._place, at)
-        place = marks(self._place)
-        self._chains.drop_all(at[place[at] < HELD])
-        place[at] = OUT
+        at, state = once(numbers(nodes)), words(self._state)
+        check_in(self._state, at)
+        self._chains.drop_all(at[state[at] < HELD])
+        self._forget(column(self._used)[at], state[at])
+        state[at] = OUT
         self._count -= len(at)
 
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These, the first of all and held ones among them, left; how they were used is remembered."""
-        at, place = numbers(nodes), marks(self._place)
-        uses = place[at]
-        held = uses >= HELD
+        at, state = once(numbers(nodes)), words(self._state)
+        if len(at) < len(nodes):
+            nodes, keys = at.tolist(), list(dict.fromkeys(keys))
+        states = state[at]
+        held = states >= HELD
         self._take_out(at[~held].tolist() if np.count_nonzero(held) else nodes)
-        uses &= HELD - 1
-        if len(nodes) < FEW:
-            for key, node, use in zip(keys, nodes, uses.tolist(), strict=True):
-                self._departed.add(key, self._used[node], use)
-        else:
-            self._departed.add_all(keys, column(self._used)[at], uses)
-        place[at] = OUT
+        self._forget(*self._departed.add_all(keys, column(self._used)[at], states & np.uint16(STATE)))
+        state[at] = OUT
         self._count -= len(nodes)
 
     def keep(self, nodes: Sequence[int]) -> None:
         """These, the first of all, cannot go at present."""
-        self._take_out(nodes)
-        marks(self._place)[numbers(nodes)] |= HELD
+        at = once(numbers(nodes))
+        self._take_out(at.tolist())
+        words(self._state)[at] |= HELD
 
     def ahead(self, count: int) -> list[int]:
         """The oldest nodes of the list that promises least, and of those that come next."""
-        found, after, order = list[int](), self._chains.after, self._order
+        found, after = list[int](), self._chains.after
         self._named.clear()
-        if self.coldest():
-            for at in range(self._first, len(order)):
-                which = order[at]
+        if count and self.coldest():
+            order, filled = self._order, self._filled
+            while filled and len(found) < count:
+                first = filled & -filled
+                if first.bit_length() > self._limit + 1:
+                    break
+                which = order[first.bit_length() - 1]
                 if after[which] != which:
                     found += self._chains.coldest_few(which, count - len(found))
                     self._named.append((which, len(found)))
-                    if len(found) == count:
-                        break
+                filled ^= first
         return found
 
     def following(self, node: int, held: Sequence[int]) -> int:
         """How many of `held` lead whose lists come no later in the order than that of `node`."""
-        place, used, rank = self._place, self._used, self._rank
-        last = rank[self._list_of(place[node], used[node])]
+        self._rank_lists()
+        last = self._rank[self._list_of(node)]
         was: tuple[int, int] | None = None
         for count, each in enumerate(held):
-            how = place[each] & ~HELD, used[each]
-            if how != was and rank[self._list_of(*how)] > last:
+            how = self._state[each] & HOW, self._used[each]
+            if how != was and self._rank[self._list_of(each)] > last:
                 return count
             was = how
         return len(held)
 
     def coldest(self) -> int:
         """The oldest node of the list that promises least; 0 without one."""
+        self._rank_lists()
         after, order = self._chains.after, self._order
-        for at in range(self._first, len(order)):
-            node = after[order[at]]
-            if node != order[at]:
-                self._first = at
+        while self._filled:
+            first = self._filled & -self._filled
+            if first.bit_length() > self._limit + 1:
+                break
+            which = order[first.bit_length() - 1]
+            if (node := after[which]) != which:
                 return node
+            self._filled ^= first
         return 0
 
     def order(self) -> Iterator[int]:
         """Nodes, the least promising first."""
+        self._rank_lists()
         for which in self._order:
             yield from self._chains.walk(which)
 
     def is_held(self, node: int) -> bool:
         """Whether `node` is in, and held."""
-        return self._place[node] >= HELD
+        return self._state[node] >= HELD
 
     def __contains__(self, node: object) -> bool:
-        return isinstance(node, int) and node < len(self._place) and self._place[node] != OUT
+        return isinstance(node, int) and node < len(self._state) and self._state[node] != OUT
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
         """For each node below `nodes` whether it is in, held or not."""
-        there: npt.NDArray[np.bool_] = marks(self._place)[:nodes] != OUT
+        there: npt.NDArray[np.bool_] = words(self._state)[:nodes] != OUT
         return there
 
     def __len__(self) -> int:
         return self._count
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where lists, marks, steps, counts and departures disagree."""
+        """Raise `CacheError` where lists, marks, ticks, counts and departures disagree."""
         ordered: set[int] = set()
-        for which in self._order:
+        heads = column(self._chains.after)[:LISTS]
+        for which in np.flatnonzero(heads != np.arange(LISTS)).tolist():
             self._chains.check_integrity(which)
             for node in self._chains.walk(which):
-                use, when = self._place[node], self._used[node]
-                if which != self._list_of(use, when):
-                    raise CacheError(f"node {node}, used {use}, at step {when} of {self._now}, is in list {which}")
+                if which != self._list_of(node):
+                    state, when = self._state[node], self._used[node]
+                    raise CacheError(f"node {node}, of state {state} at {when}, is in list {which}")
                 ordered.add(node)
-        marked = {node for node, use in enumerate(self._place) if OUT < use < HELD}
-        held = sum(use >= HELD for use in self._place)
+            if not self._stale and not self._filled >> self._rank[which] & 1:
+                raise CacheError(f"list {which} is passed over, and has a node")
+        marked = {node for node, state in enumerate(self._state) if OUT < state < HELD}
+        held = sum(state >= HELD for state in self._state)
         if ordered != marked or len(marked) + held != self._count:
             raise CacheError(
                 f"lists have {len(ordered)} nodes, {len(marked)} and {held} held are marked of {self._count}"
             )
-        if any(self._chains.after[which] != which for which in self._order[: self._first]):
-            raise CacheError("a list that is passed over has a node")
         self._departed.check_integrity()
 
-    def _fit(self) -> None:
-        self._step, self._ticks = max(_SHORTEST_STEP, self.slots // _STEPS), 0
-        self._departed = Departed(_REMEMBERED * self.slots)
+    def _insert_one(self, node: int, *, leaf: bool) -> None:
+        left = self._departed.take(self.names[node])
+        if left is None:
+            when, state = self._turn, (LEAF if leaf else max(ONCE, self._last & USES)) | self._last & GAP | self._length
+            self._promises.events.append(event(BECAME, state, when))
+        else:
+            when, state = max(left[0], self._turn), self._after_use(left[1], left[0])
+        self._state[node], self._used[node], self._last = state, when, state
+        which = self._list_of(node)
+        self._chains.warm(which, node)
+        self._look_at(which)
 
-    def _insert_one(self, node: int, use: int) -> None:
-        if left := self._departed.take(self.names[node]):
-            self._came_back(*left)
-            use = USED_AGAIN[left[1]]
-        kind = KIND_OF[use]
-        self._promises.became.append(kind)
-        self._place[node], self._used[node] = use, self._now
-        self._chains.warm(kind * SPANS + self._fresh, node)
-        self._look_at(kind * SPANS + self._fresh)
-
-    def _insert_all(self, nodes: Sequence[int], first: int) -> None:
+    def _insert_all(self, nodes: Sequence[int], *, leaf: bool) -> None:
         at = numbers(nodes)
-        uses = bytearray((ONCE,)) * len(nodes)
-        uses[0] = first
-        for i, when, used in self._departed.take_all(self.names[at].tolist()):
-            self._came_back(when, used)
-            uses[i] = USED_AGAIN[used]
-        self._note(at, uses)
-        kinds = uses.translate(KINDS_OF)
-        self._promises.became += kinds
-        for kind in set(kinds):
-            self._chains.warm_all(kind * SPANS + self._fresh, at[np.frombuffer(kinds, np.uint8) == kind])
-            self._look_at(kind * SPANS + self._fresh)
+        states, when, new = self._states_of_new(*self._departed.take_all(self.names[at].tolist()), len(at), leaf=leaf)
+        self._became(states[new], when[new])
+        words(self._state)[at], column(self._used)[at] = states, when
+        lists = self._lists(states, when)
+        for which in np.unique(lists).tolist():
+            self._chains.warm_all(which, at[lists == which])
+            self._look_at(which)
+        self._last = int(states[-1])
+
+    def _states_of_new(
+        self, who: _Places, before: _Nodes, left: _States, count: int, *, leaf: bool, noted: bool = True
+    ) -> tuple[_States, _Nodes, npt.NDArray[np.bool_]]:
+        """What `count` chunks become, tail first, those at `who` having left like this: states, when, who is new."""
+        after, since = self._after_uses(left, before, noted=noted)
+        states, when = np.full(count, self._last, np.uint16), np.full(count, self._turn, np.int32)
+        if len(who):
+            states[who[0] :] = np.repeat(after, np.diff(who, append=count))
+        states = (
+            np.maximum(states & np.uint16(USES), np.uint16(ONCE)) | states & np.uint16(GAP) | np.uint16(self._length)
+        )
+        if leaf:
+            states[0] = states[0] & np.uint16(~USES & STATE) | np.uint16(LEAF)
+        new = np.ones(count, bool)
+        new[who], states[who], when[who] = False, after, since
+        return states, when, new
 
     def _touch_few(self, nodes: Sequence[int]) -> None:
         """Neighbours that were used alike move as one."""
-        place, used, after, now, promises = self._place, self._used, self._chains.after, self._now, self._promises
+        state, used, after, turn, noted = self._state, self._used, self._chains.after, self._turn, self._promises.events
         at, count = 0, len(nodes)
         while at < count:
-            begin, first = at, nodes[at]
-            last, was, when = first, place[first], used[first]
-            more = USES_AGAIN[was]
-            place[first], used[first] = more, now
+            begin, first, before = at, nodes[at], len(noted)
+            last, was, when = first, state[first], used[first]
+            new, now = self._after_use(was, when), max(when, turn)
+            state[first], used[first] = new, now
             at += 1
             while was < HELD and at < count and after[last] == (node := nodes[at]):
-                if place[node] != was or used[node] != when:
+                if state[node] != was or used[node] != when:
                     break
-                place[node], used[node] = more, now
+                state[node], used[node] = new, now
                 last = node
                 at += 1
-            kind = KIND_OF[more]
-            promises.came_back += _BYTES[KINDS_OF[was] * AGES + age_of(now - when)] * (at - begin)
-            promises.became += _BYTES[kind] * (at - begin)
-            self._put(first, last, kind * SPANS + self._fresh, held=was >= HELD)
+            noted.extend(noted[before:] * (at - begin - 1))
+            self._put(first, last, self._list_of(first), held=was >= HELD)
 
-    def _touch_all(self, nodes: Sequence[int]) -> None:
-        at = numbers(nodes)
-        was = marks(self._place)[at].tobytes()
-        ages = ages_of(self._now - column(self._used)[at])
-        before, kinds = (np.frombuffer(was.translate(each), np.uint8) for each in (KINDS_OF, KINDS_AGAIN))
-        self._promises.came_back += (before * np.uint8(AGES) + ages).tobytes()
-        self._promises.became += kinds.tobytes()
-        self._move(nodes, at, kinds, np.frombuffer(was, np.uint8) >= HELD)
-        self._note(at, was.translate(USES_AGAIN))
-
-    def _release_all(self, at: _Nodes) -> None:
-        check_in(self._place, at)
-        place = marks(self._place)
-        held = at[place[at] >= HELD]
-        if not len(held):
-            return
-        uses = place[held] - np.uint8(HELD)
-        place[held] = uses
-        kinds = np.frombuffer(uses.tobytes().translate(KINDS_OF), np.uint8)
-        lists = kinds * np.uint8(SPANS) + self._spans_of(column(self._used)[held])
-        for which in set(lists.tobytes()):
-            self._chains.chill_all(which, held[lists == which])
-            self._look_at(which)
-
-    def _spans_of(self, steps: npt.NDArray[np.int32]) -> _Bytes:
-        """The span that each of `steps` lies in, which mostly are all the same."""
-        first = int(steps[0])
-        if (steps == first).all():
-            return np.full(len(steps), span_of(first, self._now), np.uint8)
-        several: list[int] = steps.tolist()
-        spans = {step: span_of(step, self._now) for step in set(several)}
-        return np.frombuffer(bytes(map(spans.__getitem__, several)), np.uint8)
-
-    def _came_back(self, when: int, use: int) -> None:
-        """What was used like this, the last time at step `when`, is used again."""
-        self._promises.came_back.append(KIND_OF[use] * AGES + age_of(self._now - when))
-
-    def _note(self, at: _Nodes, uses: bytes | bytearray) -> None:
-        """Nodes `at` are used now, and have been used like this."""
-        marks(self._place)[at], column(self._used)[at] = np.frombuffer(uses, np.uint8), self._now
-
-    def _move(self, nodes: Sequence[int], at: _Nodes, kinds: _Bytes, held: _Bools) -> None:
-        """Put `nodes` into the lists of what was used now, those that are neighbours already as one."""
-        behind = column(self._chains.after)[at[:-1]]
-        apart = (behind != at[1:]) | (kinds[:-1] != kinds[1:]) | held[:-1] | held[1:]
-        lasts = [*np.flatnonzero(apart).tolist(), len(nodes) - 1]
+    def _touch_all(self, nodes: Sequence[int], at: _Nodes) -> None:
+        state, used = words(self._state), column(self._used)
+        held = state[at] >= HELD
+        states, when = self._after_uses(state[at], used[at])
+        lists = self._lists(states, when)
+        apart = (column(self._chains.after)[at[:-1]] != at[1:]) | (lists[:-1] != lists[1:]) | held[:-1] | held[1:]
         first = 0
-        for last in lasts:
-            which = int(kinds[first]) * SPANS + self._fresh
-            self._put(nodes[first], nodes[last], which, held=bool(held[first]))
+        for last in [*np.flatnonzero(apart).tolist(), len(nodes) - 1]:
+            self._put(nodes[first], nodes[last], int(lists[first]), held=bool(held[first]))
             first = last + 1
+        state[at], used[at] = states, when
+
+    def _after_use(self, state: int, when: int) -> int:
+        """What `state`, since tick `when`, becomes by a use in this turn, which is noted; not held."""
+        if when >= self._turn:
+            return state & STATE
+        age = AGE_OF[min(self._turn - when, OLDEST)]
+        new = AGAIN[state & HOW] | GAP_OF[age] | self._length
+        self._promises.events.extend((event(RETURNED, state, when, age), event(BECAME, new, self._turn)))
+        return new
+
+    def _after_uses(self, states: _States, when: _Nodes, *, noted: bool = True) -> tuple[_States, _Nodes]:
+        """`_after_use` of many, and when they are used now."""
+        again, turn = when < self._turn, np.maximum(when, self._turn)
+        ages, how = AGES_OF[np.minimum(turn - when, OLDEST)], states & np.uint16(HOW)
+        new = np.where(again, ALL_AGAIN[how] | GAPS_OF[ages] | np.uint16(self._length), states & np.uint16(STATE))
+        if noted:
+            self._promises.events.frombytes(events(RETURNED, states[again], when[again], ages[again]))
+            self._became(new[again], turn[again])
+        return new, turn
+
+    def _became(self, states: _States, when: _Nodes) -> None:
+        """These chunks became what they are by a use, which is noted."""
+        self._promises.events.frombytes(events(BECAME, states, when, np.zeros(1, np.uint8)))
+
+    def _forget(self, when: _Nodes, states: _States) -> None:
+        """Of these nothing is known any more."""
+        ages = AGES_OF[np.minimum(self._now - when, OLDEST)]
+        self._promises.events.frombytes(events(FORGOTTEN, states, when, ages))
 
     def _put(self, first: int, last: int, which: int, *, held: bool) -> None:
         """Put `first` to `last`, which follow one another, or one that is held, at the hot end of list `which`."""
@@ -376,48 +465,56 @@ class Gittins(EvictionPolicy):
                 self._chains.drop_coldest(which, nodes[min(end, len(nodes)) - 1])
             begin = end
 
-    def _list_of(self, use: int, when: int) -> int:
-        """The list for what was used like this, the last time at step `when`."""
-        return KIND_OF[use] * SPANS + span_of(when, self._now)
+    def _list_of(self, node: int) -> int:
+        """The list that `node` belongs into, held or not."""
+        when = self._used[node]
+        first = self._fresh if when == self._turn else self._spans.row(when) * KINDS
+        return first + KIND_OF[self._state[node] & HOW]
+
+    def _lists(self, states: _States, when: _Nodes) -> npt.NDArray[np.intp]:
+        """`_list_of` many."""
+        lists: npt.NDArray[np.intp] = self._spans.rows_of(when) * KINDS + KINDS_OF[states & np.uint16(HOW)]
+        return lists
 
     def _look_at(self, which: int) -> None:
         """List `which` is empty no more."""
-        self._first = min(self._first, self._rank[which])
+        if not self._stale:
+            self._filled |= 1 << self._rank[which]
 
-    def _steps(self, nodes: Sequence[int]) -> Iterator[Sequence[int]]:
-        """`nodes`, which are used, in parts, so that no step of the clock falls into one; the clock goes on."""
-        start = 0
-        while start < len(nodes):
-            some = nodes[start : start + self._step - self._ticks]
-            yield some
-            start += len(some)
-            self._ticks += len(some)
-            if self._ticks == self._step:
-                self._ticks = 0
-                self._turn()
+    def _begin_span(self) -> None:
+        """Another span begins with this turn."""
+        self._new += self._since
+        self._since = 0
+        if len(self._promises.events) >= max(_MOST, self.slots // _LEARNED):
+            self._learn()
+        after, before = column(self._chains.after), column(self._chains.before)
+        for row, into in self._spans.begin(self._now):
+            self._promises.join(row, into)
+            lists = np.arange(row * KINDS, (row + 1) * KINDS)
+            for which in lists[after[lists] != lists].tolist():
+                self._chains.move(int(after[which]), int(before[which]), which + (into - row) * KINDS)
+        self._stale = True
 
-    def _turn(self) -> None:
-        """A step of the clock."""
-        self._now += 1
-        self._promises.learn()
-        if self._now % _FADE == 0:
+    def _learn(self) -> None:
+        """Learn from what was used since the last time."""
+        self._promises.learn(self._spans, self._now)
+        self._faded += self._new
+        self._new = 0
+        if self._faded >= _FADE * self.slots:
             self._promises.fade()
-        self._pass_on()
-        self._rank_lists()
+            self._faded = 0
 
     def _rank_lists(self) -> None:
-        """Order the lists by what has been learned."""
-        spans, latest = oldest_first(self._now)
-        order = self._promises.order([age_of(self._now - step) for step in latest])
-        ordered = _LISTS[spans].ravel()[order]
-        self._order: list[int] = ordered.tolist()
-        self._rank: list[int] = np.argsort(ordered).tolist()
-        self._fresh, self._first = span_of(self._now, self._now), 0
-
-    def _pass_on(self) -> None:
-        """Lists whose span becomes a part of another are joined to that one's."""
-        after, before = self._chains.after, self._chains.before
-        for span, into in joins(self._now):
-            for kind in _FIRSTS:
-                if after[kind + span] != kind + span:
-                    self._chains.move(after[kind + span], before[kind + span], kind + into)
+        """Order the lists by what has been learned, if time has gone on."""
+        if not self._stale:
+            return
+        self._stale = False
+        if self._new >= max(_LEAST, self.slots // _LEARNED):
+            self._learn()
+        lists = np.add.outer(np.array(self._spans.rows) * KINDS, np.arange(KINDS)).ravel()
+        ordered = lists[self._promises.order(self._spans.ages(self._now))].astype(np.uint16)
+        rank = np.zeros(LISTS, np.uint16)
+        rank[ordered] = np.arange(len(ordered))
+        filled = column(self._chains.after)[ordered] != ordered
+        self._order, self._rank = array("H", ordered.tobytes()), array("H", rank.tobytes())
+        self._filled = int.from_bytes(np.packbits(filled, bitorder="little").tobytes(), "little")

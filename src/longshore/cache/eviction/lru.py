@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import marks
+from longshore.cache.columns import marks, numbers, once
 from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.errors import CacheError
 
@@ -31,7 +31,7 @@ class LRU(EvictionPolicy):
         self._chains.grow(nodes)
         self._place.extend(bytes(max(0, nodes - len(self._place))))
 
-    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident, the last is now the most recently used."""
         check_new(self._place, nodes)
         if len(nodes) == 1:  # ten times faster than by whole arrays
@@ -87,7 +87,7 @@ class LRU(EvictionPolicy):
             return
         at, places = np.array(nodes, np.int32), marks(self._place)
         check_in(self._place, nodes)
-        held = at[places[at] == _HELD]
+        held = once(at[places[at] == _HELD])
         places[held] = _IN
         self._chains.chill_all(_ORDER, held)
 
@@ -105,15 +105,16 @@ class LRU(EvictionPolicy):
 
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These, the first of all and held ones among them, left."""
-        at, place = np.array(nodes, np.int32), marks(self._place)
+        at, place = once(numbers(nodes)), marks(self._place)
         self._chains.drop_coldest(_ORDER, int(at[place[at] == _IN][-1]))
         place[at] = _OUT
-        self._count -= len(nodes)
+        self._count -= len(at)
 
     def keep(self, nodes: Sequence[int]) -> None:
         """These, the first of all, cannot go at present."""
-        self._chains.drop_coldest(_ORDER, nodes[-1])
-        marks(self._place)[np.array(nodes, np.int32)] = _HELD
+        at = once(numbers(nodes))
+        self._chains.drop_coldest(_ORDER, int(at[-1]))
+        marks(self._place)[at] = _HELD
 
     def ahead(self, count: int) -> list[int]:
         """The nodes that were not used for the longest time."""

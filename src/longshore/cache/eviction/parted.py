@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import marks, numbers
-from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, known, unknown
+from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_new, unknown
 from longshore.errors import CacheError
 
 OUT = 255
@@ -25,6 +25,7 @@ class Parted(EvictionPolicy):
         """`nodes`: there are nodes below this number in the parts already."""
         super().__init__(slots, names)
         self._parts = dict(parts)
+        self._turn = 0
         part = np.full(nodes, OUT, np.uint8)
         for number, policy in parts.items():
             part[policy.resident(nodes)] = number
@@ -54,11 +55,15 @@ class Parted(EvictionPolicy):
         for policy in self._parts.values():
             policy.grow(nodes)
 
-    def insert(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+    def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = ()) -> None:
+        """A request begins, or goes on, for all policies."""
+        self._turn = turn
+        for policy in self._parts.values():
+            policy.begin(turn, length, last, keys)
+
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident, each where it is wanted."""
-        here = self._parts_of(nodes)
-        if here.count(OUT) < len(here):
-            raise known(next(node for node, part in zip(nodes, here, strict=True) if part != OUT))
+        check_new(self._part, nodes, OUT)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
             marks(self._part)[numbers(ours)] = number

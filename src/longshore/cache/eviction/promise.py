@@ -1,128 +1,132 @@
 """What chunks promise, by kind and age: how many hits for the time that they go on taking a slot, learned from others.
 
-            came back at this age                   chance = came back / had got so far
-    age     0    1   2-3  4-7  8-15 ...             promise of what has this age = the best, over all ages to wait for,
-    once    3   40   210   90    12                         of expected hits until then / expected time until then
-    twice  11   95   400  160    60
+                came back at this age         chance = came back / reached this age
+    age         1    2    3   4-5  6-7 ...    promise of what has this age = the best, over all ages to wait for,
+    once, 8-31  3   40   10    90   12                 of expected hits until then / time until then
+    twice, 1   11   95   40    16    0
 
 That is the Gittins index (J. C. Gittins, "Bandit processes and dynamic allocation indices", 1979). A kind whose hits
 come after a pause promises little at first, and more as the pause draws to its end; and nothing, soon after.
 
-Of two kinds the one that was used more often never promises less, and the end of a prompt never more than what was used
-once. Chunks before others in a prompt are used at least as often, and what stands behind a chunk that went is of no use
-any more; so it could not go before what is behind it, either.
-But where hardly any of a kind come back, it cannot be what stands before those of fewer uses that do: it promises only
-a part of what they do.
+What reached an age is what ended at it or later, by a use or because it was forgotten, and what is that old now. Where
+little is known of a kind, its chance is that of all chunks of as many uses, and where little is known of these, that of
+all chunks. Of two kinds with the same gap the one with more uses never promises less: it stands before the other in
+prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 
 import numpy as np
 import numpy.typing as npt
 
-KINDS = 8
-"""0: ends a prompt, not used since; then by uses: once, twice, three times, 4 to 7, 8 to 15, 16 to 31, more."""
+from longshore.cache.eviction.spans import ROWS, Spans
+from longshore.cache.eviction.uses import AGE_BEGINS, AGES, GAPS, HOW, KINDS, KINDS_OF, OLDEST, REQUEST, STATE, WEIGHTS
 
-AGES = 12
-"""0, 1, 2-3, 4-7, ... steps of the clock since the last use; the last one is without end."""
+_IMAGINED = 128.0
+"""So many chunks are imagined at each level of what is known, with the chances of the level above."""
 
-MOST_USES = 32
+_CHANCE = 0.05
+"""Before anything is known, so many are taken to come back at each age."""
 
-_WIDTHS = np.array([0.5, *(2.0**i for i in range(AGES - 1))])
-_ONWARD = np.tril(np.ones((AGES, AGES)))[:, None]
-"""1 for the ages that are still to come at each age: by the one to come, and by the age to begin with."""
-
-_ONWARD_WIDTHS, _HALF_WIDTHS = _ONWARD * _WIDTHS[:, None, None], _WIDTHS[:, None, None] / 2
+_WIDTHS = np.diff([*AGE_BEGINS, 2 * OLDEST]).astype(float)
+_LATER = np.triu(np.ones((AGES, AGES), bool))
+"""Whether an age ends later than another begins."""
 _NO_TIME = 1e-300
 
-_IMAGINED = 32.0
-_CHANCE = 0.1
-"""Before a kind is known, it is taken for one of which a tenth comes back at each age, as if so many had been seen."""
+_WEIGHTS = np.array(WEIGHTS)
+
+_USES = np.array([0, *range(1, KINDS, GAPS)])
+"""The first kind of each number of uses."""
+
+BECAME, FORGOTTEN, RETURNED = 0, 1 << 20, 3 << 20
+_AGE, _WHEN = 15, 22
+"""Bits of an event: `BECAME` what it is by its last use, at this tick; forgotten at this age since then; or used."""
+
+_Floats = npt.NDArray[np.float64]
+_Numbers = npt.NDArray[np.intp]
 
 
-def kind_of(uses: int) -> int:
-    """The kind of what was used so often; 0 uses stand for the end of a prompt."""
-    return uses if uses < 4 else min(uses.bit_length() + 1, KINDS - 1)
+def event(what: int, state: int, when: int, age: int = 0) -> int:
+    """Something happened to a chunk of `state`, which was last used at tick `when`, when its age class was `age`."""
+    return when << _WHEN | what | age << _AGE | state & STATE
 
 
-def age_of(steps: int) -> int:
-    """The age of what was used `steps` ago."""
-    return min(steps.bit_length(), AGES - 1)
-
-
-_RARER = 4.0
-"""What comes back so many times more rarely than what was used less often is not what stands before it."""
-
-_LAST_BEGINS = 1 << AGES - 2
-_AGE_OF = np.array([age_of(steps) for steps in range(_LAST_BEGINS + 1)], np.uint8)
-
-
-def ages_of(steps: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    """`age_of` for many."""
-    return _AGE_OF[np.minimum(steps, _LAST_BEGINS)]
+def events(
+    what: int, states: npt.NDArray[np.uint16], when: npt.NDArray[np.int32], ages: npt.NDArray[np.uint8]
+) -> bytes:
+    """`event` of many."""
+    codes = when.astype(np.int64) << _WHEN | what
+    codes |= ages.astype(np.int64) << _AGE
+    codes |= states & np.uint16(STATE)
+    return codes.tobytes()
 
 
 class Promises:
-    """Counts of chunks by kind, and of those that came back, by kind and age."""
+    """Counts of chunks that ended at an age, and that came back then, by kind and age; and those still waited for."""
 
-    __slots__ = ("_back", "_seen", "became", "came_back")
+    __slots__ = ("_back", "_ended", "_rank", "_reached", "_waiting", "events")
 
     def __init__(self) -> None:
-        self._seen = np.zeros(KINDS)
-        self._back = np.zeros(KINDS * AGES)
-        self.became = bytearray()
-        """The kind that a chunk has become, for each use since `learn`."""
-        self.came_back = bytearray()
-        """What it was before, as `kind * AGES + age`, for each use that was not the first one."""
+        self._back, self._ended, self._reached = (np.zeros((KINDS, AGES)) for _ in range(3))
+        self._waiting = np.zeros((ROWS, KINDS))
+        self._rank = np.zeros(AGES * KINDS, np.uint16)
+        """The place of each age and kind, the oldest first, if all are ordered by what they promise."""
+        self.events = array("q")
+        """What has happened since `learn`."""
 
-    def learn(self) -> None:
-        """Count what has happened."""
-        self._seen += np.bincount(np.frombuffer(self.became, np.uint8), minlength=KINDS)
-        self._back += np.bincount(np.frombuffer(self.came_back, np.uint8), minlength=KINDS * AGES)
-        self.became, self.came_back = bytearray(), bytearray()
+    def learn(self, spans: Spans, now: int) -> None:
+        """Count what has happened, and say anew what is promised."""
+        codes, self.events = np.frombuffer(self.events, np.int64), array("q")
+        kinds, weights = KINDS_OF[codes & HOW].astype(np.intp), _WEIGHTS[codes >> REQUEST & 31]
+        by_age, ended = kinds * AGES + (codes >> _AGE & 31), weights * (codes >> 20 & 1)
+        by_row = spans.rows_of(codes >> _WHEN) * KINDS + kinds
+        self._waiting += np.bincount(by_row, weights - 2 * ended, ROWS * KINDS).reshape(ROWS, KINDS)
+        self._ended += np.bincount(by_age, ended, KINDS * AGES).reshape(KINDS, AGES)
+        self._back += np.bincount(by_age, weights * (codes >> 21 & 1), KINDS * AGES).reshape(KINDS, AGES)
+        last = self._ended.copy()
+        np.add.at(last.T, spans.ages(now), self._waiting[spans.rows])
+        self._reached = np.cumsum(last[:, ::-1], axis=1)[:, ::-1]
+        order = np.argsort(self.table().T[::-1].ravel(), kind="stable")
+        self._rank[order] = np.arange(len(order))
+
+    def join(self, row: int, into: int) -> None:
+        """What is in `row` is counted with that in an older one."""
+        self._waiting[into] += self._waiting[row]
+        self._waiting[row] = 0.0
 
     def fade(self) -> None:
         """Halve all counts, so that what comes counts for more than what was."""
-        self._seen /= 2
         self._back /= 2
+        self._ended /= 2
 
-    def chances(self) -> npt.NDArray[np.float64]:
+    def chances(self) -> _Floats:
         """For each kind and age the chance to be used again at this age, for what has reached it."""
-        back = self._back.reshape(KINDS, AGES)
-        sooner = np.cumsum(back, axis=1) - back
-        reached = np.maximum(self._seen[:, None] - sooner, back)
-        return (back + _IMAGINED * _CHANCE) / (reached + _IMAGINED)
+        back, reached = self._back, np.maximum(self._reached, self._back)
+        every = (back.sum(axis=0) + _IMAGINED * _CHANCE) / (reached.sum(axis=0) + _IMAGINED)
+        by_uses = np.add.reduceat(back, _USES) + _IMAGINED * every
+        by_uses /= np.add.reduceat(reached, _USES) + _IMAGINED
+        usual = np.repeat(by_uses, np.diff([*_USES, KINDS]), axis=0)
+        chances: _Floats = (back + _IMAGINED * usual) / (reached + _IMAGINED)
+        return chances
 
-    def shares(self) -> npt.NDArray[np.float64]:
-        """For each kind from twice on, what part it promises at least of what kinds of fewer uses do: 1, or less."""
-        back = self._back.reshape(KINDS, AGES).sum(axis=1)
-        likely = (back + _IMAGINED * _CHANCE) / (np.maximum(self._seen, back) + _IMAGINED)
-        shares: npt.NDArray[np.float64] = np.minimum(1.0, _RARER * likely[2:] / np.maximum.accumulate(likely[1:-1]))
-        return shares
-
-    def table(self) -> npt.NDArray[np.float64]:
-        """For each kind and age what is promised: hits per step of the clock."""
-        chances = self.chances().T[:, :, None] * _ONWARD  # by age to come, kind, and age to begin with
-        stay = 1.0 - chances
-        still = np.cumprod(stay, axis=0)
-        still /= stay  # not yet used when an age begins
-        hits = np.cumsum(still * chances, axis=0)
-        time = np.cumsum(still * (_ONWARD_WIDTHS - chances * _HALF_WIDTHS), axis=0)
-        promised: npt.NDArray[np.float64] = (hits / np.maximum(time, _NO_TIME)).max(axis=0)
-        shares = self.shares()
-        if shares.min() >= 1.0:
-            np.maximum.accumulate(promised[1:], axis=0, out=promised[1:])
-        else:
-            for kind, share in enumerate(shares.tolist(), 2):
-                np.maximum(promised[kind], share * promised[1:kind].max(axis=0), out=promised[kind])
-        np.minimum(promised[0], promised[1], out=promised[0])
+    def table(self) -> _Floats:
+        """For each kind and age what is promised: hits per tick."""
+        still = np.ones((KINDS, AGES + 1))  # not used again when an age begins
+        np.cumprod(1.0 - self.chances(), axis=1, out=still[:, 1:])
+        time = np.zeros((KINDS, AGES + 1))  # to be spent from there on; from the end, exact where little is left
+        time[:, :-1] = np.cumsum((still[:, :-1] * _WIDTHS)[:, ::-1], axis=1)[:, ::-1]
+        spent = np.where(_LATER, time[:, :-1, None] - time[:, None, 1:], np.inf)
+        np.maximum(spent, _NO_TIME, out=spent)
+        promised: _Floats = ((still[:, :-1, None] - still[:, None, 1:]) / spent).max(axis=2)
+        by_uses = promised[1:].reshape(-1, GAPS, AGES)
+        np.maximum.accumulate(by_uses, axis=0, out=by_uses)
         return promised
 
-    def order(self, ages: Sequence[int]) -> npt.NDArray[np.intp]:
+    def order(self, ages: _Numbers) -> _Numbers:
         """What has one of `ages`, the oldest first, and any kind, as `place in ages * KINDS + kind`.
 
-        The least promising comes first; of equals the oldest, then the least used.
+        The least promising comes first, as `learn` has found; of equals the oldest, then the least used.
         """
-        return np.argsort(self.table().T[ages].ravel(), kind="stable")
+        return np.argsort(self._rank.reshape(AGES, KINDS)[AGES - 1 - ages].ravel(), kind="stable")

@@ -1,48 +1,67 @@
-"""Steps of a clock, in spans that are the longer the farther back they lie: nobody needs old dates exactly.
+"""Ticks of a clock, in spans that are the longer the farther back they lie: old dates need not be exact.
 
-    step     0 ───────────────── 7 │ 8 ─── 11 │ 12 ── 13 │ 14 │ 15          now = 15
-    span     level 3               │ level 2  │ level 1  │ level 0
+    tick     0 ───────────── 70 │ 71 ──── 85 │ 86 ── 92 │ 93 ─ 95 │ 96 │ 97        now = 97
+    row      4                  │ 0          │ 7        │ 2       │ 5  │ 1
 
-Two neighbours of one level become one of the next as they get twice as far away. So what was sorted by spans stays so
-at the cost of a few joins of whole lists at each step, as digits are carried in a binary number, and never has to be
-looked at one by one. Of each level there are two at most, an even one and an odd one; the last level has one, without
-end. The oldest step of a span lies less than four times as far back as the youngest.
+Each span has a row of lists. Two neighbours become one when they are together no longer than a quarter of the time that
+they lie back, so that what is sorted by spans stays so at the cost of joining whole lists.
 """
 
 from __future__ import annotations
 
-_LAST = 10
-SPANS = 2 * _LAST + 1
-"""Spans are numbered: 2 * level, and 1 more for an odd one."""
+from bisect import bisect_right
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.cache.eviction.uses import AGES_OF, OLDEST
+
+ROWS = 64
+"""Spans there can be at most: two neighbours grow by a quarter, from 1 to `_END` ticks."""
+
+_END = OLDEST
+"""Spans that lie farther back are one."""
 
 
-def span_of(step: int, now: int) -> int:
-    """The span that `step` lies in at step `now`, which is no earlier."""
-    level = (now + 1 - step).bit_length() - 1
-    if now + 2 - (((step >> level) + 1) << level) < 1 << level:  # the level's span that it lies in is not yet joined
-        level -= 1
-    return 2 * level + (step >> level & 1) if level < _LAST else 2 * _LAST
+class Spans:
+    """The spans of all ticks until now, the oldest first: their rows, and their first ticks."""
 
+    __slots__ = ("_free", "rows", "starts")
 
-def joins(now: int) -> list[tuple[int, int]]:
-    """What becomes of spans when step `now` begins: each that is named, in this order, becomes a part of another."""
-    level, joined = 0, []
-    while level < _LAST and not (now + 2) & ((2 << level) - 1):
-        into = 2 * (level + 1) + ((now + 2) >> (level + 1) & 1) if level + 1 < _LAST else 2 * _LAST
-        joined += [(2 * level + 1, into), (2 * level, into)]
-        level += 1
-    return joined[::-1]
+    def __init__(self) -> None:
+        self.rows, self.starts = [0], [0]
+        self._free = list(range(1, ROWS))
 
+    def row(self, tick: int) -> int:
+        """The row of the span that `tick` lies in."""
+        return self.rows[bisect_right(self.starts, tick) - 1]
 
-def oldest_first(now: int) -> tuple[list[int], list[int]]:
-    """All spans at step `now`, the oldest first, and the last step of each, 0 for what was before all time.
+    def rows_of(self, ticks: npt.NDArray[np.int32]) -> npt.NDArray[np.intp]:
+        """`row` of many."""
+        rows: npt.NDArray[np.intp] = np.array(self.rows)[np.searchsorted(self.starts, ticks, "right") - 1]
+        return rows
 
-    Those that are empty now are said to end where they did when they last were not.
-    """
-    spans, latest = [2 * _LAST], [((now + 2 >> _LAST) - 1 << _LAST) - 1]
-    for level in range(_LAST - 1, -1, -1):
-        youngest = (now + 2 >> level) - 2
-        for each in (youngest - 1, youngest):
-            spans.append(2 * level + (each & 1))
-            latest.append((each + 1 << level) - 1)
-    return spans, [max(0, step) for step in latest]
+    def ages(self, now: int) -> npt.NDArray[np.intp]:
+        """The age class of the last tick of each span."""
+        latest = np.array([*self.starts[1:], now + 1]) - 1
+        ages: npt.NDArray[np.intp] = AGES_OF[np.minimum(now - latest, OLDEST)].astype(np.intp)
+        return ages
+
+    def begin(self, now: int) -> list[tuple[int, int]]:
+        """A span begins with tick `now`; which rows become a part of which older ones, in this order."""
+        rows, starts, joined = self.rows, self.starts, []
+        if starts[-1] == now:
+            return []
+        starts.append(now)
+        at = 0
+        while at + 2 < len(starts):
+            last = starts[at + 2] - 1
+            back = now - last
+            if back >= _END or 4 * (last + 1 - starts[at]) <= back or (at + 3 == len(starts) and not self._free):
+                joined.append((rows.pop(at + 1), rows[at]))
+                del starts[at + 1]
+                self._free.append(joined[-1][0])
+            else:
+                at += 1
+        rows.append(self._free.pop())
+        return joined

@@ -13,9 +13,9 @@ from longshore.engines.transformers import contract
 
 contract.load()
 
-from longshore.engines.transformers.allocator import PromptRecord
 from longshore.engines.transformers.attach import Tiers, refuse, tiered
-from longshore.engines.transformers.oracle import recording, replaying
+from longshore.engines.transformers.lookups import PromptRecord
+from longshore.engines.transformers.oracle import RequestBlocks, recording, replaying
 from longshore.engines.transformers.prefix_store import PrefixStore
 
-__all__ = ["PrefixStore", "PromptRecord", "Tiers", "recording", "refuse", "replaying", "tiered"]
+__all__ = ["PrefixStore", "PromptRecord", "RequestBlocks", "Tiers", "recording", "refuse", "replaying", "tiered"]

@@ -10,41 +10,30 @@ Where the tiers fail, the engine sees fewer blocks: always safe.
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+import itertools
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
-from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
-    BlockLedger,
-    compute_block_hash,
-)
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from longshore.boundary import DEVICE, Key
+from longshore.cache import Hold, TieredCache
 from longshore.engines.transformers.contract import check_allocator
-from longshore.engines.transformers.prompts import Prompts
-from longshore.errors import EngineError, LongshoreError
+from longshore.engines.transformers.ledger import TieredLedger
+from longshore.engines.transformers.lookups import Lookup, PromptRecord
+from longshore.errors import DeviceError, EngineError, QueueFullError, TierError, TokenError
 from longshore.keys import KeyChain, chain
+from longshore.runtime.containment import contained
 from longshore.runtime.guard import BlockGuard
+from longshore.runtime.loop import Runtime
 from longshore.runtime.stack import Stack
 
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRecord:
-    """Where a prompt's leading blocks came from: `sources[i]` names the tier of block `i` (`"device"` included).
-
-    `request` is what `longshore explain` knows the prompt by: transformers does not say for whom it looks blocks up.
-    """
-
-    prompt_tokens: int
-    block_size: int
-    sources: tuple[str, ...]
-    request: str
+_EXPECTED = (TokenError, TierError, DeviceError, QueueFullError)
+"""Errors that are no fault of the control plane: the blocks of one call are computed, or not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,53 +49,17 @@ class _Chunk:
 class Owner(Protocol):
     """Who has the tiers of an allocator."""
 
-    def admit(self, config: Any) -> bool:
-        """Whether a cache for a model of this configuration object is to have tiers; those before it are closed."""
+    def admit(self, config: Any) -> int:
+        """The number of a cache for a model of this configuration object, from 1; 0 if it may not have tiers.
+
+        One before it lets go of them.
+        """
 
     def open(self, allocator: TieredAllocator) -> Stack | None:
-        """The tiers for an allocator whose tensor exists; `None` if they are off."""
+        """The tiers for an allocator whose tensor exists, and that has no request; `None` if they are off."""
 
-
-class TieredLedger(BlockLedger):
-    """transformers' ledger, whose blocks pass `leaving` on their way back to the pool."""
-
-    def __init__(
-        self,
-        leaving: Callable[[list[int]], list[int]],
-        evicting: Callable[[list[int]], None],
-        forgotten: Callable[[], None],
-    ) -> None:
-        super().__init__()
-        self._leaving = leaving
-        self._evicting = evicting
-        self._forgotten = forgotten
-
-    def reset(self) -> None:
-        """Forget everything; the pool is about to take all blocks back."""
-        super().reset()
-        self._forgotten()
-
-    def release(self, block_id: int, no_cache: bool = False) -> bool:
-        """Drop a reference; whether the block may go to the pool now."""
-        return bool(super().release(block_id, no_cache)) and bool(self._leaving([block_id]))
-
-    def evict_cached_blocks(self) -> list[int]:
-        """Evict all cached blocks; those that may go to the pool now."""
-        self._evicting(list(self.cached_blocks))
-        return self._leaving(super().evict_cached_blocks())
-
-    def drop_cached_blocks(self) -> list[int]:
-        """Evict all cached blocks as worthless; those that may go to the pool now."""
-        return self._leaving(super().evict_cached_blocks())
-
-    def evict_oldest(self, count: int, keep: set[int]) -> list[int]:
-        """Evict up to `count` cached blocks that are not in `keep`, least recently released first."""
-        victims = [block for block in self.cached_blocks if block not in keep][:count]
-        self._evicting(victims)
-        for block in victims:
-            del self.cached_blocks[block]
-            del self.hash_to_block[self.block_to_hash.pop(block)]
-        return self._leaving(victims)
+    def record(self, prompt: PromptRecord) -> None:
+        """A prompt of an admitted cache was looked up."""
 
 
 class TieredAllocator(FullAttentionCacheAllocator):
@@ -124,16 +77,19 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
-        self._admitted = self.owner.admit(config)
+        self._number = self.owner.admit(config)
         self._compute: torch.Stream | None = None
         self._stack: Stack | None = None
         self._chains: dict[str, tuple[KeyChain, int]] = {}
         """Keys of each request, and how many of its chunks are of the prompt alone."""
         self._chunks: dict[Key, _Chunk] = {}
         self._key_of: dict[int, Key] = {}
-        self.records: deque[PromptRecord] = deque(maxlen=4096)
-        self.lookups = 0
-        self._prompts = Prompts()
+        self.asking: str | None = None
+        """The request that the next prompt is looked up for."""
+        self._unnamed = itertools.count()
+        self._lookups: dict[str, Lookup] = {}
+        self._thread: threading.Thread | None = None
+        """Where the engine's loop runs."""
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -141,16 +97,40 @@ class TieredAllocator(FullAttentionCacheAllocator):
         """The device cache exists: build the tiers for it."""
         super().register_cache_tensor(*args, **kwargs)
         check_allocator(self)
-        if self._admitted:
+        if threading.current_thread() is not threading.main_thread():
+            self._thread = threading.current_thread()
+        if self._number:
             self.attach(self.owner.open(self))
 
+    def free_all_requests(self) -> None:
+        """The engine's loop begins anew: whether the tiers still fit the model is looked at."""
+        super().free_all_requests()
+        self._thread = threading.current_thread()
+        if self._number and hasattr(self, "_copy_view"):
+            self.attach(self.owner.open(self))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an engine's loop, other than one in the calling thread, works with this device cache."""
+        thread = self._thread
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
+
+    def offload_cached(self) -> None:
+        """Offload the blocks that are kept for reuse; they stay where they are."""
+        self._offload_evicted(list(self.ledger.cached_blocks))
+
     def attach(self, stack: Stack | None) -> None:
-        """From here on, `stack` is below the device cache; with `None`, nothing is. The one before is closed."""
+        """From here on, `stack` is below the device cache; with `None`, nothing is."""
+        if stack is self._stack:
+            return
         self._reclaim()
         self._stack = stack
+        for lookup in self._lookups.values():
+            lookup.match = None  # of the former tiers
         if stack is not None:
             self._guard = BlockGuard(stack.runtime, stack.config.write_timeout)
-            self.ledger = TieredLedger(self._leaving, self._offload_evicted, self._forgotten)
+            if not isinstance(self.ledger, TieredLedger):
+                self.ledger = TieredLedger(self._leaving, self._offload_evicted, self._forgotten)
 
     def forget(self) -> None:
         """Evict all cached blocks of the device, without offloading them. No request may be active."""
@@ -163,26 +143,53 @@ class TieredAllocator(FullAttentionCacheAllocator):
         """Blocks of the longest prefix that is on the device, or comes up from the tiers in time."""
         blocks: list[int] = super().match_prefix_blocks(prompt_ids)
         sources = [DEVICE] * len(blocks)
-        request = f"prompt-{self.lookups}"
+        request, self.asking = self.asking or f"prompt-{next(self._unnamed)}", None
+        name = request if self._number < 2 else f"{request}@{self._number}"  # transformers names begin anew
+        lookup = self._lookups.setdefault(request, Lookup(name))
         if self._stack is not None:
-            try:
-                onboarded, tiers = self._onboard(self._stack, request, prompt_ids, blocks)
-                blocks, sources = blocks + onboarded, sources + tiers
-            except LongshoreError:
-                _log.exception("a prompt is recomputed: its blocks could not be looked up")
-            self._prompts.looked_up(prompt_ids, len(blocks) * self.tokens_per_page, self._stack.runtime.clock())
-        self.lookups += 1
-        self.records.append(PromptRecord(len(prompt_ids), self.tokens_per_page, tuple(sources), request))
+            self._stack.runtime.asked.attempts += 1
+            onboarded, tiers = self._onboard(self._stack, lookup, prompt_ids, blocks)
+            blocks, sources = blocks + onboarded, sources + tiers
+            lookup.at = self._stack.runtime.clock()
+        lookup.tokens, lookup.context = len(prompt_ids), len(blocks) * self.tokens_per_page
+        lookup.sources = tuple(sources)
+        if blocks:
+            self._end_lookup(lookup)
         return blocks
+
+    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
+        """A request gets blocks: if it has waited for them, it is not looked up again."""
+        super().allocate_cache_to_request(request_id, past_length, query_length)
+        if request_id in self._lookups:
+            self._end_lookup(self._lookups[request_id])
+
+    def _end_lookup(self, lookup: Lookup) -> None:
+        """The request begins with what its latest lookup has found."""
+        if lookup.is_over:
+            return
+        lookup.is_over = True
+        if self._number:
+            self.owner.record(PromptRecord(lookup.tokens, self.tokens_per_page, lookup.sources, lookup.request))
+        if self._stack is not None:
+            self._stack.runtime.asked.requests += 1
+            self._count_request(self._stack, lookup)
+
+    @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
+    def _count_request(self, stack: Stack, lookup: Lookup) -> None:
+        with stack.runtime.control() as cache:
+            self._count(cache, lookup)
+
+    @staticmethod
+    def _count(cache: TieredCache, lookup: Lookup) -> None:
+        if lookup.match is not None and not lookup.is_counted:
+            lookup.is_counted = True
+            cache.count_request(lookup.keys, lookup.match, request=lookup.request)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """A forward pass completed blocks of a request: commit the chunks that are whole now."""
         super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
         if self._stack is not None:
-            try:
-                self._commit_request(self._stack, request_id, token_ids)
-            except LongshoreError:
-                _log.exception("blocks were not offloaded")
+            self._commit_request(self._stack, request_id, token_ids)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """A layer's keys and values, written and read: on the stream that copies must be ordered with."""
@@ -197,6 +204,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """A request is over. Its blocks are released tail first, so that a prefix's head is evicted last."""
         self._chains.pop(request_id, None)
+        self._lookups.pop(request_id, None)
         self._reclaim()
         if request_id in self.block_table:
             self.block_table[request_id] = self.block_table[request_id][::-1]
@@ -207,10 +215,16 @@ class TieredAllocator(FullAttentionCacheAllocator):
         """Bytes of the device cache that are not free, blocks that are kept for reuse included."""
         return (int(self.num_blocks) - self._obtainable()) * int(self.bytes_per_block)
 
+    @property
+    def _runtime(self) -> Runtime:
+        """The runtime whose faults are contained here; only asked for where there are tiers."""
+        return cast("Stack", self._stack).runtime
+
     # ------------------------------------------------------------------ onboard
 
+    @contained(lambda self, stack, lookup, prompt, present: (list[int](), list[str]()), expected=_EXPECTED)
     def _onboard(
-        self, stack: Stack, request: str, prompt: list[int], present: list[int]
+        self, stack: Stack, lookup: Lookup, prompt: list[int], present: list[int]
     ) -> tuple[list[int], list[str]]:
         """Device blocks for what follows `present`, filled and registered, and the tier that each came from."""
         per_chunk = stack.config.blocks_per_chunk
@@ -220,7 +234,15 @@ class TieredAllocator(FullAttentionCacheAllocator):
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
         start, skip = divmod(len(present), per_chunk)
         with stack.runtime.control() as cache:
-            match = cache.match(keys, stack.runtime.clock(), start=min(start, len(keys)), request=request)
+            match = cache.match(
+                keys,
+                stack.runtime.clock(),
+                start=min(start, len(keys)),
+                request=lookup.request,
+                count=False,
+                turn=lookup.turn,
+            )
+        lookup.keys, lookup.match = keys, match
         if match.hold is None:
             return [], []
         blocks: list[int] = []
@@ -233,6 +255,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 return [], []
             stack.engine.begin_step(self._compute)
             with stack.runtime.control() as cache:
+                self._count(cache, lookup)
                 order = cache.onboard(match.hold, blocks, skip=skip)
                 at = -skip
                 for part in order.parts:
@@ -243,9 +266,13 @@ class TieredAllocator(FullAttentionCacheAllocator):
             filled = [tier for tier in outcome.sources for _ in range(per_chunk)][skip : skip + len(blocks)]
         finally:
             self._give_blocks(blocks[len(filled) :])
-            with stack.runtime.control() as cache:
-                cache.release(match.hold)
+            self._release(stack, match.hold)
         return self._register(prompt, present, blocks[: len(filled)]), filled
+
+    @contained(lambda self, stack, hold: None, expected=_EXPECTED)
+    def _release(self, stack: Stack, hold: Hold) -> None:
+        with stack.runtime.control() as cache:
+            cache.release(hold)
 
     def _take_blocks(self, wanted: int, reserve: int, keep: Sequence[int]) -> list[int]:
         """Up to `wanted` free blocks, cached ones evicted so that `reserve` blocks, the whole request, can be had.
@@ -279,13 +306,14 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     # ------------------------------------------------------------------ offload
 
+    @contained(lambda self, stack, request_id, token_ids: None, expected=_EXPECTED)
     def _commit_request(self, stack: Stack, request_id: str, token_ids: list[int]) -> None:
         table = self.block_table[request_id]
         complete = next((i for i, b in enumerate(table) if b not in self.ledger.block_to_hash), len(table))
         per_chunk = stack.config.blocks_per_chunk
         chunk_tokens = per_chunk * self.tokens_per_page
         if request_id not in self._chains:
-            prompt = self._begin(stack, token_ids, complete) // chunk_tokens
+            prompt = self._begin(stack, request_id, token_ids, complete) // chunk_tokens
             self._chains[request_id] = KeyChain(stack.scope.root, chunk_tokens), prompt
         keys, prompt = self._chains[request_id]
         known = len(keys.keys)
@@ -296,19 +324,21 @@ class TieredAllocator(FullAttentionCacheAllocator):
         for position in range(known, whole):
             blocks = tuple(table[position * per_chunk : (position + 1) * per_chunk])
             self._remember(_Chunk(keys.keys, position, prompt, blocks))
-        self._commit(stack, keys.keys[:whole], table[: whole * per_chunk], 0, prompt, evicting=False)
+        lookup = self._lookups.get(request_id)
+        turn = None if lookup is None else lookup.turn
+        self._commit(stack, keys.keys[:whole], table[: whole * per_chunk], 0, prompt, evicting=False, turn=turn)
 
-    def _begin(self, stack: Stack, token_ids: list[int], complete: int) -> int:
+    def _begin(self, stack: Stack, request_id: str, token_ids: list[int], complete: int) -> int:
         """The first blocks of a request are complete; returns how many of its tokens are its prompt.
 
         What the step took tells the gate how quick computing is: never too little, as others were computed with it.
         """
-        told = self._prompts.began(token_ids)
-        if told is None:
+        lookup = self._lookups.get(request_id)
+        if lookup is None:
             return len(token_ids)
-        computed = min(complete * self.tokens_per_page, told.tokens) - told.context
-        stack.runtime.saw_prefill(told.context, max(0, computed), stack.runtime.clock() - told.at)
-        return told.tokens
+        computed = min(complete * self.tokens_per_page, lookup.tokens) - lookup.context
+        stack.runtime.saw_prefill(lookup.context, max(0, computed), stack.runtime.clock() - lookup.at)
+        return lookup.tokens
 
     def _remember(self, chunk: _Chunk) -> None:
         key = chunk.path[chunk.position]
@@ -324,11 +354,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if self._stack is None:
             return
         keys = dict.fromkeys(self._key_of[block] for block in blocks if block in self._key_of)
-        try:
-            self._commit_paths(self._stack, [self._chunks[key] for key in keys])
-        except LongshoreError:
-            _log.exception("evicted blocks were not offloaded")
+        self._commit_paths(self._stack, [self._chunks[key] for key in keys])
 
+    @contained(lambda self, stack, chunks: None, expected=_EXPECTED)
     def _commit_paths(self, stack: Stack, chunks: Sequence[_Chunk]) -> None:
         done: set[Key] = set()
         for tail in sorted(chunks, key=lambda chunk: -chunk.position):
@@ -344,12 +372,20 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._commit(stack, tail.path[: tail.position + 1], blocks, first, tail.prompt, evicting=True)
 
     def _commit(
-        self, stack: Stack, keys: Sequence[Key], blocks: Sequence[int], first: int, prompt: int, *, evicting: bool
+        self,
+        stack: Stack,
+        keys: Sequence[Key],
+        blocks: Sequence[int],
+        first: int,
+        prompt: int,
+        *,
+        evicting: bool,
+        turn: int | None = None,
     ) -> None:
         per_chunk = stack.config.blocks_per_chunk
         stack.engine.begin_step(self._compute)
         with stack.runtime.control() as cache:
-            offload = cache.commit(keys, blocks, first=first, evicting=evicting, prompt=prompt)
+            offload = cache.commit(keys, blocks, first=first, evicting=evicting, prompt=prompt, turn=turn)
             if offload.job is not None:
                 taken = [placement.position - first for placement in offload.accepted]
                 read = [b for i in taken for b in blocks[i * per_chunk : (i + 1) * per_chunk]]
@@ -368,6 +404,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def _forgotten(self) -> None:
         """transformers resets its cache: all blocks go to the pool at once, so no job may touch one any more."""
         self._chains.clear()
+        self._lookups.clear()
         self._chunks.clear()
         self._key_of.clear()
         self._guard.drain()

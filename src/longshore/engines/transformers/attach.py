@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from longshore.boundary import DEVICE
 from longshore.config import Config
 from longshore.engines.transformers import contract
-from longshore.engines.transformers.allocator import PromptRecord, TieredAllocator
-from longshore.engines.transformers.registry import replaced_allocator
+from longshore.engines.transformers.allocator import TieredAllocator
+from longshore.engines.transformers.lookups import PromptRecord
+from longshore.engines.transformers.oracle import block_digests
+from longshore.engines.transformers.registry import informed_allocators, replaced_allocator, served_model
 from longshore.engines.transformers.rows import RowBlocks
-from longshore.engines.transformers.scope import model_scope
+from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import EngineError, LongshoreError, SelfTestError
 from longshore.layout import from_rows
+from longshore.metrics import FollowingCollector
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
 from longshore.tiers.base import Tier
@@ -53,70 +60,126 @@ def _rope_of_the_whole_prompt(config: Any) -> str | None:
 
 
 class Tiers:
-    """The tiers under one model's continuous batching. Made by `tiered`."""
+    """The tiers under one model's continuous batching, for one device cache after another. Made by `tiered`.
+
+    A device cache that takes the place of another finds what that one left in host memory and in files. If weights,
+    code or layout are others by then, the tiers are opened anew; nothing of before is found.
+
+    Attributes:
+        lookups: Prompts that were looked up since the start.
+        collector: Metrics for Prometheus, to be registered once: they follow the tiers, and counters never go back.
+        failure: Why there are no tiers, if they could not be opened or failed their self-test.
+    """
 
     def __init__(self, model: Any, config: Config, open_file: Callable[..., Tier] = FileTier) -> None:
         self.model = model
         self._open_file = open_file
         self.config = config
         self.stack: Stack | None = None
-        self._allocator: TieredAllocator | None = None
+        self.collector = FollowingCollector()
         self.failure: Exception | None = None
-        """Why there are no tiers, if they could not be opened or failed their self-test."""
+        self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
+        self._allocator: TieredAllocator | None = None
+        self._opened = self._closed = False
+        self._caches = self.lookups = 0
+        self._records: deque[PromptRecord] = deque(maxlen=4096)
 
-    def admit(self, config: Any) -> bool:
-        """Whether a cache is this model's. If so it takes the place of the one before, whose tiers are closed."""
-        if config is not self.model.config.get_text_config():
-            _log.warning("another model than the one given to tiered() is served: without tiers")
-            return False
-        self.close()
-        self._allocator = None
-        return True
+    def admit(self, config: Any) -> int:
+        """The number of a cache of this model, from 1; 0 for another's.
 
-    @property
-    def lookups(self) -> int:
-        """Prompts looked up since the device cache was made."""
-        return self._allocator.lookups if self._allocator is not None else 0
+        One before it that is not in use lets go of the tiers.
+        """
+        if served_model.get() is not self.model or config is not self.model.config.get_text_config():
+            _log.warning("no tiers for this model: it is another model than the one given to tiered()")
+            return 0
+        if self._allocator is None or not self._allocator.in_use:
+            self._unbind()
+        self._caches += 1
+        return self._caches
+
+    def record(self, prompt: PromptRecord) -> None:
+        """A prompt was looked up in a device cache of this model."""
+        self.lookups += 1
+        self._records.append(prompt)
 
     @property
     def records(self) -> tuple[PromptRecord, ...]:
-        """Where the prompts' blocks came from, oldest first, at most the last 4,096."""
-        return tuple(self._allocator.records) if self._allocator is not None else ()
+        """Where the blocks of prompts came from, oldest first: the last 4,096 over all device caches."""
+        return tuple(self._records)
+
+    def block_digests(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        """Digests of the blocks that the device has of `tokens`, for the oracle. No request may be active."""
+        return block_digests(self._allocator, tokens) if self._allocator is not None else ()
 
     def occupancy(self) -> dict[str, int]:
         """Bytes in use by tier, the device cache (blocks kept for reuse included) first."""
         if self.stack is None or self._allocator is None:
             return {}
-        with self.stack.runtime.control() as cache:
+        self.stack.runtime.pump()
+        with self.stack.runtime.observe() as cache:
             tiers = cache.stats()
         return {DEVICE: self._allocator.used_bytes, **{tier.name: tier.used_bytes for tier in tiers}}
 
     def reset(self) -> None:
         """Forget all blocks, on the device, in memory and on disk, because weights or adapters have changed.
 
-        The tiers open again under the scope of the model as it is now. Raises `EngineError` while requests are active.
+        Only needed while an engine runs: the model is looked at whenever one is started. If it has changed, the tiers
+        open again under its new scope. Raises `EngineError` while requests are active.
         """
         if self.stack is None or self._allocator is None:
             return
         self._allocator.forget()
-        with self.stack.runtime.control() as cache:
-            cache.reset()
-        self._allocator.attach(self.open(self._allocator))
+        if self.stack.runtime.fault is None:
+            with self.stack.runtime.control() as cache:
+                cache.reset()
+            self._allocator.attach(self.open(self._allocator))
+            return
+        stack = self.open(self._allocator)
+        self._allocator.attach(stack)
+        if stack is not None:  # opened anew, maybe over files of before
+            with stack.runtime.control() as cache:
+                cache.reset()
 
     def close(self) -> None:
-        """Write back what a restart would lose, and close the tiers. Idempotent."""
-        if self.stack is not None:
-            self.stack.close()
-            self.stack = None
+        """Write back what a restart would lose, and close the tiers for good. Idempotent."""
+        self._closed = True
+        self._shut()
         if self._allocator is not None:
             self._allocator.attach(None)
 
     def open(self, allocator: TieredAllocator) -> Stack | None:
-        """Build the tiers for an allocator's tensor, and test them. Returns `None`, loudly, when that fails."""
-        self.close()
-        self._allocator = allocator
+        """The tiers for an idle allocator, whose tensor exists; `None`, loudly, if there are none.
+
+        The first time a `LongshoreError` says that they cannot be opened; later they are off then, and it is logged.
+        """
+        if self._closed:
+            return None
+        if allocator is not self._allocator:
+            if self._allocator is not None and self._allocator.in_use:
+                _log.warning(
+                    "no tiers for this continuous-batching manager: another manager of the model runs; stop that first"
+                )
+                return None
+            self._unbind()
+        try:
+            self._open(allocator)
+        except SelfTestError as error:
+            _log.error("TIERS ARE OFF: %s. The engine goes on without them.", error)
+            self.failure = error
+            self._shut()
+        except LongshoreError as error:
+            self.failure = error
+            self._shut()
+            if not self._opened:
+                raise
+            _log.exception("TIERS ARE OFF: they could not be opened again. The engine goes on without them.")
+        return self.stack
+
+    def _open(self, allocator: TieredAllocator) -> None:
+        """Keep the tiers, put them under `allocator`'s tensor, or open others, as the scope demands."""
+        is_bound, self._allocator = allocator is self._allocator, allocator
         if not allocator.use_block_sharing:
-            _log.warning("block sharing is off in the engine's configuration: the tiers will never be asked")
+            _log.warning("the tiers are not used: allow_block_sharing is off in the engine's configuration")
         rows = allocator._copy_view
         layout = from_rows(
             rows,
@@ -125,37 +188,71 @@ class Tiers:
             blocks_per_chunk=self.config.blocks_per_chunk,
             name="full_attention",
         )
-        scope = model_scope(self.model, layout, salt=self.config.salt)
-        try:
-            device = device_for(layout, self.config.calibration)
+        with torch.autocast(rows.device.type, enabled=False):  # the engine's loop, a thread of its own, has none
+            scope = self._scopes.of(layout)
+        if self.stack is not None and self.stack.runtime.fault is not None:
+            _log.warning("reopening the tiers after a failure of the control plane; the host tier starts empty")
+            self._shut()
+        stack = self.stack
+        if stack is not None and stack.scope.root != scope.root:
+            former, now = asdict(stack.scope), asdict(scope)
+            others = ", ".join(name for name in former if former[name] != now[name])
+            _log.warning("reopening the tiers, because these have changed: %s; blocks stored before are misses", others)
+            if is_bound:
+                allocator.forget()
+            self._shut()
+        elif stack is not None and is_bound:
+            return
+        device = device_for(layout, self.config.calibration)
+        is_new = self.stack is None
+        if self.stack is None:
             self.stack = open_stack(self.config, layout, scope, device, open_file=self._open_file)
-        except LongshoreError as error:
-            self.failure = error
-            raise
-        try:
-            self._self_test(self.stack, allocator, rows)
-        except SelfTestError as error:
-            _log.error("TIERS ARE OFF: %s. The engine goes on without them.", error)
-            self.failure = error
-            self.close()
-        return self.stack
+        else:
+            self.stack = self.stack.bind(layout, device)
+        self._opened = True
+        self.collector.follow(self.stack)
+        self._self_test(self.stack, allocator, rows, files=is_new)
 
-    def _self_test(self, stack: Stack, allocator: TieredAllocator, rows: Any) -> None:
-        """Uses the last blocks of the tensor: nothing is allocated yet, and the pool keeps its order."""
+    def _unbind(self) -> None:
+        """Have the device cache let go of the tiers, which stay; what only it has of use goes into them before."""
+        allocator, self._allocator = self._allocator, None
+        if allocator is None:
+            return
+        if self.stack is not None:
+            allocator.offload_cached()
+            if self.stack.host is None:
+                self._shut()  # through the device straight into files: there is nothing to be kept warm
+            else:
+                self.stack.unbind()
+        allocator.attach(None)
+        if allocator._copy_view.device.type != "cpu":
+            del allocator  # so that the next device cache has its memory
+            torch.get_device_module().empty_cache()
+
+    def _shut(self) -> None:
+        if self.stack is not None:
+            self.stack.close()
+            self.stack = None
+            self.collector.follow(None)
+
+    def _self_test(self, stack: Stack, allocator: TieredAllocator, rows: Any, *, files: bool) -> None:
+        """Uses the last blocks of the tensor, which has no request, and puts back what was in them."""
         blocks = range(rows.shape[0] - self.config.blocks_per_chunk, rows.shape[0])
         if allocator.num_blocks < self.config.blocks_per_chunk:
             raise SelfTestError(
                 f"the device cache has {allocator.num_blocks} blocks, and a chunk {self.config.blocks_per_chunk}"
             )
-        self_test(stack, RowBlocks(rows), list(blocks))
+        self_test(stack, RowBlocks(rows), list(blocks), files=files)
 
 
 @contextmanager
 def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileTier) -> Iterator[Tiers]:
     """Within this block, continuous batching of `model` keeps evicted blocks in the tiers of `config`.
 
-    A cache that is made later replaces the one before it: what is in the file tier stays, what is in the host tier
-    is written back first. After a change of weights or adapters call `Tiers.reset`.
+    A cache that is made later, by another `generate_batch` say, takes the place of the one before it, and finds what
+    that one stored; while that one's manager runs, it is served without tiers. The model is looked at whenever a
+    manager starts: after a change of weights, adapters or code nothing of before is found. After a change under a
+    running manager call `Tiers.reset`.
     `open_file` makes the file tier, with the arguments of `FileTier`.
 
     Raises:
@@ -172,7 +269,8 @@ def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileT
             "the model keeps a manager of an earlier session: destroy_cached_continuous_batching_manager()"
         )
     tiers = Tiers(model, config, open_file)
-    with replaced_allocator(TieredAllocator.over(tiers)):
+    ours = TieredAllocator.over(tiers)
+    with replaced_allocator(ours), informed_allocators(ours):
         try:
             yield tiers
         finally:

@@ -25,6 +25,10 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "FullAttentionCacheAllocator.mark_complete_blocks": ("self", "request_id", "token_ids", "new_new_blocks"),
     "FullAttentionCacheAllocator.get_cache_for_block_table": ("self", "layer_idx"),
     "FullAttentionCacheAllocator.free_blocks": ("self", "request_id", "no_cache"),
+    "FullAttentionCacheAllocator.allocate_cache_to_request": ("self", "request_id", "past_length", "query_length"),
+    "FullAttentionCacheAllocator.free_all_requests": ("self",),
+    "PagedAttentionCache.search_prefix_match": ("self", "request_id", "prompt_ids"),
+    "ContinuousBatchingManager._create_batch_processor": ("self",),
     "BlockLedger.release": ("self", "block_id", "no_cache"),
     "BlockLedger.evict_cached_blocks": ("self",),
     "BlockLedger.register_new_hash": ("self", "block_id", "block_hash"),
@@ -49,8 +53,10 @@ def load() -> dict[str, Any]:
     except ImportError as error:
         raise EngineError(f"{error}; the adapter needs: pip install 'longshore[transformers]'") from error
     try:
+        from transformers.generation.continuous_batching import ContinuousBatchingManager  # noqa: PLC0415
         from transformers.generation.continuous_batching.cache import (  # noqa: PLC0415
             ATTN_TYPE_TO_ALLOCATOR,
+            PagedAttentionCache,
             group_layers_by_attn_type,
         )
         from transformers.generation.continuous_batching.cache_allocators import (  # noqa: PLC0415
@@ -69,7 +75,9 @@ def load() -> dict[str, Any]:
         "ATTN_TYPE_TO_ALLOCATOR": ATTN_TYPE_TO_ALLOCATOR,
         "BlockLedger": BlockLedger,
         "CachePool": CachePool,
+        "ContinuousBatchingManager": ContinuousBatchingManager,
         "FullAttentionCacheAllocator": FullAttentionCacheAllocator,
+        "PagedAttentionCache": PagedAttentionCache,
         "compute_block_hash": compute_block_hash,
         "group_layers_by_attn_type": group_layers_by_attn_type,
         "version": transformers.__version__,

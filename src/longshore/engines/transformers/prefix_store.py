@@ -7,6 +7,7 @@ The prefix's blocks pass through a small window of device blocks (`window` of th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +18,7 @@ from transformers import DynamicCache
 from longshore.config import Config
 from longshore.engines.transformers.attach import refuse
 from longshore.engines.transformers.rows import RowBlocks
-from longshore.engines.transformers.scope import model_scope
+from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import CacheError, EngineError
 from longshore.keys import chain
 from longshore.layout import from_rows
@@ -25,9 +26,15 @@ from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
 from longshore.transfer.device import device_for
 
+_log = logging.getLogger(__name__)
+
 
 class PrefixStore:
     """Block images of prefixes, in the tiers of a `Config`. A context manager.
+
+    Each call looks at the whole model: at every byte of its weights, where they lie, and at its code. What was stored
+    before a change is not restored after it. That takes about 150 ms for each GiB of weights on 2 cores of a shared
+    machine, and 20 to 50 ms for the code; with `fixed_weights` the model is looked at once, when the store is opened.
 
     Args:
         model: A causal language model with full attention in all layers, batch size one.
@@ -44,16 +51,24 @@ class PrefixStore:
     def __init__(self, model: Any, config: Config, *, block_size: int = 32, window: int = 64) -> None:
         if (reason := refuse(model)) is not None:
             raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
+        self._model = model
+        self._config = config
+        self._chunk = config.blocks_per_chunk
+        self._blocks = max(window // self._chunk, 1) * self._chunk
+        self._block_size = block_size
+        self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
+        self._open()
+
+    def _open(self) -> None:
+        """Take the window, and open the tiers under the scope of the model as it is."""
+        model, config, block_size = self._model, self._config, self._block_size
         text = model.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self._shape = (text.num_hidden_layers, 2, block_size, heads, head_dim)
-        self._chunk = config.blocks_per_chunk
-        self._blocks = max(window // self._chunk, 1) * self._chunk
-        self._block_size = block_size
         self._pages = torch.zeros((self._blocks, *self._shape), dtype=model.dtype, device=model.device)
         rows = self._pages.view(self._blocks, -1).view(torch.uint8)
-        layout = from_rows(
+        self._layout = from_rows(
             rows,
             pages_per_block=2 * text.num_hidden_layers,
             block_size=block_size,
@@ -61,13 +76,22 @@ class PrefixStore:
             name="dynamic_cache",
         )
         self._busy: list[int] = []
-        device = device_for(layout, config.calibration)
-        self._stack = open_stack(config, layout, model_scope(model, layout, salt=config.salt), device)
+        device = device_for(self._layout, config.calibration)
+        self._stack = open_stack(config, self._layout, self._scopes.of(self._layout), device)
         try:
             self_test(self._stack, RowBlocks(rows), range(self._chunk))
         except BaseException:
             self._stack.close()
             raise
+
+    def _look(self) -> None:
+        """Open the tiers anew if the model is not what it was: what was stored before means nothing to it."""
+        if self._scopes.of(self._layout).root != self._stack.scope.root:
+            _log.warning(
+                "the model's weights, code or settings have changed: the prefixes stored before are not restored"
+            )
+            self._stack.close()
+            self._open()
 
     def store_prefix(self, tokens: Sequence[int], cache: DynamicCache) -> int:
         """Keep the KV of the whole chunks of `tokens`, which `cache` holds; returns how many tokens are kept.
@@ -76,6 +100,7 @@ class PrefixStore:
         """
         if not tokens:
             return 0
+        self._look()
         self._check_states(cache)
         sequences, length = _states(cache)[0][0].shape[0], cache.get_seq_length()
         if length < len(tokens) or sequences != 1:
@@ -104,11 +129,12 @@ class PrefixStore:
 
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
+        self._look()
         cache = DynamicCache()
         keys = self._keys(tokens)
-        done = 0
+        done, turn = 0, None
         while done < len(keys):
-            chunks = self._restore_window(keys[: done + self._blocks // self._chunk], done)
+            chunks, turn = self._restore_window(keys[: done + self._blocks // self._chunk], done, turn)
             if not chunks:
                 break
             self._append(cache, chunks * self._chunk)
@@ -128,15 +154,15 @@ class PrefixStore:
     def _keys(self, tokens: Sequence[int]) -> list[bytes]:
         return chain(self._stack.scope.root, tokens, self._chunk * self._block_size)
 
-    def _restore_window(self, keys: Sequence[bytes], start: int) -> int:
-        """Onboard what follows `start` into the window; how many chunks arrived."""
+    def _restore_window(self, keys: Sequence[bytes], start: int, turn: int | None) -> tuple[int, int]:
+        """Onboard what follows `start` into the window; how many chunks arrived, and the turn of the restore."""
         runtime = self._stack.runtime
         self._wait_idle()
         self._stack.engine.begin_step(None)
         with runtime.control() as control:
-            match = control.match(keys, runtime.clock(), start=start)
+            match = control.match(keys, runtime.clock(), start=start, turn=turn)
             if match.hold is None:
-                return 0
+                return 0, match.turn
             order = control.onboard(match.hold, range(match.length * self._chunk))
             self._busy = [part.job for part in order.parts]
         try:
@@ -145,7 +171,7 @@ class PrefixStore:
             with runtime.control() as control:
                 control.release(match.hold)
         self._wait_idle()
-        return outcome.chunks
+        return outcome.chunks, match.turn
 
     def _wait_idle(self) -> None:
         """No job may touch the window while it is written; raises `CacheError` if one does not end."""

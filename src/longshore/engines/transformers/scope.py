@@ -1,63 +1,72 @@
-"""The scope of a transformers model's KV cache: configuration and weights, as they are in memory.
+"""The scope of a transformers model's KV cache: configuration, weights and code, as they are in memory.
 
-Weights are hashed whole (xxh3, at memory speed), not by file names and sizes: a fine-tuned copy of the same shape in
-the same place must never be served another's blocks.
+Weights are hashed whole, where they lie, not by file names and sizes: a fine-tuned copy of the same shape in the same
+place must never be served another's blocks. On the CPU by xxh3, the quickest there; on an accelerator by mix64, a sum
+of words that are each mixed with their place. Both change with any single bit, and when bytes change places. Addresses
+and `_version` are not looked at: `p.data.add_()` changes neither, and equal bytes have equal blocks wherever they lie.
+
+Code is digested (digest.py) as it is in force: class and hooks of every module, and their attributes, replaced
+functions included. Where something of it is opaque, as an open file in a hook's closure is, the scope is private to
+this process: blocks are found as long as it runs, and never by another.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
+import importlib.util
 import json
-from typing import TYPE_CHECKING, Any
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from typing import Any
 
+import torch
+import transformers
 import xxhash
+from transformers import masking_utils, modeling_utils
 
+from longshore import checksums
+from longshore.engines.transformers.digest import Digester, pack
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 
-if TYPE_CHECKING:
-    import torch
-
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "_commit_hash"})
-_ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-_PIECE = 64 << 20
+_PIECE = 16 << 20
+_TOKEN = secrets.token_hex(16)
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
 
 
-def model_scope(model: Any, layout: KVLayout, *, salt: str) -> Scope:
-    """What must be equal for two models' blocks under equal tokens to be equal."""
-    group = layout.groups[0]
-    return Scope(
-        model=config_digest(model.config),
-        weights=weights_digest(model),
-        dtype=str(model.dtype),
-        layout=layout.fingerprint,
-        block_size=group.block_size,
-        blocks_per_chunk=group.blocks_per_chunk,
-        group=group.name,
-        ranks=layout.ranks,
-        attention=_computed_by(model),
-        lora=adapters_digest(model),
-        salt=salt,
-    )
+class ModelScope:
+    """The scope of one model's KV cache, looked at anew with each call; with `fixed`, weights and code only once."""
 
+    def __init__(self, model: Any, salt: str, *, fixed: bool = False) -> None:
+        self._model = model
+        self._salt = salt
+        self._fixed = fixed
+        self._seen: tuple[str, str] | None = None
 
-def adapters_digest(model: Any) -> str:
-    """Which adapters are in force, and how strongly: all that they add to the weights but their weights."""
-    state = [
-        (name, [repr(getattr(module, field, None)) for field in _ADAPTER_FIELDS])
-        for name, module in model.named_modules()
-        if hasattr(module, "base_layer")
-    ]
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest() if state else ""
-
-
-def _computed_by(model: Any) -> str:
-    """The code and the kind of device that compute the bytes: their numerics differ."""
-    import torch  # noqa: PLC0415 - the model's owner has it
-    import transformers  # noqa: PLC0415
-
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{model.config._attn_implementation} on {model.device.type}, {versions}"
+    def of(self, layout: KVLayout) -> Scope:
+        """What must be equal for two models' blocks under equal tokens to be equal."""
+        model, group = self._model, layout.groups[0]
+        if self._seen is None or not self._fixed:
+            self._seen = weights_digest(model), code_digest(model)
+        weights, code = self._seen
+        return Scope(
+            model=config_digest(model.config),
+            weights=weights,
+            dtype=str(model.dtype),
+            layout=layout.fingerprint,
+            block_size=group.block_size,
+            blocks_per_chunk=group.blocks_per_chunk,
+            group=group.name,
+            ranks=layout.ranks,
+            attention=f"{_computed_by(model)}, code {code}",
+            salt=self._salt,
+        )
 
 
 def config_digest(config: Any) -> str:
@@ -68,18 +77,105 @@ def config_digest(config: Any) -> str:
 
 def weights_digest(model: Any) -> str:
     """Digest of every parameter and buffer: name, dtype, shape and bytes."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(_content(tensor.detach()).encode())
-    return digest.hexdigest()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return _told_if_private(Digester(_content, {}), lambda digester: digester.attributes(tensors, "model"))
 
 
-def _content(tensor: torch.Tensor) -> str:
-    import torch  # noqa: PLC0415 - the model's owner has it
+def code_digest(model: Any) -> str:
+    """Digest of the code that computes the cache: every module's class, hooks and attributes, and what these refer to.
 
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    Of attention and masks the functions that are in force; the hooks of all modules, too.
+    """
+    modules = {module: name for name, module in model.named_modules()}
+    kinds = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in modules}
+    registries = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    in_force = {
+        f"{type(registry).__name__}[{kind}]": registry.get(kind, None)
+        for registry in registries
+        for kind in kinds
+        if isinstance(kind, str)
+    }
+
+    def look(digester: Digester) -> bytes:
+        parts = [digester.attributes(in_force, "transformers")]
+        parts.append(digester.hooks(vars(torch.nn.modules.module), "_global", "torch.nn.Module"))
+        return pack(*parts, *(digester.module(module, f"model.{name}") for module, name in modules.items()))
+
+    return _told_if_private(Digester(_content, modules), look)
+
+
+def _told_if_private(digester: Digester, look: Callable[[Digester], bytes]) -> str:
+    """What `look` finds. If some of it is opaque, that is said once, and the digest is one of this process."""
+    found = look(digester).hex()
+    if not digester.opaque:
+        return found
+    for path in sorted(set(digester.opaque) - _told):
+        _told.add(path)
+        _log.warning(
+            "%s cannot be digested: KV blocks of this model are found until this process ends, not after a restart; "
+            "keep such state in plain values, tensors or attributes, or remove what holds it",
+            path,
+        )
+    return f"{found} in process {_TOKEN} {os.getpid()}"
+
+
+def _computed_by(model: Any) -> str:
+    """The code and the kind of device that compute the bytes, and how exactly: their numerics differ."""
+    kind, matmul = model.device.type, torch.backends.cuda.matmul
+    numerics = (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
+        (matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.mkldnn.enabled,
+    )
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    python = f"python {sys.version_info.major}.{sys.version_info.minor}"
+    return f"{model.config._attn_implementation} on {kind}, {versions}, {python}, numerics {numerics}"
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    """The checksum of a tensor's bytes, computed where they are."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if not len(flat):
+        return b""
+    if flat.device.type != "cpu":
+        return mix64(flat).to_bytes(8, "little")
+    data = flat.numpy().data
+    if len(data) <= _PIECE:
+        return _hashed(data)
+    pieces = [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # of its own: we may be forked
+        return pack(*threads.map(_hashed, pieces))
+
+
+def _hashed(piece: memoryview) -> bytes:
     state = xxhash.xxh3_128()
-    for start in range(0, flat.numel(), _PIECE):
-        state.update(flat[start : start + _PIECE].cpu().numpy().data)
-    return str(state.hexdigest())
+    state.update(piece)  # unlike the one-shot function, this lets other threads run in all releases
+    return state.digest()
+
+
+def mix64(data: torch.Tensor) -> int:
+    """`longshore.checksums.mix64` of a vector of bytes and zeros up to a whole word, computed on its device."""
+    if data.numel() % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8)).clone()
+    words = data.view(torch.int64)
+    if data.is_cuda and importlib.util.find_spec("triton") is not None:
+        from longshore.transfer.device.cuda import mixing  # noqa: PLC0415 - needs Triton
+
+        with torch.cuda.device(data.device):
+            return mixing.mix64(words)
+    step, factor, low = _signed(checksums.STEP), _signed(checksums.FACTOR), 2**32 - 1
+    total = 0
+    for first in range(0, len(words), _PIECE):
+        some = words[first : first + _PIECE]
+        mixed = torch.arange(first + 1, first + 1 + len(some), device=data.device).mul_(step).bitwise_xor_(some)
+        for _ in range(2):
+            mixed.bitwise_xor_((mixed >> 32).bitwise_and_(low)).mul_(factor)
+        total += int(mixed.bitwise_xor_((mixed >> 32).bitwise_and_(low)).sum())
+    return checksums.finish(total % 2**64, data.numel())
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word

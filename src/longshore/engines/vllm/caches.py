@@ -1,6 +1,9 @@
 """vLLM's canonical KV caches as a `KVLayout`: a row of bytes for each block of each tensor.
 
 Groups share one pool of physical blocks, and often tensors too. A reference is one layer's page, without its padding.
+
+vLLM orders whole blocks (`GPULoadStoreSpec` has no tokens), and does not say what order its pages have inside. So
+no reference has `token_bytes`: no copy would use them, and they are part of the fingerprint of files.
 """
 
 from __future__ import annotations

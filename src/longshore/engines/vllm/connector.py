@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from longshore.engines.vllm import contract
 from longshore.engines.vllm.steps import Steps, tokens_of
 from longshore.engines.vllm.tally import zero
 from longshore.engines.vllm.worker import LongshoreWorker
@@ -26,6 +27,22 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ in the scheduler
 
+    def on_new_request(self, request: Any) -> None:
+        """A request has come, perhaps one with an adapter."""
+        if request.lora_request is not None:
+            self.connector_scheduler.manager.has_adapter(request.request_id, request.lora_request)
+        super().on_new_request(request)
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        """A request has ended; in the next step its blocks are offered for the last time."""
+        self.connector_scheduler.manager.will_finish(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        """The same of several KV cache groups."""
+        self.connector_scheduler.manager.will_finish(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """A step was planned."""
         self._steps.planned(tokens_of(scheduler_output), time.monotonic())
@@ -35,6 +52,22 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         """A step has ended."""
         super().update_connector_output(connector_output)
         self._steps.ended(time.monotonic())
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """The scheduler's own cache: whenever it was emptied, the device has no blocks of old weights."""
+        contract.check_has(self.connector_scheduler, "manager", "config")
+        contract.check_has(kv_cache_manager, "reset_prefix_cache")
+        super().bind_kv_cache_manager(kv_cache_manager)
+        reset, manager = kv_cache_manager.reset_prefix_cache, self.connector_scheduler.manager
+
+        def and_tell(*arguments: Any, **named: Any) -> Any:
+            done = reset(*arguments, **named)
+            if done:
+                manager.device_was_reset()
+            return done
+
+        kv_cache_manager.reset_prefix_cache = and_tell
+        manager.hears_device_resets = True
 
     @cached_property
     def _steps(self) -> Steps:
@@ -47,6 +80,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """The worker is made here, one that reports failures instead of stopping the engine."""
+        contract.check_has(self.connector_worker, "spec", "worker", "_load_jobs")
         self.connector_worker.spec.reports_failures = True
         super().register_kv_caches(kv_caches)
 

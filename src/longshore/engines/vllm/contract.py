@@ -34,6 +34,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "OffloadingSpec.get_worker": ("self", "kv_caches"),
 }
 _FIELDS: dict[str, tuple[str, ...]] = {
+    "ReqContext": ("req_id", "_offload_key_positions"),
     "OffloadingConfig": ("groups", "extra_config", "engine_id", "model", "cache", "parallel", "replicated_layout"),
     "OffloadingGroupConfig": ("tokens_per_block", "layer_names", "group_id"),
     "OffloadingCacheConfig": ("tokens_per_hash", "blocks_per_chunk"),
@@ -63,6 +64,17 @@ def check() -> None:
     wrong = violations({**vars(config), **vars(base)})
     if wrong:
         raise ContractError(f"vLLM {vllm.__version__} is not as the adapter knows it: {'; '.join(wrong)}")
+
+
+def check_has(owner: Any, *names: str) -> None:
+    """Raise `ContractError` unless `owner`, a class or an object of vLLM, has all of these attributes."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        kind = owner if isinstance(owner, type) else type(owner)
+        raise ContractError(
+            f"expected {kind.__module__}.{kind.__qualname__} to have {', '.join(missing)}: this vLLM is not as the "
+            f"adapter knows it ({SUPPORTED})"
+        )
 
 
 def violations(names: dict[str, Any]) -> list[str]:

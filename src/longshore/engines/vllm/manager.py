@@ -11,9 +11,13 @@ A lookup never blocks. `HIT` means verified bytes in the host tier; what is on i
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import compress, takewhile
+from operator import attrgetter
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -21,6 +25,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
@@ -28,31 +33,50 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import DEVICE, HOST, Route, Slots
+from longshore.boundary import DEVICE, FILE, HOST, Route, Slots
 from longshore.cache import MissReason, PrefetchPolicy, Presence, TieredCache
 from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.engines.vllm.pace import Pace
-from longshore.engines.vllm.requests import Request, Ticket
+from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, position
 from longshore.engines.vllm.store import Store
 from longshore.engines.vllm.tally import Tally
+from longshore.engines.vllm.trust import Trust
 from longshore.engines.vllm.worker import SlotsSpec
 from longshore.engines.vllm.worth import worth_until
+from longshore.errors import CacheError, IntegrityError
+from longshore.hints import RequestHints
+from longshore.runtime.containment import contained
 from longshore.runtime.stamps import GOOD
 
+_log = logging.getLogger(__name__)
+
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+_THERE = (Presence.READY, Presence.COLDER)
 NO_SLOTS = Slots(HOST, 0, ())
 LOAD = Route(HOST, DEVICE)
+WHOLE_PATHS = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
+"""vLLM offers each request from its first chunk on, what it has loaded or found on the device included."""
 
 
 class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     """Tiers for one engine."""
 
-    def __init__(self, store: Store, groups: Sequence[int], patience: float, *, announces: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        groups: Sequence[int],
+        patience: float,
+        *,
+        announces: bool = False,
+        hints: RequestHints = RequestHints(),  # noqa: B008 - it is frozen
+    ) -> None:
         """`groups` are vLLM's numbers of the KV cache groups, in our order; `patience` is in seconds.
 
-        With `announces`, KV events tell what the tiers get and give up; `store` must record them.
+        With `announces`, KV events tell what the tiers get and give up; `store` must record them. `hints` are those of
+        requests that have none.
         """
+        self._hints = hints
         self._store = store
         self._runtime = store.runtime
         self._groups = {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)}
@@ -61,33 +85,49 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._asked: list[Request] = []
         self._last_ticket = 0
         self._stores: dict[int, Ticket] = {}
-        self._by_key: dict[OffloadKey, Ticket] = {}
-        """Stores by their first key: vLLM reports all keys of a store together, in any order."""
+        self._by_key: dict[OffloadKey, list[Ticket]] = {}
+        """Stores that vLLM will report, oldest first, by their first key: it reports all keys of one together."""
         self._stale: list[tuple[Ticket, bool]] = []
-        """Tickets of which nobody will tell any more, and whether they are stores."""
+        """Tickets of which vLLM reports no end, as those from before a reset, and whether they are stores.
+
+        Stamps say when no worker uses their slots.
+        """
+        self._fenced: set[int] = set()
+        """Of these, the numbers that were there at vLLM's last reset."""
+        self.hears_device_resets = False
+        """Whether `device_was_reset` is called whenever vLLM's prefix cache was emptied, and only then."""
+        self._trust = Trust(store.stamps, base_is_mixed=store.base_is_mixed)
         self._pace = Pace()
         self._closed = False
-        self._tally = Tally(store.file)
+        self._tally = Tally(store.file, is_off=store.is_off)
         self._announcer = Announcer() if announces else None
         with self._runtime.observe() as cache:
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
-            self._chunk_tokens = cache.settings.group(0)[1]
+            self._host_slots = cache.stats()[0].slots
+            self._tokens = [cache.settings.group(index)[1] for index in range(len(groups))]
+            """Tokens of a chunk of each group."""
 
     # ------------------------------------------------------------------ loading
 
+    @contained(lambda self, req_context: WHOLE_PATHS)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request has come."""
-        self._begin(req_context)
-        return RequestOffloadingContext()
+        """A request has come. Its blocks may stay on the device, also if none of them is ever asked for or offered."""
+        self._look_for_new_weights()  # the device had no block of this request before they changed
+        self._trust.used()
+        self._begin(req_context).hints = hints_of(req_context, self._hints)
+        return WHOLE_PATHS
 
+    @contained(lambda self, key, req_context: MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Where a chunk is: from the answers of this step, which are had for all chunks of the request at once."""
         try:
-            answer = self._requests[req_context.req_id].answers[key]
+            request = self._requests[req_context.req_id]
+            answer = request.answers[key]
         except KeyError:
-            answer = self._ask(self._begin(req_context), key, req_context)
-        if answer is PENDING:
-            self._requests[req_context.req_id].want(key)
+            request = self._begin(req_context)
+            answer = self._ask(request, key, req_context)
+        if request.colder and answer is not MISS:
+            request.wanted[key] = None
         return answer
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -96,21 +136,23 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         came_up = request is not None and key in request.origin
         return CacheHitSource.DISK if came_up else CacheHitSource.HOST
 
+    @contained(lambda self, keys, req_context: self._in_place(keys, req_context))
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotsSpec:
         """Lend the slots of these chunks to the workers."""
         request = self._requests.get(req_context.req_id) or self._begin(req_context)
         ticket, runs = self._ticket(), [NO_SLOTS] * len(self._groups)
         with self._runtime.control() as cache:
             for group, mine in self._by_group(keys):
-                loan = cache.lend(request.seen(mine), group=group)
+                loan = cache.lend(request.seen(mine), group=group, turn=request.turn)
                 runs[group] = loan.slots.of
                 ticket.jobs.append((loan.job, loan.slots.of))
                 came_up = len(request.origin.intersection(mine)) if request.origin else 0
-                self._tally.loaded(len(mine), came_up, 0 if group else self._chunk_tokens)
+                self._tally.loaded(len(mine), came_up, 0 if group else self._tokens[0])
             self._release(request, cache)
         request.loan, request.since = ticket, None
-        return SlotsSpec(ticket.number, tuple(runs))
+        return self._slots_spec(ticket, runs)
 
+    @contained(lambda self, keys, req_context: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """The workers have read what they were lent."""
         request = self._requests.get(req_context.req_id)
@@ -122,42 +164,82 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 self._runtime.saw_loads(LOAD, results)
             self._forget_if_done(req_context.req_id, request)
 
+    @contained(lambda self, context, tokens, seconds: None)
     def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """A step computed `tokens` of prompts behind `context` others: for the gate."""
         self._runtime.saw_prefill(context, tokens, seconds)
 
     # ------------------------------------------------------------------ storing
 
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
-        """Offer slots for what no tier has."""
+    @contained(lambda self, keys, req_context: PrepareStoreOutput([], self._nothing(), []))
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Offer slots for what no tier has, heads first. With `None` vLLM offers the same again.
+
+        That is the answer as long as room is being made, for a head that more is to come behind, and behind what the
+        tiers have of the request: an answer that takes a part, or nothing, is final.
+        """
+        self._look_for_new_weights()
+        self._trust.used()
         ticket, runs, request = self._ticket(), [NO_SLOTS] * len(self._groups), self._begin(req_context)
+        takes = request.hints.store and self._trust.takes(request, keys, self._stores.values())
+        ticket.lora, ticket.adapter = request.lora, request.adapter
         with self._runtime.control() as cache:
-            for group, mine in self._by_group(keys):
-                offload = cache.offer(ours(mine), group=group)
+            if request.turn is None:
+                request.turn = cache.begin(request.ours(keys))
+            for group, mine in self._by_group(keys if takes else ()):
+                tokens, slides = self._tokens[group], self._store.windows[group] is not None
+                first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
+                comes_again = cache.knows(path[first - 1]) if first else not slides and has_more(mine, req_context)
+                begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
+                patient = comes_again and rest == tokens - 1 and not ticket.jobs and self._may_wait(request)
+                try:
+                    offload = cache.offer(
+                        path,
+                        first=first,
+                        group=group,
+                        patient=patient,
+                        retention=request.hints.chunks(tokens, max(0, begin) - first),
+                        turn=request.turn,
+                    )
+                except IntegrityError:
+                    raise
+                except CacheError as error:  # before anything has changed
+                    _log.warning("request %s: %d chunks are not stored: %s", req_context.req_id, len(mine), error)
+                    continue
+                if offload.again:
+                    return None
                 self._slide(request, group, mine, req_context, cache)
                 if offload.job is not None:
-                    ticket.keys += map(mine.__getitem__, offload.positions)
+                    ticket.keys += [mine[position - first] for position in offload.positions]
                     ticket.jobs.append((offload.job, offload.slots.of))
                     runs[group] = offload.slots.of
+        request.refused = None
         if ticket.keys:
             self._stores[ticket.number] = ticket
-            self._by_key[ticket.keys[0]] = ticket
-        return PrepareStoreOutput(ticket.keys.copy(), SlotsSpec(ticket.number, tuple(runs)), [])
+            self._by_key.setdefault(ticket.keys[0], []).append(ticket)
+        return PrepareStoreOutput(ticket.keys.copy(), self._slots_spec(ticket, runs), [])
 
+    @contained(lambda self, keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """All ranks say that they are done with these chunks; what is published is what they have stamped."""
-        tickets = [self._by_key.pop(key) for key in sorted(self._by_key.keys() & keys)]
+        self._look_for_new_weights()
         with self._runtime.control() as cache:
-            for ticket in tickets:
-                good = (self._store.stamps.said(ticket.number, ticket.slots) == GOOD).all(axis=1).tolist()
-                if self._announcer is not None:
-                    stored = list(compress(ticket.keys, good))
-                    self._announcer.name(stored, ours(stored))
-                ticket.end(cache, good, self._runtime.clock(), self._image_bytes)
+            for ticket in self._reported(keys):
+                if ticket.number not in self._stores:
+                    continue  # from before weights changed: its stamps end it
                 del self._stores[ticket.number]
+                if not self._end_store(ticket, cache):
+                    self._stale.append((ticket, True))  # the report was of another store of the same key
 
     # ------------------------------------------------------------------ between steps
 
+    @contained(lambda self, name: None)
+    def will_finish(self, name: str) -> None:
+        """What the request `name` offers next, it offers for the last time (`LongshoreConnector` says so)."""
+        if name in self._requests:
+            self._requests[name].is_finishing = True
+
+    @contained(lambda self, req_context: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Nothing is kept for a request any more, but what workers still read."""
         request = self._requests.get(req_context.req_id)
@@ -167,9 +249,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.finished = True
             self._forget_if_done(req_context.req_id, request)
 
+    @contained(lambda self, context: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is planned: order up what was asked for and is colder."""
+        self._look_for_new_weights()
         with self._runtime.control() as cache:
+            if any(request.wanted for request in self._asked):
+                cache.end_step()  # what this step reads is lent by now: a tail may make way for the head before it
             for request in self._asked:
                 self._bring_up(request, cache)
                 request.end_step()
@@ -180,49 +266,88 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even without requests."""
-        return bool(self._stale)
+        return self._runtime.fault is None and bool(self._stale)
 
+    @contained(lambda self: None)
     def reset_cache(self) -> None:
-        """Forget all. Slots in flight are left alone until the workers have stamped them."""
+        """Forget all, as vLLM has done, or could not while requests are running."""
+        self._look_for_new_weights()
+        self._forget_all()
+        self._by_key.clear()  # no store from before is reported
+        self._fenced = {ticket.number for ticket, _ in self._stale}
+        if not self.hears_device_resets and not self._is_serving:
+            self.device_was_reset()
+
+    @contained(lambda self: None)
+    def device_was_reset(self) -> None:
+        """The device has no blocks any more, but those that requests which go on are about to compute."""
+        self._look_for_new_weights()
+        self._trust.device_was_reset()
+        if self._is_serving:
+            self._trust.used()
+
+    @contained(lambda self, name, lora: None)
+    def has_adapter(self, name: str, lora: Any) -> None:
+        """The request `name`, which is about to come, is computed with the adapter of vLLM's `LoRARequest`."""
+        self._requests.setdefault(name, Request(name)).lora = lora
+
+    def _look_for_new_weights(self) -> None:
+        """Forget all if weights have changed."""
+        if self._trust.weights_are_new():
+            if self._store.file is not None:
+                self._store.file.weights_changed()
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Slots in flight are left alone until the workers have stamped them."""
         with self._runtime.control() as cache:
             for request in self._requests.values():
                 self._release(request, cache)
                 if request.loan is not None:
                     self._stale.append((request.loan, False))
                     request.loan = None
-            self._stale += [(ticket, True) for ticket in self._stores.values()]
+            for ticket in self._stores.values():
+                ticket.void = True
+                self._stale.append((ticket, True))
             cache.reset()
         self._stores.clear()
-        self._by_key.clear()
         for request in self._asked:
             request.end_step()
         for name in [name for name, request in self._requests.items() if request.finished]:
             del self._requests[name]
 
+    @contained(lambda self: None)
     def on_reset_flushed(self) -> None:
         """All that was in flight at the last reset has been reported: no worker touches its slots (vLLM 0.33)."""
         with self._runtime.control() as cache:
             for ticket, _ in self._stale:
-                ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
-        self._stale.clear()
+                if ticket.number in self._fenced:
+                    ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
+        self._stale = [each for each in self._stale if each[0].number not in self._fenced]
 
     # ------------------------------------------------------------------ watching
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What the counters have gained since the last call; at the first, every one of them."""
-        with self._runtime.observe() as cache:
-            weighing = self._runtime.weighing
-            return self._tally.stats(cache, 0 if weighing is None else weighing.refused)
+        try:
+            with self._runtime.observe() as cache:
+                weighing = self._runtime.weighing
+                refused = 0 if weighing is None else weighing.refused
+                return self._tally.stats(cache, refused, self._trust.weight_changes, self._runtime.faults)
+        except Exception as error:  # noqa: BLE001 - not `contained`, as counters are told of after a fault, too
+            self._runtime.fail(error)
+            return None
 
     @property
     def loaded_tokens(self) -> Mapping[str, int]:
         """Tokens of the first KV cache group that were loaded until now, by the tier that they came from."""
         return self._tally.tokens
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    @contained(lambda self: list[OffloadingEvent]())
+    def take_events(self) -> list[OffloadingEvent]:
         """What tiers have got and given up since the last call, if vLLM publishes KV events."""
         if self._announcer is None:
-            return ()
+            return []
         with self._runtime.observe() as cache:
             return list(self._announcer.translate(cache.events()))
 
@@ -236,43 +361,75 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return
         self._closed = True
         loans = [request.loan for request in self._requests.values() if request.loan is not None]
-        open_ones = [*self._stores.values(), *loans, *(ticket for ticket, _ in self._stale)]
-        with self._runtime.control() as cache:
-            for job, _ in (each for ticket in open_ones for each in ticket.jobs):
-                cache.withdraw(job)  # nobody will tell, and nothing is served any more
+        self._withdraw([*self._stores.values(), *loans, *(ticket for ticket, _ in self._stale)])
         self._store.close()
 
     # ------------------------------------------------------------------ inside
 
+    @contained(lambda self, tickets: None)
+    def _withdraw(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody will tell of these any more, and nothing is served."""
+        with self._runtime.control() as cache:
+            for job, _ in (each for ticket in tickets for each in ticket.jobs):
+                cache.withdraw(job)
+
+    def _nothing(self) -> SlotsSpec:
+        """No slots at all: a load of them fails."""
+        return self._slots_spec(self._ticket(), [NO_SLOTS] * len(self._groups))
+
+    def _in_place(self, keys: Collection[OffloadKey], context: ReqContext) -> SlotsSpec:
+        """The slots of chunks that were found before the control plane failed, if all are in place; or none."""
+        request, runs = self._begin(context), [NO_SLOTS] * len(self._groups)
+        with suppress(Exception), self._runtime.observe() as cache:  # of books that have been reported as damaged
+            for group, mine in self._by_group(keys):
+                slots = cache.in_place(request.ours(mine))
+                if slots is None:
+                    return self._nothing()
+                runs[group] = slots
+            return self._slots_spec(self._ticket(), runs)
+        return self._nothing()
+
     def _ask(self, request: Request, key: OffloadKey, context: ReqContext) -> LookupResult:
         """The answer for `key`; and, for the lookups to come, those for all chunks of the request that vLLM told of."""
-        told: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+        told = keys_told(context)
         asked = told if key in told else {key: 0}
+        if not self._asked:  # the first in this step: what follows from answers is not taken back
+            self._look_for_new_weights()
+        self._trust.used()
+        barred = request.barred or not self._trust.knows(request) or not request.hints.load
         request.told = list(asked)
         now = self._runtime.clock()
         with self._runtime.control() as cache:
             late = request.since is not None and now - request.since > self._patience
             brought = bool(request.holds) and all(cache.prefetched(hold) is not None for hold in request.holds)
-            request.sight = cache.peek(ours(() if request.barred else request.told))
+            request.sight = cache.peek(request.ours(() if barred else request.told))
+            if request.turn is None:
+                request.turn = cache.begin(request.sight)
         self._asked.append(request)
-        if request.barred:
+        if barred:
             request.answers = dict.fromkeys(asked, MISS)
-            self._tally.misses[MissReason.IO_ERROR] += 0 if request.counted else len(asked)
+            reason = MissReason.IO_ERROR if request.barred else MissReason.ABSENT
+            self._tally.misses[reason] += 0 if request.counted or not request.hints.load else len(asked)
             request.counted = True
             return MISS
         found = request.sight.presences
+        if FILE not in request.hints.load:
+            found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
         if request.worth is None and Presence.COLDER in found:
             request.worth = self._worth(told, found, key)
-        self._count_misses(request, key, late=late, brought=brought)
+        stalled = self._store.file is not None and self._store.file.is_stalled
+        self._count_misses(request, found, key, late=late, brought=brought, stalled=stalled)
         request.answers = dict.fromkeys(asked, HIT)
         if found.count(Presence.READY) == len(found):
             return HIT
         for each, presence in zip(request.told, found, strict=True):
             if presence is Presence.READY:
                 continue
-            waits = presence is Presence.IN_FLIGHT and not late
+            waits = presence is Presence.IN_FLIGHT and not late and not stalled
             # What was brought up for this request, and is colder again, would be so for ever.
-            if presence is Presence.COLDER and not late and not brought and told.get(each, 0) <= (request.worth or 0):
+            again = brought and each in request.held
+            comes = presence is Presence.COLDER and not late and not again and not stalled
+            if comes and told.get(each, 0) <= (request.worth or 0):
                 waits = True
                 request.colder.add(each)
             request.waits |= waits
@@ -285,61 +442,120 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return math.inf
         return worth_until(self._runtime.weighing, told, found, first, self._runtime.clock())
 
-    def _count_misses(self, request: Request, first: OffloadKey, *, late: bool, brought: bool) -> None:
+    def _count_misses(
+        self,
+        request: Request,
+        found: Sequence[Presence],
+        first: OffloadKey,
+        *,
+        late: bool,
+        brought: bool,
+        stalled: bool,
+    ) -> None:
         """Count what `request`, which asks for chunks from `first` on, does without; once."""
-        if request.counted or request.sight is None:
+        if request.counted:
             return
         group, begin = first[-GROUP_BYTES:], request.told.index(first)
-        found = request.sight.presences[begin:]
+        found = found[begin:]
         if len(self._groups) > 1:
             mine = zip(request.told[begin:], found, strict=True)
             found = [presence for key, presence in mine if key[-GROUP_BYTES:] == group]
         if self._groups[group] == 0:
-            request.counted = self._tally.missed(found, late=late, brought=brought)
+            request.counted = self._tally.missed(found, late=late, brought=brought, stalled=stalled)
 
     def _bring_up(self, request: Request, cache: TieredCache) -> None:
-        """Order what `request` was told to wait for."""
+        """Order what `request` was told to wait for, and keep what is ready of it; heads first, where not all fits."""
         if request.waits and request.since is None:
             request.since = self._runtime.clock()
-        if not request.wanted or request.holds:
+        wanted = [key for key in request.wanted if key not in request.held]
+        if request.colder.isdisjoint(wanted):
             return
+        found = list(zip(wanted, cache.peek(request.ours(wanted)).presences, strict=True))
+        if len(request.wanted) > self._host_slots:  # what is on its way gets its slot before those behind it
+            found = list(takewhile(lambda each: each[1] in _THERE, found))
         # What was read for another request meanwhile, and found rotten, is not there any more.
-        wanted = list(request.wanted)
-        found = zip(wanted, cache.peek(ours(wanted)).presences, strict=True)
-        there = [key for key, presence in found if presence in (Presence.READY, Presence.COLDER)]
+        there = [key for key, presence in found if presence in _THERE]
         for group, mine in self._by_group(there):
-            hold = cache.keep(ours(mine), group=group)
+            hold = cache.keep(request.ours(mine), group=group, request=request.name, turn=request.turn)
             cache.prefetch(hold, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
             request.holds.append(hold)
-            request.origin.update(mine)
+        request.held.update(there)
+        request.origin.update(request.colder.intersection(there))
 
     def _slide(
         self, request: Request, group: int, keys: list[OffloadKey], context: ReqContext, cache: TieredCache
     ) -> None:
         """`keys` have been offered behind the last window of `request`, which slides past what it leaves."""
         window, before = self._store.windows[group], request.windows.get(group, [])
-        if window is None or (before and _position(keys[0], context) <= _position(before[-1], context)):
+        if window is None or (before and position(keys[0], context) <= position(before[-1], context)):
             return  # offered once more, when the request ends
         path = before + keys
         request.windows[group] = path[-window:]
-        cache.slide(ours(before[: max(0, len(path) - window)]), group=group)
+        cache.slide(request.ours(before[: max(0, len(path) - window)]), group=group)
+
+    def _may_wait(self, request: Request) -> bool:
+        """Whether the chunks of `request` may be offered once more: not for longer than a load may take."""
+        if request.is_finishing:
+            return False
+        now = self._runtime.clock()
+        if request.refused is None:
+            request.refused = now
+        return now - request.refused <= self._patience
 
     def _release(self, request: Request, cache: TieredCache) -> None:
         for hold in request.holds:
             cache.release(hold)
         request.holds.clear()
+        request.held.clear()
 
     def _forget_if_done(self, name: str, request: Request) -> None:
         if request.finished and request.loan is None:
             self._requests.pop(name, None)
 
+    def _reported(self, keys: Collection[OffloadKey]) -> list[Ticket]:
+        """The stores whose keys vLLM reports as done: of those that share keys, the oldest. They are reported once."""
+        left, reported = set(keys), []
+        candidates = [ticket for key in self._by_key.keys() & left for ticket in self._by_key[key]]
+        for ticket in sorted(candidates, key=attrgetter("number")):
+            first = ticket.keys[0]
+            if first in left:
+                left.difference_update(ticket.keys)
+                reported.append(ticket)
+                self._by_key[first].remove(ticket)
+                if not self._by_key[first]:
+                    del self._by_key[first]
+        return reported
+
+    @property
+    def _is_serving(self) -> bool:
+        """Whether a request has not finished."""
+        return any(not request.finished for request in self._requests.values())
+
     def _is_over(self, ticket: Ticket, is_store: bool, cache: TieredCache) -> bool:
         """Whether no worker touches the slots of a ticket from before a reset; if so, they are given back."""
-        stamps = self._store.stamps
-        over = bool(stamps.said(ticket.number, ticket.slots).all()) if is_store else stamps.has_loaded(ticket.number)
+        if is_store:
+            return self._end_store(ticket, cache)
+        over = self._store.stamps.has_loaded(ticket.number)
         if over:
             ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
         return over
+
+    def _end_store(self, ticket: Ticket, cache: TieredCache) -> bool:
+        """Publish what all ranks have stamped as good, and give the rest back; not before all have stamped each slot.
+
+        Until then a worker may write there. Says whether the store has ended.
+        """
+        said = self._store.stamps.said(ticket.number, ticket.slots)
+        if not said.all():
+            return False
+        good = (said == GOOD).all(axis=1).tolist()
+        if ticket.void or not self._trust.holds(ticket):
+            good = [False] * len(good)
+        if self._announcer is not None:
+            stored = list(compress(ticket.keys, good))
+            self._announcer.name(stored, ours(stored, ticket.adapter))
+        ticket.end(cache, good, self._runtime.clock(), self._image_bytes)
+        return True
 
     def _is_awaited(self) -> bool:
         """Whether copies are on their way that a request, or a step to come, waits for."""
@@ -350,8 +566,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._last_ticket += 1
         return Ticket(self._last_ticket, self._runtime.clock())
 
+    def _slots_spec(self, ticket: Ticket, runs: Sequence[Slots]) -> SlotsSpec:
+        return SlotsSpec(ticket.number, tuple(runs), self._trust.weight_changes)
+
     def _begin(self, context: ReqContext) -> Request:
-        return self._requests.setdefault(context.req_id, Request())
+        return self._requests.setdefault(context.req_id, Request(context.req_id))
 
     def _by_group(self, keys: Collection[OffloadKey]) -> list[tuple[int, list[OffloadKey]]]:
         """Keys of each group that has any, by our number of it."""
@@ -361,8 +580,3 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         for key in keys:
             parts.setdefault(key[-GROUP_BYTES:], []).append(key)
         return sorted((self._groups[number], mine) for number, mine in parts.items())
-
-
-def _position(key: OffloadKey, context: ReqContext) -> int:
-    """Tokens up to the end of a chunk."""
-    return context.get_offload_key_position(key) or 0

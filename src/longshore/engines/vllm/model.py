@@ -10,19 +10,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
+import os
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_LONGEST_HEADER = 100 << 20
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+from longshore.engines.vllm.adapters import applies_to_base_model
+from longshore.engines.vllm.weights import MEMO, Digests, changed_since, has_weights
+from longshore.errors import EngineError
+
+_FROM_FILES = frozenset(
+    {
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "sharded_state"),
+        *("bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded"),
+    }
+)
+"""Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
+
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-_OF_MODEL = ("dtype", "quantization", "max_model_len", "disable_sliding_window", "model_impl")
+_OF_MODEL = ("dtype", "quantization", "max_model_len", "disable_sliding_window", "model_impl", "code_revision")
 _OF_CACHE = (
     *("cache_dtype", "kv_cache_dtype_skip_layers"),
     *("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "mamba_block_size"),
+)
+_LATE = (
+    "{} was changed after this engine had begun to start, so it may compute with other bytes than are there now; "
+    "start it again, and change nothing of a model while an engine starts"
 )
 
 
@@ -32,11 +48,12 @@ class Model:
 
     Attributes:
         config: Digest of the configuration as it is in force: overrides, dtypes and quantisation included.
-        weights: Digest of the files of its weights: names, sizes, headers and ends; those of a draft model, too.
+        weights: Digest of all bytes of the files of its weights, a draft model's included; empty where `transient`.
         groups: What vLLM says of each KV cache group.
         windows: How many tokens each group looks back: `None` for all, 1 for a state.
         hashing: How tokens become hashes.
         transient: Why blocks cannot outlive the process; empty where they can.
+        base_is_mixed: Whether vLLM may compute tokens of the base model with an adapter.
     """
 
     config: str = ""
@@ -45,6 +62,7 @@ class Model:
     windows: tuple[int | None, ...] = ()
     hashing: str = ""
     transient: str = ""
+    base_is_mixed: bool = False
 
     @classmethod
     def told(cls, fields: dict[str, Any]) -> Model:
@@ -52,11 +70,16 @@ class Model:
         return cls(**{**fields, "groups": tuple(fields["groups"]), "windows": tuple(fields["windows"])})
 
 
+def vllm_config() -> Any:
+    """vLLM's whole configuration, where workers are made; `None` elsewhere."""
+    from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415
+
+    return get_current_vllm_config_or_none()
+
+
 def nodes() -> int:
     """How many machines the workers of one replica are on, as far as this process knows."""
-    from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - only workers have one
-
-    vllm = get_current_vllm_config_or_none()
+    vllm = vllm_config()
     return 1 if vllm is None else int(vllm.parallel_config.nnodes_within_dp)
 
 
@@ -73,45 +96,76 @@ def are_together() -> bool:
 
 def is_killed_at_once() -> bool:
     """Whether vLLM kills its engine a few seconds after it was told to stop, as far as this process knows."""
-    from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - only workers have one
-
-    vllm = get_current_vllm_config_or_none()
+    vllm = vllm_config()
     return vllm is not None and vllm.shutdown_timeout == 0
 
 
-def describe(groups: Sequence[Any], salt: str) -> Model:
-    """The model whose worker is being made in this process; `groups` are those of an `OffloadingConfig`."""
-    from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - only workers have one
+def describe(groups: Sequence[Any], tier: Path | None) -> Model:
+    """The model whose worker is being made in this process; `groups` are those of an `OffloadingConfig`.
 
-    vllm = get_current_vllm_config_or_none()
+    Its weights are hashed for a file tier in the directory `tier`, which has a memo of digests; not at all without one.
+    """
+    vllm = vllm_config()
     if vllm is None:
         return Model(windows=(None,) * len(groups), transient="vLLM has not told its configuration")
     layers = [_layers(vllm, group.layer_names) for group in groups]
     drafts = getattr(vllm.speculative_config, "draft_model_config", None)
     models = [vllm.model_config, *([] if drafts is None else [drafts])]
-    directories = [_directory(model, vllm.load_config.download_dir) for model in models]
+    paths = [_path(model, vllm.load_config.download_dir) for model in models]
+    transient, weights = _transient(vllm, models, paths), ""
+    if tier is not None and not transient:
+        found = [path for path in paths if path is not None]
+        try:
+            weights = Digests(tier / MEMO).of(found)
+            late = next(filter(None, (changed_since(path, _loading_began(vllm)) for path in found)), None)
+        except (EngineError, OSError) as error:
+            transient = f"weights cannot be told apart: {error}"
+        else:
+            if late is not None:
+                transient, weights = _LATE.format(late), ""
     return Model(
         config=_digest([_effective(model) for model in models], _fields(vllm.cache_config, _OF_CACHE)),
-        weights=_digest([None if each is None else _weights(each) for each in directories]),
+        weights=weights,
         groups=tuple(_group(group, each, vllm) for group, each in zip(groups, layers, strict=True)),
         windows=tuple(_window([layer.get_kv_cache_spec(vllm) for layer in each]) for each in layers),
         hashing=vllm.cache_config.prefix_caching_hash_algo,
-        transient=_transient(vllm, models, directories, salt),
+        transient=transient,
+        base_is_mixed=vllm.lora_config is not None and applies_to_base_model(),
     )
 
 
-def _transient(vllm: Any, models: Sequence[Any], directories: Sequence[Path | None], salt: str) -> str:
+def _transient(vllm: Any, models: Sequence[Any], paths: Sequence[Path | None]) -> str:
     """Why the blocks of this engine mean nothing to a later one, if so."""
-    if vllm.load_config.load_format == "dummy":
-        return "weights of load_format dummy come from no file"
-    for model, directory in zip(models, directories, strict=True):
-        if directory is None or not _files(directory):
+    load_format = vllm.load_config.load_format
+    if load_format not in _FROM_FILES:
+        return f"weights of load_format {load_format} come from no file of the model's directory; choose another"
+    for model, path in zip(models, paths, strict=True):
+        if getattr(model, "model_weights", ""):
+            return f"the weights of {model.model} are streamed from {model.model_weights}; download them first"
+        if path is None or not has_weights(path):
             return f"the weights of {model.model} lie in no directory of this machine; download them first"
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
         return "scales of the KV cache are computed at run time; turn calculate_kv_scales off"
-    if vllm.lora_config is not None and not salt:
-        return "adapters are known by their names alone; set salt to a text that changes when one of them does"
+    if vllm.lora_config is not None and not _tells_of_adapters(vllm):
+        return "vLLM's plain OffloadingConnector does not tell which adapter a request has; use LongshoreConnector"
     return ""
+
+
+def _loading_began(vllm: Any) -> int:
+    """When no weights of this engine had been loaded yet, as late as is known; in nanoseconds, like `time.time_ns`.
+
+    That is when its configuration was made, which vLLM writes into it, or when this process began, as all ranks meet
+    before they load.
+    """
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    made = re.match(r"\d{19}(?!\d)", getattr(vllm, "instance_id", ""))
+    return max(time.time_ns() - int(seconds * 1e9), int(made[0]) if made is not None else 0)
+
+
+def _tells_of_adapters(vllm: Any) -> bool:
+    transfer = getattr(vllm, "kv_transfer_config", None)
+    return getattr(transfer, "kv_connector_module_path", None) == "longshore.engines.vllm.connector"
 
 
 def _layers(vllm: Any, names: Sequence[str]) -> list[Any]:
@@ -143,7 +197,8 @@ def _looks_back(spec: Any) -> int | None:
 
 def _effective(model: Any) -> dict[str, Any]:
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
-    return {"config": config, **_fields(model, _OF_MODEL)}
+    images = _fields(getattr(model, "multimodal_config", None), ("mm_processor_kwargs",))
+    return {"config": config, **images, **_fields(model, _OF_MODEL)}
 
 
 def _fields(of: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -154,41 +209,17 @@ def _digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _directory(model: Any, downloads: str | None) -> Path | None:
+def _path(model: Any, downloads: str | None) -> Path | None:
     """Where the files of a model lie: its name, or the snapshot of its revision that was downloaded."""
-    if Path(model.model).is_dir():
+    if Path(model.model).exists():
         return Path(model.model)
+    from vllm import envs  # noqa: PLC0415
+
+    if envs.VLLM_USE_MODELSCOPE:  # it has directories of its own
+        return None
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it
 
     try:
         return Path(snapshot_download(model.model, revision=model.revision, cache_dir=downloads, local_files_only=True))
     except (OSError, ValueError):  # not there; or no name of a model at all
         return None
-
-
-def _files(directory: Path) -> list[Path]:
-    return sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)})
-
-
-def _weights(directory: Path) -> list[str]:
-    return [f"{path.name} {path.stat().st_size} {_header(path)}" for path in _files(directory)]
-
-
-def _header(path: Path) -> str:
-    """Digest of the header of a safetensors file, which lists every tensor, and of the ends of any file.
-
-    Of other files also when they were changed.
-    """
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if path.suffix == ".safetensors" and length <= _LONGEST_HEADER:
-            return hashlib.sha256(file.read(length)).hexdigest() + _ends(path)
-    return f"{_ends(path)} {path.stat().st_mtime_ns}"
-
-
-def _ends(path: Path, size: int = 1 << 16) -> str:
-    with path.open("rb") as file:
-        first = file.read(size)
-        file.seek(max(0, path.stat().st_size - size))
-        return hashlib.sha256(first + file.read(size)).hexdigest()

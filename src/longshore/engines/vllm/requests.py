@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from operator import eq
+from typing import Any
 
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
-from longshore.boundary import Key, Slots, Status, TransferResult
+from longshore.boundary import FILE, Key, Slots, Status, TransferResult
 from longshore.cache import Hold, Sight, TieredCache
-from longshore.engines.vllm.keys import ours
+from longshore.engines.vllm.keys import GROUP_BYTES, ours
+from longshore.errors import HintError
+from longshore.hints import RequestHints
+
+_log = logging.getLogger(__name__)
 
 OK = Status.OK
+HINTS = "longshore"
+"""Where a request has its hints: this key of `kv_transfer_params`, or the action of this type among its KV hints."""
+
+
+@dataclass(slots=True)
+class Path:
+    """Whole chunks of a request in one KV cache group, from the first one on, as far as vLLM has told them.
+
+    Attributes:
+        theirs: vLLM's keys.
+        ours: Our keys of these.
+        read: How many of all keys that vLLM has told were looked at.
+        adapter: Digest of the adapter that `ours` are of.
+    """
+
+    theirs: list[OffloadKey] = field(default_factory=list)
+    ours: list[Key] = field(default_factory=list)
+    read: int = 0
+    adapter: bytes = b""
+
+    def extend(self, told: dict[OffloadKey, int], of_group: bytes, tokens: int) -> None:
+        """Look at what was `told` since, in order: chunks of `tokens` tokens whose keys end with `of_group`."""
+        fresh: list[OffloadKey] = []
+        for key, end in islice(told.items(), self.read, None):
+            if end == (len(self.theirs) + len(fresh) + 1) * tokens and key.endswith(of_group):
+                fresh.append(key)
+        self.theirs += fresh
+        self.ours += ours(fresh, self.adapter)
+        self.read = len(told)
 
 
 @dataclass(slots=True)
@@ -19,23 +56,33 @@ class Request:
     """What is known of one request.
 
     Attributes:
+        name: vLLM's, unique.
         answers: Those of this step, for all chunks of the request that vLLM has told of.
         told: These chunks, by vLLM's keys.
         sight: What the cache has of them.
         colder: What of that is in a colder tier alone.
-        wanted: What of that vLLM has asked for.
+        wanted: What vLLM has asked for of a path of which some is colder, in its order.
         waits: Whether vLLM was told to wait for some of it.
         worth: The token up to which chunks are worth reading from a colder tier, once that was asked.
         since: When it was first told to wait.
         holds: What was brought up for it, until it is loaded.
+        held: Chunks of these.
         origin: Chunks that came from a colder tier.
         loan: The ticket of what workers read for it.
+        refused: Since when vLLM is told to offer its chunks again.
         windows: Of each group that slides, by our number, the chunks of its last window that were offered.
         barred: A load for it has failed: it gets no other, or it might fail for ever.
+        is_finishing: It offers its chunks once more, and then never again.
         finished: Nothing will be asked for it any more.
         counted: What it misses has been counted.
+        paths: By our number of a KV cache group, the chunks that follow one another from the first one on.
+        hints: What it says of its blocks.
+        turn: Its turn in the cache, once it has asked for or offered anything.
+        lora: vLLM's `LoRARequest`, if it has one and somebody has said so.
+        adapter: Digest of that adapter, once it was known.
     """
 
+    name: str
     answers: dict[OffloadKey, LookupResult] = field(default_factory=dict)
     told: list[OffloadKey] = field(default_factory=list)
     sight: Sight | None = None
@@ -45,12 +92,46 @@ class Request:
     worth: float | None = None
     since: float | None = None
     holds: list[Hold] = field(default_factory=list)
+    held: set[OffloadKey] = field(default_factory=set)
     origin: set[OffloadKey] = field(default_factory=set)
     loan: Ticket | None = None
+    refused: float | None = None
     windows: dict[int, list[OffloadKey]] = field(default_factory=dict)
     barred: bool = False
+    is_finishing: bool = False
     finished: bool = False
     counted: bool = False
+    paths: dict[int, Path] = field(default_factory=dict)
+    hints: RequestHints = field(default_factory=RequestHints)
+    turn: int | None = None
+    lora: Any = None
+    adapter: bytes = b""
+
+    def ours(self, theirs: Iterable[OffloadKey]) -> list[Key]:
+        """Our keys of its chunks."""
+        return ours(theirs, self.adapter)
+
+    def path_to(
+        self, group: int, keys: Sequence[OffloadKey], context: ReqContext, tokens: int
+    ) -> tuple[int, list[Key]]:
+        """Our keys of its path in `group` that ends with `keys`, and at which position these begin in it.
+
+        Chunks have so many `tokens`. Of `keys` those that do not follow the one before them are left out; all are if
+        vLLM has not told what is before.
+        """
+        path, told = self.paths.get(group), keys_told(context)
+        if path is None or path.adapter != self.adapter:
+            path = self.paths[group] = Path(adapter=self.adapter)
+        if path.read < len(told):
+            path.extend(told, keys[0][-GROUP_BYTES:], tokens)
+        begin = position(keys[0], context)
+        first = max(0, -(-begin // tokens) - 1)
+        if first > len(path.theirs):
+            return 0, []
+        if begin % tokens:  # the first tokens of a chunk
+            return first, [*path.ours[:first], *self.ours(keys[:1])]
+        alike = takewhile(bool, map(eq, keys, path.theirs[first : first + len(keys)]))
+        return first, path.ours[: first + len(list(alike))]
 
     def seen(self, theirs: list[OffloadKey]) -> Sight | list[Key]:
         """Some chunks: they were seen already if they are a part of what vLLM has told of in this step."""
@@ -59,12 +140,7 @@ class Request:
             end = begin + len(theirs)
             if self.told[begin:end] == theirs:
                 return self.sight.part(begin, end)
-        return ours(theirs)
-
-    def want(self, key: OffloadKey) -> None:
-        """vLLM has asked for `key`, and was told to wait."""
-        if key in self.colder:
-            self.wanted[key] = None
+        return self.ours(theirs)
 
     def end_step(self) -> None:
         """What was found in this step may change."""
@@ -74,12 +150,18 @@ class Request:
 
 @dataclass(slots=True)
 class Ticket:
-    """Slots that the workers fill, or read: the cache's `jobs`, with the slots of each. Its number is used once."""
+    """Slots that the workers fill, or read: the cache's `jobs`, with the slots of each. Its number is used once.
+
+    `lora` and `adapter` are as in `Request`. One that is `void` is from before a reset: it publishes nothing.
+    """
 
     number: int
     since: float
+    lora: Any = None
+    adapter: bytes = b""
     jobs: list[tuple[int, Slots]] = field(default_factory=list)
     keys: list[OffloadKey] = field(default_factory=list)
+    void: bool = False
 
     @property
     def slots(self) -> list[int]:
@@ -103,3 +185,38 @@ class Ticket:
             results.append(TransferResult(job, statuses, nbytes, (now - self.since) / len(self.jobs)))
         cache.apply(results, now)
         return results
+
+
+def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
+    """What a request says of its blocks, or the `usual`; without files where its `load_tiers` leave storage out.
+
+    Nothing is stored of a request whose hints cannot be read, which the log says: it may have asked for just that.
+    """
+    said = (context.kv_transfer_params or {}).get(HINTS)
+    for action in context.kv_hints.actions if context.kv_hints is not None else ():
+        if said is None and action.action_type == HINTS:
+            said = action.payload
+    try:
+        hints = usual if said is None else RequestHints.parse(said)
+    except HintError as error:
+        _log.warning("request %s: %s; nothing of it is stored: correct its hints", context.req_id, error)
+        hints = RequestHints(store=False)
+    if FILE in hints.load and not context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
+        hints = hints.model_copy(update={"load": tuple(tier for tier in hints.load if tier != FILE)})
+    return hints
+
+
+def keys_told(context: ReqContext) -> dict[OffloadKey, int]:
+    """The chunks that vLLM has told of, each with the tokens up to its end."""
+    return getattr(context, "_offload_key_positions", {})
+
+
+def position(key: OffloadKey, context: ReqContext) -> int:
+    """Tokens up to the end of a chunk."""
+    return context.get_offload_key_position(key) or 0
+
+
+def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
+    """Whether vLLM has told of chunks behind `keys` in their KV cache group."""
+    of_group = (key for key in reversed(keys_told(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
+    return bool(next(of_group, keys[-1]) != keys[-1])

@@ -37,7 +37,7 @@ def scope_of(config: Any, note: Note, salt: str) -> Scope:
         ranks=config.parallel.world_size,
         attention=f"vLLM {vllm.__version__}, torch {torch.__version__}, {note.device}, {config.kv_cache_layout}",
         salt=salt,
-        hash_algorithm=f"vLLM's {note.model.hashing} of {config.cache.tokens_per_hash} tokens, seed {_seed()}",
+        hash_algorithm=f"{note.model.hashing} of {config.cache.tokens_per_hash} tokens, seed {_seed()}, paths",
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from longshore.cache import WritePolicy
 from longshore.config import Config
-from longshore.errors import ConfigError, EngineError
+from longshore.engines.kv_transfer import check_settings
+from longshore.errors import EngineError
 
 THEIRS = frozenset(
     {
@@ -17,18 +17,6 @@ THEIRS = frozenset(
 )
 """Keys that vLLM reads itself."""
 
-INSTEAD = {
-    "prompt_only": "offload_prompt_only",
-    "priority_floor": "vLLM names no priorities",
-    "prefetch": "lookups wait for at most load_timeout",
-    "prefetch_timeout": "load_timeout",
-    "background": "it always is",
-    "host_shared": "it always is",
-    "events_path": "vLLM publishes events itself",
-    "events_size": "vLLM publishes events itself",
-}
-"""Settings that would have no effect here, and what there is instead."""
-
 
 def read(extra: Mapping[str, Any], blocks_per_chunk: int, replica: int = 0, replicas: int = 1) -> Config:
     """Our part of the extra configuration; replicas of data-parallel engines get a sub-directory each.
@@ -37,14 +25,7 @@ def read(extra: Mapping[str, Any], blocks_per_chunk: int, replica: int = 0, repl
     no effect; and for `file_mode` gds, which goes from a worker's device to a file: here files are the scheduler's.
     """
     ours = {key: value for key, value in extra.items() if key not in THEIRS}
-    for key in ours.keys() & INSTEAD.keys():
-        raise ConfigError(f"{key!r} has no effect in vLLM: {INSTEAD[key]}")
-    if ours.get("offload") == WritePolicy.BACK.value:
-        raise ConfigError(
-            "offload = 'write_back': vLLM offers blocks once they are complete, and not when it evicts them"
-        )
-    if ours.get("file_mode", "posix") != "posix":
-        raise ConfigError(f"file_mode = {ours['file_mode']!r} is not served under vLLM: expected 'posix'")
+    check_settings(ours)
     config = Config.make(**{**ours, "blocks_per_chunk": blocks_per_chunk, "host_shared": True})
     if replicas > 1 and config.file_path is not None:
         return Config.make(**{**config.model_dump(), "file_path": config.file_path / f"replica-{replica}"})

@@ -21,7 +21,7 @@ from longshore.engines.vllm.announce import LIMIT
 from longshore.engines.vllm.caches import Blocks, layout_of
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.meeting import Note, attach, find, publish, withdraw
-from longshore.engines.vllm.model import are_together, describe, is_killed_at_once, nodes
+from longshore.engines.vllm.model import are_together, describe, is_killed_at_once, nodes, vllm_config
 from longshore.engines.vllm.scope import scope_of, why_transient
 from longshore.engines.vllm.settings import read, refuse
 from longshore.engines.vllm.store import open_store
@@ -52,6 +52,11 @@ _PLAIN = (
 _KILLED = (
     "vLLM kills its engine a few seconds after it was told to stop, and with it what is in host memory alone: give it "
     "the time to write that to files (--shutdown-timeout 120), or have it written at once (backup: write_through)."
+)
+
+_MIXED = (
+    "this vLLM computes base-model requests on the CPU with the last LoRA adapter when they share a step with requests "
+    "of an adapter (vLLM 0.33 has it right): blocks of the base model are not stored"
 )
 
 
@@ -85,13 +90,17 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
                 _log.error("NO FILE TIER: %s", reason)
             else:
                 scope = scope_of(self.config, note, self.settings.salt)
+        if note.model.base_is_mixed:
+            _log.error(_MIXED)
         announces = self.kv_events_config.enable_kv_cache_events
         try:
             store = open_store(self.settings, note, scope, self.config.groups, events=LIMIT if announces else 0)
         finally:
             withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
-        return LongshoreManager(store, numbers, self.settings.load_timeout, announces=announces)
+        return LongshoreManager(
+            store, numbers, self.settings.load_timeout, announces=announces, hints=self.settings.request_hints
+        )
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +135,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
                 publish(self.config.engine_id, note)
             undo.pop_all()
         per_chunk = self.config.cache.blocks_per_chunk
-        worker = LongshoreWorker(engine, arena, stamps, parallel.rank, per_chunk, has_part=has_part)
+        worker = LongshoreWorker(
+            *(engine, arena, stamps, parallel.rank, per_chunk), has_part=has_part, vllm=vllm_config()
+        )
         worker.reports_failures = self.reports_failures
         if parallel.rank == 0:
             self._warn()
@@ -153,7 +164,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
 
     def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, Note]:
         """The arena, as large as configured, and the stamps; and what the other processes are to be told."""
-        self.settings.check_machine()
+        self.settings.check_host()  # whatever is wrong with the file tier's directory does not stop the engine
         sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
         slabs = Slabs.within(self.settings.host_size, sizes)
         if not slabs.slabs:
@@ -174,6 +185,6 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             world=self.config.parallel.world_size,
             fingerprint=layout.fingerprint,
             device=layout.device,
-            model=describe(self.config.groups, self.settings.salt),
+            model=describe(self.config.groups, self.settings.file_path),
         )
         return arena, stamps, note

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from longshore.boundary import FILE, HOST, Mover
 from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
+from longshore.cache.eviction import POLICIES, EvictionPolicy
 from longshore.config import Config
 from longshore.engines.vllm.meeting import Note, attach
+from longshore.errors import TierError
 from longshore.keys import Scope
 from longshore.runtime.background import BackgroundLoop
 from longshore.runtime.loop import Runtime
+from longshore.runtime.stack import adopt_found
 from longshore.runtime.stamps import Stamps
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.runtime.tier_mover import TierMover
 from longshore.runtime.weighing import Weighing
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
+from longshore.tiers.file.opening import slabs_within
 from longshore.tiers.host import HostTier
 
 _log = logging.getLogger(__name__)
-
-_EVER = 1 << 40
-"""Tokens of a window that never slides. vLLM keeps parents on the device, or drops them there: chunks stand alone."""
 
 _MAX_WRITES = 1 << 14
 """Chunks in flight to a tier, unless the configuration says otherwise: vLLM offers long prompts whole, and but once."""
@@ -41,6 +44,8 @@ class Store:
 
     Attributes:
         file: The file tier, if there is one.
+        base_is_mixed: Whether vLLM may have computed blocks of the base model with an adapter.
+        is_off: Whether there is no file tier because its directory could not be opened.
         windows: How many chunks the window of each group has; `None` for those that never slide.
     """
 
@@ -50,12 +55,14 @@ class Store:
     loop: BackgroundLoop
     file: HostedFileTier | None
     windows: tuple[int | None, ...]
+    base_is_mixed: bool = False
+    is_off: bool = False
 
     def close(self) -> None:
         """Write back what a restart would lose, and give everything back. Idempotent."""
         self.loop.close()
         if not self.runtime.close():
-            _log.warning("closed before all blocks were written to the file tier")
+            _log.warning("closed before all blocks were written to the file tier; those are misses after a restart")
         self.stamps.close()
         self.arena.close()
 
@@ -63,7 +70,8 @@ class Store:
 def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, events: int = 0) -> Store:
     """The tiers of `config` in the memory that `note` tells of; without a `scope` there is no file tier.
 
-    The cache keeps so many `events` until somebody asks for them.
+    Nor is there one where its directory cannot be opened: the log says why. The cache keeps so many `events` until
+    somebody asks for them. Raises `TierError` where `file_size` has no room for one image.
     """
     with contextlib.ExitStack() as undo:
         arena, stamps = attach(note)
@@ -72,17 +80,11 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
         host = HostTier(arena, note.layout)
         file: HostedFileTier | None = None
         if config.file_path is not None and scope is not None:
-            file = HostedFileTier(
-                config.file_path,
-                capacity=config.file_size,
-                image_bytes=note.image_bytes,
-                arena=arena,
-                scope=scope.root,
-                threads=config.file_threads,
-                fixed_weights=config.fixed_weights,
-            )
-            undo.callback(file.close)
-        cache = _make_cache(config, note, host, file, groups, events)
+            slabs_within(config.file_size, note.image_bytes)
+            file = _open_file_tier(config, config.file_path, note, arena, scope)
+            if file is not None:
+                undo.callback(file.close)
+        cache = make_cache(config, note, file, groups, events)
         movers: list[Mover] = [] if file is None else [TierMover(file, host)]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
         weighing = _make_weighing(config, note, sizes[0]) if config.gate and file is not None else None
@@ -90,7 +92,31 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
         loop = BackgroundLoop(runtime)
         undo.pop_all()
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
-    return Store(runtime, stamps, arena, loop, file, windows)
+    is_off = scope is not None and config.file_path is not None and file is None
+    return Store(runtime, stamps, arena, loop, file, windows, note.model.base_is_mixed, is_off)
+
+
+def _open_file_tier(config: Config, path: Path, note: Note, arena: Arena, scope: Scope) -> HostedFileTier | None:
+    """The file tier; nothing where `path` cannot be used as one, which the log says: the engine serves without."""
+    try:
+        return HostedFileTier(
+            path,
+            capacity=config.file_size,
+            image_bytes=note.image_bytes,
+            arena=arena,
+            scope=scope.root,
+            threads=config.file_threads,
+            fixed_weights=config.fixed_weights,
+        )
+    except TierError as error:
+        _log.error(
+            "NO FILE TIER: %s. The engine starts with host memory alone. Stop it, then repair the directory if that "
+            "can be done (longshore fsck --repair %s), else remove it (rm -r %s; it holds a cache and nothing else), "
+            "or correct file_path or file_size, and start again",
+            error,
+            *2 * (shlex.quote(str(path)),),
+        )
+        return None
 
 
 def _make_weighing(config: Config, note: Note, tokens: int) -> Weighing:
@@ -106,29 +132,40 @@ def _budget(config: Config, file: Tier | None) -> dict[str, WriteRule]:
     return {FILE: WriteRule(config.backup, config.threshold, config.file_daily_writes / 86_400)}
 
 
-def _make_cache(config: Config, note: Note, host: HostTier, file: Tier | None, groups: Any, events: int) -> TieredCache:
-    tiers = [TierSpec(HOST, host.slabs)]
+def make_cache(
+    config: Config,
+    note: Note,
+    file: Tier | None,
+    groups: Any,
+    events: int,
+    policy: type[EvictionPolicy] | None = None,
+) -> TieredCache:
+    """The control plane over host memory as in `note`, and over `file`; `groups` are vLLM's.
+
+    Its tiers have the eviction policy of `config`, or `policy`.
+    """
+    policy = policy or POLICIES[config.eviction]
+    tiers = [TierSpec(HOST, note.layout, policy=policy)]
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs, outlives=True))
+        tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True))
     settings = CacheSettings(
         blocks_per_chunk=config.blocks_per_chunk,
         events=events,
         offload=config.offload,
         backup=config.backup,
         threshold=config.threshold,
+        priority_floor=config.priority_floor,
         into=_budget(config, file),
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,
         groups=tuple(
-            CacheGroup(block_size=group.tokens_per_block, window=window or _EVER)
+            CacheGroup(block_size=group.tokens_per_block, window=window)
             for group, window in zip(groups, note.model.windows, strict=True)
         ),
         pools=note.pools,
     )
     cache = TieredCache(tiers, settings, generation=0 if file is None else file.generation)
     if file is not None:
-        found = file.recover()
-        adopted = cache.adopt(FILE, found)
-        _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
+        adopt_found(cache, file)
     return cache

@@ -20,7 +20,9 @@ _COUNTERS = {
     "longshore_hit_chunks": ("Chunks loaded onto the device, by the tier they came from", ("tier",)),
     "longshore_hit_tokens": ("Tokens of these, of the first KV cache group", ("tier",)),
     "longshore_miss_chunks": ("Chunks of the first KV cache group wanted and not loaded", ("reason",)),
+    "longshore_control_plane_faults": ("Failures of the control plane: at the first, the tiers are off", ()),
     "longshore_recomputed_chunks": ("Chunks found, and computed all the same, because that is quicker", ()),
+    "longshore_weight_changes": ("Times that a rank's weights changed in the running engine: all is forgotten", ()),
     "longshore_evicted_chunks": ("Copies evicted", ("tier",)),
     "longshore_lost_chunks": ("Copies found unusable", ("tier",)),
     "longshore_dropped_chunks": ("Chunks not stored", ("tier", "reason")),
@@ -53,8 +55,10 @@ def definitions() -> dict[str, Any]:
 class Tally:
     """Counts of what one manager has loaded and missed, and what of all counts vLLM has been told."""
 
-    def __init__(self, file: HostedFileTier | None = None) -> None:
+    def __init__(self, file: HostedFileTier | None = None, *, is_off: bool = False) -> None:
+        """`is_off` says that there is no `file` tier because its directory could not be opened."""
         self._file = file
+        self._no_file = {**_QUIET, "off": int(is_off)}
         self.hits = Counter(dict.fromkeys(_TIERS, 0))
         self.tokens = Counter(dict.fromkeys(_TIERS, 0))
         self.misses = Counter(dict.fromkeys(MissReason, 0))
@@ -66,18 +70,19 @@ class Tally:
             self.hits[tier] += count
             self.tokens[tier] += count * tokens
 
-    def missed(self, found: Sequence[Presence], *, late: bool, brought: bool) -> bool:
+    def missed(self, found: Sequence[Presence], *, late: bool, brought: bool, stalled: bool) -> bool:
         """A request wants chunks that were found so, and gets no further than to the first that is not ready.
 
         It waits for that one if it is on its way, or may be brought up: then nothing is counted. Says whether it does
-        not. It is too `late` if it has waited for too long, and what was `brought` up for it once is not again.
+        not. It is too `late` if it has waited for too long, and what was `brought` up for it once is not again. While
+        the file tier is `stalled` it waits for nothing.
         """
         if found.count(Presence.READY) == len(found):
             return True
         first = next(i for i, presence in enumerate(found) if presence is not Presence.READY)
         reason = MissReason.ABSENT
         if found[first] is not Presence.ABSENT:
-            if not late and not (brought and found[first] is Presence.COLDER):
+            if not late and not stalled and not (brought and found[first] is Presence.COLDER):
                 return False
             away = self._file is not None and self._file.is_away
             reason = MissReason.DEADLINE if late else MissReason.AWAY if away else MissReason.NO_ROOM
@@ -87,9 +92,17 @@ class Tally:
         self.misses.update({MissReason.ABSENT: absent, MissReason.BEHIND: len(behind) - absent})
         return True
 
-    def stats(self, cache: TieredCache, refused: int = 0) -> OffloadingConnectorStats | None:
-        """What has changed since the last call; at the first, everything. `refused` are chunks that were recomputed."""
-        new = {**dict(self._samples(cache)), ("longshore_recomputed_chunks", ()): refused}
+    def stats(
+        self, cache: TieredCache, refused: int = 0, weights: int = 0, faults: int = 0
+    ) -> OffloadingConnectorStats | None:
+        """What has changed since the last call; at the first, everything. `refused` are chunks that were recomputed.
+
+        So many times `weights` have changed, and so many `faults` has the control plane had.
+        """
+        new = dict(self._samples(cache))
+        new["longshore_recomputed_chunks", ()] = refused
+        new["longshore_weight_changes", ()] = weights
+        new["longshore_control_plane_faults", ()] = faults
         changed = [(sample, value) for sample, value in new.items() if self._told.get(sample) != value]
         if not changed:
             return None
@@ -117,7 +130,7 @@ class Tally:
                 yield ("longshore_dropped_chunks", (tier, reason.value)), drops[reason]
         for missed, count in self.misses.items():
             yield ("longshore_miss_chunks", (missed.value,)), count
-        for trouble, times in (_QUIET if self._file is None else self._file.troubles).items():
+        for trouble, times in (self._no_file if self._file is None else self._file.troubles).items():
             yield ("longshore_file_troubles", (trouble,)), times
         for route in _ROUTES:
             totals = counters.routes.get(route, _NOTHING)

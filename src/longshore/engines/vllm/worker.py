@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.base import TransferResult as VllmResult
@@ -32,6 +33,8 @@ from longshore.boundary import (
     Urgency,
     addresses,
 )
+from longshore.engines.vllm.adapters import AdapterWatch, tell
+from longshore.engines.vllm.changes import Changes
 from longshore.errors import EngineError, LongshoreError
 from longshore.runtime.stamps import Stamps
 from longshore.tiers.arena import Arena
@@ -48,10 +51,12 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
     Attributes:
         job: The manager's ticket, a number that no other ever has.
         runs: The slots of each KV cache group, in order.
+        weights: How often weights had changed when the manager gave the ticket.
     """
 
     job: int
     runs: tuple[Slots, ...]
+    weights: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -85,8 +90,12 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         blocks_per_chunk: int,
         *,
         has_part: bool = True,
+        vllm: Any = None,
     ) -> None:
-        """`has_part` says whether images have a part of this rank; where all ranks hold the same bytes, one has."""
+        """`has_part` says whether images have a part of this rank; where all ranks hold the same bytes, one has.
+
+        `vllm` is the `VllmConfig` of the worker whose weights are watched.
+        """
         self.engine = engine
         self.arena = arena
         self.stamps = stamps
@@ -98,6 +107,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._per_chunk = blocks_per_chunk
         self._jobs: dict[int, _Job] = {}
         self._done: list[VllmResult] = []
+        self._changes = Changes(vllm, partial(stamps.weights_changed, rank))
+        self._adapters = AdapterWatch(vllm, self._loaded_adapter)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Begin to copy blocks into the arena. Always true: what cannot be copied is not stamped."""
@@ -132,17 +143,32 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Wait for what is being copied, and give everything back. Idempotent."""
+        self._changes.close()
+        self._adapters.close()
         self.engine.shutdown(_LOAD_PATIENCE)
         self.stamps.close()
         self.arena.close()
 
+    def _loaded_adapter(self, lora: Any, number: int) -> None:
+        """Without our connector nobody knows whose blocks mean something else now: all are forgotten."""
+        if tell(lora, self.stamps, self._rank, number) and not self.reports_failures:
+            self.stamps.weights_changed(self._rank)
+
     def _begin(self, job: _Job, blocks: GPULoadStoreSpec) -> None:
+        self._changes.look()
+        if self._is_outdated(job):
+            self._end_badly(job)
+            return
         try:
             job.transfer = self._transfer(job, blocks)
         except LongshoreError as error:
-            _log.error("job %d cannot be copied: %s", job.spec.job, error)
+            _log.error("transfer job %d failed: %s", job.spec.job, error)
         if job.transfer is None or not job.transfer.items or not self._try(job):
             self._end_badly(job)
+
+    def _is_outdated(self, job: _Job) -> bool:
+        """Whether weights have changed since the manager ordered `job`: its blocks mean nothing any more."""
+        return self.stamps.weight_changes != job.spec.weights
 
     def _try(self, job: _Job) -> bool:
         """Submit what is to be copied; says whether it was taken."""
@@ -158,7 +184,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         """What is to be copied.
 
         A window may have slid past some blocks of chunks that are to be stored. Nobody says which, so that none of the
-        images of that group would be known to be whole: all of them are left out.
+        images of that group would be known to be whole: all of them are left out. Of blocks that begin inside a chunk
+        and then follow one another, only that chunk is left out.
         """
         ids, begin = blocks.block_ids.tolist(), 0
         sections: list[Section] = []
@@ -166,10 +193,12 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         for group, (size, index, chunks) in enumerate(
             zip(blocks.group_sizes, blocks.block_indices, job.spec.counts, strict=True)
         ):
-            is_whole = size == chunks * self._per_chunk and index % self._per_chunk == 0
-            if size and (is_whole or not job.is_store):
-                sections.append(Section(group, index, tuple(ids[begin : begin + size])))
-                slots += addresses(*job.spec.runs[group])
+            skip = -index % self._per_chunk if job.is_store else 0  # blocks of a chunk whose beginning is missing
+            first = 1 if skip else 0
+            is_whole = size - skip == (chunks - first) * self._per_chunk
+            if size > skip and (is_whole or not job.is_store):
+                sections.append(Section(group, index + skip, tuple(ids[begin + skip : begin + size])))
+                slots += list(addresses(*job.spec.runs[group]))[first:]
             begin += size
         return Transfer(
             job=job.spec.job,
@@ -190,12 +219,15 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         items = cast(Transfer, job.transfer).items
         slots = [cast(Slot, item.destination).index for item in items]
         good = {slot for slot, status in zip(slots, result.statuses, strict=True) if status is OK}
+        if self._is_outdated(job):
+            good.clear()
         self.stamps.stored(job.spec.job, self._rank, list(good), [i for i in job.spec.indices if i not in good])
         self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
 
     def _loaded(self, job: _Job, result: TransferResult) -> None:
-        if any(status is not OK for status in result.statuses):
-            if job.retried or not self._try(job):
+        outdated = self._is_outdated(job)
+        if outdated or any(status is not OK for status in result.statuses):
+            if outdated or job.retried or not self._try(job):
                 self._end_badly(job)
             job.retried = True
             return

@@ -97,7 +97,9 @@ class Host:
         found = tier.recover() if recover else []
         self._say(
             Kind.OPENED,
-            wire.pack_opened(wire.Opened(tier.slabs, tier.generation, dict(tier.fallbacks), self._told, found)),
+            wire.pack_opened(
+                wire.Opened(tier.slabs, tier.generation, dict(tier.fallbacks), self._told, found, tier.others())
+            ),
         )
         tier.call_at_end(partial(os.eventfd_write, self._ended, 1))
         while True:

@@ -8,20 +8,27 @@ Only a process that was reaped is known to touch no memory any more: until then 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import longshore
-from longshore.runtime.tier_host.wire import Frames, Kind
+from longshore.runtime.tier_host.wire import Frames, Kind, WireError
 
 PROGRAM = (sys.executable, "-P", "-m", "longshore.runtime.tier_host.child")
 """What is started; the descriptor of the arena's memory is its argument."""
 
 _AT_ONCE = 1 << 20
+
+_NOT_MEANT_FOR_IT = (signal.SIGINT, signal.SIGTERM)
+"""A tier host ignores these; they are blocked from its first instruction until it says so."""
+
+_log = logging.getLogger(__name__)
 
 
 class HostProcess:
@@ -43,6 +50,8 @@ class HostProcess:
             theirs.callback(os.close, orders)
             self._answers, answers = os.pipe()
             theirs.callback(os.close, answers)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_MEANT_FOR_IT)  # of this thread; inherited
+            theirs.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             self._popen = subprocess.Popen(
                 [*program, str(memory)], stdin=orders, stdout=answers, pass_fds=(memory,), env=_environment()
             )
@@ -77,8 +86,16 @@ class HostProcess:
             except BlockingIOError:
                 break
             self.hung_up = not data
-            heard += self._frames.feed(data)
+            try:
+                heard += self._frames.feed(data)
+            except WireError as error:
+                self.distrust(error)
         return heard
+
+    def distrust(self, error: Exception) -> None:
+        """It has said what no tier host says: nothing more is heard from it, and whoever watches it ends it."""
+        _log.error("tier host (process %d) killed: invalid message: %s", self.pid, error)
+        self.hung_up = True
 
     def wait(self, timeout: float | None) -> None:
         """Block until there is something to hear, or an order can go on, at most `timeout` seconds."""

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from longshore import __version__, errors
 from longshore.boundary import FILE, Status
@@ -26,11 +29,13 @@ from longshore.errors import TierClosedError, TierError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.process import PROGRAM, HostProcess
 from longshore.runtime.tier_host.watch import Silence, Watch
-from longshore.runtime.tier_host.wire import Kind, frame
-from longshore.tiers.arena import Arena
+from longshore.runtime.tier_host.wire import Kind, WireError, frame
+from longshore.slabs import Slabs
+from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import TROUBLES as OF_FILES
-from longshore.tiers.ops import check_batch, check_digest, check_generation
+from longshore.tiers.file import PendingReset
+from longshore.tiers.ops import check_batch, check_digest, check_generation, check_slots
 
 _DEATHS, _STALLS = "tier_host", "stalled"
 
@@ -44,7 +49,7 @@ CLOSE_PATIENCE = 60.0
 """Seconds that a process has to finish what it has begun when the tier is closed."""
 
 FORGET_PATIENCE = 10.0
-"""Seconds to wait until a reset is on the medium; a process that takes longer is ended, and the next one does it."""
+"""Seconds to wait until a reset is on the medium. A process that takes longer is ended; the reset is written here."""
 
 _KILL_PATIENCE = 10.0
 """Seconds to wait for a process that was killed: one that is stuck in the device does not end before that answers."""
@@ -77,7 +82,7 @@ class HostedFileTier(Tier):
         check_digest("a scope", scope)
         self.name = FILE
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
-        self._order = {
+        self._order: dict[str, Any] = {
             "version": __version__,
             "directory": str(directory.absolute()),
             "capacity": capacity,
@@ -92,6 +97,8 @@ class HostedFileTier(Tier):
         self._generation = 0
         self._forgotten: str | None = None
         """Why the last reset could not be made durable; nothing if it was; `None` while that is not known."""
+        self._pending: PendingReset | None = None
+        """Where resets are written that no process has written."""
         self._under_way: dict[int, int] = {}
         """How many operations each ticket has whose result has not come."""
         self._results: list[TierResult] = []
@@ -106,6 +113,7 @@ class HostedFileTier(Tier):
         self._stalls = 0
         opened = self._open_first()
         self.slabs, self._generation = opened.slabs, opened.generation
+        self._others = opened.others
         self._fallbacks, self._troubles, self._found = opened.fallbacks, opened.troubles, opened.found
         self._past: Counter[str] = Counter()
         """Troubles of the processes that have died."""
@@ -128,8 +136,13 @@ class HostedFileTier(Tier):
 
     @property
     def is_away(self) -> bool:
-        """Whether no process has opened the files, or the one that has is stalled: all that is ordered is a miss."""
-        return not self._is_open or self._is_stalled
+        """Whether no process has opened the files, or it is stalled or silent: all that is ordered is a miss."""
+        return not self._is_open or self.is_stalled
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether nothing that was begun has ended for `STALLED` seconds, or the process gives no sign of life."""
+        return self._is_stalled or self._watch.quiet
 
     @property
     def _is_stalled(self) -> bool:
@@ -145,7 +158,7 @@ class HostedFileTier(Tier):
             raise TierError(f"generation {newest} was never given to forget(), which knows {self._generation}")
         ticket, self._tickets = self._tickets, self._tickets + 1
         self._under_way[ticket] = len(batch)
-        if self._is_stalled or not self._tell(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
+        if self.is_away or not self._tell(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
             self._end(ticket, Status.AWAY)
         return ticket
 
@@ -169,17 +182,23 @@ class HostedFileTier(Tier):
         found, self._found = self._found, []
         return found
 
+    def others(self) -> list[int]:
+        """As of the start."""
+        self._check_open()
+        return self._others
+
     def discard(self, slots: Sequence[int]) -> None:
         """Nobody wants what is in `slots` any more; a process that is away is not told of it."""
         self._check_open()
-        for slot in slots:
-            self.slabs.slab_of(slot)  # or there is none
+        check_slots(slots, self.slabs)
         self._tell(Kind.DISCARD, wire.pack_discard(slots))
 
     def forget(self, generation: int) -> None:
-        """Serve nothing older than `generation`; that is on the medium when this returns, or before anything else is.
+        """Serve nothing older than `generation`; that is on the medium when this returns, whatever the process does.
 
-        Raises `TierError` when it cannot be stored, as `FileTier` does; a second try may succeed.
+        A reset that no process has confirmed is written from here, beside the files (`PendingReset`), for the next one
+        to find. Raises `TierError` when it cannot be stored, as `FileTier` does; a second try may succeed, and `close`
+        is one.
         """
         self._check_open()
         check_generation(generation)
@@ -193,6 +212,14 @@ class HostedFileTier(Tier):
             self._wait_until_forgotten()
         elif self._watch.process is not None:
             self._watch.process.kill()  # it is opening an older generation; the next one is told of this one
+        if self._forgotten is None:
+            self._forgotten = self._write_down(lambda pending: pending.write(self._generation))
+        if self._forgotten:
+            raise TierError(self._forgotten)
+
+    def weights_changed(self) -> None:
+        """Weights did change: what is written after the next reset is for this engine alone, `fixed_weights` or not."""
+        self._fixed_weights = False
 
     def close(self) -> None:
         """End what has not begun, wait for what has, and for the process. Idempotent.
@@ -206,6 +233,11 @@ class HostedFileTier(Tier):
                 self._see_off(process)
             process.close()
         self._closed = True
+        if self._forgotten and os.getpid() == self._pid:
+            self._settle_reset()
+        if self._pending is not None:
+            self._pending.close()
+            self._pending = None
         self._end_all(Status.TIER_OFF)
 
     # ------------------------------------------------------------------ inside
@@ -229,17 +261,34 @@ class HostedFileTier(Tier):
                 frames, died = self._watch.look(owed=True)
                 for kind, body in frames:
                     if kind is Kind.OPENED:
-                        self._is_open = True
-                        return wire.parse_opened(body)
+                        return self._note_opened(body, None)
                     if kind is not Kind.ALIVE:
                         raise _error(body)
                 if died:
                     raise TierError(f"the tier host ended {process.ending}, before it had opened the files")
-        except BaseException:
+        except BaseException as error:
             process.kill()
             process.wait_reaped(_KILL_PATIENCE)
             process.close()
+            if self._pending is not None:
+                self._pending.close()
+            if isinstance(error, WireError):
+                raise TierError(f"invalid message from the tier host: {error}") from error
             raise
+
+    def _note_opened(self, body: bytes, slabs: Slabs | None) -> wire.Opened:
+        """A process has opened the files: as `slabs`, if it is not the first. `WireError` if that cannot be so."""
+        opened = wire.parse_opened(body, OF_FILES)
+        sizes = tuple(PAGE + each for each in self.image_bytes)
+        if self._is_open or opened.slabs.image_bytes != sizes or slabs not in (None, opened.slabs):
+            raise WireError(f"OPENED: {opened.slabs}, for images of {self.image_bytes} bytes, after {slabs}")
+        if opened.generation < self._generation or opened.slabs.nbytes > self._order["capacity"]:
+            raise WireError(f"OPENED: generation {opened.generation} of {opened.slabs}, after {self._generation}")
+        pending = PendingReset(Path(self._order["directory"]))  # the directory may be another one now
+        if self._pending is not None:
+            self._pending.close()
+        self._pending, self._is_open = pending, True
+        return opened
 
     def _tell(self, kind: Kind, body: bytes) -> bool:
         """Give an order, if there is a process that has opened the files; says whether there is."""
@@ -249,8 +298,7 @@ class HostedFileTier(Tier):
 
     def _listen(self) -> None:
         frames, died = self._watch.look(owed=bool(self._under_way) or not self._is_open)
-        for kind, body in frames:
-            self._hear(kind, body)
+        self._hear_all(frames)
         if died:
             self._is_open = False
             self._past.update(self._troubles)
@@ -265,42 +313,88 @@ class HostedFileTier(Tier):
         self._standstill.look(over=moved or not self._under_way)
         if self._is_stalled and not was:
             self._stalls += 1
-            _log.error("the disk of the file tier has done nothing for %.0f s: misses until it does", STALLED)
+            _log.error(
+                "file tier stalled: no I/O has completed for %.0f s; its blocks are misses until the disk responds",
+                STALLED,
+            )
         if was and not self._is_stalled:
-            _log.warning("the disk of the file tier answers again")
+            _log.warning("file tier is no longer stalled: the disk responds")
+
+    def _hear_all(self, frames: Sequence[tuple[Kind, bytes]]) -> None:
+        """Take answers in. A process that says what cannot be is ended, and counts as one that has died."""
+        try:
+            for kind, body in frames:
+                self._hear(kind, body)
+        except (WireError, TierError) as error:
+            if self._watch.process is not None:
+                self._watch.process.distrust(error)
 
     def _hear(self, kind: Kind, body: bytes) -> None:
         match kind:
             case Kind.RESULT:
                 result = wire.parse_result(body)
+                if self._under_way.get(result.ticket) != len(result.statuses):
+                    raise WireError(f"RESULT: {len(result.statuses)} statuses of ticket {result.ticket}")
                 del self._under_way[result.ticket]
                 self._results.append(result)
             case Kind.OPENED:
-                self._is_open = True
-                self._fallbacks = wire.parse_opened(body).fallbacks
+                self._fallbacks = self._note_opened(body, self.slabs).fallbacks
             case Kind.REFUSED:
                 _log.error("%s", _error(body))
             case Kind.FORGOTTEN:
-                self._forgotten = body.decode()
+                self._forgotten = wire.parse_forgotten(body)
             case Kind.TROUBLES:
-                self._troubles = wire.parse_json(body)
+                self._troubles = wire.parse_counts(body, OF_FILES)
             case Kind.ALIVE:
                 self._ended = wire.parse_alive(body)
             case _:
-                raise TierError(f"{kind.name} is no answer")
+                raise WireError(f"{kind.name} is no answer")
 
     def _wait_until_forgotten(self) -> None:
-        deadline = time.monotonic() + FORGET_PATIENCE
+        deadline = time.monotonic() + (0.0 if self.is_stalled else FORGET_PATIENCE)  # it has had its time
         while self._is_open and self._forgotten is None and self._watch.process is not None:
             left = deadline - time.monotonic()
-            if left <= 0:
-                _log.error("the tier host has not made a reset durable within %.0f s, and is ended", FORGET_PATIENCE)
+            if left <= 0 or self._watch.quiet:
+                _log.error("tier host killed: it did not write a reset to disk within %.0f s", FORGET_PATIENCE)
                 self._watch.process.kill()
                 return
             self._watch.process.wait(left)
             self._listen()
-        if self._forgotten:
-            raise TierError(self._forgotten)
+
+    def _settle_reset(self) -> None:
+        """What `forget` could not write is tried once more; if it cannot be, nothing is found here any more."""
+        self._forgotten = self._write_down(lambda pending: pending.write(self._generation))
+        if not self._forgotten:
+            return
+        _log.error("%s; discarding all records, so that none from before the reset is served", self._forgotten)
+        if worse := self._write_down(PendingReset.drop):
+            _log.error("%s; remove %s before the next start", worse, self._order["directory"])
+
+    def _write_down(self, order: Callable[[PendingReset], None]) -> str:
+        """Write a reset beside the files, for the next process to find; why that could not be done, or nothing.
+
+        In a thread, for which this waits as long as for a process: a disk that hangs takes whoever writes to it.
+        """
+        pending, outcome = self._pending, queue.SimpleQueue[str]()
+        if pending is None:
+            return f"{self._order['directory']}: there is no file to write a reset to"
+
+        def write() -> None:
+            try:
+                order(pending)
+            except TierError as error:
+                outcome.put(str(error))
+            else:
+                outcome.put("")
+
+        try:
+            threading.Thread(target=write, name="longshore-reset", daemon=True).start()
+        except RuntimeError:  # no more threads to be had
+            write()
+        try:
+            return outcome.get(timeout=FORGET_PATIENCE)
+        except queue.Empty:
+            return f"{self._order['directory']}: a reset was not written within {FORGET_PATIENCE:.0f} s"
 
     def _see_off(self, process: HostProcess) -> None:
         """The process finishes what it has begun, and ends; if it does not, it is killed."""
@@ -309,13 +403,12 @@ class HostedFileTier(Tier):
         while not process.hung_up and (left := deadline - time.monotonic()) > 0:
             process.wait(min(left, Silence.MOST))
             frames = process.receive()
-            for kind, body in frames:
-                self._hear(kind, body)
+            self._hear_all(frames)
             self._watch.end_if_silent(process, over=bool(frames))
         if not process.wait_reaped(max(0.0, deadline - time.monotonic())):
             process.kill()
             if not process.wait_reaped(_KILL_PATIENCE):
-                _log.error("the tier host (process %d) cannot be ended: its device does not answer", process.pid)
+                _log.error("tier host (process %d) cannot be killed: it is blocked in I/O; check the disk", process.pid)
 
     def _end(self, ticket: int, status: Status) -> None:
         statuses = (status,) * self._under_way.pop(ticket)
@@ -337,6 +430,6 @@ class HostedFileTier(Tier):
 
 def _error(body: bytes) -> TierError:
     """What a tier host refused, as the error that it is."""
-    name, message = wire.parse_json(body)
+    name, message = wire.parse_refused(body)
     kind = getattr(errors, name, TierError)
     return kind(message) if isinstance(kind, type) and issubclass(kind, TierError) else TierError(message)

@@ -22,6 +22,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
 SILENCE = 30.0
 """Seconds without a sign of life from a process that has something to do: then it is ended."""
 
+QUIET = 5.0
+"""Seconds of that after which nothing more is ordered."""
+
 STABLE = 60.0
 """Seconds that a process lives to count as good: after it the pauses begin anew."""
 
@@ -72,9 +75,15 @@ class Watch:
         self._pause = FIRST_PAUSE
         self._silence = Silence(clock)
 
+    @property
+    def quiet(self) -> bool:
+        """Whether the process has something to do, and has given no sign of life for `QUIET` seconds."""
+        return self._silence.seconds >= QUIET
+
     def begin(self) -> HostProcess:
         """Start a process, now. Raises `OSError`."""
         self._begun = self._clock()
+        self._silence.seconds = 0.0
         self.process = self._start()
         return self.process
 
@@ -99,7 +108,7 @@ class Watch:
         """Kill a process that has been silent for too long; the silence is `over` if it has spoken, or need not."""
         self._silence.look(over=over)
         if self._silence.seconds >= SILENCE:
-            _log.error("the tier host (process %d) was silent for %.0f s, and is ended", process.pid, SILENCE)
+            _log.error("tier host (process %d) killed: no message for %.0f s", process.pid, SILENCE)
             self._silence.seconds = 0.0
             process.kill()
 
@@ -120,6 +129,6 @@ class Watch:
 
     def _count(self, what: str) -> None:
         self.deaths += 1
-        _log.error("the tier host %s; the file tier misses until the next one is there, in %.1f s", what, self._pause)
+        _log.error("tier host %s; file tier blocks are misses until it is restarted, in %.1f s", what, self._pause)
         self._restart_at = self._clock() + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)

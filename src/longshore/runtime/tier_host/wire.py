@@ -14,20 +14,23 @@
     end of file                                ──►    it finishes what it has begun, and ends
 
 Nothing is ordered before OPENED. Both sides are of one version, which OPEN names. Clocks are `CLOCK_MONOTONIC`, which
-all processes share. Nothing is pickled.
+all processes share. Nothing is pickled, and no answer is believed before it is checked: `WireError`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
+import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from longshore.boundary import Status
+from longshore.errors import LayoutError, PlanError
 from longshore.slabs import Slabs
 from longshore.tiers.base import Op, StoredChunk, TierOp, TierResult
 
@@ -48,6 +51,10 @@ _STATUS_NUMBERS = {status: number for number, status in enumerate(_STATUSES)}
 _NO_PARENT = bytes(32)
 
 
+class WireError(ValueError):
+    """Bytes that no tier host of this version says."""
+
+
 class Kind(enum.IntEnum):
     """What a frame says."""
 
@@ -64,14 +71,21 @@ class Kind(enum.IntEnum):
     ALIVE = 11
 
 
+_KINDS = frozenset(Kind)
+
+_MOST = 1 << 40
+"""Bytes of a frame: of OPENED, which lists all chunks."""
+
+
 class Opened(NamedTuple):
-    """What a tier host has opened: as in `Tier`, and what was found there, least recently used first."""
+    """What a tier host has opened: as in `Tier`, what was found there, and the slots of other scopes' records."""
 
     slabs: Slabs
     generation: int
     fallbacks: dict[str, int]
     troubles: dict[str, int]
     found: list[StoredChunk]
+    others: list[int]
 
 
 class Frames:
@@ -81,11 +95,13 @@ class Frames:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
-        """The frames that `data` completes. Raises `ValueError` for a kind that there is not."""
+        """The frames that `data` completes. Raises `WireError` for a kind that there is not."""
         self._pending += data
         begin, frames = 0, []
         while len(self._pending) - begin >= _HEAD.size:
             kind, length = _HEAD.unpack_from(self._pending, begin)
+            if kind not in _KINDS or length > _MOST:
+                raise WireError(f"a frame of kind {kind} with {length} bytes")
             end = begin + _HEAD.size + length
             if len(self._pending) < end:
                 break
@@ -93,6 +109,15 @@ class Frames:
             begin = end
         del self._pending[:begin]
         return frames
+
+
+@contextlib.contextmanager
+def checked(what: str) -> Iterator[None]:
+    """Within it, whatever is wrong with what a tier host said (`what`) becomes a `WireError`."""
+    try:
+        yield
+    except (struct.error, ValueError, TypeError, LookupError, OverflowError, RecursionError, LayoutError) as error:
+        raise WireError(f"{what}: {error}") from error
 
 
 def frame(kind: Kind, body: bytes = b"") -> bytes:
@@ -159,7 +184,29 @@ def pack_alive(ended: int) -> bytes:
 
 def parse_alive(body: bytes) -> int:
     """Operations that were carried out."""
-    return int(_ALIVE.unpack(body)[0])
+    with checked("ALIVE"):
+        return int(_ALIVE.unpack(body)[0])
+
+
+def parse_counts(body: bytes, known: Iterable[str]) -> dict[str, int]:
+    """The counts in TROUBLES, of all that is `known`, and of nothing else."""
+    with checked("TROUBLES"):
+        return _counts(parse_json(body), known)
+
+
+def parse_forgotten(body: bytes) -> str:
+    """Why a reset could not be made durable; nothing if it was."""
+    with checked("FORGOTTEN"):
+        return body.decode()
+
+
+def parse_refused(body: bytes) -> tuple[str, str]:
+    """The name of an error, and its message."""
+    with checked("REFUSED"):
+        name, message = parse_json(body)
+        if not isinstance(name, str) or not isinstance(message, str):
+            raise WireError(f"expected a name and a message, got {name!r}, {message!r}")
+        return name, message
 
 
 def pack_forget(generation: int, scope: bytes) -> bytes:
@@ -181,8 +228,11 @@ def pack_result(result: TierResult) -> bytes:
 
 def parse_result(body: bytes) -> TierResult:
     """How a batch ended."""
-    ticket, nbytes, seconds, queued = _RESULT.unpack_from(body)
-    return TierResult(ticket, tuple(_STATUSES[number] for number in body[_RESULT.size :]), nbytes, seconds, queued)
+    with checked("RESULT"):
+        ticket, nbytes, seconds, queued = _RESULT.unpack_from(body)
+        if not (math.isfinite(seconds) and math.isfinite(queued)):
+            raise WireError(f"{seconds} seconds moving, {queued} queued")
+        return TierResult(ticket, tuple(_STATUSES[number] for number in body[_RESULT.size :]), nbytes, seconds, queued)
 
 
 def pack_opened(opened: Opened) -> bytes:
@@ -194,24 +244,45 @@ def pack_opened(opened: Opened) -> bytes:
             "generation": opened.generation,
             "fallbacks": opened.fallbacks,
             "troubles": opened.troubles,
+            "others": len(opened.others),
         }
     )
-    return _LENGTH.pack(len(about)) + about + _pack_found(opened.found)
+    others = np.array(opened.others, "<u8").tobytes()
+    return _LENGTH.pack(len(about)) + about + others + _pack_found(opened.found)
 
 
-def parse_opened(body: bytes) -> Opened:
-    """What a tier host has opened."""
-    (length,) = _LENGTH.unpack_from(body)
-    end = _LENGTH.size + length
-    about = parse_json(body[_LENGTH.size : end])
-    slab_bytes, image_bytes, slabs = about["slabs"]
-    return Opened(
-        Slabs(slab_bytes, tuple(image_bytes), slabs),
-        about["generation"],
-        about["fallbacks"],
-        about["troubles"],
-        _parse_found(body[end:]),
-    )
+def parse_opened(body: bytes, known: Iterable[str]) -> Opened:
+    """What a tier host has opened; its troubles are those that are `known`."""
+    with checked("OPENED"):
+        (length,) = _LENGTH.unpack_from(body)
+        end = _LENGTH.size + length
+        about = parse_json(body[_LENGTH.size : end])
+        slab_bytes, image_bytes, count = about["slabs"]
+        slabs = Slabs(_whole(slab_bytes), tuple(map(_whole, image_bytes)), _whole(count))
+        fallbacks = _counts(about["fallbacks"], about["fallbacks"])
+        behind = end + 8 * _whole(about["others"])
+        others = np.frombuffer(body[end:behind], "<u8").tolist()
+        found = _parse_found(body[behind:])
+        if max(others, default=0) >= max(slabs.indices, 1):
+            raise WireError(f"slot {max(others)} of {slabs.indices}")
+        try:
+            for chunk in found:
+                slabs.check(chunk.pool, chunk.slot)
+        except PlanError as error:
+            raise WireError(str(error)) from None
+        return Opened(slabs, _whole(about["generation"]), fallbacks, _counts(about["troubles"], known), found, others)
+
+
+def _whole(number: Any) -> int:
+    if not isinstance(number, int) or not 0 <= number < 2**64:
+        raise WireError(f"expected a whole number below 2**64, got {number!r}")
+    return number
+
+
+def _counts(counts: Any, known: Iterable[str]) -> dict[str, int]:
+    if not isinstance(counts, dict) or counts.keys() != set(known):
+        raise WireError(f"expected counts of {sorted(known)}, got {counts!r}")
+    return {name: _whole(count) for name, count in counts.items()}
 
 
 def _pack_found(found: Sequence[StoredChunk]) -> bytes:

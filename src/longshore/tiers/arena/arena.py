@@ -182,7 +182,7 @@ class Arena:
         return self._registration.covers(offsets, lengths)
 
     def close(self) -> None:
-        """Unregister, then give the memory back. Idempotent. Nothing may be copying any more.
+        """Unregister, then give the memory back. Idempotent. No device may be copying any more.
 
         Views that are still held keep the mapping alive until they go. Raises `RegistrationError` when the device
         does not let go of a piece; the memory is given back all the same.

@@ -3,7 +3,18 @@
 from longshore.tiers.file.gds import DeviceMemory, GdsFileTier
 from longshore.tiers.file.health import TROUBLES
 from longshore.tiers.file.opening import capacity_for, capacity_of
+from longshore.tiers.file.superblock import PendingReset
 from longshore.tiers.file.system import RawIo, SystemIo
 from longshore.tiers.file.tier import FileTier
 
-__all__ = ["TROUBLES", "DeviceMemory", "FileTier", "GdsFileTier", "RawIo", "SystemIo", "capacity_for", "capacity_of"]
+__all__ = [
+    "TROUBLES",
+    "DeviceMemory",
+    "FileTier",
+    "GdsFileTier",
+    "PendingReset",
+    "RawIo",
+    "SystemIo",
+    "capacity_for",
+    "capacity_of",
+]

@@ -1,16 +1,20 @@
 """Every record of a tier directory, verified as a read would: what `longshore fsck` and `longshore inspect` know.
 
 A slab that the index lists records in has the slots of their image size; another, those of the record written last.
-What stands in a slot that the index does not list is free space, whole or not: no process will ask for it.
+What stands in a slot that the index does not list is free space, whole or not: no process will ask for it. Without an
+index, of several records of one key the one written last counts, as it would for the next process.
 
-The directory is locked meanwhile, like that of a running tier. Nothing in it is changed, but for `Audit.repair`.
+The directory is locked meanwhile, like that of a running tier, or looked at while a process has it. Nothing in it is
+changed, but by `Audit.repair` and `Audit.remove`.
 """
 
 from __future__ import annotations
 
 import enum
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -20,19 +24,24 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from longshore.boundary import Key
 from longshore.checksums import checksum
-from longshore.errors import FormatError, PlanError, TierError
+from longshore.errors import FormatError, PlanError, TierError, TierInUseError
 from longshore.tiers.arena import PAGE, align
 from longshore.tiers.file import format as fmt
-from longshore.tiers.file.directory import SEGMENT, SUPERBLOCK, Directory
-from longshore.tiers.file.index import Index
-from longshore.tiers.file.index_format import Entries, fit, one_size_a_slab
+from longshore.tiers.file.directory import LOCK, SEGMENT, Directory
+from longshore.tiers.file.index import Index, index_files
+from longshore.tiers.file.index_format import ENTRY, Entries, fit, one_size_a_slab, pack_entry
 from longshore.tiers.file.loading import load
 from longshore.tiers.file.payload import Lane, make_lane
 from longshore.tiers.file.scanning import places
+from longshore.tiers.file.superblock import COPIES, RESET, SUPERBLOCK, Superblocks
 from longshore.tiers.file.system import patiently, write_all
 
 _THREADS = 8
+_LOOKS, _PAUSE = 5, 0.1
+"""How often the index of a live directory is read until it is whole, and seconds in between."""
+
 _AT_ONCE = 256
 """Slabs that are handed out to threads at a time: bounds what is kept of those that are done."""
 
@@ -66,27 +75,41 @@ class Finding(NamedTuple):
 
 
 class Audit:
-    """A tier directory that nobody uses, to be looked through. A context manager.
+    """A tier directory, to be looked through. A context manager.
 
     Attributes:
+        live: Whether another process has it open; then it is not locked, and must not be changed.
         superblock: Of the tier.
+        superblocks: Its copies.
         slabs: Those that the segment has, if only in part.
         missing: How many it should have besides.
         bytes_on_disk: What it takes there.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Lock it. Raises `TierError` for what is no tier directory, `TierInUseError`, or `FormatError`."""
-        if not path.is_dir():
-            what = "is not a directory" if path.exists() or path.is_symlink() else "does not exist"
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        """Lock it. Raises `TierError` for what is no tier directory, `TierInUseError`, or `FormatError`.
+
+        With `shared` one that a process has open is looked at all the same: what is read is as of some moment.
+        """
+        if not os.path.isdir(path):  # noqa: PTH112 - `Path` raises where a name is too long
+            what = "is not a directory" if os.path.lexists(path) else "does not exist"
             raise TierError(f"{path} {what}: expected the directory of a file tier")
-        if not (path / SUPERBLOCK).is_symlink() and not (path / SUPERBLOCK).exists():
+        if not any(os.path.lexists(path / name) for name in COPIES):
             raise TierError(f"{path} has no {SUPERBLOCK}: expected the directory of a file tier")
         self.path = path
-        self._directory = Directory(path)
-        self._fd = -1
+        self.live = False
         try:
-            superblock = self._directory.read_superblock()
+            self._directory = Directory(path)
+        except TierInUseError:
+            if not shared:
+                raise
+            self._directory = Directory(path, guest=True)
+            self.live = True
+        self.superblocks = Superblocks(self._directory)
+        self._fd = -1
+        self._newest: dict[tuple[bytes, Key], int] = {}
+        try:
+            superblock = self.superblocks.read()
             if superblock is None:
                 raise TierError(f"{path} has no {SUPERBLOCK}: expected the directory of a file tier")
             self.superblock = superblock
@@ -98,7 +121,10 @@ class Audit:
             self.bytes_on_disk = status.st_blocks * 512
             geometry = superblock.geometry
             if geometry.slab_bytes > status.st_size:  # a hostile one: no memory for what cannot be there
-                raise TierError(f"{path}: slabs of {geometry.slab_bytes} bytes, in a segment of {status.st_size}")
+                raise TierError(
+                    f"{path}/{SEGMENT} was cut to {status.st_size} bytes, less than one slab of "
+                    f"{geometry.slab_bytes}: nothing in it can be used; remove the directory to start with an empty one"
+                )
             self.slabs = replace(geometry, slabs=min(superblock.slabs, -(-status.st_size // geometry.slab_bytes)))
             self.missing = superblock.slabs - self.slabs.slabs
             self._entries = self._load()
@@ -119,29 +145,74 @@ class Audit:
 
     def headers(self) -> Iterator[Finding]:
         """What the header of each slot says, in order of slots; images are not read."""
+        self._find_newest()
         return self._examine(self._header)
 
     def records(self) -> Iterator[Finding]:
         """The same with every image verified."""
+        self._find_newest()
         return self._examine(self._record)
 
-    def repair(self, damaged: Sequence[Finding]) -> None:
-        """Empty these slots: they hold nothing afterwards, and the index, if there is one, says so; on the medium."""
+    def repair(self, damaged: Sequence[Finding], whole: Sequence[fmt.RecordHeader] = ()) -> None:
+        """Empty these slots, on the medium; the index says so, and a damaged copy of the superblock is written anew.
+
+        Where there is no index that can be used, one is made: of the records that are `whole`.
+        """
+        if self.superblocks.damaged:
+            for name in COPIES:
+                self._io.close(self._directory.reserve(name, PAGE))
+            self.superblocks.open()
+            self.superblocks.write(self.superblock)
+        entries = self._entries
+        if entries is None:
+            in_order = sorted(whole, key=lambda header: header.sequence)
+            entries = np.frombuffer(b"".join(pack_entry(header, 0) for header in in_order), ENTRY)
+        elif not damaged:
+            return
+        self._empty([(slot, pool) for slot, pool, *_ in damaged])
+        self._index(entries[~np.isin(entries["slot"], [finding.slot for finding in damaged])])
+
+    def remove(self, scopes: Collection[bytes]) -> bool:
+        """Remove the records of these scopes; if none are left, the tier's files, and the directory. Says which.
+
+        Raises `TierError` for a directory that a process has open, or without an index that can be used.
+        """
+        if self.live or self._entries is None:
+            raise TierError(f"{self.path}: a process has it open, or its index is damaged: nothing was removed")
+        theirs = np.isin(self._entries["scope"], np.array(sorted(scopes), "V32"))
+        kept = self._entries[~theirs & (self._entries["generation"] >= self.superblock.generation)]
+        if len(kept):
+            gone = self._entries[theirs]
+            self._empty(list(zip(gone["slot"].tolist(), gone["pool"].tolist(), strict=True)))
+            self._index(kept)
+            return False
+        names = [*COPIES, RESET, SEGMENT, *index_files(0), LOCK]
+        with self._directory.as_tier_errors():
+            for name in names:  # the superblocks first: whoever opens what is left if this is cut off finds nothing
+                self.path.joinpath(name).unlink(missing_ok=True)
+            if not any(self.path.iterdir()):
+                self.path.rmdir()
+        return True
+
+    def _empty(self, places: Sequence[tuple[int, int]]) -> None:
+        """Slots, each of its pool, hold nothing afterwards, on the medium."""
         with self._directory.as_tier_errors(SEGMENT):
             empty = make_lane(0).header
-            for slot, pool, *_ in damaged:
+            for slot, pool in places:
                 write_all(self._io, self._fd, empty, self.slabs.offset(pool, slot))
             self._io.fsync(self._fd)
-        if self._entries is not None and damaged:
-            kept = self._entries[~np.isin(self._entries["slot"], [finding.slot for finding in damaged])]
-            serial = fmt.sequence(self.superblock.opens, 0)
-            Index(self._directory, self.superblock.geometry, kept, self._epoch, serial).close()
+
+    def _index(self, entries: Entries) -> None:
+        """Have the index list these records."""
+        serial = fmt.sequence(self.superblock.opens, 0)
+        Index(self._directory, self.superblock.geometry, entries, self._epoch, serial).close()
 
     def close(self) -> None:
         """Let others use the directory. Idempotent."""
         if self._fd >= 0:
             self._io.close(self._fd)
             self._fd = -1
+        self.superblocks.close()
         self._directory.close()
 
     def __enter__(self) -> Self:
@@ -152,10 +223,24 @@ class Audit:
 
     def _load(self) -> Entries | None:
         """What the index says of slots that there may be; notes the epoch of the next checkpoint."""
-        self._epoch, entries = load(self._directory, self.slabs.stride)
+        for _ in range(_LOOKS if self.live else 1):
+            self._epoch, entries = load(self._directory, self.slabs.stride)
+            if entries is not None:
+                break
+            time.sleep(_PAUSE if self.live else 0.0)
         if entries is None:
             return None
         return one_size_a_slab(entries[fit(entries, self.superblock.geometry)], self.slabs.stride)
+
+    def _find_newest(self) -> None:
+        """Without an index: which record of each key counts."""
+        if self._entries is None and not self._newest:
+            newest: dict[tuple[bytes, Key], int] = {}
+            for found in self._examine(self._header):
+                if found.header is not None and found.condition is Condition.WHOLE:
+                    name = found.header.scope, found.header.key
+                    newest[name] = max(newest.get(name, 0), found.header.sequence)
+            self._newest = newest
 
     def _examine(self, look: Callable[[int, int], Finding]) -> Iterator[Finding]:
         pools = self._pools()
@@ -207,7 +292,8 @@ class Audit:
             return Finding(slot, pool, Condition.LEFT_OVER if free else Condition.MISPLACED, header)
         if header.generation < self.superblock.generation:
             return Finding(slot, pool, Condition.STALE, header)
-        return Finding(slot, pool, Condition.LEFT_OVER if free or header.pool != pool else Condition.WHOLE, header)
+        free |= header.pool != pool or header.sequence < self._newest.get((header.scope, header.key), 0)
+        return Finding(slot, pool, Condition.LEFT_OVER if free else Condition.WHOLE, header)
 
     def _belongs(self, header: fmt.RecordHeader, slot: int, pool: int) -> bool:
         """Whether `header` names the place where it was found; one of another pool may begin there, too."""

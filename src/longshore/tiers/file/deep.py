@@ -173,7 +173,7 @@ class AioQueue:
         """They have failed; `ended` says so."""
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("asynchronous I/O was refused, plain calls instead, now and whenever that happens: %s", error)
+            _log.warning("io_submit failed, synchronous I/O instead, now and whenever that happens: %s", error)
         self._under_way.difference_update(numbers)
         self._refused += [(number, -(error.errno or errno.EAGAIN)) for number in numbers]
         self.wake()

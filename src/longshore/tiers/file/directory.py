@@ -1,8 +1,9 @@
-"""The tier's directory: ours alone, locked while in use, its superblock replaced as a whole or not at all.
+"""The tier's directory: ours alone, and locked while in use.
 
     directory/            0700: made so, or narrowed to it
       lock                locked for as long as the process lives
-      superblock          one page: geometry and generation
+      superblock, .copy   geometry and generation, twice (superblock.py)
+      reset               a reset that was ordered while nobody had the directory open (superblock.py)
       index.*, journal.*  which record lies in which slot (index.py)
       segment             the slots
 
@@ -20,24 +21,19 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from longshore.errors import FormatError, TierError, TierInUseError
-from longshore.tiers.arena import PAGE
+from longshore.errors import TierError, TierInUseError
 from longshore.tiers.file.deep import DeepIo
-from longshore.tiers.file.format import Superblock, pack_superblock, parse_superblock
 from longshore.tiers.file.system import RawIo, read_all, write_all
 
 _log = logging.getLogger(__name__)
 
 LOCK = "lock"
-SUPERBLOCK = "superblock"
 SEGMENT = "segment"
-_REPLACEMENT = "superblock.new"
 
-OVERHEAD = 4 * PAGE
-"""Bytes of a tier's capacity that are no slots: the directory, the lock, the superblock and its replacement."""
+_PID_BYTES = 16
 
 _owned: set[tuple[int, int, int]] = set()
 """Directories that are open: process, device, inode. What a forked child finds here is not its own."""
@@ -52,13 +48,19 @@ class Directory:
         io: The system calls that reach it.
     """
 
-    def __init__(self, path: Path, io: RawIo | None = None) -> None:
+    def __init__(self, path: Path, io: RawIo | None = None, *, guest: bool = False) -> None:
+        """As a `guest` it is not locked: another process may have it open. Nothing is made, and no mode changed."""
         self.path = path
         self.io: RawIo = DeepIo() if io is None else io
         self._pid = os.getpid()
+        self._guest = guest
+        self._lock = -1
         with contextlib.ExitStack() as undo:
             self._fd = self._open_directory()
             undo.callback(self.io.close, self._fd)
+            if guest:
+                undo.pop_all()
+                return
             self._own()
             undo.callback(_owned.discard, self._identity)
             self._lock = self.open(LOCK, create=True)
@@ -95,6 +97,30 @@ class Directory:
             self.io.close(fd)
             raise
         return fd
+
+    def reserve_all(self, files: Mapping[str, int]) -> None:
+        """Have these files, by name, at least so long, with every block allocated; or all of them as they were."""
+        with contextlib.ExitStack() as undo:
+            statuses = {}
+            for name in files:
+                fd = self.open(name, create=True)
+                undo.callback(self.io.close, fd)
+                with self.as_tier_errors(name):
+                    statuses[name] = fd, self.io.fstat(fd)
+            missing = sum(_missing(status, files[name]) for name, (_, status) in statuses.items())
+            with self.as_tier_errors():
+                free = self.io.free_bytes(self._fd) if missing else 0
+            if missing > free:
+                raise TierError(
+                    f"{self.path}: expected room for {missing} more bytes (capacity {sum(files.values())}), "
+                    f"the file system has {free} free"
+                )
+            with contextlib.ExitStack() as restore:
+                for name, (fd, status) in statuses.items():
+                    restore.callback(self._restore, name, fd, status.st_size)
+                    with self.as_tier_errors(name):
+                        self._allocate(fd, name, files[name])
+                restore.pop_all()
 
     def trim(self, name: str, nbytes: int) -> None:
         """Let go of what file `name` has beyond its first `nbytes`."""
@@ -138,48 +164,20 @@ class Directory:
         finally:
             self.io.close(fd)
 
-    def read_superblock(self) -> Superblock | None:
-        """The superblock, `None` when there is none yet; raises `FormatError` when it is not ours."""
-        try:
-            fd = self.open(SUPERBLOCK)
-        except TierError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise
-        try:
-            with self.as_tier_errors(SUPERBLOCK):
-                page = read_all(self.io, fd, PAGE + 1, 0)
-        finally:
-            self.io.close(fd)
-        try:
-            return parse_superblock(page)
-        except FormatError as error:
-            raise FormatError(
-                f"{self.path}: {error}. Nothing was touched; remove the directory to start with an empty one"
-            ) from None
-
-    def write_superblock(self, superblock: Superblock) -> None:
-        """Replace the superblock; it is on the medium when this returns."""
-        fd = self.open(_REPLACEMENT, create=True)
-        try:
-            with self.as_tier_errors(_REPLACEMENT):
-                self.io.ftruncate(fd, 0)  # not when opening: then it could be another's file
-                write_all(self.io, fd, pack_superblock(superblock), 0)
-                self.io.fsync(fd)
-        finally:
-            self.io.close(fd)
-        with self.as_tier_errors(SUPERBLOCK):
-            self.io.rename(_REPLACEMENT, SUPERBLOCK, self._fd)
+    def sync(self) -> None:
+        """The names of all files are on the medium when this returns."""
+        with self.as_tier_errors():
             self.io.fsync(self._fd)
 
     def close(self) -> None:
         """Release the lock. Idempotent; in a forked child, only its copies of the descriptors go."""
         if self._fd >= 0:
-            if not self.forked or (os.getpid(), *self._identity[1:]) not in _owned:
-                # Else the child holds the lock by now, and would lose it with any descriptor of that file.
-                self.io.close(self._lock)
+            if not self._guest:
+                if not self.forked or (os.getpid(), *self._identity[1:]) not in _owned:
+                    # Else the child holds the lock by now, and would lose it with any descriptor of that file.
+                    self.io.close(self._lock)
+                _owned.discard(self._identity)
             self.io.close(self._fd)
-            _owned.discard(self._identity)
             self._fd = self._lock = -1
 
     @contextlib.contextmanager
@@ -189,13 +187,16 @@ class Directory:
         try:
             yield
         except OSError as error:
-            what = "it is a symbolic link" if path.is_symlink() else error.strerror
+            is_link = os.path.islink(path)  # noqa: PTH114 - `Path` raises where a name is too long
+            what = "it is a symbolic link" if is_link else error.strerror
             raise TierError(f"{path}: cannot be used: {what}") from error
+        except ValueError as error:  # a NUL in the name
+            raise TierError(f"{str(path)!r}: cannot be used: {error}") from error
 
     def _open_directory(self) -> int:
         path = self.path
         with self.as_tier_errors():
-            fd = self.io.open_directory(path)
+            fd = self.io.open_directory(path, create=not self._guest)
             try:
                 status = self.io.fstat(fd)
                 _check_owner(status, path)
@@ -204,7 +205,7 @@ class Directory:
                         f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}), who could replace "
                         f"its files; expected 0700: chmod 700 {path}"
                     )
-                if status.st_mode & 0o077:
+                if status.st_mode & 0o077 and not self._guest:
                     self.io.fchmod(fd, 0o700)
                     _log.warning("%s could be read by others (mode %04o); it is 0700 now", path, status.st_mode & 0o777)
             except BaseException:
@@ -225,8 +226,10 @@ class Directory:
             if not self.io.lock(self._lock):
                 holder = self.io.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
                 raise self._in_use(holder)
-            self.io.ftruncate(self._lock, 0)
-            write_all(self.io, self._lock, f"{self._pid}\n".encode(), 0)
+            # In place, and always as long: on a full disk a file that was emptied may stay so.
+            write_all(self.io, self._lock, f"{self._pid:<{_PID_BYTES - 1}}\n".encode(), 0)
+            if self.io.fstat(self._lock).st_size > _PID_BYTES:
+                self.io.ftruncate(self._lock, _PID_BYTES)
 
     def _in_use(self, holder: str) -> TierInUseError:
         return TierInUseError(
@@ -241,15 +244,15 @@ class Directory:
         _check_owner(status, path)
         if status.st_nlink != 1:
             raise TierError(f"{path}: expected a file with one name, got {status.st_nlink} links to it")
-        if stat.S_IMODE(status.st_mode) != 0o600:
+        if stat.S_IMODE(status.st_mode) != 0o600 and not self._guest:
             self.io.fchmod(fd, 0o600)
 
     def _allocate(self, fd: int, name: str, nbytes: int) -> None:
-        path, before = self.path / name, self.io.fstat(fd)
-        allocated = before.st_blocks * 512
-        if before.st_size >= nbytes and before.st_size <= allocated:
+        before = self.io.fstat(fd)
+        missing = _missing(before, nbytes)
+        if not missing:
             return
-        free, missing = self.io.free_bytes(fd), nbytes - allocated
+        path, free = self.path / name, self.io.free_bytes(fd)
         if missing > free:
             raise TierError(
                 f"{path}: expected room for {missing} more bytes (capacity {nbytes}), the file system has {free} free"
@@ -258,10 +261,25 @@ class Directory:
             self.io.allocate(fd, nbytes)
             self.io.fsync(fd)
         except OSError as error:
-            self.io.ftruncate(fd, before.st_size)
+            self._restore(name, fd, before.st_size)
             raise TierError(
                 f"{path}: could not allocate {nbytes} bytes ({before.st_size} kept, {free} free): {error.strerror}"
             ) from error
+
+    def _restore(self, name: str, fd: int, nbytes: int) -> None:
+        """File `name` is `nbytes` long again, if it became longer."""
+        try:
+            if self.io.fstat(fd).st_size > nbytes:
+                self.io.ftruncate(fd, nbytes)
+        except OSError as error:
+            _log.warning("%s cannot be truncated to %d bytes: %s", self.path / name, nbytes, error.strerror)
+
+
+def _missing(status: os.stat_result, nbytes: int) -> int:
+    """Bytes that a file lacks to be `nbytes` long, with every block of it allocated."""
+    allocated = status.st_blocks * 512
+    whole = nbytes <= status.st_size <= allocated
+    return 0 if whole else max(nbytes - allocated, 1)
 
 
 def _check_owner(status: os.stat_result, path: Path) -> None:

@@ -210,4 +210,4 @@ class Dispatcher:
             try:
                 self.at_end()
             except Exception:  # noqa: BLE001 - the batch has ended, whatever its owner makes of that
-                _log.exception("who wanted to know that a batch has ended has failed")
+                _log.exception("completion callback raised; batch %d is done", batch.ticket)

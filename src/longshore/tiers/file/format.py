@@ -25,11 +25,12 @@ from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE
 from longshore.tiers.ops import KEY_BYTES
 
-VERSION = 3
+VERSION = 4
 """Of all pages. A superblock of another version is refused; nothing in its directory is touched."""
 
 RECORD_MAGIC = b"LNGSHREC"
 SUPERBLOCK_MAGIC = b"LNGSHSUP"
+RESET_MAGIC = b"LNGSHRST"
 
 OPENS_LIMIT = 2**24
 """A segment can be opened fewer times than this: `opens` is the upper part of a 64-bit write sequence number."""
@@ -48,6 +49,7 @@ _EMPTY = bytes(PAGE)
 _PROLOGUE = struct.Struct("<8sI")  # magic, version: the same in every version there will be
 _RECORD = struct.Struct("<8sIHH32s32s32sQQQQQQ")
 _SUPERBLOCK = struct.Struct("<8sIIQQQQQ")
+_RESET = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKED = PAGE - _CHECKSUM.size
 
@@ -195,6 +197,21 @@ def parse_superblock(page: bytes) -> Superblock:
         raise FormatError(f"superblock: {superblock.geometry.indices} slots, the most are {SLOTS_LIMIT}")
     check_padding("superblock", page, _SUPERBLOCK.size + 8 * count)
     return superblock
+
+
+def pack_reset(generation: int) -> bytes:
+    """The page that tells whoever opens the directory next of a reset: nothing older than `generation` is served."""
+    return seal(_RESET.pack(RESET_MAGIC, VERSION, 0, generation))
+
+
+def parse_reset(page: bytes) -> int:
+    """The generation in `page`; raises `FormatError` unless it is whole, and of this version."""
+    check_page("reset", page, RESET_MAGIC)
+    _, _, zero, generation = _RESET.unpack_from(page)
+    if zero:
+        raise FormatError(f"reset: expected 0 behind the version, got {zero}")
+    check_padding("reset", page, _RESET.size)
+    return int(generation)
 
 
 def seal(fields: bytes) -> bytes:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from longshore.boundary import Status
 from longshore.checksums import MIX64, XXH3_64, checksum
-from longshore.errors import DeviceError
+from longshore.errors import DeviceError, TierError
 from longshore.tiers.arena import PAGE, align
 from longshore.tiers.base import TierOp
 from longshore.tiers.file import cufile
@@ -47,6 +47,9 @@ class DeviceMemory(Protocol):
     def nbytes(self) -> int:
         """Its size in bytes. Raises `TierClosedError` when it is gone."""
 
+    def bind(self) -> Callable[[], None]:
+        """Make the device the calling thread's own, for cuFile; returns what undoes it."""
+
     def mix64(self, offset: int, length: int) -> int:
         """mix64 of a range, computed on the device."""
 
@@ -71,12 +74,17 @@ class GdsFileTier(FileTier):
         threads: int = 16,
         io: RawIo | None = None,
         library: object | None = None,
+        strict: bool = False,
     ) -> None:
-        """As for `FileTier`. `library` stands for the functions of cuFile, for tests."""
+        """As for `FileTier`. `library` stands for the functions of cuFile, for tests.
+
+        With `strict` nothing goes by way of the host: where cuFile cannot be used, `TierError` is raised here, and what
+        it refuses later ends as `Status.IO_ERROR`.
+        """
         self._gds: GdsPayload
 
         def open_payload(segment: Segment) -> GdsPayload:
-            self._gds = GdsPayload(memory, segment, cufile.load if library is None else lambda: library)
+            self._gds = GdsPayload(memory, segment, cufile.load if library is None else lambda: library, strict=strict)
             return self._gds
 
         super().__init__(
@@ -103,12 +111,19 @@ class GdsFileTier(FileTier):
 class GdsPayload:
     """Moves images by cuFile where that can be had, else through the lane of the worker."""
 
-    def __init__(self, memory: DeviceMemory, segment: Segment, load: Callable[[], object]) -> None:
+    def __init__(
+        self, memory: DeviceMemory, segment: Segment, load: Callable[[], object], *, strict: bool = False
+    ) -> None:
         self._memory = memory
+        self._strict = strict
+        self._bound = threading.local()
         self._segment = segment
         self._counting = threading.Lock()
         self._fallbacks = dict.fromkeys(_REASONS, 0)
-        self._file = self._open(load)
+        try:
+            self._file = self._open(load)
+        except DeviceError as error:
+            raise TierError(str(error)) from error
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -189,27 +204,37 @@ class GdsPayload:
     def _open(self, load: Callable[[], object]) -> CuFile | None:
         """cuFile, once it has moved a page; `None` where it does not."""
         file: CuFile | None = None
+        undo = self._memory.bind()
         try:
             if not self._segment.direct:
                 raise DeviceError("the file system has no direct I/O")
             file = CuFile(load(), self._segment.fd, self._memory.address, self._memory.nbytes)
             file.read(0, PAGE, 0)
         except DeviceError as error:
-            _log.warning("no GPUDirect Storage, images go by way of the host: %s", error)
-            self._fell_back("no_gds")
             if file is not None:
                 file.close()
+            if not self._strict:
+                _log.warning("no GPUDirect Storage, file I/O goes through host memory: %s", error)
+            self._fell_back("no_gds", error)
             return None
+        finally:
+            undo()
         return file
 
     def _file_for(self, op: TierOp) -> CuFile | None:
+        if not getattr(self._bound, "done", False):  # once for each worker, before its first call of cuFile
+            self._memory.bind()
+            self._bound.done = True
         if self._file is not None and not is_aligned(op):
             self._fell_back("unaligned")
             return None
         return self._file
 
     def _fell_back(self, reason: str, error: DeviceError | None = None) -> None:
+        """Count what goes by way of the host; `DeviceError` where nothing may."""
         with self._counting:
             self._fallbacks[reason] += 1
+        if self._strict:
+            raise DeviceError(f"strict mode: nothing may go by way of the host ({reason}): {error or 'not for cuFile'}")
         if error is not None:
-            _log.debug("by way of the host: %s", error)
+            _log.debug("file I/O through host memory: %s", error)

@@ -86,10 +86,10 @@ class Health:
             if self._failures[op] >= PATIENCE and self.allows(op):
                 self.state = State.OFF if op is Op.READ else State.READ_ONLY
                 _log.error(
-                    "%s: %d %ss in a row failed, the last as %s: it is %s until it is opened again",
+                    "file tier %s is %s until the engine is restarted: %d %ss in a row failed, the last with %s",
                     self._name,
+                    self.state.value.replace("_", "-"),
                     PATIENCE,
                     op.value,
                     status.value,
-                    self.state.value,
                 )

@@ -121,7 +121,7 @@ class Index:
 
     def enter(self, headers: Sequence[RecordHeader]) -> None:
         """Records were written. One whose slab was given to another pool meanwhile is not there any more."""
-        now = int(time.time())
+        now = min(max(int(time.time()), 0), fmt.MAX_TIME)  # whatever the clock says
         entries = [fmt.pack_entry(header, now) for header in headers]
         with self._changing:
             for (slot, pool), entry in zip(((header.slot, header.pool) for header in headers), entries, strict=True):
@@ -216,7 +216,7 @@ class Index:
 
     def _note_missing(self, error: OSError) -> None:
         if not self._missing:
-            _log.warning("%s: %s; the next checkpoint makes up for it", journal_name(self._journal.epoch), error)
+            _log.warning("%s: %s; the next checkpoint covers it", journal_name(self._journal.epoch), error)
         self._missing = True
 
     def _finish(self, entries: Entries, known: int) -> None:

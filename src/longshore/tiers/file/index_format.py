@@ -57,6 +57,12 @@ ENTERED = 1
 STRUCK = 2
 """Kind of note: the slot holds nothing. As the other kind, it says whose the slab is: what other pools had is gone."""
 
+MAX_TIME = 2**32 - 1
+"""The last second of Unix time that an entry can name."""
+
+EPOCH_LIMIT = 2**63
+"""Epochs lie below this one; no tier will ever come near."""
+
 HAS_PARENT = 1
 NO_PARENT = bytes(32)
 
@@ -119,6 +125,7 @@ def parse_checkpoint_header(page: bytes) -> CheckpointHeader:
     _, _, entry_bytes, epoch, count, known, checksum = _CHECKPOINT.unpack_from(page)
     if entry_bytes != ENTRY.itemsize:
         raise FormatError(f"checkpoint: expected entries of {ENTRY.itemsize} bytes, got {entry_bytes}")
+    _check_epoch("checkpoint", epoch)
     check_padding("checkpoint", page, _CHECKPOINT.size)
     return CheckpointHeader(epoch, count, known, checksum)
 
@@ -169,8 +176,14 @@ def parse_journal_header(page: bytes) -> int:
     _, _, note_bytes, epoch = _JOURNAL.unpack_from(page)
     if note_bytes != NOTE.itemsize:
         raise FormatError(f"journal: expected notes of {NOTE.itemsize} bytes, got {note_bytes}")
+    _check_epoch("journal", epoch)
     check_padding("journal", page, _JOURNAL.size)
     return int(epoch)
+
+
+def _check_epoch(what: str, epoch: int) -> None:
+    if not 0 < epoch < EPOCH_LIMIT:
+        raise FormatError(f"{what}: expected an epoch from 1 to {EPOCH_LIMIT - 1}, got {epoch}")
 
 
 def pack_note(epoch: int, serial: int, kind: int, entry: bytes) -> bytes:

@@ -27,6 +27,7 @@ class Scope:
         bytes: Of their images.
         reads: How often they were served; as of the last checkpoint.
         written: Seconds of Unix time when the newest was written; 0 where that is not known.
+        current: Whether the record written last is of this scope.
     """
 
     scope: str
@@ -34,6 +35,7 @@ class Scope:
     bytes: int
     reads: int
     written: int
+    current: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Inspection:
         from_index: Whether this is what the index says; without one, neither reads nor ages are known.
         stale: Records of earlier generations: free space.
         records: Of the others.
+        full: What part of the slabs these take; from 0 to 1.
+        live: Whether a process has the directory open.
     """
 
     slabs: int
@@ -82,6 +86,8 @@ class Inspection:
     from_index: bool
     records: int
     stale: int
+    full: float
+    live: bool
     sizes: tuple[Size, ...]
     scopes: tuple[Scope, ...]
     ages: tuple[Age, ...]
@@ -96,6 +102,7 @@ def inspect(audit: Audit, headers: Iterable[Finding], now: float) -> Inspection:
     found = audit.entries()
     entries = _from_headers(headers) if found is None else found
     live = entries[entries["generation"] >= audit.superblock.generation]
+    geometry = audit.superblock.geometry
     return Inspection(
         slabs=audit.superblock.slabs,
         slab_bytes=audit.superblock.slab_bytes,
@@ -105,6 +112,8 @@ def inspect(audit: Audit, headers: Iterable[Finding], now: float) -> Inspection:
         from_index=found is not None,
         records=len(live),
         stale=len(entries) - len(live),
+        full=float(np.array(geometry.image_bytes)[live["pool"]].sum()) / geometry.nbytes,
+        live=audit.live,
         sizes=_sizes(live, audit.superblock),
         scopes=_scopes(live),
         ages=_ages(live, now),
@@ -127,12 +136,13 @@ def _sizes(entries: Entries, superblock: Superblock) -> tuple[Size, ...]:
 
 def _scopes(entries: Entries) -> tuple[Scope, ...]:
     """By scope, the largest first."""
+    last = entries["scope"][entries["sequence"].argmax()].item().hex() if len(entries) else ""
     names = np.array([scope.hex() for scope in entries["scope"].tolist()], dtype=str)
     scopes = []
     for name in np.unique(names).tolist():
         own = entries[names == name]
         nbytes, reads = int(own["length"].sum()), int(own["hits"].sum(dtype=np.int64))
-        scopes.append(Scope(name, len(own), nbytes, reads, int(own["written"].max())))
+        scopes.append(Scope(name, len(own), nbytes, reads, int(own["written"].max()), name == last))
     return tuple(sorted(scopes, key=lambda scope: (-scope.bytes, scope.scope)))
 
 

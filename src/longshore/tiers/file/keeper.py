@@ -62,4 +62,4 @@ class Keeper:
         self._not_before = time.monotonic() + RETRY_SECONDS
         self.failures += 1
         if self.failures == 1:
-            _log.warning("%s; after a restart, what came after the last one may be missing", error)
+            _log.warning("index checkpoint failed: %s; what was written since the last may be lost at a restart", error)

@@ -56,7 +56,7 @@ def load(directory: Directory, stride: int) -> Found:
     checkpoints = [each for file in (0, 1) if (each := _read_checkpoint(directory, file)) is not None]
     journals = [_read_journal(directory, file) for file in (0, 1)]
     epochs = [each.epoch for each in checkpoints] + [each for each in journals if each is not None]
-    highest = max(epochs, default=0)
+    highest = max([0, *epochs])
     for checkpoint in sorted(checkpoints, key=lambda each: each.epoch, reverse=True):
         entries = _replayed(directory, checkpoint, journals, stride)
         if entries is not None:

@@ -2,7 +2,7 @@
 
     capacity, image sizes ──► slabs       as many as fit, the books beside them included
     ──► all files reserved                whatever fails up to here leaves the directory as it was
-    ──► superblock                        from here on the geometry is the new one
+    ──► superblock, and its copy          from here on the geometry is the new one
                                           also where something fails after this
     superblock, index ──► entries ──► index   what is left; without a usable index, every header is read
     ──► files trimmed                     what is beyond the new ends
@@ -24,15 +24,19 @@ from longshore.errors import FormatError, TierError
 from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file import format as fmt
-from longshore.tiers.file.directory import OVERHEAD, SEGMENT, Directory
+from longshore.tiers.file.directory import SEGMENT, Directory
 from longshore.tiers.file.index import Index, index_files
 from longshore.tiers.file.index_format import Entries, fit, one_size_a_slab
 from longshore.tiers.file.loading import load
 from longshore.tiers.file.scanning import scan
 from longshore.tiers.file.segment import Segment
+from longshore.tiers.file.superblock import FILES, Superblocks
 from longshore.tiers.ops import MAX_GENERATION
 
 _log = logging.getLogger(__name__)
+
+OVERHEAD = 2 * PAGE + sum(FILES.values())
+"""Bytes of a tier's capacity that are neither slots nor index: the directory, the lock, superblock, copy and reset."""
 
 _ENOUGH = 16
 """Slabs for each image size at which those of a directory are not too large to be kept."""
@@ -43,6 +47,7 @@ class Opened:
     """The files of a tier, open."""
 
     superblock: fmt.Superblock
+    superblocks: Superblocks
     segment: Segment
     index: Index
 
@@ -83,35 +88,44 @@ def slabs_within(capacity: int, image_bytes: Sequence[int], slab_bytes: int | No
 
 def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) -> Opened:
     """Open the files in `directory` for images of `image_bytes`, and keep what they hold of that."""
-    before = directory.read_superblock()
-    superblock = _next_superblock(directory, before, capacity, image_bytes)
+    superblocks = Superblocks(directory)
+    before = superblocks.read()
+    for name, why in superblocks.damaged.items():
+        _log.warning("%s: %s is damaged; rewriting it from the other copy: %s", directory.path, name, why)
+    superblock = _next_superblock(directory, before, capacity, image_bytes, superblocks)
     slabs = superblock.geometry
-    files = index_files(slabs.indices)
+    files = {**index_files(slabs.indices), **FILES}
     held = 0 if before is None else min(before.slabs, slabs.slabs, directory.length(SEGMENT) // slabs.slab_bytes)
     if before is None and directory.length(SEGMENT):
         directory.trim(SEGMENT, 0)  # nobody knows which generation is the last
+    directory.reserve_all({SEGMENT: slabs.nbytes, **files})
+    directory.sync()
     with contextlib.ExitStack() as undo:
         segment = Segment(directory, slabs.nbytes)
         undo.callback(segment.close)
-        for name, nbytes in files.items():
-            directory.io.close(directory.reserve(name, nbytes))
-        directory.write_superblock(superblock)
+        undo.callback(superblocks.close)
+        superblocks.open()
+        superblocks.write(superblock)
         entries, epoch = _entries(directory, segment, superblock, held)
         index = Index(directory, slabs, entries, epoch, fmt.sequence(superblock.opens, 0))
         undo.callback(index.close)
         for name, nbytes in {**files, SEGMENT: slabs.nbytes}.items():
             directory.trim(name, nbytes)
         undo.pop_all()
-    return Opened(superblock, segment, index)
+    return Opened(superblock, superblocks, segment, index)
 
 
 def _next_superblock(
-    directory: Directory, before: fmt.Superblock | None, capacity: int, image_bytes: Sequence[int]
+    directory: Directory,
+    before: fmt.Superblock | None,
+    capacity: int,
+    image_bytes: Sequence[int],
+    superblocks: Superblocks,
 ) -> fmt.Superblock:
     sizes = tuple(image_bytes)
     fresh = slabs_within(capacity, sizes)
     if before is None:
-        return fmt.Superblock(fresh.slabs, fresh.slab_bytes, sizes, generation=0, opens=1)
+        return fmt.Superblock(fresh.slabs, fresh.slab_bytes, sizes, superblocks.reset(), opens=1)
     if before.opens + 1 >= fmt.OPENS_LIMIT:
         raise FormatError(f"{directory.path} was opened {before.opens} times, the most it can be; remove the directory")
     if before.image_bytes == sizes:
@@ -137,7 +151,7 @@ def _entries(directory: Directory, segment: Segment, superblock: fmt.Superblock,
     epoch, entries = load(directory, slabs.stride)
     if entries is None:
         if held:
-            _log.warning("%s has no index that can be used: reading the headers of all %d slabs", directory.path, held)
+            _log.warning("%s: no usable index; recovering from the record headers of %d slabs", directory.path, held)
         entries = scan(segment, slabs)
     entries = entries.take(np.flatnonzero((entries["generation"] == superblock.generation) & fit(entries, slabs)))
     return one_size_a_slab(entries, slabs.stride), epoch

@@ -91,8 +91,10 @@ class Rolling:
     def _work(self) -> None:
         try:
             self._roll()
-        except Exception:  # noqa: BLE001 - batches without a result would be waited for without end
-            _log.exception("the file tier has lost its queue, and does nothing any more")
+        except Exception as error:  # noqa: BLE001 - batches without a result would be waited for without end
+            _log.exception(
+                "file tier disabled: asynchronous I/O queue failed (%s); restart the process to re-enable it", error
+            )
             self._dispatcher.close()
             self._queue.close()  # which waits for what is under way: only then is its memory anybody else's
             for flight in self._flights:

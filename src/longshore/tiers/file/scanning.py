@@ -41,9 +41,13 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
             if (header := _header(segment, slabs, slot, pool, page)) is not None
         ]
 
-    with ThreadPoolExecutor(_THREADS) as threads:
-        ranges = [range(first, slabs.slabs, _THREADS) for first in range(_THREADS)]
-        found = [header for some in threads.map(headers, ranges) for header in some]
+    ranges = [range(first, slabs.slabs, _THREADS) for first in range(_THREADS)]
+    try:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            found = [header for some in threads.map(headers, ranges) for header in some]
+    except RuntimeError as error:
+        _log.warning("recovery: no threads, so record headers are read one by one: %s", error)
+        found = headers(range(slabs.slabs))
     found.sort(key=lambda header: header.sequence)
     newest = {header.slot: header for header in found}
     return np.frombuffer(b"".join(pack_entry(each, 0) for each in found if newest[each.slot] is each), ENTRY)
@@ -64,6 +68,6 @@ def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryvi
     except FormatError:
         return None
     except OSError as error:
-        _log.warning("slot %d cannot be read: %s", slot, error)
+        _log.warning("recovery: record of slot %d skipped, its header cannot be read: %s", slot, error)
         return None
     return header if header is not None and (header.slot, header.pool) == (slot, pool) else None

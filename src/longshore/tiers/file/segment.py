@@ -56,7 +56,7 @@ class Segment:
             if self.direct:
                 self._queue = self._io.open_queue(self._fd, turns * TURN_RECORDS, 2 * TURN_RECORDS)
         except OSError as error:
-            _log.warning("threads instead of asynchronous I/O (fs.aio-max-nr?): %s", error.strerror)
+            _log.warning("no asynchronous I/O, threads instead (is fs.aio-max-nr used up?): %s", error.strerror)
         return self._queue
 
     def move(self, move: Move) -> list[Status]:

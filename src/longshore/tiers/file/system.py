@@ -59,8 +59,8 @@ class Queue(Protocol):
 class RawIo(Protocol):
     """The system calls of a file tier. `preadv`, `pwritev` and a queue move images; the others keep the books."""
 
-    def open_directory(self, path: Path, /) -> int:
-        """A descriptor of a directory, which is made, with its parents, when it does not exist."""
+    def open_directory(self, path: Path, /, *, create: bool) -> int:
+        """A descriptor of a directory, which may be made, with its parents, when it does not exist."""
 
     def open(self, name: str, directory: int, /, *, create: bool) -> int:
         """A descriptor, for reading and writing, of a file in `directory`; mode 0600 if it is made here."""
@@ -101,9 +101,6 @@ class RawIo(Protocol):
     def free_bytes(self, fd: int, /) -> int:
         """What the file system of `fd` has free for us."""
 
-    def rename(self, old: str, new: str, directory: int, /) -> None:
-        """`os.rename` within `directory`."""
-
     def enable_direct(self, fd: int, /) -> bool:
         """Switch `fd` to direct I/O; whether it can."""
 
@@ -117,9 +114,10 @@ class RawIo(Protocol):
 class SystemIo:
     """`RawIo` of the operating system, without a queue: `deep.py` has that."""
 
-    def open_directory(self, path: Path, /) -> int:
+    def open_directory(self, path: Path, /, *, create: bool) -> int:
         """`Path.mkdir`, `os.open`."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NEVER_THROUGH_A_LINK)
 
     def open(self, name: str, directory: int, /, *, create: bool) -> int:
@@ -134,7 +132,7 @@ class SystemIo:
         except OSError as error:
             if error.errno == errno.EBADF:
                 raise  # it was not ours: a mistake in here, and no trouble with the disk
-            _log.warning("descriptor %d was given back: %s", fd, error)
+            _log.warning("closing file descriptor %d failed: %s", fd, error)
 
     def fstat(self, fd: int, /) -> os.stat_result:
         """`os.fstat`."""
@@ -186,10 +184,6 @@ class SystemIo:
         """`os.fstatvfs`."""
         space = os.fstatvfs(fd)
         return space.f_bavail * space.f_frsize
-
-    def rename(self, old: str, new: str, directory: int, /) -> None:
-        """`os.rename`."""
-        os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
 
     def enable_direct(self, fd: int, /) -> bool:
         """`F_SETFL`, and a direct read to see whether it works."""

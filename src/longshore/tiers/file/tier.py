@@ -34,7 +34,7 @@ from longshore.tiers.file.steps import Steps, carry_out
 from longshore.tiers.file.system import RawIo
 from longshore.tiers.file.turns import TURN_RECORDS, cut
 from longshore.tiers.file.workers import Workers
-from longshore.tiers.ops import check_batch, check_digest, check_generation
+from longshore.tiers.ops import check_batch, check_digest, check_generation, check_slots
 
 _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, StoredChunk)
 # From C: there may be half a million of them, and a named tuple's own constructor runs in Python.
@@ -93,6 +93,9 @@ class FileTier(Tier):
             resources.callback(self._directory.close)
             opened = open_files(self._directory, capacity, sizes)
             self._superblock, self._segment, self._index = opened.superblock, opened.segment, opened.index
+            self._superblocks = opened.superblocks
+            resources.callback(self._superblocks.close)
+            resources.callback(self._settle_reset)
             self.slabs = self._superblock.geometry
             self._stored_generation = self.generation
             resources.callback(self._segment.close)
@@ -180,6 +183,7 @@ class FileTier(Tier):
         """
         self._closed = True
         if self._directory.forked:
+            self._superblocks.close()
             self._segment.close()
             self._index.close()
             self._directory.close()
@@ -192,14 +196,15 @@ class FileTier(Tier):
         Given a `scope`, this process writes, and serves, under that one from then on.
 
         Raises `TierError` when it cannot be stored. Then this process still serves nothing older, and takes nothing
-        newer, but a later one might serve it: until a second try succeeds, the directory must not be opened again.
+        newer, but a later one might serve it: until a second try succeeds, or `close` has written it, or has dropped
+        the superblock, and all records with it.
         """
         self._check_open()
         check_generation(generation)
         check_digest("a scope", self._scope if scope is None else scope)
         if generation > self._stored_generation:
             self._superblock = self._superblock._replace(generation=max(generation, self.generation))
-            self._directory.write_superblock(self._superblock)
+            self._superblocks.write(self._superblock)
             self._stored_generation = self.generation
             self._index.forget(self.generation)
         if scope is not None:
@@ -223,14 +228,21 @@ class FileTier(Tier):
             entries = entries[[newest[key] == when for key, when in zip(keys, written, strict=True)]]
         return _chunks(entries)
 
+    def others(self) -> list[int]:
+        """Slots that hold records of other scopes, least recently used first."""
+        self._check_open()
+        entries = self._index.entries()
+        theirs = (entries["scope"] != np.void(self._scope)) & (entries["generation"] >= self.generation)
+        slots: list[int] = entries["slot"][theirs].tolist()
+        return slots
+
     def discard(self, slots: Sequence[int]) -> None:
         """Nobody wants what is in `slots` any more: the next process is not told of it.
 
         Raises `PlanError` for a slot that there is not.
         """
         self._check_open()
-        for slot in slots:
-            self.slabs.slab_of(slot)  # or there is none
+        check_slots(slots, self.slabs)
         self._index.discard(slots)
 
     def checkpoint(self) -> None:
@@ -240,6 +252,19 @@ class FileTier(Tier):
         """
         self._check_open()
         self._index.checkpoint()
+
+    def _settle_reset(self) -> None:
+        """What `forget` could not write is tried once more; if it cannot be, nothing is found here any more."""
+        if self.generation == self._stored_generation:
+            return
+        try:
+            self._superblocks.write(self._superblock)
+        except TierError as error:
+            _log.error("%s; discarding all records, so that none from before the reset is served", error)
+            try:
+                self._superblocks.drop()
+            except TierError as worse:
+                _log.error("%s; remove %s before the next start", worse, self._directory.path)
 
     def _check_process(self) -> None:
         if self._directory.forked:

@@ -58,5 +58,5 @@ class Workers:
 def failed_unexpectedly(orders: Sequence[Order]) -> Sequence[Status]:
     """What is said of a turn that raised what nobody expects, while that is being handled."""
     op = orders[0].op
-    _log.exception("unexpected error in %s of %d slots from %d on", op.op.value, len(orders), op.slot)
+    _log.exception("internal error of the file tier in a %s of %d slots from %d on", op.op.value, len(orders), op.slot)
     return [Status.IO_ERROR] * len(orders)

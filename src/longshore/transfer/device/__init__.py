@@ -9,7 +9,6 @@ accelerator.py    what the last two share: pooled events, counted fallbacks
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def device_for(layout: KVLayout, calibration: Path | None = None) -> Device:
     """
     if layout.device == "cpu":
         return CpuDevice()
-    if layout.device.startswith("cuda") and _has_triton():
+    if layout.device.startswith("cuda"):
         from longshore.transfer.device.cuda.device import CudaDevice  # noqa: PLC0415 - torch is optional
 
         try:
@@ -40,7 +39,3 @@ def device_for(layout: KVLayout, calibration: Path | None = None) -> Device:
     from longshore.transfer.device.torch_streams import TorchDevice  # noqa: PLC0415
 
     return TorchDevice(layout.device)
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

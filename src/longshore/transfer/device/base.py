@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -57,6 +57,9 @@ class ImageMemory(Protocol):
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
+
+    def bind(self) -> Callable[[], None]:
+        """Make the device the calling thread's own, for libraries that ask the thread; returns what undoes it."""
 
     def mix64(self, offset: int, length: int) -> int:
         """`longshore.checksums.mix64` of a range, computed on the device. Both are multiples of 8."""

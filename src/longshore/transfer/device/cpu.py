@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,10 @@ class CpuImages:
         self._bytes = array[first : first + nbytes]
         self.address = int(self._bytes.ctypes.data)
         self.nbytes = nbytes
+
+    def bind(self) -> Callable[[], None]:
+        """Nothing to do, or to undo."""
+        return lambda: None
 
     def mix64(self, offset: int, length: int) -> int:
         """By the processor."""

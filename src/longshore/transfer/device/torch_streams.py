@@ -14,7 +14,7 @@ short ones. While the device fills one stage, this thread empties the other:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -40,7 +40,12 @@ class TorchDevice(Device):
     def __init__(
         self, device: torch.device | str, *, staging_bytes: int = 64 << 20, accelerator: Accelerator | None = None
     ) -> None:
-        """`staging_bytes` of pinned and of device memory are taken for each direction."""
+        """`staging_bytes` of pinned and of device memory are taken for each direction.
+
+        Draws one of torch's streams for each direction, once, whatever number of layouts is served. torch hands out a
+        bounded number of them in turn, and an engine may be given the same one: copies then wait for its work.
+        """
+        self._streams: dict[str, torch.Stream] = {}
         self._accelerator = accelerator or Accelerator(with_index(torch.device(device)))
         self._staging_bytes = staging_bytes
         self._fallbacks = Fallbacks()
@@ -48,10 +53,11 @@ class TorchDevice(Device):
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         """A stream with its stages."""
+        if into not in self._streams:
+            self._streams[into] = self._accelerator.new_stream()
         return stream_into(
-            into, self._accelerator, self._events, self._fallbacks, self._accelerator.new_stream(), layout,
-            self._staging_bytes,
-        )  # fmt: skip
+            into, self._accelerator, self._events, self._fallbacks, self._streams[into], layout, self._staging_bytes
+        )
 
     def resolve(self, compute: object) -> object:
         """The stream itself."""
@@ -101,12 +107,34 @@ def stream_into(
 class _Stage:
     """One of the two stages: its memory, the point after its last use, and what is still to be carried from it."""
 
-    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        self.host = host
-        self.device = device
+    def __init__(self, host: torch.Tensor, device: torch.Tensor, ids: int) -> None:
+        """Both sides have room for twice `ids` numbers of blocks behind the bytes."""
+        self.host, self._host_ids = _apart(host, ids)
+        self.device, self._device_ids = _apart(device, ids)
         self.used: Point | None = None
         self.pending: tuple[Batch, Part] | None = None
         self.of: _Through | None = None
+
+    def on_device(self, *blocks: I64) -> list[torch.Tensor]:
+        """Ids of blocks, each int64 of shape `(blocks,)`, on the device.
+
+        From pinned memory, so that no call waits for the stream; the thread waits for the last use of that memory.
+        """
+        if self.used is not None:
+            self.used.wait()
+        found = []
+        for row, ids in enumerate(blocks):
+            host, device = (side[row, : ids.size] for side in (self._host_ids, self._device_ids))
+            host.numpy()[:] = ids.reshape(-1)
+            device.copy_(host, non_blocking=True)
+            found.append(device)
+        return found
+
+
+def _apart(memory: torch.Tensor, ids: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of a stage, and behind them two rows of `ids` int64."""
+    end = memory.numel() - 16 * ids
+    return memory[:end], memory[end:].view(torch.int64).view(2, ids)
 
 
 class _Through(Copy):
@@ -149,10 +177,12 @@ class StagedStream(Stream):
         largest = max(ref.page_bytes * group.blocks_per_chunk for group in layout.groups for ref in group.refs)
         slack = _ALIGNMENT * max(len(group.refs) for group in layout.groups)
         self._piece_bytes = max(staging_bytes // 2 - slack, largest)
+        # Each stage has room for the ids of its blocks, too, which go to the device as the bytes do.
+        self._most_blocks = max(layout.num_blocks, *(group.blocks_per_chunk for group in layout.groups))
+        nbytes = -(-(self._piece_bytes + slack) // _ALIGNMENT) * _ALIGNMENT + 16 * self._most_blocks
         self._stages = [
             _Stage(
-                pinned_or_pageable(accelerator, fallbacks, self._piece_bytes + slack),
-                accelerator.device_bytes(self._piece_bytes + slack),
+                pinned_or_pageable(accelerator, fallbacks, nbytes), accelerator.device_bytes(nbytes), self._most_blocks
             )
             for _ in range(2)
         ]
@@ -173,7 +203,7 @@ class StagedStream(Stream):
             cast(Point, event).hold(self._stream)
         begun = self._record()
         try:
-            sent = [self._send_part(batch, piece) for part in batch.parts for piece in part.cut(self._piece_bytes)]
+            sent = [self._send_part(batch, piece) for part in batch.parts for piece in self._pieces(part)]
             copy = _Through(self, begun, self._record())
         except BaseException:
             self._events.release(begun)
@@ -209,6 +239,11 @@ class StagedStream(Stream):
     def _record(self) -> Point:
         return self._events.record(self._stream, keep=True)
 
+    def _pieces(self, part: Part) -> Iterator[Part]:
+        """`part` in parts that a stage has room for."""
+        most = max(1, self._most_blocks // part.blocks.shape[1]) * part.chunk_bytes
+        return part.cut(min(self._piece_bytes, most))
+
     def _send_part(self, batch: Batch, part: Part) -> _Stage:
         self._turn = 1 - self._turn
         stage = self._stages[self._turn]
@@ -224,8 +259,10 @@ class StagedStream(Stream):
 
     def _send_inside(self, batch: Batch, part: Part, sources: I64, stage: _Stage) -> None:
         """From block to block through the device's side of `stage`, which earlier work on the stream has left."""
-        _gather(batch.layout, part, _on_device(sources, self._accelerator), stage)
-        _scatter(batch.layout, part, _on_device(part.blocks, self._accelerator), stage)
+        read, written = stage.on_device(sources, part.blocks)
+        _gather(batch.layout, part, read, stage)
+        _scatter(batch.layout, part, written, stage)
+        self._use(stage)
 
     def _use(self, stage: _Stage) -> None:
         """What was given to the stream so far was the last use of `stage`."""
@@ -242,7 +279,8 @@ class StagedStream(Stream):
 class _Offload(StagedStream):
     def _send(self, batch: Batch, part: Part, stage: _Stage) -> None:
         self._empty(stage)
-        _gather(batch.layout, part, _on_device(part.blocks, self._accelerator), stage)
+        (blocks,) = stage.on_device(part.blocks)
+        _gather(batch.layout, part, blocks, stage)
         end = _regions(part).end
         stage.host[:end].copy_(stage.device[:end], non_blocking=True)
         self._use(stage)
@@ -266,7 +304,8 @@ class _Onboard(StagedStream):
         copy_pieces(pieces.host, pieces.device, pieces.size)
         end = _regions(part).end
         stage.device[:end].copy_(stage.host[:end], non_blocking=True)
-        _scatter(batch.layout, part, _on_device(part.blocks, self._accelerator), stage)
+        (blocks,) = stage.on_device(part.blocks)
+        _scatter(batch.layout, part, blocks, stage)
         self._use(stage)
 
 
@@ -303,19 +342,14 @@ def _through(stage: _Stage, batch: Batch, part: Part) -> Pieces:
     starts = np.array(_regions(part).offsets, dtype=np.uint64) + np.uint64(stage.host.data_ptr())
     staged = np.add(starts[:, None], rows * part.widths[:, None], dtype=np.uint64)
     images = np.empty_like(staged)
-    host_addresses(part, batch.layout.table(part.group), batch.host_address, images)
+    host_addresses(part, batch.layout.table(part.group, split=part.split), batch.host_address, images)
     sizes = np.broadcast_to(part.widths[:, None], staged.shape)
     return merge(Pieces(staged.reshape(-1), images.reshape(-1), sizes.reshape(-1)))
 
 
-def _on_device(blocks: I64, accelerator: Accelerator) -> torch.Tensor:
-    """Ids of blocks, int64, shape `(blocks,)`, on the device."""
-    return torch.from_numpy(np.array(blocks).reshape(-1)).to(accelerator.device)
-
-
 def _pages(layout: KVLayout, part: Part) -> list[torch.Tensor]:
     """For each reference that moves, its pages as `(num_blocks, words)` in the widest words that fit."""
-    refs = layout.groups[part.group].refs[part.refs]
+    refs = layout.refs(part.group, split=part.split)[part.refs]
     widths = part.widths.tolist()
     return [_page_view(layout, ref, width) for ref, width in zip(refs, widths, strict=True)]
 

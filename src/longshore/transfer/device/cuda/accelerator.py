@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from longshore.transfer.device.accelerator import Accelerator
+from longshore.transfer.device.cuda.driver import Driver
 from longshore.transfer.device.cuda.shape import Shape
 
 
@@ -28,9 +29,22 @@ class CudaAccelerator(Accelerator):
         """The calling thread's stream."""
         return torch.cuda.current_stream(self.device)
 
-    def new_stream(self) -> torch.Stream:
-        """A stream of our own, never the null stream."""
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+    def own_stream(self, driver: Driver) -> torch.Stream:
+        """A stream that nobody else has, never the null stream; `give_back_stream` ends it."""
+        handle = driver.new_stream(self.ordinal)
+        stream: torch.Stream = torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def give_back_stream(self, driver: Driver, stream: torch.Stream) -> None:
+        """End a stream of `own_stream`, once nothing holds memory that was taken on it."""
+        driver.destroy_stream(self.handle(stream))
+
+    def empty_cache(self) -> None:
+        """Give memory back that torch keeps for later and that nothing uses, on the device and pinned."""
+        torch.cuda.empty_cache()
+        empty_pinned = getattr(torch._C, "_host_emptyCache", None)  # as of torch 2.7
+        if empty_pinned is not None:
+            empty_pinned()
 
     def of_cuda(self, stream: torch.Stream) -> torch.Stream:
         """The same stream by torch's own class for CUDA, which is all that its CUDA events may be given.
@@ -51,6 +65,10 @@ class CudaAccelerator(Accelerator):
         """Within it the GPU is the calling thread's: Triton launches kernels there, whatever tensors they are given."""
         current: AbstractContextManager[object] = torch.cuda.device(self.device)
         return current
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """Within it `stream`, and its device, are the calling thread's own."""
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def use(self, stream: torch.Stream) -> None:
         """Make `stream`, and its device, the calling thread's own: a new thread starts on device 0."""

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.layout.model import KVGroup, KVLayout, PageRef
 from longshore.transfer.batch import Batch
-from longshore.transfer.device.base import Stream
 from longshore.transfer.device.cuda.chooser import Load, Sample, Way
+from longshore.transfer.device.cuda.driver import RELAXED
+from longshore.transfer.device.cuda.resources import Paths
 from longshore.transfer.device.cuda.streams import CudaStream, Tools
 from longshore.transfer.selection import select
 
@@ -89,19 +90,25 @@ class Pages:
 
 
 def measure(tools: Tools, staging_bytes: int, effort: Effort) -> Mapping[str, Mapping[Way, tuple[Sample, ...]]]:
-    """Samples of every way that the device has, in both directions. Uses the calling thread's streams meanwhile."""
+    """Samples of every way that the device has, in both directions.
+
+    Takes two streams and one ring for all of them, and gives them and all memory back. The calling thread is on its own
+    stream whenever memory is taken, so that torch keeps one pool of it.
+    """
     curves: dict[str, dict[Way, list[Sample]]] = {into: {way: [] for way in tools.ways} for into in (HOST, DEVICE)}
-    with tools.accelerator.as_current():
-        before = tools.accelerator.current_stream()
+    accelerator, driver = tools.accelerator, tools.driver
+    with accelerator.as_current():
+        paths = Paths(accelerator, driver, tools.fallbacks, staging_bytes, max(effort.sizes))
         try:
             for size in effort.sizes:
                 pages = Pages(tools, size, effort.large)
                 for into, ways in curves.items():
                     for way, samples in ways.items():
-                        stream = CudaStream(tools, pages.layout, into, Always(way), everything, staging_bytes)
-                        samples.append(_sample(stream, pages, into, size, effort))
+                        samples.append(_sample(tools, paths, pages, into, way, effort))
+                del pages
         finally:
-            tools.accelerator.use(before)
+            paths.close()
+            accelerator.empty_cache()
     return {into: {way: tuple(samples) for way, samples in ways.items()} for into, ways in curves.items()}
 
 
@@ -110,14 +117,22 @@ def everything(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np
     return np.ones(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
 
 
-def _sample(stream: Stream, pages: Pages, into: str, size: int, effort: Effort) -> Sample:
+def _sample(tools: Tools, paths: Paths, pages: Pages, into: str, way: Way, effort: Effort) -> Sample:
     small, large = pages.batch(into, effort.small), pages.batch(into, effort.large)
-    stream.bind()
+    size = pages.layout.groups[0].refs[0].page_bytes
+    stream = CudaStream(tools, pages.layout, into, Always(way), everything, 0, paths=paths)
+    before = tools.accelerator.current_stream()
+    mode = tools.driver.exchange_capture_mode(RELAXED)
     try:
+        stream.bind()
         short, long = (_best(lambda: stream.copy(batch, ()).finish(), effort.repeats) for batch in (small, large))  # noqa: B023
     finally:
-        stream.drain()
-        stream.close()
+        try:
+            stream.drain()
+        finally:
+            tools.accelerator.use(before)
+            tools.driver.exchange_capture_mode(mode)
+            stream.close()
     more = large.nbytes - small.nbytes
     per_byte = max((long - short) / more if more else long / large.nbytes, 1 / _FASTEST)
     return Sample(size, max(0.0, short - per_byte * small.nbytes), per_byte)

@@ -21,7 +21,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-_FORMAT = 1
+_FORMAT = 2
+_UNKNOWN = "unknown"
 
 _log = logging.getLogger(__name__)
 
@@ -75,11 +76,13 @@ class Calibration:
         device: Its name.
         driver: The driver's version.
         curves: For each tier that is written, for each way, samples in ascending order of page size.
+        link: Width and speed of the link, as `link_of` says.
     """
 
     device: str
     driver: int
     curves: Mapping[str, Mapping[Way, tuple[Sample, ...]]]
+    link: str = _UNKNOWN
 
     def seconds(self, load: Load, way: Way) -> float:
         """An estimate for `load` by `way`; infinite for a way that was not measured."""
@@ -123,7 +126,7 @@ class Calibration:
         """For `json.dump`."""
         curves = {into: {way.value: list(map(list, samples)) for way, samples in ways.items()}
                   for into, ways in self.curves.items()}  # fmt: skip
-        return {"format": _FORMAT, "device": self.device, "driver": self.driver, "curves": curves}
+        return {"format": _FORMAT, "device": self.device, "driver": self.driver, "link": self.link, "curves": curves}
 
     def save(self, path: Path) -> None:
         """Write it to `path`, whole or not at all; raises `OSError`."""
@@ -133,11 +136,11 @@ class Calibration:
         beside.replace(path)
 
 
-def load(path: Path, device: str, driver: int) -> Calibration | None:
-    """What `path` says of this device with this driver; `None` when it is not there, or of another one, or damaged."""
+def load(path: Path, device: str, driver: int, link: str = _UNKNOWN) -> Calibration | None:
+    """What `path` says of this device, driver and link; `None` when it is not there, or of others, or damaged."""
     try:
         found: Any = json.loads(path.read_text())
-        if (found["format"], found["device"], found["driver"]) != (_FORMAT, device, driver):
+        if found["format"] != _FORMAT or (found["device"], found["driver"], found["link"]) != (device, driver, link):
             return None
         curves = {
             str(into): {Way(way): _samples(samples) for way, samples in ways.items()}
@@ -148,14 +151,31 @@ def load(path: Path, device: str, driver: int) -> Calibration | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("%s is no calibration, measuring anew: %s", path, error)
         return None
-    return Calibration(device, driver, curves)
+    return Calibration(device, driver, curves, link)
 
 
-def default_path(device: str, driver: int) -> Path:
+def default_path(device: str, driver: int, link: str = _UNKNOWN) -> Path:
     """Where the calibration of a device is kept: in the user's cache directory."""
     root = os.environ.get("XDG_CACHE_HOME")
-    name = "".join(letter if letter.isalnum() else "-" for letter in device.lower())
-    return (Path(root) if root else Path.home() / ".cache") / "longshore" / f"copy-{name}-{driver}.json"
+    name = "".join(letter if letter.isalnum() else "-" for letter in f"{device}-{driver}-{link}".lower())
+    return (Path(root) if root else Path.home() / ".cache") / "longshore" / f"copy-{name}.json"
+
+
+def link_of(pci_address: str, sysfs: Path = Path("/sys")) -> str:
+    """Width and speed of a device's link, such as `x16 32.0 GT/s PCIe`; `unknown` where the system does not say.
+
+    The speed is the lower maximum of the device and of the bridge above it: the current one falls when the GPU idles.
+    """
+    device = sysfs / "bus/pci/devices" / pci_address
+    try:
+        width = (device / "current_link_width").read_text().strip()
+        speeds = [(device / "max_link_speed").read_text().strip()]
+        bridge = device.resolve().parent / "max_link_speed"
+        if bridge.exists():
+            speeds.append(bridge.read_text().strip())
+        return f"x{width} {min(speeds, key=lambda speed: float(speed.split()[0]))}"
+    except (OSError, ValueError, IndexError):
+        return _UNKNOWN
 
 
 def _samples(given: Any) -> tuple[Sample, ...]:

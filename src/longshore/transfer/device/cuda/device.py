@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.accelerator import Events, Fallbacks, Point
 from longshore.transfer.device.base import Device, Event, InOnePiece, Stream
@@ -18,6 +19,8 @@ from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.chooser import Calibration, Chooses, Way
 from longshore.transfer.device.cuda.driver import Driver
 from longshore.transfer.device.cuda.images import CudaImages
+from longshore.transfer.device.cuda.resources import Kernels
+from longshore.transfer.device.cuda.shape import Shape
 from longshore.transfer.device.cuda.streams import CudaStream, Tools
 from longshore.transfer.device.torch_streams import with_index
 
@@ -65,10 +68,13 @@ class CudaDevice(Device):
         if self._driver.reaches_host_pointers(self._accelerator.ordinal):
             ways.append(Way.ZERO_COPY)
         events = Events(self._accelerator, self._fallbacks)
-        self._tools = Tools(self._accelerator, self._driver, events, self._fallbacks, tuple(ways))
+        kernels = Kernels(self._accelerator, self._fallbacks)
+        self._tools = Tools(self._accelerator, self._driver, events, self._fallbacks, kernels, tuple(ways))
         self._staging_bytes = staging_bytes
         self._in_one_piece = in_one_piece
-        self._path = calibration or chooser.default_path(self._accelerator.name, self._driver.version)
+        self._link = chooser.link_of(self._driver.pci_address(self._accelerator.ordinal))
+        self._key = (self._accelerator.name, self._driver.version, self._link)
+        self._path = calibration or chooser.default_path(*self._key)
         self._chooses = chooses
         self._images: CudaImages | None = None
 
@@ -85,30 +91,37 @@ class CudaDevice(Device):
     def stream(self, layout: KVLayout, into: str) -> Stream:
         """Two streams of the GPU, and the memory to stage in. Measures which way is the fastest if nobody has."""
         if self._chooses is None:
-            self._chooses = chooser.load(self._path, self._accelerator.name, self._driver.version) or self.calibrate(
-                calibrate.QUICK
-            )
+            if self._has_kernels():
+                self._chooses = chooser.load(self._path, *self._key) or self.calibrate(calibrate.QUICK)
+            else:
+                self._chooses = calibrate.Always(Way.DIRECT)
         return CudaStream(
             self._tools, layout, into, self._chooses, self._in_one_piece, self._staging_bytes, self._images
         )
 
     def take_images(self, nbytes: int) -> CudaImages:
         """Memory of the GPU. Kernels gather pages into it and scatter them from it: for DMA it is on the wrong side."""
-        self._images = CudaImages(self._accelerator, nbytes)
+        if not self._has_kernels():
+            raise DeviceError(f"no images on {self._accelerator.device}: they need kernels, which cannot be compiled")
+        self._images = CudaImages(self._accelerator, nbytes, self._driver)
         self._tools = replace(self._tools, ways=(Way.ZERO_COPY,))
         self._chooses = calibrate.Always(Way.ZERO_COPY)
         self._in_one_piece = calibrate.everything
         return self._images
 
     def calibrate(self, effort: calibrate.Effort = calibrate.THOROUGH) -> Calibration:
-        """Measure every way, keep what came out, and use it for streams that are made from here on."""
-        name, version = self._accelerator.name, self._driver.version
+        """Measure every way, keep what came out, and use it for streams that are made from here on.
+
+        Raises `DeviceError` where kernels cannot be had: there is only one way then.
+        """
+        if not self._has_kernels():
+            raise DeviceError(f"nothing to calibrate on {self._accelerator.device}: kernels cannot be compiled")
         curves = calibrate.measure(self._tools, self._staging_bytes, effort)
-        self._chooses = found = Calibration(name, version, curves)
+        self._chooses = found = Calibration(*self._key[:2], curves, self._link)
         try:
             found.save(self._path)
         except OSError as error:
-            _log.warning("the calibration of %s is not kept: %s", name, error)
+            _log.warning("the calibration of %s is not kept: %s", self._accelerator.name, error)
         return found
 
     def resolve(self, compute: object) -> object:
@@ -129,13 +142,20 @@ class CudaDevice(Device):
         `no_batched_copy`: the driver has no batched call. `host_unregistered`: a batch went through pinned stages.
         `late_bounce`: these were taken only then. `straddling_piece`: images side by side are registered apart.
         `smaller_ring`, `no_ring`: less device memory to stage in. `longer_slip`: more orders for kernels than was taken
-        room for. `new_event`, `unpinned_stage`: as elsewhere.
+        room for. `no_kernels`: they cannot be compiled, so pages went one by one. `new_event`, `unpinned_stage`: as
+        elsewhere.
         """
         return self._fallbacks.counts()
 
     def close(self) -> None:
-        """Let go of the events."""
+        """Let go of the events, and of the streams of images."""
         self._tools.events.close()
+        if self._images is not None:
+            self._images.close()
+
+    def _has_kernels(self) -> bool:
+        """Whether one can be compiled, which is tried."""
+        return self._tools.kernels.prepare([Shape.of(1, 1, 1, widest=16, alignment=16, tail=False)])
 
     def _compute(self, compute: object) -> torch.Stream:
         if compute is None:

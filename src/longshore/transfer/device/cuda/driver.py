@@ -11,7 +11,7 @@ is invalid, the indices of attributes are as many as the attributes, and no two 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,6 +26,10 @@ PREFER_OVERLAP = 1  # slow by a factor of 18 between two places on the device: f
 
 _NULL_STREAMS = (0, 1)  # the legacy default stream, by both of its names
 _NO_INDEX = ctypes.c_size_t(-1).value
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
+RELAXED = 2
+"""`CU_STREAM_CAPTURE_MODE_RELAXED`: the thread's calls never end another thread's capture of a graph."""
 
 _HOST_POINTERS_SERVE = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
@@ -64,6 +68,10 @@ GET_ATTRIBUTE = ctypes.CFUNCTYPE(_Result, ctypes.POINTER(ctypes.c_int), ctypes.c
 GET_CONTEXT = ctypes.CFUNCTYPE(_Result, ctypes.POINTER(_Address))
 RETAIN_CONTEXT = ctypes.CFUNCTYPE(_Result, ctypes.POINTER(_Address), ctypes.c_int)
 SET_CONTEXT = ctypes.CFUNCTYPE(_Result, _Address)
+CREATE_STREAM = ctypes.CFUNCTYPE(_Result, ctypes.POINTER(_Address), ctypes.c_uint, ctypes.c_int)
+DESTROY_STREAM = ctypes.CFUNCTYPE(_Result, _Address)
+CAPTURE_MODE = ctypes.CFUNCTYPE(_Result, ctypes.POINTER(ctypes.c_int))
+PCI_ADDRESS = ctypes.CFUNCTYPE(_Result, _Address, ctypes.c_int, ctypes.c_int)
 
 
 def load() -> Any:
@@ -94,20 +102,60 @@ class Driver:
         version = ctypes.c_int()
         self._check(self._function("cuDriverGetVersion", VERSION)(ctypes.byref(version)), "cuDriverGetVersion")
         self.version = version.value
+        self._contexts: dict[int, int] = {}
         self._batch_12_8: Any = None
         self._batch_13_0: Any = None
         self.batch_version = self._find_batch()
         self._indices = np.zeros(1, dtype=np.uint64)  # one attribute, which holds from copy 0 on
         self._attributes = MemcpyAttributes(SOURCE_IN_STREAM_ORDER, MemLocation(), MemLocation(), PREFER_OVERLAP)
 
-    def make_current(self, ordinal: int) -> None:
-        """Give the calling thread the primary context of device `ordinal`, unless it has a context."""
-        context = ctypes.c_void_p()
-        self._check(self._function("cuCtxGetCurrent", GET_CONTEXT)(ctypes.byref(context)), "cuCtxGetCurrent")
-        if context.value is None:
+    def make_current(self, ordinal: int) -> int | None:
+        """Give the calling thread the primary context of device `ordinal`. Returns the one that it had."""
+        before, context = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._function("cuCtxGetCurrent", GET_CONTEXT)(ctypes.byref(before)), "cuCtxGetCurrent")
+        if ordinal not in self._contexts:  # retained once, for as long as the process lives: torch has it as well
             retain = self._function("cuDevicePrimaryCtxRetain", RETAIN_CONTEXT)
             self._check(retain(ctypes.byref(context), ordinal), "cuDevicePrimaryCtxRetain")
-            self._check(self._function("cuCtxSetCurrent", SET_CONTEXT)(context), "cuCtxSetCurrent")
+            self._contexts[ordinal] = cast(int, context.value)
+        if before.value != self._contexts[ordinal]:
+            self.set_context(self._contexts[ordinal])
+        return before.value
+
+    def set_context(self, context: int | None) -> None:
+        """Make `context`, of `make_current`, the calling thread's."""
+        self._check(self._function("cuCtxSetCurrent", SET_CONTEXT)(context), "cuCtxSetCurrent")
+
+    def new_stream(self, ordinal: int) -> int:
+        """Handle of a new stream on device `ordinal`, which `destroy_stream` gives back. Nobody else has it.
+
+        torch's own streams are 32 for each device, handed out in turn: an engine's streams are among them.
+        """
+        before = self.make_current(ordinal)
+        try:
+            handle = ctypes.c_void_p()
+            create = self._function("cuStreamCreateWithPriority", CREATE_STREAM)
+            self._check(create(ctypes.byref(handle), _NON_BLOCKING, 0), "cuStreamCreateWithPriority")
+        finally:
+            self.set_context(before)
+        return cast(int, handle.value)
+
+    def destroy_stream(self, stream: int) -> None:
+        """Give back a stream of `new_stream`. What it still has to do ends first."""
+        self._check(self._function("cuStreamDestroy_v2", DESTROY_STREAM)(stream), "cuStreamDestroy")
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set what the calling thread may call while any thread captures a graph. Returns what was set before."""
+        value = ctypes.c_int(mode)
+        exchange = self._function("cuThreadExchangeStreamCaptureMode", CAPTURE_MODE)
+        self._check(exchange(ctypes.byref(value)), "cuThreadExchangeStreamCaptureMode")
+        return value.value
+
+    def pci_address(self, ordinal: int) -> str:
+        """Where device `ordinal` is, such as `0000:3b:00.0`."""
+        text = ctypes.create_string_buffer(32)
+        get = self._function("cuDeviceGetPCIBusId", PCI_ADDRESS)
+        self._check(get(ctypes.addressof(text), len(text), ordinal), "cuDeviceGetPCIBusId")
+        return text.value.decode().lower()
 
     def reaches_host_pointers(self, ordinal: int) -> bool:
         """Whether kernels on device `ordinal` reach registered host memory by its host address."""

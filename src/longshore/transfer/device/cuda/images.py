@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 
 from longshore.errors import DeviceError
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
+from longshore.transfer.device.cuda.driver import RELAXED, Driver
 
 _PAGE = 4096
+
+_log = logging.getLogger(__name__)
 
 
 class CudaImages:
     """An `ImageMemory` on one GPU.
 
-    Calls go to the calling thread's current stream, and return when the bytes are there: nothing here is in order with
-    any other stream, which is why nobody may call while a copy of those bytes is under way. They raise `DeviceError`
-    when the GPU fails.
+    Each calling thread has a stream of its own, so that nothing waits for what an engine computes. Calls return when
+    the bytes are there: nothing here is in order with any other stream, which is why nobody may call while a copy of
+    those bytes is under way. They raise `DeviceError` when the GPU fails.
     """
 
-    def __init__(self, accelerator: CudaAccelerator, nbytes: int) -> None:
+    def __init__(self, accelerator: CudaAccelerator, nbytes: int, driver: Driver) -> None:
         """Take the memory; `DeviceError` when it cannot be had."""
         try:
             whole = accelerator.device_bytes(nbytes + _PAGE)
@@ -29,42 +34,73 @@ class CudaImages:
             raise DeviceError(f"no {nbytes} bytes for images on {accelerator.device}: {error}") from error
         first = -whole.data_ptr() % _PAGE
         self._accelerator = accelerator
+        self._driver = driver
         self._memory = whole[first : first + nbytes]
         self._memory.zero_()
         accelerator.wait()
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._streams: list[torch.Stream] = []
         self.address = self._memory.data_ptr()
         self.nbytes = nbytes
 
+    def bind(self) -> Callable[[], None]:
+        """Make the GPU's context the calling thread's, and its calls harmless to captures of graphs."""
+        driver = self._driver
+        context = driver.make_current(self._accelerator.ordinal)
+        mode = driver.exchange_capture_mode(RELAXED)
+
+        def undo() -> None:
+            driver.exchange_capture_mode(mode)
+            driver.set_context(context)
+
+        return undo
+
     def mix64(self, offset: int, length: int) -> int:
         """By a kernel."""
-        with _as_device_errors():
+        with self._on_own_stream():
             return self._accelerator.mix64(self._piece(offset, length).view(torch.int64))
 
     def load(self, offset: int, host: memoryview) -> None:
         """Copy out."""
-        with _as_device_errors():
+        with self._on_own_stream():
             torch.frombuffer(host, dtype=torch.uint8).copy_(self._piece(offset, len(host)))
 
     def store(self, offset: int, host: memoryview) -> None:
         """Copy in."""
-        with _as_device_errors():
+        with self._on_own_stream():
             self._piece(offset, len(host)).copy_(torch.frombuffer(host, dtype=torch.uint8))
             self._accelerator.wait()
 
     def zero(self, offset: int, length: int) -> None:
         """Zero a range."""
-        with _as_device_errors():
+        with self._on_own_stream():
             self._piece(offset, length).zero_()
             self._accelerator.wait()
+
+    def close(self) -> None:
+        """Give the streams back. Nobody calls any more."""
+        with self._lock:
+            streams, self._streams = self._streams, []
+        for stream in streams:
+            try:
+                self._accelerator.give_back_stream(self._driver, stream)
+            except DeviceError as error:
+                _log.warning("a stream of %s was not given back: %s", self._accelerator.device, error)
 
     def _piece(self, offset: int, length: int) -> torch.Tensor:
         return self._memory[offset : offset + length]
 
-
-@contextlib.contextmanager
-def _as_device_errors() -> Iterator[None]:
-    """Torch says what went wrong on the device in errors without a type of their own."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise DeviceError(f"the GPU failed: {error}") from error
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """On the calling thread's own stream. Torch says what went wrong in errors without a type of their own."""
+        stream = getattr(self._own, "stream", None)
+        if stream is None:
+            stream = self._own.stream = self._accelerator.own_stream(self._driver)
+            with self._lock:
+                self._streams.append(stream)
+        try:
+            with self._accelerator.on(stream):
+                yield
+        except RuntimeError as error:
+            raise DeviceError(f"the GPU failed: {error}") from error

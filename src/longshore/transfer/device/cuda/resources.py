@@ -1,4 +1,5 @@
-"""What a stream takes at start: a ring of device memory to stage in, and what describes each copy under way.
+"""What a direction takes at start: streams, a ring of device memory to stage in, kernels, and what describes each copy
+under way.
 
 A place in the ring, and a slip, is used again only when its last use has ended: who takes it has the stream wait, or
 waits itself, for the point after that.
@@ -11,14 +12,20 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from longshore.errors import DeviceError
 from longshore.layout.model import U64
 from longshore.transfer.device.accelerator import Accelerator, Fallbacks, Point, pinned_or_pageable
+from longshore.transfer.device.cuda.accelerator import CudaAccelerator
+from longshore.transfer.device.cuda.driver import Driver
 from longshore.transfer.device.cuda.runs import Orders
+from longshore.transfer.device.cuda.shape import Shape
 from longshore.transfer.plan import Planner
 
 PLACES = 4
@@ -74,6 +81,75 @@ def take_ring(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int, large
             _log.warning("no %d bytes to stage in on %s: %s", nbytes // part, accelerator.device, error)
             fallbacks.count("smaller_ring" if part < 4 else "no_ring")
     return None
+
+
+class Paths:
+    """The two streams of one direction, which are nobody else's, and the ring between them.
+
+    Attributes:
+        kernels: Runs kernels.
+        link: Runs copies over the link.
+        ring: Device memory to stage in; `None` where there was none.
+    """
+
+    def __init__(
+        self, accelerator: CudaAccelerator, driver: Driver, fallbacks: Fallbacks, nbytes: int, largest_page: int
+    ) -> None:
+        """Take all of it; arguments as for `take_ring`. Raises `DeviceError` with nothing taken."""
+        self._accelerator = accelerator
+        self._driver = driver
+        self.kernels = accelerator.own_stream(driver)
+        try:
+            self.link = accelerator.own_stream(driver)
+        except DeviceError:
+            accelerator.give_back_stream(driver, self.kernels)
+            raise
+        self.ring = take_ring(accelerator, fallbacks, nbytes, largest_page)
+
+    def close(self) -> None:
+        """Give it back, the memory first. Nothing is under way then."""
+        self.ring = None
+        for stream in (self.kernels, self.link):
+            try:
+                self._accelerator.give_back_stream(self._driver, stream)
+            except DeviceError as error:
+                _log.warning("a stream of %s was not given back: %s", self._accelerator.device, error)
+
+
+class Kernels:
+    """Whether kernels can be had: Triton compiles them, and a launcher for each, with a C compiler at run time."""
+
+    def __init__(self, accelerator: CudaAccelerator, fallbacks: Fallbacks) -> None:
+        self._accelerator = accelerator
+        self._fallbacks = fallbacks
+        self._lock = threading.Lock()
+        self._ready: set[tuple[int, int, bool]] = set()
+        self._broken = False
+
+    def prepare(self, shapes: Iterable[Shape]) -> bool:
+        """Compile what `shapes` need, unless it is compiled. Once something cannot be, nothing is any more: `False`."""
+        for shape in shapes:
+            with self._lock:
+                if not self._broken and shape.compiled not in self._ready:
+                    self._compile(shape)
+                if self._broken:
+                    self._fallbacks.count("no_kernels")
+                    return False
+        return True
+
+    def _compile(self, shape: Shape) -> None:
+        try:
+            self._accelerator.prepare(shape)
+        except Exception as error:  # noqa: BLE001 - a compiler fails in many ways; copies then go without kernels
+            self._broken = True
+            _log.warning(
+                "no kernels on %s, so small pages go one by one, slowly: %s. They need Triton, gcc (or CC) "
+                "and Python.h; install what is missing and restart",
+                self._accelerator.device,
+                error,
+            )
+        else:
+            self._ready.add(shape.compiled)
 
 
 class Slip:

@@ -57,15 +57,22 @@ class Orders(NamedTuple):
     shape: Shape
 
 
-def a_chunk(layout: KVLayout, group: int) -> Part:
-    """A whole chunk of `group`, its blocks all the same: what kernels are like for it."""
-    blocks = np.zeros((1, layout.groups[group].blocks_per_chunk), dtype=np.int64)
-    return Part(group, 0, layout.table(group).page, blocks, np.zeros(1, dtype=np.int64), 0, 0)
+def shapes_of(layout: KVLayout) -> set[Shape]:
+    """Whatever kernels a layout can ask for: for whole pages, and for those of which only the first tokens move."""
+    found: set[Shape] = set()
+    for group in range(len(layout.groups)):
+        for split in (False, True):
+            table = layout.table(group, split=split)
+            widths = np.where(table.token > 0, table.token, table.page) if split else table.page
+            block = np.zeros((1, 1), dtype=np.int64)
+            part = Part(group, 0, widths, block, np.zeros(1, dtype=np.int64), 0, 0, split=split)
+            found.add(orders_for(layout, part, rows_in_stage(part, 0)).shape)
+    return found
 
 
 def image_runs(layout: KVLayout, part: Part) -> Runs:
     """The runs of any chunk of `part`: all have the same."""
-    table = layout.table(part.group)
+    table = layout.table(part.group, split=part.split)
     subs = part.blocks.shape[1]
     places = table.places[part.refs, part.sub : part.sub + subs].reshape(-1)
     total = part.chunk_bytes
@@ -134,7 +141,7 @@ def rows_in_stage(part: Part, address: int) -> Rows:
 
 def rows_in_images(layout: KVLayout, part: Part, host_address: int) -> Rows:
     """The images that the chunks of `part` are in."""
-    table = layout.table(part.group)
+    table = layout.table(part.group, split=part.split)
     return Rows(part.images + host_address, table.places[part.refs, part.sub], table.page[part.refs])
 
 
@@ -151,11 +158,11 @@ def orders_inside(layout: KVLayout, part: Part, sources: I64) -> Orders:
 
 
 def _orders(layout: KVLayout, part: Part, starts: I64, offset: U64, step: U64) -> Orders:
-    table = layout.table(part.group)
+    table = layout.table(part.group, split=part.split)
     columns = (table.base[part.refs], table.stride[part.refs], part.widths, offset, step)
     lines = np.stack(columns, axis=1).astype(np.int64)
-    addresses = lines[:, (0, 1, 3, 4)]
-    bits = int(np.bitwise_or.reduce(addresses, axis=None) | np.bitwise_or.reduce(starts)) | _ALIGNMENT
+    # What holds for all references and any number of tokens: so that few kernels serve a layout, all known at start.
+    bits = int(np.bitwise_or.reduce(starts)) | (table.token_alignment if part.split else table.alignment) | _ALIGNMENT
     alignment = bits & -bits
     chunks, subs = part.blocks.shape
     shape = Shape.of(
@@ -165,5 +172,6 @@ def _orders(layout: KVLayout, part: Part, starts: I64, offset: U64, step: U64) -
         widest=int(part.widths.max()),
         alignment=alignment,
         tail=bool((part.widths % np.uint64(alignment)).any()),
+        longest=table.longest,
     )
     return Orders(np.ascontiguousarray(part.blocks).reshape(-1), starts, lines.reshape(-1), shape)

@@ -12,6 +12,7 @@ WIDEST_WORD = 16
 
 _WORDS_AT_ONCE = 1024  # 16 KiB for each program: 256 threads with four accesses of 16 bytes each
 _LONGEST_SPAN = 512
+_MOST_TAILS = 64  # each of up to 15 bytes, one by one: more of them do not fit the registers
 
 
 class Shape(NamedTuple):
@@ -36,17 +37,27 @@ class Shape(NamedTuple):
     tail: bool
 
     @classmethod
-    def of(cls, chunks: int, refs: int, subs: int, *, widest: int, alignment: int, tail: bool) -> Shape:
-        """For pages of at most `widest` bytes, all addresses being multiples of `alignment`, a power of two."""
+    def of(
+        cls, chunks: int, refs: int, subs: int, *, widest: int, alignment: int, tail: bool, longest: int | None = None
+    ) -> Shape:
+        """For pages of at most `widest` bytes, all addresses being multiples of `alignment`, a power of two.
+
+        `longest` is the longest page that the same kernel shall serve, by default `widest`.
+        """
         word = min(alignment, WIDEST_WORD)
         words = max(1, widest // word)
-        span = min(1 << (words - 1).bit_length(), _LONGEST_SPAN)
+        span = min(1 << (max(1, (longest or widest) // word) - 1).bit_length(), _LONGEST_SPAN)
         return cls(chunks, refs, subs, -(-words // span), word, span, tail)
 
     @property
     def rows_at_once(self) -> int:
         """Segments that a program takes at a time, a power of two."""
-        return max(1, _WORDS_AT_ONCE // self.span)
+        return min(max(1, _WORDS_AT_ONCE // self.span), _MOST_TAILS if self.tail else _WORDS_AT_ONCE)
+
+    @property
+    def compiled(self) -> tuple[int, int, bool]:
+        """What of it a kernel is compiled for."""
+        return self.word, self.span, self.tail
 
     @property
     def segments_in_all(self) -> int:

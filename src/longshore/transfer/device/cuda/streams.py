@@ -27,9 +27,8 @@ from longshore.transfer.device.base import Copy, Event, ImageMemory, InOnePiece,
 from longshore.transfer.device.cuda import runs
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
-from longshore.transfer.device.cuda.driver import Driver
-from longshore.transfer.device.cuda.resources import Arguments, Descriptors, Place, Ring, Slip, take_ring
-from longshore.transfer.device.cuda.shape import Shape
+from longshore.transfer.device.cuda.driver import RELAXED, Driver
+from longshore.transfer.device.cuda.resources import Arguments, Descriptors, Kernels, Paths, Place, Ring, Slip
 from longshore.transfer.device.torch_streams import StagedStream, stream_into
 from longshore.transfer.plan import Pieces
 
@@ -39,13 +38,14 @@ class Tools:
     """What the streams of a device share.
 
     Attributes:
-        ways: Which ways the device has.
+        ways: Which ways the device has, where kernels can be had.
     """
 
     accelerator: CudaAccelerator
     driver: Driver
     events: Events
     fallbacks: Fallbacks
+    kernels: Kernels
     ways: tuple[Way, ...]
 
 
@@ -93,8 +93,9 @@ class CudaStream(Stream):
         in_one_piece: InOnePiece | None,
         staging_bytes: int,
         images: ImageMemory | None = None,
+        paths: Paths | None = None,
     ) -> None:
-        """`images` is where they are kept, if not in host memory."""
+        """`images` is where they are kept, if not in host memory. `paths` is lent by the caller, who closes it."""
         self._tools = tools
         self._images = images
         self._into = into
@@ -103,24 +104,32 @@ class CudaStream(Stream):
         self._layout = layout
         self._staging_bytes = staging_bytes
         accelerator = tools.accelerator
-        self._kernels, self._link = accelerator.new_stream(), accelerator.new_stream()
-        largest = max(ref.page_bytes for group in layout.groups for ref in group.refs)
-        self._ring = take_ring(accelerator, tools.fallbacks, staging_bytes, largest)
-        self._slips = [Slip(accelerator, tools.fallbacks) for _ in range(self.depth)]
-        self._copies = 0
+        self._lent = paths is not None
+        if paths is None:
+            largest = max(ref.page_bytes for group in layout.groups for ref in group.refs)
+            paths = Paths(accelerator, tools.driver, tools.fallbacks, staging_bytes, largest)
+        self._paths = paths
+        self._kernels, self._link, self._ring = paths.kernels, paths.link, paths.ring
         self._bounce: StagedStream | None = None
-        if in_one_piece is None:
-            self._take_bounce()
-        for shape in sorted(self._shapes()):
-            accelerator.prepare(shape)
-        # What was taken may have had another owner, whose work on the current stream is not done.
-        for stream in (self._kernels, self._link):
-            self._join(accelerator.current_stream(), stream)
+        self._slips: list[Slip] = []
+        self._copies = 0
+        try:
+            self._slips += [Slip(accelerator, tools.fallbacks) for _ in range(self.depth)]
+            self._has_kernels = tools.kernels.prepare(sorted(runs.shapes_of(layout)))
+            if in_one_piece is None or not self._has_kernels:
+                self._take_bounce()
+            # What was taken may have had another owner, whose work on the current stream is not done.
+            for stream in (self._kernels, self._link):
+                self._join(accelerator.current_stream(), stream)
+        except BaseException:
+            self.close()
+            raise
 
     def bind(self) -> None:
-        """From now on, this thread's kernels go to our stream, on our device."""
+        """From now on, this thread's kernels go to our stream, on our device, and it ends no capture of a graph."""
         self._tools.accelerator.use(self._kernels)
         self._tools.driver.make_current(self._tools.accelerator.ordinal)
+        self._tools.driver.exchange_capture_mode(RELAXED)
 
     def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
         """Give `batch` to the device the fastest way; the streams wait for `after`, this thread does not."""
@@ -131,6 +140,9 @@ class CudaStream(Stream):
                 cast(Point, event).hold(stream)
         if not batch.inside and not self._is_reached(batch):
             self._tools.fallbacks.count("host_unregistered")
+            return self._through_bounce(batch)
+        if batch.inside and not self._has_kernels:
+            self._tools.fallbacks.count("no_kernels")
             return self._through_bounce(batch)
         slip = self._slips[self._copies % self.depth]
         self._copies += 1
@@ -165,19 +177,11 @@ class CudaStream(Stream):
                 self._tools.events.record(stream).wait()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give memory and streams back."""
         self._bounce = self._ring = None
         self._slips = []
-
-    def _shapes(self) -> set[Shape]:
-        """How kernels go about whole chunks: what differs is how many of them there are."""
-        found: set[Shape] = set()
-        for group in range(len(self._layout.groups)):
-            part = runs.a_chunk(self._layout, group)
-            for rows in (runs.rows_in_stage(part, 0), runs.rows_in_images(self._layout, part, 0)):
-                found.add(runs.orders_for(self._layout, part, rows).shape)
-            found.add(runs.orders_inside(self._layout, part, part.blocks).shape)
-        return found
+        if not self._lent:
+            self._paths.close()
 
     def _is_reached(self, batch: Batch) -> bool:
         """Whether the device reaches the images of `batch`."""
@@ -189,12 +193,15 @@ class CudaStream(Stream):
     def _choose(self, batch: Batch, pieces: Pieces) -> Way | None:
         """The way that `batch` goes; `None` when there is none."""
         ways = [way for way in self._tools.ways if way is not Way.STAGED or self._ring is not None]
+        if not self._has_kernels:
+            self._tools.fallbacks.count("no_kernels")
+            ways = [Way.DIRECT]
         offsets = pieces.host.view(np.int64) - batch.host_address
         if not np.all(self._in_one_piece(offsets, pieces.size.view(np.int64))):  # images side by side, as one piece
             self._tools.fallbacks.count("straddling_piece")
             ways = [way for way in ways if way is not Way.DIRECT]
-        if not ways:
-            return None
+        if len(ways) < 2:
+            return ways[0] if ways else None
         parts = batch.parts
         load = Load(
             self._into,

@@ -166,7 +166,7 @@ class World(Driver):
     def notify(self) -> None:
         """Gates are looked at all the time."""
 
-    def start(self, name: str, lane: Generator[Gate, None, None]) -> None:
+    def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
         """One more actor."""
         self._check_new(name)
         self.lanes.append(_Lane(name, lane))

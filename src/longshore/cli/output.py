@@ -1,0 +1,183 @@
+"""Standard output and standard error of every command, and how each command ends.
+
+written                     `write_json`, or a table on `console()`; both go to `sys.stdout`, which `run` guards
+error of usage              one line on standard error, status 2
+runtime failure             one line on standard error, status 1: a full disk, a dead engine, no memory
+reader of a pipe is gone    nothing, status 141, as if SIGPIPE had ended it
+interrupt                   nothing, status 130
+SIGTERM, SIGHUP             temporary files are removed; status 143, 129
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from longshore.errors import DeviceError, EngineError, LongshoreError, ReportError, SelfTestError
+
+_WIDE = 10_000
+_PADDING = re.compile(r" +(?=\n)")
+_BROKEN_PIPE, _INTERRUPTED = 141, 130
+_RUNTIME_FAILURES = (DeviceError, EngineError, ReportError, SelfTestError, OSError, MemoryError, ImportError)
+_TRACEBACK = "LONGSHORE_TRACEBACK"
+
+
+class OutputError(LongshoreError):
+    """Standard output cannot be written."""
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on standard output or error. Where that is no terminal, lines are as long as what stands in them."""
+    piped = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=stderr, width=_WIDE if piped else None, highlight=False)
+
+
+def write_json(content: object) -> None:
+    """One JSON object, on one line."""
+    print(json.dumps(content))
+
+
+def run(command: Callable[[], object]) -> int:
+    """Run `command`, and return the process's exit status; what goes wrong is said in one line, without a traceback."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one of them
+                signal.signal(number, _leave)
+    stdout, stderr = sys.stdout, sys.stderr
+    sys.stderr = _Guarded(stderr, failing=False)
+    try:
+        if stdout is None:
+            return _fail("standard output is closed", 1)
+        sys.stdout = _Guarded(stdout)
+        return _ended(command)
+    finally:
+        sys.stdout, sys.stderr = stdout, stderr
+
+
+def _leave(number: int, frame: object) -> None:
+    """End as an exception does, so that what a command has begun is undone; at once if told so again."""
+    signal.signal(number, signal.SIG_DFL)
+    sys.exit(128 + number)
+
+
+def _ended(command: Callable[[], object]) -> int:
+    """The exit status of `command`."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except SystemExit as left:
+        code = left.code
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last one who could say what happened
+        code = _told(error)
+    return code if isinstance(code, int) else 0 if code is None else 1
+
+
+class _Guarded:
+    """A standard stream, as far as commands use it; letters that it cannot encode are written as `?`.
+
+    Blanks at the end of a line are left out: tables are padded to the width of the console.
+
+    When it cannot be written, `OutputError` is raised, or the process ends if nobody reads any more; where it is not to
+    be `failing`, what is written goes nowhere.
+    """
+
+    def __init__(self, stream: Any, *, failing: bool = True) -> None:
+        self._stream, self._raises = stream, failing
+        self._failure: BaseException | None = None
+        """Raised again by all that follows: whoever tries out what a stream can do passes over it."""
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+    def write(self, text: str) -> int:
+        """Write `text`."""
+        with self._failing():
+            self._stream.write(_PADDING.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with self._failing():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except OSError as error:
+            self._drop()
+            if not self._raises:
+                return
+            gone = isinstance(error, BrokenPipeError)
+            self._failure = SystemExit(_BROKEN_PIPE) if gone else OutputError(f"standard output: {error.strerror}")
+            raise self._failure from error
+
+    def _drop(self) -> None:
+        """Have what is buffered go nowhere, for it is written again when the process ends."""
+        try:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        except (OSError, ValueError):
+            return  # no file: nothing is written at the end
+
+
+def _told(error: Exception) -> int:
+    """Say what went wrong; returns the exit status."""
+    if os.environ.get(_TRACEBACK):
+        traceback.print_exception(error)
+    if hasattr(error, "format_message"):  # the option parser's, whose module depends on typer's version
+        return _usage(error)
+    if isinstance(error, OutputError | OSError | MemoryError | ImportError):
+        return _fail(_words(error), 1)
+    if isinstance(error, LongshoreError):
+        return _fail(_words(error), 1 if isinstance(error, _RUNTIME_FAILURES) else 2)
+    return _fail(f"internal error, {type(error).__name__}: {_words(error)} ({_TRACEBACK}=1 shows where)", 1)
+
+
+def _usage(error: Any) -> int:
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return 2
+    where = "longshore" if context is None else context.command_path
+    text = " ".join(error.format_message().split()).removesuffix(".")
+    if isinstance(error.__cause__, ValidationError):  # some versions of typer have pydantic read numbers
+        detail = error.__cause__.errors()[0]
+        text = text.replace(detail["msg"], f"{detail['msg'].split(', ')[0]}, got {detail['input']!r}")
+        text = text.replace("Input should be", "expected", 1).replace("expected great", "expected a number great")
+        text = text.replace("expected less", "expected a number less")
+    return _fail(f"{text}; see {where} --help", 2)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}".removesuffix(": ")
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"longshore: {text}", file=sys.stderr, flush=True)
+    return code

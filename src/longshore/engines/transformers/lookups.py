@@ -1,0 +1,51 @@
+"""Prompts that were looked up. transformers repeats a lookup while its request waits; the request is counted once.
+
+match_prefix_blocks ──► the latest `Lookup` of a request, again and again
+the request begins ───► a `PromptRecord`, and the counters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longshore.boundary import Key
+from longshore.cache import Match
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """Where a prompt's leading blocks came from: `sources[i]` names the tier of block `i` (`"device"` included).
+
+    `request` is what `longshore explain` knows it by: the engine's name of it, `req_0`. The names of transformers begin
+    anew with each device cache, so those of the second one are `req_0@2`, `req_1@2`, ...
+    """
+
+    prompt_tokens: int
+    block_size: int
+    sources: tuple[str, ...]
+    request: str
+
+
+@dataclass(slots=True)
+class Lookup:
+    """The latest lookup for a request: transformers repeats it while the request waits, and it is counted once.
+
+    `context` of the prompt's `tokens` were on the device at time `at`. `keys` and `match` are what the tiers were asked
+    for, and said.
+    """
+
+    request: str
+    tokens: int = 0
+    context: int = 0
+    at: float = 0.0
+    sources: tuple[str, ...] = ()
+    keys: Sequence[Key] = ()
+    match: Match | None = None
+    is_counted: bool = False
+    is_over: bool = False
+
+    @property
+    def turn(self) -> int | None:
+        """The turn of the request in the cache, once it was matched."""
+        return None if self.match is None else self.match.turn

@@ -1,0 +1,123 @@
+"""Requests of a trace through vLLM's offloading interface and `LongshoreManager`: no engine, no bytes, no time.
+
+    on_new_request    lookup of each key, head first, up to the first miss
+    a step that loads      prepare_load, on_schedule_end, complete_load               if there are hits
+    a step that computes   on_schedule_end, prepare_store, of hits too if the manager asks for it, complete_store
+    the step after it      on_schedule_end, on_request_finished
+
+These are the calls of vLLM 0.32's `OffloadingConnectorScheduler`, in its order, for one request at a time whose prompt
+is computed in one step and whose blocks the device does not keep. A simulated device reports every copy as done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+
+from longshore.cache.eviction import EvictionPolicy
+from longshore.config import Config
+from longshore.engines.vllm.manager import LongshoreManager
+from longshore.engines.vllm.meeting import Note
+from longshore.engines.vllm.model import Model
+from longshore.engines.vllm.store import Store, make_cache
+from longshore.errors import IntegrityError
+from longshore.runtime import Runtime
+from longshore.runtime.background import BackgroundLoop
+from longshore.runtime.stamps import Stamps
+from longshore.trace.tiered import keys_of
+
+_TOKENS = 16
+"""Of a block. Nothing depends on their number."""
+
+
+class VllmReplay:
+    """A manager of the tier in `store`, called as vLLM's scheduler calls it."""
+
+    def __init__(self, store: Store, manager: OffloadingManager | None = None) -> None:
+        self._store = store
+        self._manager = manager or LongshoreManager(store, [0], 60.0)
+        self._requests = 0
+
+    def serve(self, path: Sequence[int]) -> int:
+        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits.
+
+        Raises `IntegrityError` where the control plane fails, or does not say at once whether it has a block.
+        """
+        manager, keys = self._manager, [make_offload_key(key, 0) for key in keys_of(path)]
+        self._requests += 1
+        request = ReqContext(req_id=str(self._requests))
+        offers_hits = manager.on_new_request(request).policy is OffloadPolicy.REQUEST_LEVEL
+        for position, key in enumerate(keys, 1):
+            request.set_offload_key_position(key, position * _TOKENS)
+        hits = self._hits(keys, request)
+        if hits:
+            spec = manager.prepare_load(keys[:hits], request)
+            manager.on_schedule_end(_step())
+            self._store.stamps.loaded(spec.job, 0, good=True)
+            manager.complete_load(set(keys[:hits]), request)
+        manager.on_schedule_end(_step(request))
+        computed = keys if offers_hits else keys[hits:]
+        is_stored = self._is_stored(computed, request)
+        manager.on_schedule_end(_step())
+        if not is_stored:  # vLLM offers again what was refused, once more when the request has finished
+            self._is_stored(computed, request)
+        manager.on_request_finished(request)
+        if fault := self._store.runtime.fault:
+            raise IntegrityError(f"the control plane failed in request {self._requests}: {fault}") from fault
+        return hits
+
+    def close(self) -> None:
+        """Give the tier back."""
+        self._manager.shutdown()
+
+    def _hits(self, keys: Sequence[OffloadKey], request: ReqContext) -> int:
+        """How many of `keys` lead that can be loaded."""
+        for position, key in enumerate(keys):
+            found = self._manager.lookup(key, request)
+            if found is LookupResult.MISS:
+                return position
+            if found is not LookupResult.HIT:
+                raise IntegrityError(f"block {position} of request {self._requests} is {found} though nothing moves")
+        return len(keys)
+
+    def _is_stored(self, keys: Sequence[OffloadKey], request: ReqContext) -> bool:
+        """Offer `keys`, and store what is taken; whether the manager has decided."""
+        offer = self._manager.prepare_store(keys, request) if keys else None
+        if offer is not None and offer.keys_to_store:
+            self._store.stamps.stored(offer.store_spec.job, 0, offer.store_spec.indices, [])
+            self._manager.complete_store(set(offer.keys_to_store), request)
+        return not keys or offer is not None
+
+
+def open_replay(blocks: int, policy: str) -> VllmReplay:
+    """A replay through host memory of so many blocks. Raises `ConfigError` for a policy that is no setting of ours."""
+    return VllmReplay(open_store(blocks, Config.make(eviction=policy)))
+
+
+def open_store(blocks: int, config: Config, policy: type[EvictionPolicy] | None = None) -> Store:
+    """The scheduler's side of host memory for so many blocks without bytes; all but its size is as in `config`.
+
+    If there is a `policy`, it evicts, and not the one of `config`.
+
+    There is one rank, and one KV cache group of full attention with one block a chunk.
+    """
+    model = Model(windows=(None,))
+    note = Note("", "", 4096, (4096,), blocks, (0,), ranks=1, world=1, fingerprint="", device="cpu", model=model)
+    cache = make_cache(config, note, None, [SimpleNamespace(tokens_per_block=_TOKENS)], 0, policy)
+    runtime, stamps = Runtime(cache, [], clock=lambda: 0.0), Stamps.make(blocks, 1, 1)
+    return Store(runtime, stamps, stamps.memory, BackgroundLoop(runtime), file=None, windows=model.windows)
+
+
+def _step(*new: ReqContext) -> ScheduleEndContext:
+    """The end of a step, in which these requests were computed first."""
+    return ScheduleEndContext(new_req_ids=[request.req_id for request in new], preempted_req_ids=())

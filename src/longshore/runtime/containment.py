@@ -1,0 +1,250 @@
+"""Faults of the control plane: each is counted, logged once with the calls that led to it, and turns the tiers off.
+
+A `CallLog` watches the calls of a cache and remembers the last of them. `tests/runtime/call_replay.py` makes those of a
+log's file again on a new cache.
+
+    an exception that leaves ...         is
+    apply, take, tick, end_step,
+    flush, reset                         a fault, whatever it is: no caller chose the arguments
+    another method, untyped              a fault
+    another method, `IntegrityError`     a fault
+    another method, another typed error  the caller's mistake; nothing has changed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from pathlib import Path
+from pickle import PicklingError, dump  # nothing is ever loaded here
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+
+from longshore.cache import Sight, TieredCache
+from longshore.cache.groups import Wanted
+from longshore.errors import IntegrityError, LongshoreError
+
+if TYPE_CHECKING:
+    from longshore.runtime.loop import Runtime
+
+_log = logging.getLogger(__name__)
+_KEPT = 512
+_KEPT_BYTES = 16 << 20
+_READ_ONLY = frozenset(
+    {
+        *("stats", "residents", "check_integrity", "runs", "slots", "knows", "in_flight", "in_place", "outcome"),
+        "prefetched",
+    }
+)
+LOOPS_OWN = frozenset({"apply", "take", "tick", "end_step", "flush", "reset", "check_integrity"})
+"""Methods of which every exception is a fault."""
+
+_IDLE = frozenset({"apply", "take", "tick", "end_step", "flush", "events"})
+"""Methods that are called again and again, whether there is anything to do or not: `apply` of no results, too."""
+
+_IDLE_BYTES = 64
+_OF_ITERABLES = frozenset({"adopt", "discard"})
+_NESTED = frozenset({list, Wanted})
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Call(NamedTuple):
+    name: str
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    bytes: int = 0
+    """About how much memory the arguments keep alive: a list counts as its first element, so many times."""
+
+    def written(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """Name and arguments, without the tokens of any prompt."""
+        named = {name: _without_text(value) for name, value in self.named.items() if name != "text"}
+        return self.name, tuple(map(_without_text, self.arguments)), named
+
+
+class WrittenCalls(NamedTuple):
+    """What a file has: arguments of the cache, its last calls, and whether these are all from the first on."""
+
+    made_of: tuple[Any, ...]
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+    is_whole: bool
+
+
+class CallLog:
+    """The last calls of one cache's public methods, read-only ones left out: at most 512, of at most 16 MiB.
+
+    Of idle calls in a row, which find nothing to do but to look at the time, the last of each method is kept. Passes
+    every fault to `on_fault`. `tick` takes 0.6 us more than without the log, `peek` of 1,000 keys 13 us (measured once,
+    on a shared CPU).
+    """
+
+    def __init__(self, cache: TieredCache, on_fault: Callable[[BaseException], None]) -> None:
+        self._kept: deque[_Call] = deque()
+        self._idle: dict[str, _Call] = {}
+        """Calls after those that are kept, each idle unless it is the one that runs."""
+        self._made_of = cache.made_of
+        self._bytes = 0
+        self._is_whole = not any(tier.used for tier in cache.stats())
+        self._on_fault = on_fault
+        self._inside = False
+        for name in dir(type(cache)):
+            method = getattr(type(cache), name)
+            if not name.startswith("_") and callable(method):
+                setattr(cache, name, self._watched(name, getattr(cache, name)))
+
+    @property
+    def calls(self) -> list[_Call]:
+        """What it has, in order."""
+        return [*self._kept, *self._idle.values()]
+
+    def _watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        is_kept, is_nobodys, is_idle = name not in _READ_ONLY, name in LOOPS_OWN, name in _IDLE
+        reads_once = name in _OF_ITERABLES
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a method that calls another
+                return method(*args, **kwargs)
+            if is_kept:
+                if reads_once:  # an iterator cannot be logged and read
+                    args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+                self._note(name, args, kwargs)
+            self._inside = True
+            try:
+                result = method(*args, **kwargs)
+                if result and is_idle:
+                    self._keep_idle()
+                return result
+            except Exception as error:
+                if is_nobodys or is_fault(error):
+                    self._on_fault(error)
+                raise
+            finally:
+                self._inside = False
+
+        return call
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Log a call that is about to be made, with copies of what the caller may change afterwards."""
+        if name in _IDLE and (name != "apply" or (args and not args[0])):
+            self._idle.pop(name, None)
+            self._idle[name] = _Call(name, args, kwargs, _IDLE_BYTES)
+            return
+        self._keep_idle()
+        args, kwargs = tuple(map(_copied, args)), {key: _copied(value) for key, value in kwargs.items()}
+        self._keep(_Call(name, args, kwargs, sum(map(_bytes, args)) + sum(map(_bytes, kwargs.values()))))
+
+    def _keep_idle(self) -> None:
+        """What follows was not idle, so the calls before it count, too."""
+        for call in self._idle.values():
+            self._keep(call)
+        self._idle.clear()
+
+    def _keep(self, call: _Call) -> None:
+        self._kept.append(call)
+        self._bytes += call.bytes
+        while len(self._kept) > _KEPT or self._bytes > _KEPT_BYTES:
+            self._bytes -= self._kept.popleft().bytes
+            self._is_whole = False
+
+    def write(self) -> Path | None:
+        """Write the calls to a new file, to be replayed; `None` if that fails. Tokens of prompts are left out."""
+        with contextlib.suppress(OSError, PicklingError, TypeError, AttributeError):
+            written = WrittenCalls(self._made_of, [each.written() for each in self.calls], self._is_whole)
+            number, name = tempfile.mkstemp(prefix="longshore-calls-", suffix=".pickle")
+            with os.fdopen(number, "wb") as file:
+                dump(tuple(written), file)
+            return Path(name)
+        return None
+
+
+def _copied(value: Any) -> Any:
+    """A copy that no caller changes; what `peek` has seen is as good as its keys."""
+    kind = type(value)
+    if kind is list:
+        return list(map(_copied, value)) if value and type(value[0]) in _NESTED else value.copy()
+    if kind is Sight:
+        return list(value.keys)
+    if kind is Wanted:
+        return Wanted(_copied(value.keys), _copied(value.device), value.text)
+    return value.copy() if kind is np.ndarray else value
+
+
+def _bytes(value: Any) -> int:
+    kind = type(value)
+    if kind is float or kind is int:
+        return 32
+    if kind is bytes:
+        return 33 + len(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return 56 + (len(value) * (8 + _bytes(value[0])) if len(value) else 0)
+    return int(getattr(value, "nbytes", 0)) or 64 + 8 * len(getattr(value, "statuses", ()))
+
+
+def _without_text(value: Any) -> Any:
+    if isinstance(value, Wanted):
+        return value._replace(text=None)
+    return list(map(_without_text, value)) if isinstance(value, list) else value
+
+
+class _HasRuntime(Protocol):
+    @property
+    def _runtime(self) -> Runtime: ...
+
+
+S = TypeVar("S", bound=_HasRuntime)
+
+
+def contained(
+    instead: Callable[Concatenate[S, P], R],
+    *,
+    expected: tuple[type[LongshoreError], ...] = (),
+) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """For an adapter's methods that an engine calls: once the tiers are off, or when it raises, `instead` answers.
+
+    The engine makes no mistake that it could be told of, so whatever is raised is a fault of the tiers, but for the
+    `expected` errors, which are logged.
+    """
+
+    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        @wraps(method)
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if self._runtime.fault is None:
+                try:
+                    return method(self, *args, **kwargs)
+                except expected:
+                    if self._runtime.fault is None:  # which has been logged
+                        _log.exception("%s failed; its blocks are recomputed, or not stored", method.__name__)
+                except Exception as error:  # noqa: BLE001 - it is counted, logged, and the tiers are off
+                    self._runtime.fail(error)
+            return instead(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def report(error: BaseException, log: CallLog) -> None:
+    """Log a fault of the control plane, once, with its traceback and the file of the calls before it."""
+    path = log.write()
+    _log.error(
+        "the tiers are off until the engine is restarted, and every request is computed: "
+        "the control plane failed (%s: %s). "
+        "Please report this with the traceback and the last %d calls, which are in %s",
+        type(error).__name__,
+        error,
+        len(log.calls),
+        path or "no file: none could be written",
+        exc_info=error,
+    )
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether `error`, of a method whose arguments a caller chose, is not that caller's mistake."""
+    return isinstance(error, IntegrityError) or not isinstance(error, LongshoreError)

@@ -1,0 +1,55 @@
+"""Requests of a trace through the path verbs of `TieredCache`: one tier, no bytes, no time.
+
+    match, onboard ──► loaded ──► commit ──► stored ──► release        one request after the other
+
+The device keeps nothing: each request looks up its whole path, loads what is found and computes the rest. A simulated
+device ends every copy with success as soon as it is ordered. What a hit is, and which blocks a request has, is as in
+the plain policy experiment (`longshore.trace.experiment`), so that the two may be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from longshore.boundary import HOST, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.cache.eviction import EvictionPolicy
+from longshore.errors import IntegrityError
+from longshore.trace.tiered import keys_of
+
+_MAX_WRITES = 1 << 14
+"""Chunks in flight to the tier: no request is longer, so that none loses its tail to this limit."""
+
+
+class CacheReplay:
+    """A `TieredCache` over one tier of `slots` slots, empty at the start, under policy `kind`."""
+
+    def __init__(self, kind: type[EvictionPolicy], slots: int) -> None:
+        self.cache = TieredCache([TierSpec(HOST, slots, policy=kind)], CacheSettings(max_writes=_MAX_WRITES))
+
+    def serve(self, path: Sequence[int]) -> int:
+        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits."""
+        cache, keys = self.cache, keys_of(path)
+        match = cache.match(keys, 0.0)
+        hits = match.length
+        if match.hold is not None:
+            cache.onboard(match.hold, range(hits))
+            self._move()
+            outcome = cache.outcome(match.hold)
+            if outcome is None or outcome.chunks < hits:
+                raise IntegrityError(f"{hits} blocks were found and not all were loaded: {outcome}")
+        if hits < len(keys):
+            cache.commit(keys, range(hits, len(keys)), first=hits, turn=match.turn)
+            self._move()
+        if match.hold is not None:
+            cache.release(match.hold)
+        return hits
+
+    def _move(self) -> None:
+        """The simulated device: whatever was ordered has succeeded."""
+        done = [
+            TransferResult(command.job, (Status.OK,) * len(command.items), len(command.items))
+            for command in self.cache.take()
+            if isinstance(command, Transfer)
+        ]
+        self.cache.apply(done, 0.0)

@@ -1,0 +1,272 @@
+"""Drives `TieredCache` as busy engines do, by chance, and checks every structure after each call.
+
+    python tests/cache/cache_soak.py --calls 1000000 [--first-seed 0] [--processes 2]
+
+The random paths of the state machines are short and judged by a model. This has no model, but many requests that
+overlap: several look at one prefix in a step, paths are as long as every threshold in the code (24, 48, 64, 256),
+chunks are evicted within the step that has looked at them, in all policies, priorities and image sizes. A call that
+raises, does not end, or leaves two structures in disagreement is a failure, told with the seed that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import faulthandler
+import os
+import random
+import time
+from collections import Counter
+
+from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    Hold,
+    PrefetchPolicy,
+    Presence,
+    Retention,
+    TieredCache,
+    TierSpec,
+    WritePolicy,
+)
+from longshore.cache.eviction import POLICIES
+from longshore.slabs import Slabs
+
+IMAGE = 4096
+LENGTHS = (3, 8, 20, 30, 50, 70, 130, 300)
+"""Chunks of a path, on both sides of every threshold."""
+VERBS = ("look", "look", "look", "store", "store", "store", "serve", "lend", "keep", "release", "results", "results")
+VERBS += ("end_step", "slide", "priority", "commit", "discard", "rare")
+BAD = (Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE)
+CALLS_OF_A_SEED = 400
+SECONDS_OF_A_SEED = 600
+"""After which all threads are shown, and the process ends: a call does not."""
+
+
+class Storm:
+    """One cache, and all that happens to it for one seed."""
+
+    def __init__(self, seed: int) -> None:
+        draw = self.draw = random.Random(seed)
+        self.calls: Counter[str] = Counter()
+        self.length = draw.choice(LENGTHS)
+        self.alone = draw.choice((False, True, True))
+        several = draw.random() < 0.3
+        windows = [1 << 40 if self.alone else None] + [draw.choice((16, 400))] * several
+        self.groups = len(windows)
+        host = max(4, int(self.length * draw.choice((0.4, 1, 1.1, 2))))
+        tiers = [TierSpec(HOST, self._slots(host, several=several), IMAGE, POLICIES[draw.choice(sorted(POLICIES))])]
+        if draw.random() < 0.7:
+            more = max(4, int(host * draw.choice((0.5, 1.5, 4))))
+            policy = POLICIES[draw.choice(sorted(POLICIES))]
+            tiers.append(TierSpec(FILE, self._slots(more, several=several), IMAGE, policy, outlives=True))
+        settings = CacheSettings(
+            groups=tuple(CacheGroup(block_size=4, window=window) for window in windows),
+            pools=(0, 1) if several else (),
+            backup=draw.choice((WritePolicy.BACK, WritePolicy.THROUGH)),
+            offload=draw.choice((WritePolicy.THROUGH, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
+            max_writes=draw.choice((1 << 14, 1 << 14, max(2, host // 2))),
+            events=draw.choice((0, 1000)),
+        )
+        self.cache = TieredCache(tiers, settings)
+        self.jobs: dict[int, int] = {}
+        """Jobs in flight, and how many chunks each has."""
+        self.holds: list[Hold] = []
+        self.refused: tuple[int, list[Key], int] | None = None
+        """Group, path and first chunk of the offer that is to be made again."""
+        self.again = 0
+        self.now = 0.0
+        self.fresh = 0
+        self.trunks = [self._new(draw.choice((1, self.length // 2, self.length))) for _ in range(3)]
+
+    @staticmethod
+    def _slots(count: int, *, several: bool) -> int | Slabs:
+        return Slabs(6 * IMAGE, (2 * IMAGE, 3 * IMAGE), max(2, count // 2)) if several else count
+
+    def _new(self, count: int) -> list[int]:
+        self.fresh += count
+        return list(range(self.fresh - count, self.fresh))
+
+    def path(self) -> list[int]:
+        """A prompt: a part of a trunk, and something new or something known behind it."""
+        draw, trunk = self.draw, self.draw.choice(self.trunks)
+        path = trunk[: draw.randint(0, len(trunk))]
+        if draw.random() < 0.6:
+            path = path + self._new(draw.randint(0, max(1, self.length - len(path))))
+        if len(path) > 1 and draw.random() < 0.2:
+            self.trunks[draw.randrange(3)] = path
+        return path or trunk[:1]
+
+    def keys(self, path: list[int], group: int = 0) -> list[Key]:
+        return [at.to_bytes(31, "little") + bytes([group]) for at in path]
+
+    def step(self) -> None:
+        """One call, and a look at every structure."""
+        verb = self.draw.choice(VERBS)
+        getattr(self, verb)()
+        self.calls[verb] += 1
+        self.cache.check_integrity()
+        for command in self.cache.take():
+            if isinstance(command, Transfer):
+                self.jobs[command.job] = len(command.items)
+
+    def look(self) -> None:
+        """Two or three requests look at overlapping parts of a path in one step."""
+        keys = self.keys(self.path(), self.draw.randrange(self.groups))
+        for _ in range(self.draw.randint(1, 3)):
+            begin = self.draw.randint(0, len(keys) - 1)
+            mine = keys[begin : self.draw.randint(begin + 1, len(keys))]
+            self.cache.peek(mine)
+            self.cache.check_integrity()
+
+    def store(self) -> None:
+        """A whole path is offered, or chunks behind a part of it, or once more what was to be offered again.
+
+        Like vLLM's adapter: the host is patient where the tiers know the chunk before those that are offered.
+        """
+        draw, refused = self.draw, self.refused
+        self.refused = None
+        if refused is not None and draw.random() < 0.8:
+            group, keys, begin = refused
+        else:
+            group = draw.randrange(self.groups)
+            keys = self.keys(self.path(), group)
+            begin = draw.choice((0, draw.randrange(len(keys))))
+        patient = begin > 0 and self.cache.knows(keys[begin - 1]) and draw.random() < 0.8
+        offload = self.cache.offer(keys, first=begin, group=group, patient=patient)
+        if offload.again:
+            self.refused = group, keys, begin
+            self.again += 1
+        if offload.job is not None:
+            self.jobs[offload.job] = len(offload.positions)
+
+    def priority(self) -> None:
+        if self.draw.random() < 0.3:
+            some = (
+                Retention(0, self.draw.randint(1, 40), self.draw.choice((10, 35, 90)), self.draw.choice((None, 3.0))),
+            )
+            offload = self.cache.offer(self.keys(self.path()), retention=some)
+            if offload.job is not None:
+                self.jobs[offload.job] = len(offload.positions)
+
+    def commit(self) -> None:
+        path = self.path()
+        self.cache.commit(self.keys(path), range(len(path)), evicting=self.draw.random() < 0.5)
+
+    def serve(self) -> None:
+        """A prompt that returns, in the manner of engines that tell paths."""
+        if self.alone:
+            return
+        found = self.cache.match(self.keys(self.path()), self.now)
+        if found.hold is not None:
+            self.holds.append(found.hold)
+            if self.draw.random() < 0.6:
+                self.cache.onboard(found.hold, range(found.length))
+
+    def ready(self, wanted: tuple[Presence, ...]) -> tuple[list[Key], int]:
+        """Chunks that are in these states, and have been looked at; and their group."""
+        group = self.draw.randrange(self.groups)
+        keys = self.keys(self.path(), group)
+        found = zip(keys, self.cache.peek(keys).presences, strict=True)
+        return [key for key, presence in found if presence in wanted], group
+
+    def keep(self) -> None:
+        keys, group = self.ready((Presence.READY, Presence.COLDER))
+        if keys:
+            hold = self.cache.keep(keys, group=group)
+            self.holds.append(hold)
+            self.cache.check_integrity()
+            self.cache.prefetch(hold, policy=self.draw.choice(list(PrefetchPolicy)))
+
+    def lend(self) -> None:
+        keys, group = self.ready((Presence.READY,))
+        if keys:
+            self.jobs[self.cache.lend(keys, group=group).job] = len(keys)
+
+    def slide(self) -> None:
+        group = 0 if self.alone else self.groups - 1
+        if self.cache.settings.stands_alone(group):
+            self.cache.slide(self.keys(self.path(), group), group=group)
+
+    def release(self) -> None:
+        if self.holds:
+            self.cache.release(self.holds.pop(self.draw.randrange(len(self.holds))))
+
+    def discard(self) -> None:
+        self.cache.discard(self.keys(self.path()), HOST)
+
+    def end_step(self) -> None:
+        self.cache.end_step()
+
+    def results(self) -> None:
+        """Some jobs end, in any order, and now and then badly."""
+        ended = self.draw.sample(sorted(self.jobs), self.draw.randint(0, len(self.jobs)))
+        self.now += self.draw.random()
+        told = []
+        for job in ended:
+            statuses = [Status.OK] * self.jobs.pop(job)
+            if self.draw.random() < 0.1:
+                statuses[self.draw.randrange(len(statuses)) :] = [self.draw.choice(BAD)]
+                statuses += [Status.CANCELLED] * (self._items(job) - len(statuses))
+            told.append(TransferResult(job, tuple(statuses)))
+        self.cache.apply(told, self.now)
+
+    def _items(self, job: int) -> int:
+        return len(self.cache._flow.jobs[job].transfer.items)
+
+    def rare(self) -> None:
+        match self.draw.randrange(12):
+            case 0:
+                self.cache.reset()
+            case 1:
+                self.cache.flush()
+            case 2:
+                self.cache.events()
+            case 3:
+                offers = [job for job in sorted(self.jobs) if not self.cache._flow.jobs[job].commanded]
+                if offers:
+                    withdrawn = self.draw.choice(offers)
+                    del self.jobs[withdrawn]
+                    self.cache.withdraw(withdrawn)
+            case _:
+                self.now += self.draw.random()
+                self.cache.tick(self.now)
+
+
+def run(seed: int, calls: int = CALLS_OF_A_SEED) -> Counter[str]:
+    """So many calls of one seed. Raises what a call raises, with the seed."""
+    storm = Storm(seed)
+    for number in range(calls):
+        try:
+            storm.step()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, call {number}: {type(error).__name__}: {error}") from error
+    return storm.calls
+
+
+def _watched(seed: int) -> Counter[str]:
+    faulthandler.dump_traceback_later(SECONDS_OF_A_SEED, exit=True)
+    try:
+        return run(seed)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=1_000_000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    given = parser.parse_args()
+    begun, total, seeds = time.monotonic(), Counter[str](), -(-given.calls // CALLS_OF_A_SEED)
+    with concurrent.futures.ProcessPoolExecutor(given.processes) as pool:
+        for done, calls in enumerate(pool.map(_watched, range(given.first_seed, given.first_seed + seeds)), 1):
+            total += calls
+            if done % 100 == 0 or done == seeds:
+                print(f"{total.total():,} calls in {time.monotonic() - begun:.0f} s", flush=True)
+    print(", ".join(f"{verb} {count:,}" for verb, count in sorted(total.items())))
+
+
+if __name__ == "__main__":
+    main()

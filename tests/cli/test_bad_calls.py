@@ -1,0 +1,685 @@
+"""Calls that cannot be served, each with the line that it is refused with, and its exit status.
+
+Status 2: what was asked for cannot be, and nothing was done. Status 1: it failed at run time.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import gzip
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from rich.padding import Padding
+
+from longshore.cli.app import main
+
+LONGSHORE = Path(sys.executable).with_name("longshore")
+EXCERPT = resources.files("longshore.trace").joinpath("data", "conversation_excerpt.jsonl").read_bytes()
+
+SHORT = {
+    "REPLAY": "replay trace.jsonl --model llama-3.1-8b --host 4GiB",
+    "POLICY": "replay trace.jsonl --capacity-blocks 5",
+    "PLAN": "plan trace.jsonl --model llama-3.1-8b",
+}
+
+# After $ the call, then its status and its line; * stands for what differs between machines and versions.
+TABLE = """
+$ frobnicate
+2 No such command 'frobnicate'*; see longshore --help
+$ --frobnicate
+2 No such option: --frobnicate*; see longshore --help
+$ bench frobnicate
+2 No such command 'frobnicate'*; see longshore bench --help
+$ replay
+2 Missing argument *; see longshore replay --help
+$ replay trace.jsonl
+2 expected --host and --model, or --capacity-blocks; see longshore replay --help
+$ replay trace.jsonl --model llama-3.1-8b
+2 expected --host and --model, or --capacity-blocks; see longshore replay --help
+$ replay trace.jsonl --host 4GiB
+2 --model: expected one of llama-3.1-8b, llama-3.1-70b, mistral-7b, qwen2.5-7b, qwen3-32b, deepseek-v3, or the *
+$ replay gone.jsonl --capacity-blocks 5
+2 cannot read trace gone.jsonl: No such file or directory
+$ replay . --capacity-blocks 5
+2 cannot read trace .: Is a directory
+$ replay empty --capacity-blocks 5
+2 empty: expected a trace, and there is nothing in it
+$ replay binary --capacity-blocks 5
+2 binary: expected a JSON object in UTF-8: Expecting value: line 1 column 1 (char 0)
+$ replay half.gz --capacity-blocks 5
+2 cannot read trace half.gz: Compressed file ended before the end-of-stream marker was reached
+$ replay backwards.jsonl --capacity-blocks 5
+2 backwards.jsonl, line 3: time runs backwards, from 700 ms to 500 ms: sort the trace by time, or leave such *
+$ replay twice.jsonl trace.jsonl --capacity-blocks 5
+2 Got unexpected extra argument(s) (trace.jsonl); see longshore replay --help
+$ replay '' --capacity-blocks 5
+2 cannot read trace .: Is a directory
+$ replay trace.jsonl --capacity-blocks 0
+2 Invalid value for '--capacity-blocks': *; see longshore replay --help
+$ replay trace.jsonl --capacity-blocks -1
+2 Invalid value for '--capacity-blocks': *; see longshore replay --help
+$ replay trace.jsonl --capacity-blocks 1e3
+2 Invalid value for '--capacity-blocks': *; see longshore replay --help
+$ replay trace.jsonl --capacity-blocks 99999999999999999999
+2 --capacity-blocks 99999999999999999999 needs 6938.9 EiB of memory, and * is available: pass at most *
+$ POLICY --host 4GiB
+2 --capacity-blocks knows no time: leave out --host
+$ POLICY --engines 3 --link 5GB/s
+2 --capacity-blocks knows no time: leave out --link, --engines
+$ POLICY --bench trace.jsonl
+2 --capacity-blocks knows no time: leave out --bench
+$ replay /dev/zero --capacity-blocks 5
+2 /dev/zero: expected a JSON object in UTF-8: *
+$ POLICY --through engine
+2 Invalid value for '--through': *; see longshore replay --help
+$ replay trace.jsonl --through cache
+2 --through replays one tier of --capacity-blocks: expected both, or neither
+$ POLICY --policy best
+2 expected a policy out of arc, fifo, gittins, lru, lru-2, s3-fifo, got 'best'
+$ POLICY --policy ''
+2 expected a policy out of arc, fifo, gittins, lru, lru-2, s3-fifo, got ''
+$ POLICY --block-tokens 0
+2 Invalid value for '--block-tokens': *; see longshore replay --help
+$ POLICY --block-tokens 7
+2 trace.jsonl, line 1: expected 1080 hash ids to cover 7554 tokens of input in blocks of 7, got 15
+$ POLICY --block-tokens 99999999999999999999999
+2 trace.jsonl, line 1: expected 1 hash ids to cover 7554 tokens of input in blocks of 99999999999999999999999, *
+$ POLICY --limit 0
+2 Invalid value for '--limit': *; see longshore replay --help
+$ POLICY --form runes
+2 Invalid value for '--form': *; see longshore replay --help
+$ POLICY --form sessions
+2 trace.jsonl, line 1: expected a field 'turns', got ['hash_ids', 'input_length', 'output_length', 'timestamp']
+$ POLICY --bad-lines mend
+2 Invalid value for '--bad-lines': *; see longshore replay --help
+$ replay trace.jsonl --model llama-3.1-8b --host ''
+2 --host: a size is a whole number of bytes, or text such as '64GiB' or '1.5TB', got ''
+$ replay trace.jsonl --model llama-3.1-8b --host 0
+2 --host: expected a size above zero, such as 64GiB, got '0'
+$ replay trace.jsonl --model llama-3.1-8b --host -4GiB
+2 --host: a size is a whole number of bytes, or text such as '64GiB' or '1.5TB', got '-4GiB'
+$ replay trace.jsonl --model llama-3.1-8b --host nan
+2 --host: a size is a whole number of bytes, or text such as '64GiB' or '1.5TB', got 'nan'
+$ replay trace.jsonl --model llama-3.1-8b --host infGiB
+2 --host: a size is a whole number of bytes, or text such as '64GiB' or '1.5TB', got 'infGiB'
+$ replay trace.jsonl --model llama-3.1-8b --host 4XB
+2 --host: a size is a whole number of bytes, or text such as '64GiB' or '1.5TB', got '4XB'
+$ replay trace.jsonl --model llama-3.1-8b --host 1KiB
+2 --host 1KiB: expected at least 64.0 MiB, one block
+$ replay trace.jsonl --model llama-3.1-8b --host 64
+2 --host 64: expected at least 64.0 MiB, one block; did you mean 64GiB?
+$ replay trace.jsonl --model llama-3.1-8b --host 1EiB
+2 host: expected at most 16,384.0 TiB, 268,435,456 blocks of 64.0 MiB, got 1,048,576.0 TiB
+$ replay trace.jsonl --model llama-3.1-8b --host 99999999PiB
+2 --host: a size is at most 1 EiB, got '99999999PiB'
+$ replay trace.jsonl --model llama-3.1-8b --host 999999TiB
+2 host: expected at most 16,384.0 TiB, 268,435,456 blocks of 64.0 MiB, got 999,999.0 TiB
+$ REPLAY --file 1KiB
+2 --file 1KiB: expected at least 64.0 MiB, one block
+$ REPLAY --remote 0
+2 --remote: expected a size above zero, such as 64GiB, got '0'
+$ REPLAY --engines 0
+2 Invalid value for '--engines': *; see longshore replay --help
+$ REPLAY --engines 99999
+2 Invalid value for '--engines': *; see longshore replay --help
+$ REPLAY --engines many
+2 Invalid value for '--engines': *; see longshore replay --help
+$ REPLAY --link 5
+2 --link: expected a unit, got '5'; did you mean 5GB/s?
+$ REPLAY --link 0GB/s
+2 --link: expected a rate above zero, such as 50GB/s, got '0GB/s'
+$ REPLAY --link 25Gb/s
+2 --link: expected 25GB/s (bytes) or 25Gbit/s, got '25Gb/s'
+$ REPLAY --link fast
+2 --link: expected a rate such as 50GB/s or 25Gbit/s, got 'fast'
+$ REPLAY --file-read -3GB/s
+2 --file-read: expected a rate such as 50GB/s or 25Gbit/s, got '-3GB/s'
+$ REPLAY --file-write inf
+2 --file-write: expected a rate such as 50GB/s or 25Gbit/s, got 'inf'
+$ REPLAY --remote-delay 5ms
+2 --remote-delay 5ms has no effect without --remote
+$ REPLAY --remote-read 2GB/s
+2 --remote-read 2GB/s has no effect without --remote
+$ REPLAY --link 0.001B/s
+2 --link: expected at least a byte a second, got '0.001B/s'
+$ REPLAY --remote 1TiB --remote-read 0
+2 --remote-read: expected a rate above zero, such as 50GB/s, got '0'
+$ REPLAY --remote 1TiB --remote-delay 5
+2 --remote-delay: expected a time such as 500ms or 2s, got '5'
+$ REPLAY --prefill-rate 0
+2 Invalid value for '--prefill-rate': *; see longshore replay --help
+$ REPLAY --prefill-rate nan
+2 Invalid value for '--prefill-rate': *; see longshore replay --help
+$ REPLAY --prefill-rate inf
+2 Invalid value for '--prefill-rate': *; see longshore replay --help
+$ REPLAY --prefill-rate 1e300
+2 Invalid value for '--prefill-rate': *; see longshore replay --help
+$ REPLAY --profile abacus
+2 expected a profile out of h100, a100, got 'abacus'
+$ replay trace.jsonl --model gpt --host 4GiB
+2 expected a model, or the path of a config.json, out of llama-3.1-8b, llama-3.1-70b, mistral-7b, qwen2.5-7b, *
+$ replay trace.jsonl --model '' --host 4GiB
+2 expected a model, or the path of a config.json, out of llama-3.1-8b, llama-3.1-70b, mistral-7b, qwen2.5-7b, *
+$ replay trace.jsonl --model config.json --host 4GiB
+2 config.json: expected 'num_hidden_layers' to be a positive integer, got None
+$ replay trace.jsonl --model binary --host 4GiB
+2 binary: expected a JSON object: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte
+$ REPLAY --bench gone.json
+2 gone.json: expected what `longshore bench file, copy or prefill --json` prints: No such file or directory
+$ REPLAY --bench config.json
+2 config.json: expected what `longshore bench file, copy or prefill --json` prints, a JSON object with a field *
+$ REPLAY --bench trace.jsonl
+2 trace.jsonl: expected what `longshore bench file, copy or prefill --json` prints: Extra data: line 2 column 1 *
+$ REPLAY --report /proc/nope
+2 --report /proc/nope: No such file or directory
+$ REPLAY --report empty
+2 --report empty: File exists
+$ replay gone.jsonl --model llama-3.1-8b --host 4GiB --report made/for/it
+2 cannot read trace gone.jsonl: No such file or directory
+$ REPLAY --no-such-option
+2 No such option: --no-such-option*; see longshore replay --help
+$ plan
+2 Missing argument *; see longshore plan --help
+$ plan trace.jsonl
+2 --model: expected one of llama-3.1-8b, llama-3.1-70b, mistral-7b, qwen2.5-7b, qwen3-32b, deepseek-v3, or the *
+$ plan gone.jsonl --model llama-3.1-8b
+2 cannot read trace gone.jsonl: No such file or directory
+$ plan header.csv --model llama-3.1-8b
+2 the trace has no requests: expected one at least to plan for
+$ PLAN --ttft-p95 500
+2 --ttft-p95: expected a time such as 500ms or 2s, got '500'
+$ PLAN --ttft-p95 -1s
+2 --ttft-p95: expected a time such as 500ms or 2s, got '-1s'
+$ PLAN --ttft-p95 nans
+2 --ttft-p95: expected a time such as 500ms or 2s, got 'nans'
+$ PLAN --ttft-p95 1e300s
+2 --ttft-p95: expected a time such as 500ms or 2s, got '1e300s'
+$ PLAN --ttft-p95 ''
+2 --ttft-p95: expected a time such as 500ms or 2s, got ''
+$ PLAN --prices gone.toml
+2 gone.toml: expected prices in TOML: No such file or directory
+$ PLAN --prices free.toml
+2 free.toml: expected dram_per_gib, nvme_per_gib (positive) and currency, got {'dram_per_gib': 0, 'nvme_per_gib': 1}
+$ PLAN --replays 0
+2 Invalid value for '--replays': *; see longshore plan --help
+$ PLAN --link 5
+2 --link: expected a unit, got '5'; did you mean 5GB/s?
+$ PLAN --engines -2
+2 Invalid value for '--engines': *; see longshore plan --help
+$ PLAN --engines 1000000000
+2 Invalid value for '--engines': *; see longshore plan --help
+$ PLAN --file-read -3
+2 --file-read: expected a rate such as 50GB/s or 25Gbit/s, got '-3'
+$ PLAN --file-write fast
+2 --file-write: expected a rate such as 50GB/s or 25Gbit/s, got 'fast'
+$ PLAN --prefill-rate inf
+2 Invalid value for '--prefill-rate': *; see longshore plan --help
+$ PLAN --profile abacus
+2 expected a profile out of h100, a100, got 'abacus'
+$ PLAN --bench gone.json
+2 gone.json: expected what `longshore bench file, copy or prefill --json` prints: No such file or directory
+$ PLAN --form events
+2 trace.jsonl, line 1: expected an event, a JSON object whose field 'kind' is one of ordered, stored, *
+$ PLAN --form prompts
+2 trace.jsonl, line 1: expected a field 'prompt', got ['hash_ids', 'input_length', 'output_length', 'timestamp']
+$ PLAN --form lengths
+2 trace.jsonl, line 1: expected a header with a column timestamp, input_length, output_length, got *
+$ PLAN --limit 0
+2 Invalid value for '--limit': *; see longshore plan --help
+$ PLAN --report /proc/nope
+2 --report /proc/nope: No such file or directory
+$ PLAN --budget 5
+2 No such option: --budget*; see longshore plan --help
+$ plan backwards.jsonl --model llama-3.1-8b
+2 backwards.jsonl, line 3: time runs backwards, from 700 ms to 500 ms: sort the trace by time, or leave such *
+$ plan half.gz --model llama-3.1-8b
+2 cannot read trace half.gz: Compressed file ended before the end-of-stream marker was reached
+$ plan twice.jsonl --model llama-3.1-8b
+2 request 1: expected different blocks, got one twice
+$ PLAN --block-tokens 512 --report empty/page
+2 --report empty/page: Not a directory
+$ explain
+2 Missing argument *; see longshore explain --help
+$ explain gone
+2 gone: expected a file of events: No such file or directory
+$ explain .
+2 .: expected a file of events: Is a directory
+$ explain binary
+2 binary: expected a file of events: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte
+$ explain trace.jsonl
+2 trace.jsonl, line 1: expected an event, a JSON object whose field 'kind' is one of *. A file of events is *
+$ explain time.jsonl
+2 time.jsonl, line 1: expected 'at' to be seconds since 1970, got 'x'. A file of events is *
+$ explain endless.jsonl
+2 endless.jsonl, line 1: expected 'at' to be seconds since 1970, got 'inf'. A file of events is *
+$ explain named.jsonl
+2 named.jsonl, line 1: expected 'tier', 'source', 'cause' and 'request' of an event to be names*
+$ explain listed.jsonl
+2 listed.jsonl, line 1: expected an event, a JSON object whose field 'kind' is one of *
+$ explain count.jsonl --request r
+2 count.jsonl, line 1: expected 'start' and 'length' of an event to be numbers of chunks*
+$ explain empty --request r
+2 no event is about a request called 'r'
+$ fsck
+2 Missing argument *; see longshore fsck --help
+$ fsck gone
+2 *gone*
+$ fsck empty
+2 *empty*
+$ fsck .
+2 *.*
+$ inspect
+2 Missing argument *; see longshore inspect --help
+$ inspect gone
+2 *gone*
+$ inspect empty
+2 *empty*
+$ inspect .
+2 *.*
+$ vllm-config
+2 expected --host-size, such as --host-size 64GiB
+$ vllm-config --host-size large
+2 host_size = 'large': a size is a whole number of bytes, or text such as '64GiB' or '1.5TB' (bytes of host *
+$ vllm-config --host-size 99999999PiB
+2 host_size = '99999999PiB': a size is at most 1 EiB (bytes of host memory for block images)
+$ vllm-config --host-size 900TiB
+2 host_size is 900.0 TiB, but only * of memory is free
+$ vllm-config --host-size -1GiB
+2 host_size = '-1GiB': a size is a whole number of bytes, or text such as '64GiB' or '1.5TB' (bytes of host *
+$ vllm-config --host-size 0
+2 host_size = '0': expected a size above 0 (bytes of host memory for block images)
+$ vllm-config --host-size 1MiB --file-size 1GiB
+2 file_size is 1.0 GiB, and file_path is not given: a file tier needs both, give file_path as well
+$ vllm-config --file-size 1GiB
+2 file_size is 1.0 GiB, and file_path is not given: a file tier needs both, give file_path as well
+$ vllm-config --host-size 1MiB --file-path kv
+2 file_path is kv, and file_size is not given: a file tier needs both, give file_size as well
+$ vllm-config --host-size 1MiB --file-path empty --file-size 1MiB
+2 file_path is empty, but empty is not a directory
+$ vllm-config --host-size 1MiB --file-path kv --file-size 900PiB
+2 file_size is 900.0 PiB, but only * is free at kv
+$ vllm-config --host-size 1MiB --blocks-per-chunk 0
+2 blocks_per_chunk = '0': expected a whole number of at least 1 and at most 4,096 (device blocks in one block image)
+$ vllm-config --host-size 64
+2 --host-size 64: expected at least 4.0 KiB, one block; did you mean 64GiB?
+$ vllm-config --host-size 1MiB --file-path kv --file-size 5
+2 --file-size 5: expected at least 4.0 KiB, one block; did you mean 5GiB?
+$ vllm-config --host-size 1MiB --file-path '' --file-size 1MiB
+2 file_path = '': expected a path, got an empty one (directory of the file tier; without one there is none)
+$ vllm-config --host-size 1MiB --set blocks_per_chunk=2 --blocks-per-chunk 4
+2 --set blocks_per_chunk=2: given as --blocks-per-chunk 4 already
+$ vllm-config --host-size 1MiB --set file_threads=999
+2 file_threads = '999': expected a whole number of at least 1 and at most 256 (threads of the file tier, *
+$ vllm-config --host-size 1MiB --set prefill_speed=inf
+2 prefill_speed = 'inf': expected a finite number of at least 0 (prompt tokens computed a second, *
+$ vllm-config --host-size 1MiB --set gate
+2 --set gate: expected KEY=VALUE, as in --set offload=write_back
+$ vllm-config --host-size 1MiB --set =on
+2 --set =on: expected KEY=VALUE, as in --set offload=write_back
+$ vllm-config --host-size 1MiB --set gates=on
+2 'gates' is not a setting; did you mean 'gate'?
+$ vllm-config --host-size 1MiB --set gate=perhaps
+2 gate = 'perhaps': expected true or false (compute what would take longer to *
+$ vllm-config --host-size 1MiB --set load_timeout=nan
+2 load_timeout = 'nan': expected a finite number above 0 and at most 86,400 (seconds after which a load *
+$ vllm-config --host-size 1MiB --set host_size=2MiB
+2 --set host_size=2MiB: given as --host-size 1MiB already
+$ vllm-config --host-size 1MiB --set prefetch=timeout
+2 'prefetch' has no effect in vLLM: lookups wait for at most load_timeout
+$ vllm-config --host-size 1MiB --set offload=write_back
+2 offload = 'write_back': vLLM offers blocks once they are complete, and not when it evicts them
+$ demo --set offload
+2 --set offload: expected KEY=VALUE, as in --set offload=write_back
+$ demo --set of_load=write_back
+2 'of_load' is not a setting; did you mean 'offload'?
+$ demo --config gone.toml
+2 gone.toml: No such file or directory
+$ demo --config binary
+2 binary: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte
+$ demo --model gone
+2 --model gone: expected a directory with a config.json
+$ demo --device abacus
+2 Invalid value for '--device': *; see longshore demo --help
+$ demo --device-share 0
+2 Invalid value for '--device-share': *; see longshore demo --help
+$ demo --host-share 2
+2 Invalid value for '--host-share': *; see longshore demo --help
+$ demo --requests 0
+2 Invalid value for '--requests': *; see longshore demo --help
+$ demo --block-tokens 1
+2 Invalid value for '--block-tokens': *; see longshore demo --help
+$ demo --block-tokens 99999999999
+2 Invalid value for '--block-tokens': *; see longshore demo --help
+$ demo --max-new-tokens 1
+2 Invalid value for '--max-new-tokens': *; see longshore demo --help
+$ demo --max-new-tokens 99999999999
+2 Invalid value for '--max-new-tokens': *; see longshore demo --help
+$ demo --workload gone.jsonl
+2 --workload gone.jsonl: no such file
+$ demo --workload binary
+2 binary, line 1: expected a JSON object in UTF-8: Expecting value: line 1 column 1 (char 0)
+$ demo --workload empty
+2 expected a trace of at least one request, got none
+$ demo --dir /proc/nope
+2 --dir /proc/nope: No such file or directory
+$ demo --report /proc/nope
+2 --report /proc/nope: No such file or directory
+$ demo --requests 2 --device-share 0.01
+2 the longest request needs 15 blocks, and 1% of the working set of 24 blocks are 0: give --device-share at least 0.63
+$ demo --requests 1
+2 the longest request needs 15 blocks, and 25% of the working set of 14 blocks are 3: take more --requests
+$ demo --requests 2 --set host_size=900TiB
+2 the longest request needs 15 blocks, and 25% of the working set of 24 blocks are 6: give --device-share at least 0.63
+$ demo --requests 8 --set host_size=1
+2 host_size is 1 B, but one block image of this model needs 384.0 KiB
+$ demo --requests 8 --set file_size=1KiB
+2 file_size is 1.0 KiB, but one block image of this model needs 524.0 KiB
+$ gc
+2 Missing argument *; see longshore gc --help
+$ gc gone
+2 gone does not exist: expected the directory of a file tier
+$ gc empty
+2 empty is not a directory: expected the directory of a file tier
+$ gc . --remove 12
+2 --remove 12: a scope is at least 8 hexadecimal digits
+$ gc . --older-than 5
+2 --older-than 5: expected a number of days or hours, such as 30d or 12h
+$ bench plan --repeats 0
+2 Invalid value for '--repeats': *; see longshore bench plan --help
+$ bench plan --case nothing
+2 no case nothing; there are *
+$ bench copy --bytes 99999GiB
+2 --bytes 99999GiB needs 293.0 TiB of memory, and * is available: pass at most --bytes *
+$ bench copy --bytes 99999999PiB
+2 --bytes: a size is at most 1 EiB, got '99999999PiB'
+$ bench copy --bytes 0
+2 --bytes: expected a size above zero, such as 64GiB, got '0'
+$ bench copy --bytes -1GiB
+2 --bytes: a size is a whole number of bytes, or text such as '64GiB' or '1.5TB', got '-1GiB'
+$ bench copy --bytes 1KiB
+2 expected at least 33554432 bytes to move, got 1024
+$ bench copy --bytes lots
+2 --bytes: a size is a whole number of bytes, or text such as '64GiB' or '1.5TB', got 'lots'
+$ bench copy --repeats 0
+2 Invalid value for '--repeats': *; see longshore bench copy --help
+$ bench copy --device cuda
+2 expected --device cuda and --calibrate together: `make gpu` measures the copies of a GPU
+$ bench copy --calibrate
+2 expected --device cuda and --calibrate together: `make gpu` measures the copies of a GPU
+$ bench copy --device tpu
+2 Invalid value for '--device': *; see longshore bench copy --help
+$ bench copy --case nothing
+2 no case nothing; there are *
+$ bench copy --bytes 1MiB --case offload/2MiB
+2 expected at least 33554432 bytes to move, got 1048576
+$ bench file
+2 Missing option *; see longshore bench file --help
+$ bench file --dir /proc/nope
+2 --dir /proc/nope: No such file or directory
+$ bench file --dir empty
+2 --dir empty: Not a directory
+$ bench file --dir gone
+2 --dir gone: No such file or directory
+$ bench vllm --model gone --dir gone
+2 --dir gone: No such file or directory
+$ demo --dir gone
+2 --dir gone: No such file or directory
+$ bench file --dir . --bytes 99999GiB
+2 --bytes 99999GiB needs 97.7 TiB of memory, and * is available: pass at most --bytes *
+$ bench file --dir . --bytes ''
+2 --bytes: a size is a whole number of bytes, or text such as '64GiB' or '1.5TB', got ''
+$ bench file --dir . --case nothing --allow-ram-disk
+2 no case nothing; there are *
+$ bench file --dir . --bytes 1KiB --allow-ram-disk --allow-page-cache
+2 expected at least 524288 bytes to move, two images, got 1024
+$ bench prefill
+2 Missing option *; see longshore bench prefill --help
+$ bench prefill --model gone
+2 expected a model, or the path of a config.json, out of llama-3.1-8b, llama-3.1-70b, mistral-7b, qwen2.5-7b, *
+$ bench prefill --model config.json
+2 config.json: expected 'num_hidden_layers' to be a positive integer, got None
+$ bench prefill --model llama.json --tokens 0
+2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '0'
+$ bench prefill --model llama.json --tokens 99999999999
+2 --model llama.json --tokens 99999999999 needs 116.4 TiB of memory, and * is available: pass at most --model *
+$ bench prefill --model llama.json --tokens 1,,2
+2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '1,,2'
+$ bench prefill --model llama.json --tokens 1e3
+2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '1e3'
+$ bench prefill --model huge.json
+2 --model huge.json --tokens 2048 needs 145.8 PiB of memory, and * is available: this machine is too small for it
+$ bench cache --blocks 0
+2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '0'
+$ bench cache --blocks 8
+2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '8'
+$ bench cache --blocks -64
+2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '-64'
+$ bench cache --blocks 99999999999
+2 --blocks 99999999999 needs 186.3 TiB of memory, and * is available: pass at most --blocks *
+$ bench cache --blocks nan
+2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got 'nan'
+$ bench cache --blocks 64 --case nothing
+2 no case nothing; there are *
+$ bench vllm
+2 Missing option *; see longshore bench vllm --help
+$ bench vllm --model gone
+2 vLLM is not installed beside Longshore: run this with the Python that runs vLLM
+$ bench vllm --model gone --engine {
+2 expected arguments of vllm.LLM as JSON, got '{': Expecting property name enclosed in double quotes: line 1 *
+$ bench vllm --model gone --engine []
+2 expected arguments of vllm.LLM as a JSON object, got '[]'
+$ bench vllm --model gone --host-size lots
+2 host_size = 'lots': a size is a whole number of bytes, or text such as '64GiB' or '1.5TB' (bytes of host memory *
+$ bench vllm --model gone --file-size 99999999PiB
+2 file_size = '99999999PiB': a size is at most 1 EiB (bytes on disk for the file tier)
+$ bench vllm --model gone --dir /proc/nope
+2 --dir /proc/nope: No such file or directory
+$ bench vllm --model gone --sessions 0
+2 Invalid value for '--sessions': *; see longshore bench vllm --help
+$ bench vllm --model gone --trace gone.jsonl
+2 vLLM is not installed beside Longshore: run this with the Python that runs vLLM
+$ bench vllm --model gone --prompt 99999999999999999999
+2 Invalid value for '--prompt': *; see longshore bench vllm --help
+"""
+
+CALLS = [
+    pytest.param(call, int(told[0]), told[2:], id=call)
+    for call, told in zip(*(iter(TABLE.strip().splitlines()),) * 2, strict=True)
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the calls name, in the directory that they are made from."""
+
+    def line(at: int, ids: list[int]) -> str:
+        return json.dumps({"timestamp": at, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}) + "\n"
+
+    llama = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
+    llama |= {"intermediate_size": 64, "vocab_size": 128}
+    contents: dict[str, bytes | str] = {
+        "trace.jsonl": EXCERPT,
+        "empty": b"",
+        "binary": bytes(range(256)),
+        "half.gz": gzip.compress(EXCERPT, mtime=0)[:1000],
+        "backwards.jsonl": line(0, [1]) + line(700, [2]) + line(500, [3]),
+        "twice.jsonl": line(0, [1, 2, 1]),
+        "header.csv": "timestamp,input_length,output_length\n",
+        "config.json": "{}",
+        "time.jsonl": '{"kind":"request","at":"x","request":"r","keys":["aa"]}\n',
+        "endless.jsonl": '{"kind":"request","at":1e400,"request":"r","keys":["aa"]}\n',
+        "named.jsonl": '{"kind":"request","at":1,"request":5,"keys":["aa"]}\n',
+        "listed.jsonl": '{"kind":["request"]}\n',
+        "count.jsonl": '{"kind":"request","at":1,"request":"r","keys":["aa"],"length":"x"}\n',
+        "free.toml": "dram_per_gib = 0\nnvme_per_gib = 1\n",
+        "llama.json": json.dumps(llama),
+        "huge.json": json.dumps(llama | {"num_hidden_layers": 10**6, "hidden_size": 10**5}),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("call", "status", "line"), CALLS)
+def test_a_bad_call_is_refused_in_one_line(
+    call: str, status: int, line: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path.name for path in files.iterdir())
+    for short, long in SHORT.items():
+        call = call.replace(short, long)
+    monkeypatch.setattr("sys.argv", ["longshore", *shlex.split(call.removeprefix("$ "))])
+    with pytest.raises(SystemExit) as left:
+        main()
+    told = capsys.readouterr()
+    *notes, last = told.err.splitlines()
+    assert (left.value.code, told.out) == (status, "")
+    assert fnmatch.fnmatchcase(last, re.sub(r"[\[\]?]", "?", f"longshore: {line}")), last
+    assert len(notes) <= 2
+    assert "Input should be" not in last
+    assert "internal error" not in last
+    assert sorted(path.name for path in files.iterdir()) == before
+
+
+def test_the_table_is_long_enough_to_mean_something() -> None:
+    assert len(CALLS) > 150
+
+
+def shell(command: str, files: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command line, with `longshore` in it, as a shell runs it."""
+    return subprocess.run(
+        ["bash", "-c", command.replace("longshore ", f"{shlex.quote(str(LONGSHORE))} ", 1)],
+        capture_output=True,
+        text=True,
+        cwd=files,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+FULL = "longshore: standard output: No space left on device\n"
+CLOSED = "longshore: standard output is closed\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "line"),
+    [
+        ("longshore POLICY > /dev/full", 1, FULL),
+        ("longshore POLICY --json > /dev/full", 1, FULL),
+        ("longshore REPLAY > /dev/full", 1, FULL),
+        ("PYTHONUNBUFFERED=1 longshore POLICY --json > /dev/full", 1, FULL),
+        ("PYTHONUNBUFFERED=1 longshore replay gone --capacity-blocks 5 2> /dev/full", 2, ""),
+        ("longshore PLAN > /dev/full", 1, FULL),
+        ("longshore vllm-config --host-size 1MiB > /dev/full", 1, FULL),
+        ("longshore --version > /dev/full", 1, FULL),
+        ("longshore replay --help > /dev/full", 1, FULL),
+        ("longshore POLICY >&-", 1, CLOSED),
+        ("longshore --version >&-", 1, CLOSED),
+        ("longshore replay gone --capacity-blocks 5 2>&-", 2, ""),
+        ("longshore replay gone --capacity-blocks 5 2> /dev/full", 2, ""),
+        ("longshore POLICY --json 2>&- > /dev/null", 0, ""),
+        ("longshore replay - --capacity-blocks 5 <&-", 2, "longshore: expected a trace on standard input, *\n"),
+        ("longshore POLICY | true; exit ${PIPESTATUS[0]}", 141, ""),
+        ("longshore replay --help | true; exit ${PIPESTATUS[0]}", 141, ""),
+    ],
+)
+def test_output_that_cannot_be_written(command: str, status: int, line: str, files: Path) -> None:
+    for short, long in SHORT.items():
+        command = command.replace(short, long)
+    # What reads from a pipe must have gone when it is written to.
+    command = command.replace("| true;", "| (exec 0<&-; sleep 0.1);")
+    done = shell(command, files, PYTHONUNBUFFERED="")
+    assert done.returncode == status, done.stderr
+    assert fnmatch.fnmatchcase(done.stderr, line), done.stderr
+
+
+def test_a_report_that_cannot_be_written_leaves_the_former_page(files: Path) -> None:
+    (files / "page").mkdir()
+    (files / "page" / "index.html").write_text("former")
+    done = shell(f"ulimit -f 500; longshore {SHORT['REPLAY']} --report page", files)
+    assert done.returncode == 1
+    assert done.stderr == "longshore: cannot write report page/index.html: File too large\n"
+    assert [(path.name, path.read_text()) for path in (files / "page").iterdir()] == [("index.html", "former")]
+
+
+def test_no_line_of_a_table_ends_in_blanks(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from longshore.cli.output import console, run
+
+    assert run(lambda: console().print(Padding("x", (0, 0, 0, 2)))) == 0
+    assert capsys.readouterr().out == "  x\n"
+    done = shell(f"longshore {SHORT['REPLAY']}", files)
+    assert not [line for line in done.stdout.splitlines() if line.endswith(" ")]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_command_that_is_told_to_end_leaves_no_temporary_file(number: int, status: int, files: Path) -> None:
+    (files / "disk").mkdir()
+    call = "bench file --dir disk --bytes 64MiB --repeats 100000 --allow-ram-disk --allow-page-cache"
+    running = subprocess.Popen([str(LONGSHORE), *call.split()], cwd=files, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(files.glob("disk/*/*")):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running.send_signal(number)
+    _, told = running.communicate(timeout=120)
+    assert (running.returncode, told) == (status, "")
+    assert list((files / "disk").iterdir()) == []
+
+
+def test_letters_that_standard_output_has_not_become_question_marks(files: Path) -> None:
+    done = shell(f"longshore {SHORT['REPLAY']} --limit 1", files, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "? " in done.stdout
+
+
+def test_an_interrupt_and_a_bug_end_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from longshore.cli.output import run
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def broken() -> None:
+        raise KeyError("x")
+
+    def greedy() -> None:
+        raise MemoryError
+
+    assert run(interrupted) == 130
+    assert run(greedy) == 1
+    assert run(broken) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "longshore: out of memory",
+        "longshore: internal error, KeyError: 'x' (LONGSHORE_TRACEBACK=1 shows where)",
+    ]
+    monkeypatch.setenv("LONGSHORE_TRACEBACK", "1")
+    run(broken)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_prefill_without_torch_says_what_to_install(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "longshore.bench.prefills", raising=False)
+    monkeypatch.delattr("longshore.bench.prefills", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("sys.argv", ["longshore", "bench", "prefill", "--model", "llama.json"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 1
+    assert line.endswith("bench prefill needs: pip install 'longshore[transformers]'")

@@ -1,0 +1,366 @@
+"""One `tiered` block over many calls: warm from the second on, never with what an earlier model computed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
+
+from longshore.boundary import DEVICE
+from longshore.config import Config
+from longshore.engines.transformers import Tiers, tiered
+
+README = Path(__file__).parents[3] / "README.md"
+PROMPTS = [[number, *range(2, 100)] for number in (200, 201, 202)]
+GENERATION = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=4)
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def batching(**settings: Any) -> ContinuousBatchingConfig:
+    sizes = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 128, "return_logprobs": True}
+    return ContinuousBatchingConfig(**{**sizes, "use_async_batching": False, "use_cuda_graph": False, **settings})
+
+
+def generate(model: Any, prompts: list[list[int]] = PROMPTS, persistent: bool = False, **settings: Any) -> list[Any]:
+    outputs = model.generate_batch(
+        prompts, generation_config=GENERATION, continuous_batching_config=batching(**settings),
+        persistent_manager=persistent, progress_bar=False,
+    )  # fmt: skip
+    assert len(outputs) == len(prompts)
+    assert all(output.error is None for output in outputs.values())
+    return list(outputs.values())
+
+
+def close(outputs: list[Any], others: list[Any]) -> bool:
+    """Whether the same model computed both; other lengths of prefills round otherwise."""
+    pairs = [zip(a.logprobs, b.logprobs, strict=True) for a, b in zip(outputs, others, strict=True)]
+    return all(abs(a - b) < 1e-3 for pair in pairs for a, b in pair)
+
+
+def sources(tiers: Tiers) -> list[tuple[str, ...]]:
+    """Of the prompts of the last call."""
+    call = tiers.records[-1].request.partition("@")[2]
+    return [record.sources for record in tiers.records if record.request.partition("@")[2] == call]
+
+
+@pytest.fixture
+def memory() -> Config:
+    return Config.make(host_size="4MiB", gate=False)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Config:
+    return Config.make(host_size="4MiB", gate=False, file_path=tmp_path / "kv", file_size="8MiB")
+
+
+@pytest.mark.parametrize("offload", ["write_through", "write_back"])
+@pytest.mark.parametrize("blocks", [64, 32, 200])
+def test_the_second_call_hits_in_host_memory(offload: str, blocks: int) -> None:
+    model = make_model()
+    with tiered(model, Config.make(host_size="4MiB", gate=False, offload=offload)) as tiers:
+        first = generate(model)
+        arena = tiers.stack and tiers.stack.arena
+        second = generate(model, num_blocks=blocks)
+        assert all(len(each) == 6 for each in sources(tiers))
+        assert "host" in sources(tiers)[0]
+        assert tiers.stack is not None
+        assert tiers.stack.arena is arena
+        with tiers.stack.runtime.control() as cache:
+            cache.check_integrity()
+            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+    assert close(first, second)
+
+
+def test_any_number_of_calls_and_kinds_of_managers(files: Config) -> None:
+    model = make_model()
+    expected = generate(model)
+    with tiered(model, files) as tiers:
+        opened = set()
+        for call, persistent in enumerate((False, True, True, False, False, True)):
+            assert close(generate(model, persistent=persistent, num_blocks=60 + call), expected)
+            opened.add(id(tiers.stack and tiers.stack.runtime))
+            assert not call or all(len(each) == 6 for each in sources(tiers)[-3:])
+        assert len(opened) == 1
+        model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_kept_manager_goes_on_without_tiers_after_the_block(memory: Config) -> None:
+    model = make_model()
+    with tiered(model, memory) as tiers:
+        first = generate(model, persistent=True)
+    assert close(generate(model, persistent=True), first)
+    assert tiers.stack is None
+    model.destroy_cached_continuous_batching_manager()
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "weights": lambda model: model.model.layers[0].self_attn.k_proj.weight.data.mul_(3),
+    "code": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 3 * output),
+    "a setting": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 2.0),
+}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_of_before_a_change_between_calls_is_served(files: Config, change: str, persistent: bool) -> None:
+    model = make_model()
+    with tiered(model, files) as tiers:
+        before = generate(model, persistent=persistent)
+        CHANGES[change](model)
+        after = generate(model, persistent=persistent)
+        assert sources(tiers)[-3] == ()
+        assert "file" not in {source for each in sources(tiers)[-3:] for source in each}
+        again = generate(model, persistent=persistent)
+        assert all(len(each) == 6 for each in sources(tiers)[-3:])
+        assert close(after, again)
+        assert not close(before, after)
+        model.destroy_cached_continuous_batching_manager()
+    changed = make_model()
+    CHANGES[change](changed)
+    assert close(generate(changed), after)
+
+
+@pytest.mark.parametrize("other", [{"page_size": 32}, {"dtype": torch.bfloat16}])
+def test_another_layout_gets_tiers_of_its_own(files: Config, other: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    with tiered(model, files) as tiers:
+        generate(model)
+        if "dtype" in other:
+            model.to(other["dtype"])
+        settings = {key: value for key, value in other.items() if key != "dtype"}
+        first = generate(model, **settings)
+        assert sources(tiers)[0] == ()
+        assert "reopening the tiers, because these have changed" in caplog.text
+        assert "layout" in caplog.text
+        assert close(generate(model, **settings), first)
+        assert "host" in sources(tiers)[0]
+
+
+def ask(manager: Any, prompt: list[int]) -> Any:
+    manager.add_request(list(prompt), max_new_tokens=4)
+    while (result := manager.get_result(timeout=1.0)) is None:
+        assert manager.is_running()
+    assert result.error is None
+    return result
+
+
+def test_a_manager_beside_a_running_one_has_no_tiers(memory: Config, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    expected = generate(model, PROMPTS[:1])
+    with tiered(model, memory) as tiers:
+        managers = [model.init_continuous_batching(GENERATION, batching()) for _ in range(2)]
+        try:
+            for manager in managers:
+                manager.start()
+                assert close([ask(manager, PROMPTS[0])], expected)
+            assert "no tiers for this continuous-batching manager" in caplog.text
+            assert close([ask(managers[0], PROMPTS[0])], expected)
+            assert sources(tiers)[-1] == (DEVICE,) * 6
+        finally:
+            for manager in managers:
+                manager.stop(block=True)
+                manager.destroy()
+        assert close(generate(model, PROMPTS[:1]), expected)
+        assert sources(tiers)[-1] == ("host",) * 6
+
+
+def test_another_model_over_the_same_configuration_has_no_tiers(
+    memory: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    torch.manual_seed(1)
+    other = type(model)(model.config).eval()
+    expected = generate(other)
+    with tiered(model, memory) as tiers:
+        generate(model)
+        looked_up = tiers.lookups
+        assert close(generate(other), expected)
+        assert tiers.lookups == looked_up
+    assert "another model than the one given to tiered()" in caplog.text
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[CollectorRegistry]:
+    yield CollectorRegistry()
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
+    return registry.get_sample_value(name, labels) or 0.0
+
+
+def recipe() -> str:
+    """The line that README has for the collector."""
+    (line,) = re.findall(r"^REGISTRY\.register\(.*$", README.read_text(), re.MULTILINE)
+    return line
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_readme_registers_metrics_once_before_or_after_the_first_call(
+    memory: Config, registry: CollectorRegistry, when: str
+) -> None:
+    model = make_model()
+    with tiered(model, memory) as tiers:
+        if when == "after":
+            generate(model)
+        exec(recipe(), {"REGISTRY": registry, "tiers": tiers})  # noqa: S102 - the line as an operator copies it
+        if when == "before":
+            generate(model)
+        assert value(registry, "longshore_requests_total") == 3
+        assert value(registry, "longshore_miss_chunks_total", reason="absent") > 0
+        generate(model)
+        assert value(registry, "longshore_requests_total") == 6
+        assert value(registry, "longshore_hit_chunks_total", tier="host") > 0
+        assert value(registry, "longshore_used_bytes", tier="host") > 0
+    assert value(registry, "longshore_requests_total") == 6
+
+
+def test_counters_never_go_back(files: Config, registry: CollectorRegistry) -> None:
+    model = make_model()
+
+    def counters() -> dict[Any, float]:
+        metrics = [metric for metric in registry.collect() if metric.type == "counter"]
+        return {(s.name, *sorted(s.labels.items())): s.value for metric in metrics for s in metric.samples}
+
+    with tiered(model, files) as tiers:
+        registry.register(tiers.collector)
+        seen = counters()
+        steps: list[Callable[[], object]] = [
+            lambda: generate(model), lambda: generate(model), lambda: CHANGES["weights"](model),
+            lambda: generate(model), lambda: generate(model, page_size=32), tiers.reset, lambda: generate(model),
+        ]  # fmt: skip
+        for step in steps:
+            step()
+            now = counters()
+            assert all(now[key] >= seen[key] for key in seen)
+            seen = now
+    now = counters()
+    assert all(now[key] >= seen[key] for key in seen)
+    assert now["longshore_requests_total",] == 15
+
+
+def test_a_request_that_waits_is_counted_once_under_its_name(registry: CollectorRegistry) -> None:
+    model = make_model()
+    config = Config.make(host_size="4MiB", gate=False, background=False)
+    prompts = [[100 + number, *range(2, 99)] for number in range(20)]
+    with tiered(model, config) as tiers:
+        registry.register(tiers.collector)
+        manager = model.init_continuous_batching(GENERATION, batching(num_blocks=16))
+        for number, prompt in enumerate(prompts):
+            manager.add_request(prompt, request_id=f"mine-{number}", max_new_tokens=30)
+        manager.start()
+        try:
+            for _ in prompts:
+                while (result := manager.get_result(timeout=1.0)) is None:
+                    assert manager.is_running()
+                assert result.error is None
+        finally:
+            manager.stop(block=True)
+            manager.destroy()
+        names = [record.request for record in tiers.records]
+    attempts = value(registry, "longshore_lookup_attempts_total")
+    assert attempts > 40
+    assert len(names) < attempts
+    assert set(names) == {f"mine-{number}" for number in range(20)}
+    assert value(registry, "longshore_requests_total") == len(names)
+    found = sum(value(registry, "longshore_hit_chunks_total", tier=tier) for tier in ("host", "file"))
+    missed = sum(
+        sample.value
+        for metric in registry.collect()
+        if metric.name == "longshore_miss_chunks"
+        for sample in metric.samples
+    )
+    assert 0 < missed + found <= len(names) * 8
+
+
+def test_the_self_test_is_in_no_metric_and_no_event(registry: CollectorRegistry, tmp_path: Path) -> None:
+    sizes = {"host_size": "4MiB", "file_path": tmp_path / "kv", "file_size": "4MiB", "events_path": tmp_path / "events"}
+    with tiered(make_model(), Config.make(**sizes)) as tiers:
+        registry.register(tiers.collector)
+        generate(tiers.model, [[1, 2]])  # shorter than a block: nothing is stored, and nothing asked for
+        generate(tiers.model, [[1, 2]])  # on another device, which is tested, too
+        assert tiers.stack is not None
+        assert tiers.failure is None
+        figures = [metric for metric in registry.collect() if re.search("hit_|moved_|failed_|written", metric.name)]
+        assert len(figures) == 4
+        found = {(sample.name, *sample.labels.values()): sample.value for each in figures for sample in each.samples}
+    assert set(found.values()) == {0.0, found["longshore_events_written_total",]}
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "events").read_text().splitlines()]
+    assert kinds == ["reset"]
+
+
+def test_records_and_names_of_requests_go_on_over_calls(memory: Config) -> None:
+    with tiered(make_model(), memory) as tiers:
+        for call in range(1, 4):
+            generate(tiers.model)
+            assert tiers.lookups == len(tiers.records) == 3 * call
+        names = [record.request for record in tiers.records]
+    assert sorted(names) == sorted(f"req_{i}{call}" for call in ("", "@2", "@3") for i in range(3))
+
+
+def test_what_is_said_at_a_warm_start(memory: Config, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    with caplog.at_level(logging.WARNING, "longshore"), tiered(model, memory):
+        generate(model)
+        generate(model)
+    assert not [record for record in caplog.records if record.name.startswith("longshore")]
+
+
+def test_a_damaged_policy_in_the_middle_of_a_batch_costs_time_only(
+    memory: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model, registry = make_model(), CollectorRegistry()
+    plain, damaged = generate(model), []
+
+    with tiered(model, memory) as tiers:
+        registry.register(tiers.collector)
+        assert [each.generated_tokens for each in generate(model)] == [each.generated_tokens for each in plain]
+        first = tiers.stack
+        assert first is not None
+        with first.runtime.observe() as cache:
+            policy, match = cache._store.policies[0], cache.match
+
+        def damage(*arguments: Any, **named: Any) -> Any:
+            damaged.append(len(policy))
+            if len(damaged) == 2:
+                policy.remove_all(np.flatnonzero(policy.resident(len(policy.names))).tolist())
+            return match(*arguments, **named)
+
+        monkeypatch.setattr(cache, "match", damage)
+        served = generate(model)
+        assert len(damaged) == 2
+        assert damaged[1] > 0
+        assert first.runtime.faults == 1
+        assert [each.generated_tokens for each in served] == [each.generated_tokens for each in plain]
+        assert registry.get_sample_value("longshore_control_plane_faults_total") == 1
+        assert tiers.occupancy()[DEVICE] > 0
+        tiers.reset()
+        for _ in range(2):  # over new tiers, which are cold, and then warm
+            served = generate(model)
+            assert [each.generated_tokens for each in served] == [each.generated_tokens for each in plain]
+        assert tiers.stack is not None
+        assert tiers.stack is not first
+        assert tiers.stack.runtime.fault is None
+        assert "host" in sources(tiers)[0]
+        assert registry.get_sample_value("longshore_control_plane_faults_total") == 1

@@ -1,0 +1,287 @@
+"""What changes the KV cache of a model changes its scope; what does not, in this process or another, leaves it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, modeling_utils
+from transformers.models.llama import modeling_llama
+
+from longshore import checksums
+from longshore.engines.transformers.scope import ModelScope, mix64
+from longshore.layout import from_rows
+
+SHAPE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SCALE = [2.0]
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, **HEADS)).eval()
+
+
+def scope(model: Any, salt: str = "") -> bytes:
+    layout = from_rows(torch.zeros(4, 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
+    return ModelScope(model, salt).of(layout).root
+
+
+def layer(model: Any) -> Any:
+    return model.model.layers[0]
+
+
+def triple(module: Any, args: Any, output: Any) -> Any:
+    return 3 * output
+
+
+def scaled_by_a_global(module: Any, args: Any, output: Any) -> Any:
+    return SCALE[0] * output
+
+
+def scaled_by(factor: Any) -> Callable[..., Any]:
+    return lambda module, args, output: factor * output
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def replaced_forward(module: Any, factor: float) -> None:
+    module.forward = lambda x: factor * type(module).forward(module, x)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "hook": lambda m: layer(m).register_forward_hook(triple),
+    "hook with keywords": lambda m: layer(m).register_forward_hook(lambda *_: None, with_kwargs=True),
+    "hook before": lambda m: layer(m).self_attn.register_forward_pre_hook(lambda module, args: args),
+    "hook that is an object": lambda m: layer(m).mlp.register_forward_hook(functools.partial(triple)),
+    "replaced forward": lambda m: replaced_forward(layer(m).mlp, 1.5),
+    "forward of another object": lambda m: setattr(layer(m).mlp, "forward", layer(m).self_attn.o_proj.forward),
+    "eps": lambda m: setattr(layer(m).input_layernorm, "variance_epsilon", 1e-3),
+    "scaling": lambda m: setattr(layer(m).self_attn, "scaling", 0.3),
+    "activation": lambda m: setattr(layer(m).mlp, "act_fn", nn.GELU()),
+    "activation function": lambda m: (delattr(layer(m).mlp, "act_fn"), setattr(layer(m).mlp, "act_fn", torch.tanh)),
+    "rotary scaling": lambda m: setattr(m.model.rotary_emb, "attention_scaling", 1.1),
+    "rotary frequencies": lambda m: m.model.rotary_emb.inv_freq.data.mul_(1.01),
+    "tensor attribute": lambda m: setattr(layer(m), "bias", torch.ones(3)),
+    "setting of a module": lambda m: setattr(m.config, "rms_norm_eps", 1e-3),
+    "causality": lambda m: setattr(layer(m).self_attn, "is_causal", False),
+    "training mode": lambda m: layer(m).train(),
+    "dtype attribute": lambda m: setattr(layer(m), "compute_dtype", torch.bfloat16),
+    "nested object": lambda m: setattr(layer(m), "settings", SimpleNamespace(deep=[{"factor": 2}])),
+    "class of a module": lambda m: setattr(layer(m).mlp, "__class__", type("MyMLP", (type(layer(m).mlp),), {})),
+    "parametrization": lambda m: parametrize.register_parametrization(layer(m).mlp.up_proj, "weight", Scaled(2.0)),
+    "weight by .data": lambda m: layer(m).self_attn.k_proj.weight.data.add_(1e-3),
+    "two elements that change places": lambda m: (
+        layer(m).mlp.up_proj.weight.data[0].copy_(layer(m).mlp.up_proj.weight.data[0].flip(0))
+    ),
+    "attention": lambda m: m.set_attn_implementation("eager"),
+    "device of a module": lambda m: setattr(layer(m), "execution_device", torch.device("meta")),
+    "adapter": lambda m: layer(m).mlp.up_proj.add_module("lora_A", nn.Linear(2, 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def original() -> bytes:
+    return scope(make_model())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_has_another_scope(change: str, original: bytes) -> None:
+    model = make_model()
+    assert scope(model) == original
+    CHANGES[change](model)
+    assert scope(model) != original
+
+
+PAIRS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "constants of a hook": (
+        lambda m: layer(m).register_forward_hook(lambda a, b, c: 2 * c),
+        lambda m: layer(m).register_forward_hook(lambda a, b, c: 3 * c),
+    ),
+    "closure of a hook": tuple(
+        lambda m, f=f: layer(m).register_forward_hook(scaled_by(f)) for f in (2.0, torch.tensor(2.5))
+    ),
+    "tensor in a closure": tuple(
+        lambda m, f=f: layer(m).register_forward_hook(scaled_by(torch.tensor([1.0, f]))) for f in (2.0, 3.0)
+    ),
+    "defaults of a hook": (
+        lambda m: layer(m).register_forward_hook(lambda a, b, c, f=2: f * c),
+        lambda m: layer(m).register_forward_hook(lambda a, b, c, f=3: f * c),
+    ),
+    "bound object of a hook": tuple(
+        lambda m, f=f: layer(m).register_forward_hook(functools.partial(SimpleNamespace(f=f).__eq__)) for f in (2, 3)
+    ),
+    "module in a closure": tuple(
+        lambda m, f=f: layer(m).register_forward_hook(scaled_by(Scaled(f))) for f in (2.0, 3.0)
+    ),
+    "parametrization": tuple(
+        lambda m, f=f: parametrize.register_parametrization(layer(m).mlp.up_proj, "weight", Scaled(f))
+        for f in (2.0, 3.0)
+    ),
+    "opaque objects": tuple(
+        lambda m, f=f: layer(m).register_forward_hook(scaled_by(f)) for f in (iter([1.0]), iter([2.0]))
+    ),
+    "order of hooks": tuple(
+        lambda m, order=order: [layer(m).register_forward_hook(scaled_by(f)) for f in order]
+        for order in ((2, 3), (3, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_two_changes_have_two_scopes(pair: str) -> None:
+    models = [make_model(), make_model()]
+    for model, change in zip(models, PAIRS[pair], strict=True):
+        change(model)
+    assert scope(models[0]) != scope(models[1])
+    assert scope(models[0]) == scope(models[0])
+
+
+def test_code_patched_from_outside_changes_the_scope(monkeypatch: pytest.MonkeyPatch, original: bytes) -> None:
+    model = make_model()
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    targets = [
+        (modeling_llama.LlamaAttention, "forward"), (modeling_llama, "apply_rotary_pos_emb"),
+        (modeling_llama, "rotate_half"), (modeling_llama.LlamaRMSNorm, "forward"), (nn.Linear, "forward"),
+        (nn.Module, "_call_impl"), (nn.functional, "softmax"), (modeling_llama.DynamicCache, "update"),
+        (modeling_llama.LlamaModel, "forward"),
+    ]  # fmt: skip
+    for owner, name in targets:
+        for patch in (mine, torch.no_grad()(mine)):
+            with monkeypatch.context() as patching:
+                patching.setattr(owner, name, patch)
+                assert scope(model) != original, (owner, name)
+    assert scope(model) == original
+
+
+def test_another_attention_function_changes_the_scope(monkeypatch: pytest.MonkeyPatch, original: bytes) -> None:
+    model = make_model()
+    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions, model.config._attn_implementation, lambda *args, **kwargs: None)
+    assert scope(model) != original
+
+
+def test_a_hook_on_all_modules_changes_the_scope(original: bytes) -> None:
+    model = make_model()
+    handle = nn.modules.module.register_module_forward_hook(triple)
+    try:
+        assert scope(model) != original
+    finally:
+        handle.remove()
+    assert scope(model) == original
+
+
+def test_a_changed_global_of_a_hook_changes_the_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    layer(model).register_forward_hook(scaled_by_a_global)
+    before = scope(model)
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", [3.0])
+    assert scope(model) != before
+
+
+def test_numerics_are_part_of_the_scope(original: bytes) -> None:
+    model = make_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert scope(model) != original
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert scope(model) != original
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert scope(model) == original
+
+
+def test_what_is_opaque_is_private_to_this_process_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    layer(model).mlp.counter = itertools.count()
+    first = ModelScope(model, "").of(from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16))
+    assert "in process" in first.attention
+    assert scope(model) == scope(model)
+    (record,) = [record for record in caplog.records if "cannot be digested" in record.message]
+    assert "model.model.layers.0.mlp.counter" in record.message
+    assert "after a restart" in record.message
+
+
+def test_cycles_end() -> None:
+    model = make_model()
+    knot: dict[str, Any] = {"model": model}
+    knot["self"] = [knot]
+    layer(model).knot = knot
+    assert scope(model) == scope(model)
+
+
+@pytest.fixture
+def used() -> Iterator[Any]:
+    """A model that has done all that is to leave its scope alone."""
+    model = make_model()
+    tokens = torch.ones((1, 40), dtype=torch.long)
+    with torch.no_grad():
+        model(tokens, output_hidden_states=True, output_attentions=True)
+        model.generate(tokens, max_new_tokens=3, do_sample=False)
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=4)
+    batching = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=64)
+    model.generate_batch([[1] * 20, [2] * 50], generation_config=generation, continuous_batching_config=batching)
+    yield model
+
+
+def test_a_model_that_was_used_has_the_scope_that_it_had(used: Any, original: bytes) -> None:
+    assert scope(used) == original
+
+
+def test_other_processes_with_other_hash_seeds_find_the_same_scope() -> None:
+    children = []
+    for seed in ("1", "2"):
+        program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_scope as t\n"
+        program += "model = t.make_model(); print(t.scope(model).hex())\n"
+        program += "t.layer(model).mlp.register_forward_hook(t.scaled_by(2.0))\n"
+        program += "t.layer(model).names = {'b', 'a', 'c', ('d', 1)}; print(t.scope(model).hex())"
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", program]
+        children.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    told = [child.communicate()[0] for child in children]
+    assert [child.returncode for child in children] == [0, 0]
+    ((plain, hooked),) = {tuple(each.split()[-2:]) for each in told}
+    assert plain != hooked
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 4096, 100_003])
+def test_what_devices_compute_is_mix64(size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    whole = np.concatenate([data, np.zeros(-size % 8, np.uint8)])
+    assert mix64(torch.from_numpy(data)) == checksums.mix64(whole.tobytes())
+
+
+def test_a_changed_bit_anywhere_in_a_large_tensor_is_seen() -> None:
+    module = nn.Module()
+    module.register_buffer("large", torch.zeros(40 << 20, dtype=torch.uint8))
+    from longshore.engines.transformers.scope import weights_digest
+
+    seen = {weights_digest(module)}
+    for at in (0, (16 << 20) - 1, 16 << 20, (40 << 20) - 1):
+        module.large[at] ^= 1
+        seen.add(weights_digest(module))
+        module.large[at] ^= 1
+    assert len(seen) == 5

@@ -1,0 +1,289 @@
+"""Weights that change: in files while no engine runs, and in an engine that runs. Old blocks are never served."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_runs import Serve, asked, prompts, tiers
+from serving import rewrite
+from tiny_models import save
+from vllm.v1.kv_offload.base import LookupResult
+from vllm_kit import Rig, file_settings, keys_of
+
+from longshore.engines.vllm import changes
+from longshore.engines.vllm.changes import Changes
+from longshore.errors import EngineError
+
+HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+KEYS = keys_of(2)
+Rigs = Callable[..., Rig]
+CONNECTOR = {
+    "kv_connector": "LongshoreConnector",
+    "kv_connector_module_path": "longshore.engines.vllm.connector",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def change(rig: Rig, rank: int = 0) -> None:
+    rig.workers[rank]._changes._told()
+
+
+def answers(rig: Rig, name: str) -> list[LookupResult]:
+    return rig.lookup(KEYS, rig.request(name, KEYS))
+
+
+def store(rig: Rig, name: str) -> list[Any]:
+    context = rig.request(name, KEYS)
+    taken = rig.store(KEYS, [1, 2], context)
+    rig.manager.on_request_finished(context)
+    return taken
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_changed_weights_of_any_rank_empty_all_tiers(rigs: Rigs, rank: int) -> None:
+    rig = rigs(world=2)
+    assert store(rig, "writer") == KEYS
+    assert answers(rig, "reader") == [HIT] * 2
+    change(rig, rank)
+    assert answers(rig, "after it") == [MISS] * 2
+    assert rig.manager.get_stats().data["data"]["longshore_weight_changes"][()] == 1
+
+
+def test_blocks_of_old_weights_on_the_device_are_not_stored(rigs: Rigs) -> None:
+    rig = rigs()
+    store(rig, "writer")
+    change(rig)
+    assert store(rig, "of the device") == []
+    rig.manager.reset_cache()
+    assert store(rig, "computed anew") == KEYS
+    assert answers(rig, "reader") == [HIT] * 2
+
+
+def test_a_reset_while_requests_run_does_not_empty_the_device(rigs: Rigs) -> None:
+    rig = rigs()
+    running = rig.request("running", KEYS)
+    assert rig.store(KEYS, [1, 2], running) == KEYS
+    change(rig)
+    rig.manager.reset_cache()
+    assert store(rig, "of the device") == []
+    rig.manager.on_request_finished(running)
+    rig.manager.reset_cache()
+    assert store(rig, "computed anew") == KEYS
+
+
+@pytest.mark.parametrize("first", ["reset", "change"])
+def test_a_device_that_was_emptied_is_trusted_with_new_weights(rigs: Rigs, first: str) -> None:
+    rig = rigs()
+    store(rig, "writer")
+    steps = [rig.manager.device_was_reset, lambda: change(rig)]
+    for step in steps if first == "reset" else steps[::-1]:
+        step()
+    assert answers(rig, "after it") == [MISS] * 2
+    assert store(rig, "computed anew") == KEYS
+
+
+def test_a_store_under_way_when_weights_change_is_dropped(rigs: Rigs) -> None:
+    rig = rigs()
+    context = rig.request("writer", KEYS)
+    output = rig.manager.prepare_store(KEYS, context)
+    change(rig)
+    rig.copy_in(output.store_spec, [1, 2])
+    rig.manager.complete_store(set(KEYS), context)
+    rig.end_step()
+    assert answers(rig, "after it") == [MISS] * 2
+    assert rig.cache.held == 0
+    rig.cache.check_integrity()
+
+
+def test_a_report_of_an_old_store_does_not_end_a_new_one(rigs: Rigs) -> None:
+    rig = rigs()
+    old = rig.request("old", KEYS)
+    before = rig.manager.prepare_store(KEYS, old)
+    change(rig)
+    rig.manager.device_was_reset()
+    new = rig.request("new", KEYS)
+    after = rig.manager.prepare_store(KEYS[:1], new)
+    assert after.keys_to_store == KEYS[:1]
+    rig.copy_in(before.store_spec, [1, 2])
+    rig.manager.complete_store(set(KEYS), old)
+    rig.copy_in(after.store_spec, [3])
+    rig.manager.complete_store(set(KEYS[:1]), new)
+    rig.end_step()
+    assert answers(rig, "reader")[0] is HIT
+    assert not rig.manager._stores and not rig.manager._stale and not rig.manager._by_key
+
+
+def test_a_request_that_asks_for_nothing_uses_the_device(rigs: Rigs) -> None:
+    rig = rigs()
+    short = rig.request("shorter than a chunk")
+    rig.manager.on_request_finished(short)
+    change(rig)
+    assert store(rig, "of the device") == []
+
+
+def test_a_reset_that_the_device_refused_does_not_empty_it(rigs: Rigs) -> None:
+    rig = rigs()
+    rig.manager.hears_device_resets = True
+    store(rig, "writer")
+    change(rig)
+    rig.manager.reset_cache()  # the connector's part alone: no request runs, yet the device kept its blocks
+    assert store(rig, "of the device") == []
+    rig.manager.device_was_reset()
+    assert store(rig, "computed anew") == KEYS
+
+
+def test_a_load_ordered_before_weights_changed_is_reported_as_failed(rigs: Rigs) -> None:
+    rig = rigs()
+    rig.workers[0].reports_failures = True
+    store(rig, "writer")
+    reader = rig.request("reader", KEYS)
+    assert rig.lookup(KEYS, reader) == [HIT] * 2
+    spec = rig.manager.prepare_load(KEYS, reader)
+    change(rig)
+    rig.run("submit_load", spec, rig._theirs(spec, [3, 4]))
+    assert rig.workers[0].take_failed({1}) == {1}
+    rig.workers[0].reports_failures = False
+    with pytest.raises(EngineError, match="use LongshoreConnector"):
+        rig.run("submit_load", spec, rig._theirs(spec, [3, 4]))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_files_of_old_weights_are_not_served_again(tmp_path: Path, fixed: bool) -> None:
+    settings = {**file_settings(tmp_path), "fixed_weights": fixed}
+    rig = Rig(**settings)
+    store(rig, "writer")
+    change(rig)
+    rig.manager.reset_cache()
+    assert store(rig, "of new weights") == KEYS
+    assert rig.manager.flush(30.0)
+    rig.close()
+    rig = Rig(**settings)
+    assert answers(rig, "the next engine") == [MISS] * 2
+    rig.close()
+
+
+class Worker:
+    """Has the methods of vLLM's worker."""
+
+    def load_model(self) -> None: ...
+    def apply_model(self, function: Any) -> None: ...
+    def sleep(self, level: int = 1) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def start_draft_weight_update(self) -> None: ...
+    def update_weights(self) -> None: ...
+    def finish_weight_update(self) -> None: ...
+
+    def reload_weights(self) -> None:
+        raise OSError("half of the files are gone")
+
+
+class Extension:
+    """A worker extension, as trainers have."""
+
+    def receive(self) -> str:
+        return "received"
+
+
+class Extended(Worker, Extension):
+    """As vLLM puts them together."""
+
+
+@pytest.fixture
+def told() -> Any:
+    """What is told of changes in workers of these classes."""
+    calls: list[None] = []
+    parallel = SimpleNamespace(worker_cls=f"{__name__}.Extended", worker_extension_cls=f"{__name__}.Extension")
+    vllm = SimpleNamespace(parallel_config=parallel, compilation_config=SimpleNamespace(static_forward_context={}))
+    watched = Changes(vllm, lambda: calls.append(None))
+    yield calls
+    watched.close()
+    Extended().apply_model(None)
+    assert watched._told not in changes._listeners
+
+
+def test_methods_that_change_weights_tell(told: list[None]) -> None:
+    worker = Extended()
+    for name in changes.METHODS:
+        before = len(told)
+        try:
+            getattr(worker, name)(*([2] if name in ("sleep", "apply_model") else []))
+        except OSError:
+            assert name == "reload_weights"
+        assert len(told) == before + 1
+    assert worker.receive() == "received"
+    assert len(told) == len(changes.METHODS) + 1
+
+
+def test_sleep_that_keeps_weights_tells_nothing(told: list[None]) -> None:
+    worker = Extended()
+    worker.sleep()
+    worker.sleep(1)
+    worker.sleep(level=1)
+    assert told == []
+
+
+def test_new_weights_in_a_running_engine_are_served_no_old_blocks(serve: Serve, tmp_path: Path) -> None:
+    """By reload, and behind vLLM's back: answers are those of engines that began with these weights."""
+    ask, path = asked(prompts()), tmp_path / "tier"
+    model = save("llama", tmp_path)
+    old = serve("llama", ask, None, 600, saved=model).answers
+    served = serve(
+        "llama",
+        [
+            *ask,
+            ["settle"],
+            ["rewrite_weights"],
+            ["reload_weights"],
+            ["reset"],
+            *ask,
+            ["settle"],
+            ["reset"],
+            *ask,
+            ["scale_weights", 0.5],
+            ["reset"],
+            *ask,
+            ["scale_weights", 2.0],
+            ["reset"],
+            *ask,
+        ],
+        tiers(path),
+        160,
+        connector=CONNECTOR,
+        saved=model,
+    ).answers
+    fresh = serve("llama", [*ask, ["scale_weights", 0.5], ["reset"], *ask], None, 600, saved=model).answers
+    assert served[:3] == old
+    assert [each["logprobs"] for each in served[3:6]] == [each["logprobs"] for each in fresh[:3]]
+    assert [each["logprobs"] for each in served[3:6]] != [each["logprobs"] for each in old]
+    assert [each["cached"] > 0 for each in served[6:9]] == [True] * 3, "what new weights computed is served"
+    assert [each["tokens"] for each in served[9:12]] == [each["tokens"] for each in fresh[3:]]
+    assert [each["tokens"] for each in served[12:]] == [each["tokens"] for each in fresh[:3]]
+
+
+def test_weights_changed_in_place_between_engines_are_served_no_old_blocks(serve: Serve, tmp_path: Path) -> None:
+    ask, settings = asked(prompts()), tiers(tmp_path / "tier")
+    model = save("llama", tmp_path)
+    serve("llama", [*ask, ["settle"]], settings, 160, saved=model)
+    again = serve("llama", ask, settings, 160, saved=model)
+    assert again.counters["arrived"].get("file->host", 0) > 0
+    rewrite(next(model.glob("*.safetensors")))
+    changed = serve("llama", ask, settings, 160, saved=model)
+    assert changed.counters["arrived"].get("file->host", 0) == 0
+    assert changed.answers == serve("llama", ask, None, 600, saved=model).answers
+    shutil.rmtree(model)
+
+
+def test_weights_rewritten_between_loading_and_hashing_leave_nothing(serve: Serve, tmp_path: Path) -> None:
+    ask, settings, model = asked(prompts()), tiers(tmp_path / "tier"), save("llama", tmp_path)
+    old = serve("llama", [*ask, ["settle"]], settings, 160, saved=model, rewritten=True)
+    fresh = serve("llama", ask, None, 600, saved=model)
+    served = [serve("llama", [*ask, ["settle"]], settings, 160, saved=model) for _ in range(2)]
+    assert old.answers != fresh.answers, "the first engine has loaded what was there before"
+    assert [each.counters["arrived"].get("file->host", 0) > 0 for each in served] == [False, True]
+    assert [each["tokens"] for each in served[1].answers] == [each["tokens"] for each in fresh.answers]
+    assert served[0].answers == fresh.answers

@@ -1,0 +1,318 @@
+"""Digests of weight files: every byte counts, and what has not changed is not read again."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from longshore.engines.vllm import weights
+from longshore.engines.vllm.weights import Digests, changed_since, has_weights
+from longshore.errors import EngineError
+
+SIZE = 100_000
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory of one file, which was changed long ago."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(os.urandom(SIZE))
+    return path
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all files had been changed long ago: none can be made old, as nobody sets a ctime."""
+    monkeypatch.setattr(weights, "SETTLED", -1e9)
+
+
+@pytest.mark.usefixtures("settled")
+def test_unchanged_files_are_hashed_once(model: Path, tmp_path: Path) -> None:
+    first, second = Digests(tmp_path / "tier" / "memo"), Digests(tmp_path / "tier" / "memo")
+    digest = first.of([model])
+    again = Digests(tmp_path / "tier" / "memo")
+    assert again.of([model]) == digest
+    assert (first.hashed_bytes, again.hashed_bytes) == (SIZE, 0)
+    assert second.of([model]) == digest
+    assert (tmp_path / "tier").stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in (tmp_path / "tier").iterdir()] == ["memo"]
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("name", ["st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev"])
+def test_any_changed_number_of_its_identity_hashes_again(model: Path, tmp_path: Path, name: str) -> None:
+    memo = tmp_path / "memo"
+    Digests(memo).of([model])
+    told = json.loads(memo.read_text())
+    ((identity, _),) = told["files"].values()
+    identity[["st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev"].index(name)] += 1
+    memo.write_text(json.dumps(told))
+    again = Digests(memo)
+    again.of([model])
+    assert again.hashed_bytes == SIZE
+
+
+def test_a_file_changed_a_moment_ago_is_not_memoised(model: Path, tmp_path: Path) -> None:
+    memo, path = tmp_path / "memo", model / "model.safetensors"
+    os.utime(path, (0, 0))  # the time stamp that anyone can set
+    before = Digests(memo).of([model])
+    assert json.loads(memo.read_text())["files"] == {}
+    path.write_bytes(os.urandom(SIZE))
+    assert Digests(memo).of([model]) != before
+
+
+@pytest.mark.usefixtures("settled")
+def test_writes_through_a_mapping_that_stays_are_seen(model: Path, tmp_path: Path) -> None:
+    digests, path = Digests(tmp_path / "memo"), model / "model.safetensors"
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        seen = set()
+        for value in range(3):
+            mapping[SIZE // 2] = value
+            seen.add(digests.of([model]))
+            time.sleep(0.05)  # ticks of the clock of time stamps
+    assert len(seen) == 3
+
+
+@pytest.mark.usefixtures("settled")
+def test_files_in_memory_are_always_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    device = model.stat().st_dev
+    line = f"1 1 {os.major(device)}:{os.minor(device)} / / rw - tmpfs tmpfs rw"
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self: line if str(self).endswith("mountinfo") else read_text(self))
+    digests = Digests(tmp_path / "memo")
+    digests.of([model])
+    digests.of([model])
+    assert digests.hashed_bytes == 2 * SIZE
+
+
+@pytest.mark.parametrize("kind", ["in memory", "changed a moment ago"])
+def test_a_file_that_would_be_read_again_is_not_read_where_that_is_asked_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(weights, "SETTLED", -1e9 if kind == "in memory" else 1e9)
+    monkeypatch.setattr(weights, "_is_in_memory", lambda device: kind == "in memory")
+    digests = Digests()
+    with pytest.raises(EngineError, match="lies in memory" if kind == "in memory" else "leave it, or touch it"):
+        digests.of([model], only_once=True)
+    assert digests.hashed_bytes == 0
+    monkeypatch.setattr(weights, "SETTLED", -1e9)
+    monkeypatch.setattr(weights, "_is_in_memory", lambda device: False)
+    assert [digests.of([model], only_once=True) for _ in range(2)] == [Digests().of([model])] * 2
+    assert digests.hashed_bytes == SIZE
+
+
+@pytest.fixture(params=[b"", b"{", b"[]", b'{"format": 1}', b'{"format": 1, "files": {"a": 3}}', b"\xff" * 64])
+def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A memo that is none."""
+    path = tmp_path / "memo"
+    path.write_bytes(request.param)
+    return path
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_damaged_memo_is_ignored_and_replaced(model: Path, damaged: Path) -> None:
+    assert Digests(damaged).of([model]) == Digests().of([model])
+    again = Digests(damaged)
+    again.of([model])
+    assert again.hashed_bytes == 0
+
+
+def test_a_memo_that_cannot_be_written_costs_time_alone(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert Digests(tmp_path / "file" / "memo").of([model]) == Digests().of([model])
+
+
+def test_a_file_that_changes_while_it_is_read_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, hashed = model / "model.safetensors", weights._hash
+    times = iter(range(1, 100))
+
+    def change(fd: int, size: int) -> str | None:
+        digest = hashed(fd, size)
+        os.utime(path, (0, next(times)))
+        return digest
+
+    monkeypatch.setattr(weights, "_hash", change)
+    with pytest.raises(EngineError, match="changes while it is read"):
+        Digests().of([model])
+    assert next(times) > 1
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_hash", lambda fd, size, hashed=weights._hash: hashed(fd, size + 1))
+    with pytest.raises(EngineError, match="changes while it is read"):
+        Digests().of([model])
+
+
+def test_links_in_a_circle_end(model: Path) -> None:
+    (model / "above").symlink_to(model)
+    (model / "elsewhere").symlink_to(model.parent / "linked")
+    (model.parent / "linked").mkdir()
+    before = Digests().of([model])
+    (model.parent / "linked" / "more.safetensors").write_bytes(b"linked")
+    assert Digests().of([model]) != before
+
+
+def test_names_count_and_the_tokenizer_does_not(model: Path) -> None:
+    before = Digests().of([model])
+    (model / "tokenizer.json").write_text("{}")
+    assert Digests().of([model]) == before
+    (model / "model.safetensors").rename(model / "model-1.safetensors")
+    assert Digests().of([model]) != before
+
+
+def test_a_model_in_one_file_is_hashed_with_the_weights_beside_it(tmp_path: Path) -> None:
+    path, beside = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    path.write_bytes(b"weights")
+    assert has_weights(path)
+    before = Digests().of([path])
+    beside.write_bytes(b"more")
+    assert Digests().of([path]) != before
+
+
+def test_parts_of_large_files_are_hashed_in_place(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model / "model.safetensors"
+    monkeypatch.setattr(weights, "_PART_BYTES", 4096)
+    monkeypatch.setattr(weights, "_READ_BYTES", 1000)
+    content = bytearray(path.read_bytes())
+    seen = {Digests().of([model])}
+    for at in (0, 4095, 4096, 50_000, SIZE - 1):
+        content[at] ^= 1
+        path.write_bytes(content)
+        seen.add(Digests().of([model]))
+    content[:4096], content[4096:8192] = content[4096:8192], content[:4096]
+    path.write_bytes(content)
+    seen.add(Digests().of([model]))
+    assert len(seen) == 7
+
+
+class Tree:
+    """Models behind links, as they are deployed: current ─► stable ─► v1, with a file that is a link, too."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in ("v1", "v2", "elsewhere"):
+            (root / name).mkdir()
+            (root / name / "model.safetensors").write_bytes(name.encode())
+        (root / "v1" / "linked.safetensors").symlink_to("../elsewhere/model.safetensors")
+        (root / "v1" / "deep").symlink_to(root / "elsewhere")
+        (root / "stable").symlink_to("v1")
+        (root / "current").symlink_to(root / "stable")
+
+    def overwrite(self) -> Path:
+        path = self.root / "v1" / "model.safetensors"
+        path.write_bytes(b"other")
+        os.utime(path, (0, 0))
+        return path
+
+    def overwrite_behind_a_link(self) -> Path:
+        path = self.root / "elsewhere" / "model.safetensors"
+        path.write_bytes(b"other")
+        return path
+
+    def replace(self) -> Path:
+        path = self.root / "v1" / "model.safetensors"
+        (self.root / "v2" / "model.safetensors").rename(path)
+        return path
+
+    def turn_a_link(self) -> Path:
+        return self._turn(self.root / "current", "v2")
+
+    def turn_a_link_behind_a_link(self) -> Path:
+        return self._turn(self.root / "stable", "v2")
+
+    def turn_a_link_to_a_file(self) -> Path:
+        return self._turn(self.root / "v1" / "linked.safetensors", "../v2/model.safetensors")
+
+    def turn_a_link_inside(self) -> Path:
+        return self._turn(self.root / "v1" / "deep", "../v2")
+
+    def move_a_directory(self) -> Path:
+        (self.root / "v1").rename(self.root / "old")
+        (self.root / "v2").rename(self.root / "v1")
+        return self.root / "v1"
+
+    def _turn(self, link: Path, target: str) -> Path:
+        new = link.with_name("new")
+        new.symlink_to(target)
+        new.replace(link)
+        return link
+
+
+def later() -> int:
+    """A time after all that was changed, and before all that will be."""
+    time.sleep(0.1)
+    return time.time_ns()
+
+
+@pytest.mark.parametrize("change", [name for name in vars(Tree) if not name.startswith("_")])
+def test_what_has_changed_since_is_found_behind_links_too(tmp_path: Path, change: str) -> None:
+    tree, began = Tree(tmp_path), later()
+    assert changed_since(tmp_path / "current", began) is None
+    changed = getattr(tree, change)()
+    assert changed_since(tmp_path / "current", began) == changed
+    assert changed_since(tmp_path / "current", later()) is None
+
+
+def test_what_does_not_count_may_change(tmp_path: Path) -> None:
+    tree, began = Tree(tmp_path), later()
+    (tree.root / "v1" / "tokenizer.json").write_text("{}")
+    (tree.root / "v1" / "training.log").write_text("")
+    (tree.root / "v2" / "model.safetensors").write_bytes(b"other")
+    (tree.root / "v3").mkdir()
+    assert changed_since(tmp_path / "current", began) is None
+
+
+def test_links_in_a_circle_are_an_error_on_the_way(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    with pytest.raises(OSError, match="symbolic links"):
+        list(weights._way(tmp_path / "one"))
+
+
+def test_a_stamp_of_whole_seconds_may_be_of_a_later_change(tmp_path: Path) -> None:
+    fine, coarse = (os.stat_result([0] * 10, {"st_ctime_ns": at}) for at in (5_000_000_001, 5_000_000_000))
+    assert weights._stamp(fine) < 5_100_000_000
+    assert weights._stamp(coarse) == 7_000_000_000
+
+
+def download(cache: Path, commit: str, *, shared: Path | None = None) -> Path:
+    """A snapshot, in the order in which `huggingface_hub` makes one."""
+    blob, snapshot = cache / "blobs" / ("5" * 64), cache / "snapshots" / commit
+    for directory in (blob.parent, snapshot, cache / "refs"):
+        directory.mkdir(parents=True, exist_ok=True)
+    (cache / "refs" / "main").write_text(commit)
+    if not blob.exists():
+        part = blob.with_suffix(".incomplete")
+        part.write_bytes(b"downloaded")
+        part.chmod(0o644)
+        part.replace(blob if shared is None else shared)
+        if shared is not None:
+            blob.symlink_to(shared)
+    (snapshot / "model.safetensors").symlink_to(Path("..", "..", "blobs", blob.name))
+    return snapshot
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_snapshot_downloaded_meanwhile_has_not_changed(tmp_path: Path, shared: bool) -> None:
+    began = later()
+    snapshot = download(tmp_path / "model", "a" * 40, shared=tmp_path / "shared" if shared else None)
+    assert changed_since(snapshot, began) is None
+    time.sleep(0.1)
+    (snapshot / "model.safetensors").write_bytes(b"overwritten")
+    assert changed_since(snapshot, began) == (snapshot / "model.safetensors").resolve()
+
+
+def test_a_revision_that_was_moved_meanwhile_is_told(tmp_path: Path) -> None:
+    cache = tmp_path / "model"
+    first, began = download(cache, "a" * 40), later()
+    assert changed_since(first, began) is None
+    second = download(cache, "b" * 40)
+    assert changed_since(second, began) == cache / "refs" / "main"
+    assert changed_since(second, later()) is None

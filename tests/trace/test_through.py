@@ -1,0 +1,60 @@
+"""Requests of a trace through the path verbs of the control plane."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_kit import prompts
+
+from longshore.cache.eviction import LRU, POLICIES, Gittins
+from longshore.errors import IntegrityError
+from longshore.trace.experiment import Experiment
+from longshore.trace.mooncake import read_excerpt
+from longshore.trace.through import CacheReplay
+
+
+@given(paths=prompts(), slots=st.integers(1, 14))
+def test_lru_through_the_cache_hits_what_plain_lru_hits(paths: list[list[int]], slots: int) -> None:
+    plain, through = Experiment(LRU, slots), CacheReplay(LRU, slots)
+    for path in paths:
+        assert through.serve(path) == plain.serve(path)
+        assert len(through.cache.residents()) == len(plain.resident())
+
+
+@pytest.mark.parametrize("slots", [40, 255])
+def test_lru_through_the_cache_is_plain_lru_on_a_real_trace(slots: int) -> None:
+    """Of more slots than these, evictions free some ahead of demand."""
+    plain, through = Experiment(LRU, slots), CacheReplay(LRU, slots)
+    paths = [request.hash_ids for request in read_excerpt()]
+    assert [through.serve(path) for path in paths] == [plain.serve(path) for path in paths]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(paths=prompts(), slots=st.integers(1, 14))
+def test_nothing_is_held_or_moving_after_a_request(name: str, paths: list[list[int]], slots: int) -> None:
+    replay = CacheReplay(POLICIES[name], slots)
+    seen: set[int] = set()
+    for path in paths:
+        assert replay.serve(path) <= next((at for at, block in enumerate(path) if block not in seen), len(path))
+        seen.update(path)
+        replay.cache.check_integrity()
+        assert (replay.cache.held, replay.cache.jobs_in_flight) == (0, 0)
+
+
+def test_a_prompt_longer_than_the_tier_keeps_its_head() -> None:
+    replay = CacheReplay(Gittins, 4)
+    assert [replay.serve(range(9)), replay.serve(range(9))] == [0, 4]
+
+
+def test_more_blocks_than_may_be_in_flight_by_default_are_stored_at_once() -> None:
+    replay = CacheReplay(Gittins, 3000)
+    assert [replay.serve(range(2500)), replay.serve(range(2500))] == [0, 2500]
+
+
+def test_a_load_that_fails_is_an_error_and_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = CacheReplay(Gittins, 4)
+    replay.serve([1, 2])
+    monkeypatch.setattr(replay, "_move", lambda: None)  # the device never reports
+    with pytest.raises(IntegrityError, match="2 blocks were found and not all were loaded"):
+        replay.serve([1, 2])
