@@ -37,6 +37,7 @@ import torch
 from gpu_pages import Pages, References, Rig
 from longshore.bench.machine import has_vllm, machine_facts
 from longshore.boundary import Route
+from longshore.cache import GroupKeys
 from longshore.config import Config, parse_size
 from longshore.errors import BenchError, LongshoreError
 from longshore.keys import Scope
@@ -233,7 +234,7 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
         stack.engine.begin_step(None)
         begun = time.perf_counter()
         with stack.runtime.control() as cache:
-            job = cache.commit(keys, blocks).job
+            job = cache.store({0: GroupKeys(keys)}, {0: blocks})[0].job
         if job is None or not stack.runtime.wait_ended([job], _GDS_PATIENCE):
             raise BenchError(f"{count} images were not stored within {_GDS_PATIENCE:.0f} s")
         stored = time.perf_counter() - begun
@@ -241,11 +242,12 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
         stack.engine.begin_step(None)
         begun = time.perf_counter()
         with stack.runtime.control() as cache:
-            hold = cache.match(keys, stack.runtime.clock()).hold
-            if hold is None:
+            lease = cache.lookup({0: GroupKeys(keys)}, stack.runtime.clock()).lease
+            if lease is None:
                 raise BenchError("cuFile stored no image: its log (cufile.log) says why")
-            cache.onboard(hold, blocks)
-        found = stack.runtime.wait_onboarded(hold, _GDS_PATIENCE).chunks
+            cache.load(lease, {0: blocks}, timeout=_GDS_PATIENCE)
+        outcome = stack.runtime.wait_over(lease).outcome
+        found = 0 if outcome is None else outcome.chunks
         loaded = time.perf_counter() - begun
         if found != count or not torch.equal(rows, before):
             raise BenchError(f"{found} of {count} images came back by cuFile: its log (cufile.log) says why")

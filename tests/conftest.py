@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+import old_verbs  # noqa: F401 - it installs itself
 from longshore.cache import EDGES, State
 
 pytest.register_assert_rewrite(

@@ -2,25 +2,25 @@
 
 An engine asks in this order:
 
-    match      how far do device and tiers have this prompt?     a GroupMatch; what the tiers have is held
-    onboard    into these device blocks, please                  an Arrival; the hold goes with it
+    lookup     how far do device and tiers have this prompt?     Found; what the tiers have is leased
+    load       into these device blocks, please                  an Arrival; the lease goes with it
     copy       the first tokens of one block into another        an Arrival
         arrival.layer(3)    before layer 3 is computed: may it be?
         arrival.whole()     before a result is used: has all of it arrived, and did nothing fail afterwards?
         arrival.close()     nobody waits for it any more
-    commit     these blocks are complete                         copies go down while the engine computes on
+    store      these blocks are complete                         copies go down while the engine computes on
 
 Whenever the answer is no, the engine recomputes: a miss, never an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from examples.reference_engine.model import Shape
 from examples.reference_engine.pool import DevicePool
 from longshore.boundary import DEVICE, HOST, Key, Slot, Status
-from longshore.cache import CacheGroup, CacheSettings, GroupMatch, Hold, Text, TieredCache, TierSpec, Wanted
+from longshore.cache import CacheGroup, CacheSettings, DeviceCopy, Found, GroupKeys, Lease, Text, TieredCache, TierSpec
 from longshore.errors import PlanError
 from longshore.runtime.guard import BlockGuard
 from longshore.runtime.stack import Stack
@@ -47,15 +47,15 @@ class Below:
     def end_step(self) -> None:
         """The step's layers have been computed."""
 
-    def match(self, wanted: Sequence[Wanted]) -> GroupMatch:
-        """The longest prefix of which every group has what the next token sees; what the tiers have of it is held."""
-        return self._cache.match_groups(wanted, 0.0)
+    def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
+        """The longest prefix of which every group has what the next token sees; what the tiers have of it is leased."""
+        return self._cache.lookup(paths, 0.0)
 
-    def drop(self, found: GroupMatch) -> None:
-        """It will not be onboarded after all."""
+    def drop(self, found: Found) -> None:
+        """It will not be loaded after all."""
 
-    def onboard(self, hold: Hold, blocks: Sequence[Sequence[int]]) -> Arrival:
-        """Fill device blocks, for each group, with what is held."""
+    def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> Arrival:
+        """Fill device blocks, by group, with what is leased."""
         raise ValueError("nothing is ever found")
 
     def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival | None:
@@ -65,7 +65,7 @@ class Below:
                 part[block, :tokens] = part[source, :tokens]
         return None
 
-    def commit(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
+    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
         """The blocks of `path[first:]` are complete. Returns the positions that no tier has from another request."""
         return set(range(first, len(path)))
 
@@ -105,40 +105,40 @@ class Tiers(Below):
         """Compute has waited, layer by layer, for what it read, and the guard keeps the rest: no jobs are named."""
         self.stack.engine.end_step(self._compute, jobs=())
 
-    def match(self, wanted: Sequence[Wanted]) -> GroupMatch:
-        """One match of the control plane for all groups, each of whose keys have a root of their own."""
+    def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
+        """One lookup of the control plane for all groups, each of whose keys have a root of their own."""
         with self.stack.runtime.control() as cache:
-            return cache.match_groups(wanted, self.stack.runtime.clock())
+            return cache.lookup(paths, self.stack.runtime.clock())
 
-    def drop(self, found: GroupMatch) -> None:
-        """Release the hold."""
-        if found.hold is not None:
+    def drop(self, found: Found) -> None:
+        """Release the lease."""
+        if found.lease is not None:
             with self.stack.runtime.control() as cache:
-                cache.release(found.hold)
+                cache.release(found.lease)
 
-    def onboard(self, hold: Hold, blocks: Sequence[Sequence[int]]) -> Arrival:
+    def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> Arrival:
         """One job for all groups: layer by layer where all is in host memory. What must be read first comes whole."""
-        filled = [block for each in blocks for block in each]
+        filled = [block for each in blocks.values() for block in each]
         with self.stack.runtime.control() as cache:
-            by_layer = self.by_layer and all(run.tier == HOST for run in cache.runs(hold))
-            order = cache.onboard_groups(hold, blocks, by_layer=by_layer)
+            by_layer = self.by_layer and all(run.tier == HOST for run in cache.progress(lease).runs)
+            order = cache.load(lease, blocks, by_layer=by_layer, timeout=self.patience)
             for part in order.parts:
                 self._guard.add(part.job, filled)
         job = order.parts[0].job if order.parts else 0
-        return Load(self, filled, job, hold, by_layer=by_layer and job > 0)
+        return Load(self, filled, job, lease, by_layer=by_layer and job > 0)
 
     def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival | None:
         """A transfer inside the device pool: if `source` is still on its way, the copy waits for it."""
         slot = Slot(DEVICE, self.stack.layout.pools[group], source)
         with self.stack.runtime.control() as cache:
-            job = cache.copy_inside([slot], [block], tokens=tokens, group=group)
+            job = cache.load({group: DeviceCopy([slot], tokens)}, {group: [block]}).parts[0].job
             self._guard.add(job, (source, block))
         return Arrival(self, [block], job)
 
-    def commit(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
+    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
         """Offload what no tier has. The guard keeps those blocks until they have been read."""
         with self.stack.runtime.control() as cache:
-            offload = cache.commit(path, blocks, first=first, group=group, text=text)
+            offload = cache.store({group: GroupKeys(path, first, text=text)}, {group: blocks})[group]
             if offload.job is not None:
                 self._guard.add(offload.job, [blocks[position - first] for position in offload.positions])
         return set(range(first, len(path))).difference(offload.known)
@@ -194,11 +194,11 @@ class Arrival:
 
 
 class Load(Arrival):
-    """An arrival from the tiers, by what a hold is on; layer by layer or whole."""
+    """An arrival from the tiers, by what a lease is on; layer by layer or whole."""
 
-    def __init__(self, tiers: Tiers, blocks: Sequence[int], job: int, hold: Hold, *, by_layer: bool) -> None:
+    def __init__(self, tiers: Tiers, blocks: Sequence[int], job: int, lease: Lease, *, by_layer: bool) -> None:
         super().__init__(tiers, blocks, job)
-        self._hold = hold
+        self._lease = lease
         self._by_layer = by_layer
 
     def layer(self, layer: int) -> bool:
@@ -213,11 +213,12 @@ class Load(Arrival):
 
     def whole(self) -> bool:
         """By the outcome."""
-        return self.tiers.stack.runtime.wait_onboarded(self._hold, self.patience).chunks == len(self.blocks)
+        outcome = self.tiers.stack.runtime.wait_over(self._lease).outcome
+        return outcome is not None and outcome.chunks == len(self.blocks)
 
     def close(self) -> bool:
-        """Release the hold."""
+        """Release the lease."""
         with self.tiers.stack.runtime.control() as cache:
-            outcome = cache.outcome(self._hold)
-            cache.release(self._hold)
+            outcome = cache.progress(self._lease).outcome
+            cache.release(self._lease)
         return outcome is not None and outcome.chunks == len(self.blocks)

@@ -1,7 +1,7 @@
 """The engine: requests in, logits out; a step at a time.
 
     begin_step ─► admit ──────────► compute ────────────────► end_step ─► publish
-                  match, onboard,   per request and layer:                complete blocks go into the
+                  lookup, load,     per request and layer:                complete blocks go into the
                   partial copies    arrival.layer(l)?  then compute       prefix cache, and down to the tiers
                                     arrival.whole()?   then believe it
                                         no: recompute, in other blocks
@@ -24,7 +24,7 @@ import torch
 from examples.reference_engine.below import Arrival, Below
 from examples.reference_engine.model import Decoder
 from examples.reference_engine.pool import DevicePool, Known
-from longshore.cache import GroupMatch, Need, Text, Wanted
+from longshore.cache import Found, GroupKeys, Need, Text
 from longshore.errors import CapacityError, EngineError
 from longshore.keys import KeyChain, Scope
 
@@ -214,7 +214,7 @@ class Engine:
     def _admit(self, request: Request, most: int) -> None:
         """Give `request` its blocks, with up to `most` tokens in them; all or nothing, else `CapacityError`."""
         most = most if request.replay is None else min(most, request.replay.hit)
-        found = self.below.match([self._wanted(request, group, most) for group in range(len(self._groups))])
+        found = self.below.lookup({group: self._wanted(request, group, most) for group in range(len(self._groups))})
         if request.replay is not None and found.tokens != request.replay.hit:
             self.below.drop(found)
             raise EngineError(f"{request.replay.hit} tokens are to be replayed, only {found.tokens} can be")
@@ -237,7 +237,7 @@ class Engine:
         request.schedule = Schedule(self._turns, found.tokens, sources)
         request.hits = self._hits(found)
 
-    def _wanted(self, request: Request, group: int, most: int) -> Wanted:
+    def _wanted(self, request: Request, group: int, most: int) -> GroupKeys:
         """What `request` wants of one group, and what the device has of it; at most `most` tokens."""
         keys = request.chains[group].keys[: most // self._groups[group].block_size]
         beside: Mapping[bytes, Sequence[tuple[bytes, Sequence[int]]]] = self.pool.behind
@@ -247,16 +247,15 @@ class Engine:
             ]
             beside = {source.parent: [(source.key, source.tokens)] for source in sources}
         text = Text(request.tokens[:most], self._roots[group], beside)
-        return Wanted(keys, [key in self.pool.index for key in keys], text)
+        return GroupKeys(keys, device=[key in self.pool.index for key in keys], text=text)
 
-    def _fill(self, request: Request, found: GroupMatch, parts: Sequence[_Part]) -> list[Arrival]:
-        """Have the tables of `request` filled with what was found: by one onboarding, and copies inside the device."""
+    def _fill(self, request: Request, found: Found, parts: Sequence[_Part]) -> list[Arrival]:
+        """Have the tables of `request` filled with what was found: by one load, and copies inside the device."""
         arrivals: list[Arrival] = []
-        if found.hold is not None:
-            tables = list(zip(parts, request.tables, strict=True))
-            arrivals.append(
-                self.below.onboard(found.hold, [[table[at] for at in part.loaded] for part, table in tables])
-            )
+        if found.lease is not None:
+            tables = enumerate(zip(parts, request.tables, strict=True))
+            blocks = {group: [table[at] for at in part.loaded] for group, (part, table) in tables}
+            arrivals.append(self.below.load(found.lease, blocks))
             for group, need in enumerate(found.needs):
                 for at in need.load:
                     self.pool.publish(self._known(request, group, at, request.tables[group][at]))
@@ -268,7 +267,7 @@ class Engine:
         self._arriving.update((block, arrival) for arrival in arrivals for block in arrival.blocks)
         return arrivals
 
-    def _hits(self, found: GroupMatch) -> Counter[str]:
+    def _hits(self, found: Found) -> Counter[str]:
         unit = math.lcm(*(group.block_size for group in self._groups))
         partials = [need.partial for need in found.needs if need.partial is not None]
         loaded = max(
@@ -333,7 +332,7 @@ class Engine:
             former = [self.pool.index.get(key) for key in path[first:]]
             blocks = [table[at] if known is None else known.block for at, known in enumerate(former, start=first)]
             text = Text(request.tokens[: request.computed], self._roots[group])
-            unique = self.below.commit(group, path, blocks, first, text)
+            unique = self.below.store(group, path, blocks, first, text)
             if request.replay is not None:
                 chosen = [at for at in range(first, stop) if path[at] in request.replay.published]
             else:

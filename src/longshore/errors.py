@@ -10,7 +10,7 @@
     ├── TokenError           tokens that no key can be made of
     ├── CacheError           a caller broke the control plane's contract
     │   ├── CapacityError    more was asked for than can be had; nothing has changed
-    │   ├── HoldError        an unknown or already released hold
+    │   ├── LeaseError        an unknown or already released hold
     │   ├── IntegrityError   the cache's own books disagree: a fault of Longshore
     │   │   └── StateError   an edge that the state table does not have
     │   └── JobError         a result for an unknown job, or a second one from the same rank
@@ -78,7 +78,7 @@ class CapacityError(CacheError):
     """More slots were asked for than can be had. Nothing has changed."""
 
 
-class HoldError(CacheError):
+class LeaseError(CacheError):
     """A hold that is unknown, was released before, or cannot serve this call."""
 
 

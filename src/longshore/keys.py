@@ -76,6 +76,11 @@ class Scope:
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(b"longshore scope 1\0" + canonical.encode()).digest()
 
+    @property
+    def self_test_key(self) -> Key:
+        """The chunk that a self-test of the tiers writes and reads: 32 bytes, the key of no tokens."""
+        return hashlib.sha256(b"longshore self-test\0" + self.root).digest()
+
 
 class MediaItem(NamedTuple):
     """An image or another item whose content stands behind the placeholder tokens `[start, end)` of a sequence.

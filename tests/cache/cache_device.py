@@ -15,14 +15,15 @@ from cache_movers import Job, Tag, places
 from cache_setup import chunks
 
 from longshore.boundary import DEVICE, Key
-from longshore.cache import Hold, Match
+from longshore.cache import Lease
 from longshore.errors import CacheError, CapacityError
+from old_verbs import Match
 
 
 class Visit:
     """A request on the device: the `blocks` of its `keys`, of which the first chunks were `found` there."""
 
-    def __init__(self, keys: Sequence[Key], blocks: list[int], found: int, hold: Hold | None, generation: int) -> None:
+    def __init__(self, keys: Sequence[Key], blocks: list[int], found: int, hold: Lease | None, generation: int) -> None:
         self.keys = list(keys)
         self.blocks = blocks
         self.found = found

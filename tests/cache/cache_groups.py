@@ -15,7 +15,7 @@ from cache_movers import places
 from cache_setup import GROUPS, LOAD, chunks, group_of, letters
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Transfer
-from longshore.cache import Hold, MissReason, Need, Offload, Wanted
+from longshore.cache import GroupKeys, Lease, MissReason, Need, StoreOrder
 from longshore.errors import CacheError
 
 
@@ -31,7 +31,7 @@ class Groups(Life):
         seen = 1 if kind.recurrent else kind.window or end * size
         return range(min((at for at in range(end) if (at + 1) * size > end * size - seen), default=end), end)
 
-    def match_groups(self, path: str, device: Sequence[Sequence[bool]], request: str | None) -> Hold | None:
+    def match_groups(self, path: str, device: Sequence[Sequence[bool]], request: str | None) -> Lease | None:
         """A request for `path`, of which the `device` has some chunks of each group, is served as far as can be."""
         keys, there = self.wanted(path, device)
         end, needs = self.longest(keys, there), []
@@ -41,7 +41,7 @@ class Groups(Life):
             load = tuple(at for at in needed if not has[at])
             needs.append(Need(needed.start, needed.stop, load))
             self.miss_of_group(group, mine, has, needed.stop)
-        wanted = [Wanted(mine, tuple(has)) for mine, has in zip(keys, there, strict=True)]
+        wanted = [GroupKeys(mine, device=tuple(has)) for mine, has in zip(keys, there, strict=True)]
         found = self.call("match_groups", wanted, self.now, request=request)
         per_letter = GROUPS[0].block_size * self.setup.per_chunk
         assert (found.tokens, found.foreign) == (end * per_letter, (more - end) * per_letter)
@@ -80,7 +80,7 @@ class Groups(Life):
             some = self.apart(load) if group else self.behind(mine[: needed.stop])
             coming += some[0]
             lacking += some[1]
-        wanted = [Wanted(mine, tuple(has)) for mine, has in zip(keys, there, strict=True)]
+        wanted = [GroupKeys(mine, device=tuple(has)) for mine, has in zip(keys, there, strict=True)]
         self.fetched(self.call("fetch_groups", wanted, self.now), coming, lacking)
 
     def fetch_alone(self, path: str, group: int) -> None:
@@ -112,7 +112,7 @@ class Groups(Life):
             return ours + [each for each in keys if self.is_absent(each) and self.source(each)]
         return ours + list(takewhile(self.source, keys[len(ours) :]))
 
-    def onboard_groups(self, hold: Hold, by_layer: bool, timeout: float | None = None) -> None:
+    def onboard_groups(self, hold: Lease, by_layer: bool, timeout: float | None = None) -> None:
         """All that is held is ordered by one job, or nothing is."""
         model, per_chunk = self.holds[hold], self.setup.per_chunk
         mine = self.take_blocks(len(model.keys) * per_chunk)
@@ -166,7 +166,7 @@ class Groups(Life):
         if wanted:
             self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
         else:
-            assert offload == Offload(None)
+            assert offload == StoreOrder(None)
         self.settle()
         if offload.job is None:
             self.give_blocks(blocks)
@@ -193,7 +193,7 @@ class Groups(Life):
         return self.cache.counters.drops[HOST].total()
 
     def check_alone(
-        self, keys: Sequence[Key], first: int, fresh: list[int], offload: Offload, dropped: int, free: int
+        self, keys: Sequence[Key], first: int, fresh: list[int], offload: StoreOrder, dropped: int, free: int
     ) -> None:
         """What was new was accepted, from the end on, or dropped and counted."""
         taken = list(offload.positions)

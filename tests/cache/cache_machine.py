@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import Hold, PrefetchPolicy, Retention, TieredCache
+from longshore.cache import Lease, PrefetchPolicy, Retention, TieredCache
 from longshore.errors import CacheError, JobError
 
 LEAVES = ("aaaaa", "aaaab", "aabaa", "abaaa", "baaaa", "babab")
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
 
     def begin(self, world: Groups) -> None:
         self.world = world
-        self.gone: list[Hold] = []
+        self.gone: list[Lease] = []
         self.world.check()
 
     # holds

@@ -10,7 +10,8 @@ from cache_holds import ModelHold
 from cache_setup import LOAD, PREFETCH, chunks, group_of, parent, text_of
 
 from longshore.boundary import HOST, Key, Urgency
-from longshore.cache import Hold, Match, MissReason, Onboarding, PrefetchPolicy
+from longshore.cache import Lease, LoadOrder, MissReason, PrefetchPolicy
+from old_verbs import Match
 
 
 class Reading(Abroad):
@@ -18,7 +19,7 @@ class Reading(Abroad):
 
     told: set[Key]
 
-    def match(self, path: str, start: int, request: str | None) -> Hold | None:
+    def match(self, path: str, start: int, request: str | None) -> Lease | None:
         keys = chunks(path)
         end = self.ready_end(keys, start)
         foreign = self.miss(keys, end)
@@ -26,7 +27,7 @@ class Reading(Abroad):
         assert (found.start, found.length, found.foreign, found.partial) == (start, end - start, foreign, None)
         return self.matched(found, ModelHold(keys[start:end], request, start=start))
 
-    def count_later(self, path: str, start: int, request: str | None) -> Hold | None:
+    def count_later(self, path: str, start: int, request: str | None) -> Lease | None:
         """The same for a request that a scheduler asks for again and again: it is counted apart."""
         keys, before = chunks(path), self.cache.counters.misses.copy()
         end = self.ready_end(keys, start)
@@ -36,7 +37,7 @@ class Reading(Abroad):
         self.call("count_request", keys, found, request=request)
         return self.matched(found, ModelHold(keys[start:end], request, start=start))
 
-    def match_text(self, path: str, start: int, request: str | None) -> Hold | None:
+    def match_text(self, path: str, start: int, request: str | None) -> Lease | None:
         """The same by keys and tokens: where nobody has the next chunk, one that begins like it is held, too."""
         keys, text = chunks(path), text_of(path, self.setup.per_chunk)
         end = self.ready_end(keys, start)
@@ -61,7 +62,7 @@ class Reading(Abroad):
             return set()
         return {each for each in self.told if parent(each) == parent(keys[end]) and self.is_readable(each)}
 
-    def matched(self, found: Match, model: ModelHold) -> Hold | None:
+    def matched(self, found: Match, model: ModelHold) -> Lease | None:
         """What was found is as the model says."""
         self.held(found.hold, model)
         self.carry()
@@ -82,7 +83,7 @@ class Reading(Abroad):
         )
         return foreign
 
-    def held(self, hold: Hold | None, model: ModelHold) -> None:
+    def held(self, hold: Lease | None, model: ModelHold) -> None:
         """A match was found, or none; what it holds can be found where the cache says."""
         assert (hold is None) == (not model.keys)
         if hold is None:
@@ -113,7 +114,7 @@ class Reading(Abroad):
         self.call("begin", chunks(path))
         self.settle()
 
-    def onboard(self, hold: Hold, count: int, skip: int, short: int, timeout: float | None = None) -> None:
+    def onboard(self, hold: Lease, count: int, skip: int, short: int, timeout: float | None = None) -> None:
         """Onboard the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
         model, per_chunk = self.holds[hold], self.setup.per_chunk
         blocks = self.take_blocks(count * per_chunk - skip - short)
@@ -126,7 +127,7 @@ class Reading(Abroad):
         before, free = dict(self.resident), self.free(HOST)
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
-        answer: Onboarding = self.call(self.VIA + "onboard", hold, tuple(blocks), skip=skip, timeout=timeout)
+        answer: LoadOrder = self.call(self.VIA + "onboard", hold, tuple(blocks), skip=skip, timeout=timeout)
         assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
         for each in keys[answer.chunks : leading]:
             model.cut.append(MissReason.BEHIND if (each, HOST) in before else MissReason.NO_ROOM)
@@ -150,7 +151,7 @@ class Reading(Abroad):
         self.check()
 
     def prefetch(
-        self, hold: Hold, policy: PrefetchPolicy | None = None, timeout: float | None = None
+        self, hold: Lease, policy: PrefetchPolicy | None = None, timeout: float | None = None
     ) -> tuple[int, ...]:
         """Held chunks come up from colder tiers, what only these have, and nothing else. What is coming is joined."""
         model = self.holds[hold]
@@ -179,7 +180,7 @@ class Reading(Abroad):
             found += takewhile(lambda each: each not in model.lost and self.is_readable(each), part)
         return found
 
-    def give_up(self, hold: Hold) -> None:
+    def give_up(self, hold: Lease) -> None:
         model = self.holds[hold]
         answer = self.call("give_up", hold)
         if model.outcome is None:
@@ -187,7 +188,7 @@ class Reading(Abroad):
         assert answer == model.outcome
         self.settle()
 
-    def release(self, hold: Hold) -> None:
+    def release(self, hold: Lease) -> None:
         self.call("release", hold)
         self.let_go(hold)
         self.settle()
@@ -199,7 +200,7 @@ class Reading(Abroad):
             self.let_go(hold)
         self.settle()
 
-    def let_go(self, hold: Hold) -> None:
+    def let_go(self, hold: Lease) -> None:
         model = self.holds.pop(hold)
         if model.onboarded and model.outcome is None:
             self.conclude(model, MissReason.CANCELLED)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import old_verbs  # noqa: F401 - the calls are by the names of before
 from longshore.boundary import FILE, HOST, Key, Slot
 from longshore.cache import CacheGroup, CacheSettings, DevicePool, Text, TieredCache, TierSpec, WritePolicy, WriteRule
 from longshore.cache.eviction import ARC, LRU, Gittins

@@ -22,7 +22,7 @@ from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
-    Hold,
+    Lease,
     PrefetchPolicy,
     Presence,
     Retention,
@@ -72,7 +72,7 @@ class Storm:
         self.cache = TieredCache(tiers, settings)
         self.jobs: dict[int, int] = {}
         """Jobs in flight, and how many chunks each has."""
-        self.holds: list[Hold] = []
+        self.holds: list[Lease] = []
         self.refused: tuple[int, list[Key], int] | None = None
         """Group, path and first chunk of the offer that is to be made again."""
         self.again = 0

@@ -34,7 +34,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import DevicePool, Hold, MissReason, Resident, State
+from longshore.cache import DevicePool, Lease, MissReason, Resident, State
 from longshore.errors import CacheError
 
 
@@ -60,7 +60,7 @@ class Stage:
         self.secret, self.fault = self.movers.secret, self.movers.fault
         self.runnable, self.on = self.movers.runnable, self.movers.on
         self.lenders: list[ModelHold] = []  # holds whose device blocks are in use
-        self.holds: dict[Hold, ModelHold] = {}
+        self.holds: dict[Lease, ModelHold] = {}
         self.peeks: dict[Key, bool] = {}
         """Chunks that were looked at in this step, and whether they may be gone all the same."""
         self.warm: set[Key] = set()

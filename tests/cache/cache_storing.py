@@ -13,7 +13,7 @@ from cache_setup import Setup, above, chunks, parent, text_of
 from cache_stage import Stage
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, Offload, Retention
+from longshore.cache import DropReason, Retention, StoreOrder
 from longshore.cache.retention import DEFAULT_PRIORITY
 
 
@@ -82,7 +82,7 @@ class Storing(Stage):
             for rank in self.movers.device:
                 rank[block] = Tag(keys[chunk], self.generation, sub)
 
-    def offered(self, keys: Sequence[Key], offload: Offload) -> None:
+    def offered(self, keys: Sequence[Key], offload: StoreOrder) -> None:
         """The host moves what was accepted; the cache gives no command for it."""
         if offload.job is None:
             return

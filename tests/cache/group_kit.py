@@ -8,7 +8,7 @@ from typing import Any
 from cache_setup import IMAGE_BYTES
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, Wanted
+from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
 
 FULL = CacheGroup(block_size=4)
@@ -63,6 +63,6 @@ def resident(cache: TieredCache, tier: str = HOST) -> list[str]:
     return sorted(each.key.rstrip(b".").decode() for each in cache.residents() if each.slot.tier == tier)
 
 
-def wanted(*paths: Sequence[Key]) -> list[Wanted]:
+def wanted(*paths: Sequence[Key]) -> list[GroupKeys]:
     """A request for these paths, of which the device has nothing."""
-    return [Wanted(path) for path in paths]
+    return [GroupKeys(path) for path in paths]

@@ -7,7 +7,7 @@ from cache_model import World
 from cache_setup import Setup, chunks, key, path_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, DropReason, EventKind, Hold, TieredCache, TierSpec, WritePolicy, WriteRule
+from longshore.cache import CacheSettings, DropReason, EventKind, Lease, TieredCache, TierSpec, WritePolicy, WriteRule
 from longshore.errors import CacheError
 
 THIRD = "third"
@@ -46,7 +46,7 @@ def test_down_through_three_tiers_up_again_and_gone() -> None:
     assert [world.discard("a", HOST), world.discard("a", FILE)] == [1, 1]
     assert world.where("a") == {THIRD: "ready"}
     hold = world.match("a", 0, None)
-    assert isinstance(hold, Hold)
+    assert isinstance(hold, Lease)
     world.onboard(hold, 1, 0, 0)
     assert world.where("a") == {HOST: "filling", THIRD: "ready"}  # not by way of the file tier
     world.end(world.on("third->host")[0])

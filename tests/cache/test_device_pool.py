@@ -10,9 +10,9 @@ from pickled import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, DevicePool, EventKind, TieredCache, TierSpec, WritePolicy
-from longshore.cache.device_pool import Found
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, CapacityError
+from old_verbs import OnDevice
 
 
 class Device:
@@ -311,7 +311,7 @@ def test_sleep_and_wake_with_transfers_in_flight_both_ways(clear: bool) -> None:
     device.pool.commit(chunks("xy"), blocks)
     device.take()
     device.pool.release(blocks)
-    assert found == Found((), found.match)
+    assert found == OnDevice((), found.match)
     assert not device.pool.sleep(), "it is being read"
     assert device.on_device("ab"), "nothing is forgotten yet"
     for job in list(device.running):

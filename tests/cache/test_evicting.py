@@ -10,7 +10,7 @@ import pytest
 from cache_setup import chunks, key, path_of
 
 from longshore.boundary import HOST, Key, Status, TransferResult
-from longshore.cache import CacheSettings, Hold, TieredCache, TierSpec
+from longshore.cache import CacheSettings, Lease, TieredCache, TierSpec
 from longshore.cache.events import EventKind
 from longshore.cache.eviction import LRU, POLICIES, EvictionPolicy
 from longshore.cache.index import Index
@@ -145,7 +145,7 @@ class Life:
         self.cache = TieredCache([TierSpec(HOST, 400, 1, policy)], CacheSettings(events=1 << 20))
         self.dice = random.Random(seed)
         self.prompts = [chunks_of(0, 40)]
-        self.holds: list[Hold] = []
+        self.holds: list[Lease] = []
 
     def run(self, steps: int) -> list[Key]:
         for step in range(1, steps + 1):

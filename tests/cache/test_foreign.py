@@ -15,7 +15,6 @@ from longshore.cache import (
     CacheGroup,
     CacheSettings,
     DropReason,
-    Match,
     MissReason,
     TieredCache,
     TierSpec,
@@ -24,6 +23,7 @@ from longshore.cache import (
 )
 from longshore.cache.types import Answer
 from longshore.errors import CacheError, JobError
+from old_verbs import Match
 
 STORE = "store"
 

@@ -1,4 +1,4 @@
-"""Onboarding of several groups: one transfer, all or nothing."""
+"""LoadOrder of several groups: one transfer, all or nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.boundary import FILE, HOST, Section, Status, TransferResult
-from longshore.cache import MissReason, Outcome, TieredCache, Verdict, Wanted, WritePolicy, explain
-from longshore.errors import CacheError, HoldError
+from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, Verdict, WritePolicy, explain
+from longshore.errors import CacheError, LeaseError
 
 PATHS = [keys_of(0, 8), keys_of(1, 16), keys_of(2, 4)]
 NAMES = [FULL, WINDOW, STATE]
@@ -47,7 +47,7 @@ def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
 def test_a_group_that_lacks_some_in_the_middle_has_several_sections() -> None:
     cache = stored()
     device = [False, True, False, False, True, False, True, True]
-    found = cache.match_groups([Wanted(PATHS[0], device), *wanted(*PATHS[1:])], 0.0)
+    found = cache.match_groups([GroupKeys(PATHS[0], device=device), *wanted(*PATHS[1:])], 0.0)
     assert found.needs[0].load == (0, 2, 3, 5)
     assert found.hold is not None
     cache.onboard_groups(found.hold, [[20, 21, 22, 23], [0, 1, 2], [3]])
@@ -58,7 +58,7 @@ def test_a_group_that_lacks_some_in_the_middle_has_several_sections() -> None:
 
 def test_a_group_of_which_the_device_has_all_travels_not_at_all() -> None:
     cache = stored()
-    found = cache.match_groups([Wanted(PATHS[0], [True] * 8), *wanted(*PATHS[1:])], 0.0)
+    found = cache.match_groups([GroupKeys(PATHS[0], device=[True] * 8), *wanted(*PATHS[1:])], 0.0)
     assert found.hold is not None
     cache.onboard_groups(found.hold, [(), [0, 1, 2], [3]])
     assert [section.group for section in orders(cache)[0].sections] == [1, 2]
@@ -150,14 +150,14 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
             cache.onboard_groups(hold, blocks)
     with pytest.raises(CacheError, match="distinct"):
         cache.onboard_groups(hold, [range(8), [8, 8, 9], [11]])
-    with pytest.raises(HoldError, match="several groups"):
+    with pytest.raises(LeaseError, match="several groups"):
         cache.onboard(hold, [1])
     single = cache.match(PATHS[0], 0.0).hold
     assert single is not None
-    with pytest.raises(HoldError, match="one group"):
+    with pytest.raises(LeaseError, match="one group"):
         cache.onboard_groups(single, [range(8), (), ()])
     cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
-    with pytest.raises(HoldError, match="onboarded before"):
+    with pytest.raises(LeaseError, match="loaded before"):
         cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pickled import state_of
 
 from longshore.boundary import HOST
-from longshore.cache import CacheGroup, CacheSettings, EventKind, MissReason, TieredCache, TierSpec, Wanted
-from longshore.errors import CacheError, HoldError
+from longshore.cache import CacheGroup, CacheSettings, EventKind, GroupKeys, MissReason, TieredCache, TierSpec
+from longshore.errors import CacheError, LeaseError
 
 
 class Chunks(NamedTuple):
@@ -63,7 +63,7 @@ def test_the_longest_length_at_which_all_groups_are_served_is_found(request: lis
         keys = keys_of(group, each.count)
         for at in sorted(each.stored):
             store(cache, group, keys[: at + 1], at)
-    asked = [Wanted(keys_of(group, each.count), each.device) for group, each in enumerate(request)]
+    asked = [GroupKeys(keys_of(group, each.count), device=each.device) for group, each in enumerate(request)]
     found = cache.match_groups(asked, 0.0)
     assert found.tokens == longest(request, per_chunk)
     for group, (each, need) in enumerate(zip(request, found.needs, strict=True)):
@@ -111,14 +111,14 @@ def test_what_the_device_has_need_not_be_loaded() -> None:
     for group, path in enumerate(paths):
         store(cache, group, path)
     device = [True, False, True]
-    found = cache.match_groups([Wanted(paths[0], device), Wanted(paths[1], [True] * 8)], 0.0)
+    found = cache.match_groups([GroupKeys(paths[0], device=device), GroupKeys(paths[1], device=[True] * 8)], 0.0)
     assert found.tokens == 16
     assert [need.load for need in found.needs] == [(1, 3), ()]
 
 
 def test_a_prefix_that_the_device_has_whole_holds_nothing() -> None:
     cache = grouped(FULL)
-    found = cache.match_groups([Wanted(keys_of(0, 3), [True, True])], 0.0)
+    found = cache.match_groups([GroupKeys(keys_of(0, 3), device=[True, True])], 0.0)
     assert (found.tokens, found.hold, cache.held) == (8, None, 0)
 
 
@@ -134,14 +134,14 @@ def test_chunks_on_their_way_are_not_served_yet() -> None:
 
 @pytest.mark.parametrize("groups", [(), (FULL, WINDOW)])
 def test_a_match_is_for_all_groups(groups: tuple[CacheGroup, ...]) -> None:
-    with pytest.raises(CacheError, match=f"each of the {len(groups)} groups"):
+    with pytest.raises(CacheError, match=f"or of all {len(groups)}, got"):
         grouped(*groups).match_groups(wanted(keys_of(0, 1)), 0.0)
 
 
 def test_what_cannot_be_is_refused() -> None:
     cache = grouped(FULL, WINDOW)
     with pytest.raises(CacheError, match="cannot have 2 of 1 chunks"):
-        cache.match_groups([Wanted(keys_of(0, 1), [True, True]), Wanted(())], 0.0)
+        cache.match_groups([GroupKeys(keys_of(0, 1), device=[True, True]), GroupKeys(())], 0.0)
     with pytest.raises(CacheError, match="group 2 is none of the 2 groups"):
         cache.commit(keys_of(0, 1), [0], group=2)
     for wrong in ({"block_size": 0}, {"block_size": 1, "window": 0}, {"block_size": 1, "window": 3, "recurrent": True}):
@@ -193,7 +193,7 @@ def test_abort_lets_go_of_all_groups() -> None:
     assert all(cache.discard(path, HOST) < len(path) for path in paths)
     assert cache.abort("r") == 1
     assert cache.held == 0
-    with pytest.raises(HoldError):
+    with pytest.raises(LeaseError):
         cache.release(hold)
 
 
@@ -210,7 +210,7 @@ def test_a_window_costs_no_look_at_what_it_has_passed() -> None:
     cache = TieredCache([TierSpec(HOST, 64, 4096)], CacheSettings(groups=(WINDOW,)))
     path = keys_of(0, 40)
     store(cache, 0, path)
-    found = cache.match_groups([Wanted(Keys(path))], 0.0)
+    found = cache.match_groups([GroupKeys(Keys(path))], 0.0)
     assert (found.tokens, set(looks)) == (80, {37, 38, 39})
 
 

@@ -11,7 +11,7 @@ from pickled import state_of
 from longshore.boundary import Key, Status, Transfer, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, DropReason, Presence, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
-from longshore.errors import CacheError, HoldError, JobError
+from longshore.errors import CacheError, JobError, LeaseError
 
 ALONE = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40), CacheGroup(block_size=4)))
 
@@ -224,7 +224,7 @@ def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:
     cache, keys = cache_of(2), keys_of("a", "b")
     store(cache, keys)
     hold = cache.keep(keys)
-    with pytest.raises(HoldError, match="single chunks"):
+    with pytest.raises(LeaseError, match="single chunks"):
         cache.onboard(hold, [0, 1])
     assert (cache.take(), cache.counters.misses.total()) == ([], 0)
     cache.release(hold)

@@ -9,8 +9,8 @@ from cache_model import World
 from cache_setup import Setup, chunks, key, parent, path_of
 
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
-from longshore.cache import MissReason, Outcome, TieredCache, TierSpec, Wanted
-from longshore.errors import CacheError, HoldError, JobError
+from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, TierSpec
+from longshore.errors import CacheError, JobError, LeaseError
 
 BOTH = Setup(host=4, file=4, backup="write_through")
 
@@ -219,7 +219,7 @@ def test_a_time_that_is_none_is_refused(now: float) -> None:
     world = World(BOTH._replace(groups=1))
     calls: list[tuple[str, tuple[object, ...]]] = [("tick", (now,)), ("apply", ([], now))]
     calls += [(name, (chunks("a"), now)) for name in ("match", "fetch")]
-    for name, args in [*calls, *((name, ([Wanted(chunks("a"))], now)) for name in ("match_groups", "fetch_groups"))]:
+    for name, args in [*calls, *((name, ([GroupKeys(chunks("a"))], now)) for name in ("match_groups", "fetch_groups"))]:
         world.refused(CacheError, name, *args)
 
 
@@ -241,12 +241,12 @@ def test_holds_are_released_once() -> None:
     assert first is not None
     assert second is not None
     world.release(first)
-    world.refused(HoldError, "release", first)
-    world.refused(HoldError, "onboard", first, (0,))
+    world.refused(LeaseError, "release", first)
+    world.refused(LeaseError, "onboard", first, (0,))
     assert world.discard("a", HOST) == 1  # the file has it, too
     assert world.discard("a", FILE) == 0  # the other hold keeps it
     world.abort("mine")
-    world.refused(HoldError, "release", second)
+    world.refused(LeaseError, "release", second)
     assert world.discard("a", FILE) == 1
 
 
@@ -257,7 +257,7 @@ def test_a_hold_is_onboarded_once() -> None:
     hold = world.match("a", 0, None)
     assert hold is not None
     world.onboard(hold, 1, 0, 0)
-    world.refused(HoldError, "onboard", hold, (7,))
+    world.refused(LeaseError, "onboard", hold, (7,))
 
 
 def test_a_result_is_taken_once() -> None:

@@ -8,7 +8,7 @@ from cache_model import World
 from cache_setup import Setup, key, path_of
 
 from longshore.boundary import FILE, HOST, Cancel, Status, TransferResult, Urgency
-from longshore.cache import Hold, MissReason, Run, TieredCache, TierSpec, loading
+from longshore.cache import Lease, MissReason, Run, TieredCache, TierSpec, loading
 
 BOTH = Setup(host=6, file=8, backup="write_through")
 
@@ -23,7 +23,7 @@ def cold(setup: Setup, *paths: str) -> World:
     return world
 
 
-def load(world: World, path: str, count: int = 0) -> Hold:
+def load(world: World, path: str, count: int = 0) -> Lease:
     hold = world.match(path, 0, None)
     assert hold is not None
     world.onboard(hold, count or len(world.holds[hold].keys), 0, 0)

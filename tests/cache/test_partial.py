@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Section, Slot, Status
-from longshore.cache import CacheGroup, CacheSettings, Partial, Text, TieredCache, Wanted, WritePolicy
+from longshore.cache import CacheGroup, CacheSettings, GroupKeys, Partial, Text, TieredCache, WritePolicy
 from longshore.cache.chains import LISTS
 from longshore.errors import CacheError
 from longshore.keys import chain
@@ -43,9 +43,11 @@ def commit(cache: TieredCache, group: int, tokens: list[int], root: Key | None =
     settle(cache)
 
 
-def wanted(tokens: list[int], *sizes: int) -> list[Wanted]:
+def wanted(tokens: list[int], *sizes: int) -> list[GroupKeys]:
     """A request for these tokens, of groups with chunks of these sizes."""
-    return [Wanted(path(tokens, size, root), text=Text(tokens, root)) for size, root in zip(sizes, ROOTS, strict=False)]
+    return [
+        GroupKeys(path(tokens, size, root), text=Text(tokens, root)) for size, root in zip(sizes, ROOTS, strict=False)
+    ]
 
 
 def test_the_chunk_with_the_longest_beginning_in_common_is_found() -> None:
@@ -199,7 +201,7 @@ def test_texts_that_cannot_be_are_refused() -> None:
     with pytest.raises(CacheError, match="a root"):
         cache.match(path(ABC), 0.0, text=Text(ABC, b""))
     with pytest.raises(CacheError, match="a root"):
-        cache.match_groups([Wanted(path(ABC), text=Text(ABC, b""))], 0.0)
+        cache.match_groups([GroupKeys(path(ABC), text=Text(ABC, b""))], 0.0)
 
 
 # ---------------------------------------------------------------------- several groups

@@ -9,14 +9,14 @@ from cache_model import World
 from cache_setup import LOAD, Setup, chunks, key
 
 from longshore.boundary import FILE, HOST, Cancel, Key, Status, Transfer, TransferResult, Urgency
-from longshore.cache import CacheSettings, Hold, MissReason, PrefetchPolicy, TieredCache, TierSpec
+from longshore.cache import CacheSettings, Lease, MissReason, PrefetchPolicy, TieredCache, TierSpec
 from longshore.cache.prefetching import Prefetching
-from longshore.errors import CacheError, HoldError
+from longshore.errors import CacheError, LeaseError
 
 BOTH = Setup(host=4, file=8, backup="write_through")
 
 
-def cold(path: str, setup: Setup = BOTH) -> tuple[World, Hold]:
+def cold(path: str, setup: Setup = BOTH) -> tuple[World, Lease]:
     """A world in which only the file tier has `path`, and a hold on it."""
     world = World(setup)
     world.commit(path, 0, False)
@@ -85,8 +85,8 @@ def test_a_prefetch_that_fails_leaves_what_is_sound() -> None:
     world.end(world.jobs[job], Status.OK, Status.IO_ERROR)
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
     assert world.where("ab") == {}
-    with pytest.raises(HoldError):
-        world.cache.prefetch(Hold(99))
+    with pytest.raises(LeaseError):
+        world.cache.prefetch(Lease(99))
 
 
 def test_asleep_nothing_touches_the_device_and_the_tiers_stay() -> None:
@@ -289,7 +289,7 @@ def test_a_hold_of_which_all_was_lost_has_nothing_to_prefetch() -> None:
     assert world.prefetch(hold) == ()
 
 
-def crowded(*paths: str) -> tuple[World, list[Hold]]:
+def crowded(*paths: str) -> tuple[World, list[Lease]]:
     """A world in which only the file tier has `paths`, and the host tier is full of w, x, y and z alone; holds."""
     world = World(Setup(host=4, file=32))
     for path in paths:
@@ -420,12 +420,12 @@ def test_a_reset_ends_prefetches_that_wait_for_room() -> None:
     world.evict_all()
 
 
-def work(monkeypatch: pytest.MonkeyPatch) -> list[Hold]:
+def work(monkeypatch: pytest.MonkeyPatch) -> list[Lease]:
     """Grows each time that a prefetch that waits for room looks at its chunks."""
-    done: list[Hold] = []
+    done: list[Lease] = []
     inner = Prefetching._path
 
-    def counted(self: Prefetching, hold: Hold) -> list[int]:
+    def counted(self: Prefetching, hold: Lease) -> list[int]:
         done.append(hold)
         return inner(self, hold)
 

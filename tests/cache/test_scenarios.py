@@ -11,7 +11,7 @@ from cache_model import World
 from cache_setup import IMAGE_BYTES, Setup, chunks, key
 
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, Hold, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheGroup, CacheSettings, Lease, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.errors import CacheError
 from longshore.runtime import containment
@@ -130,7 +130,7 @@ def test_down_to_the_file_up_again_and_gone() -> None:
     assert world.discard("a", HOST) == 1
     assert world.where("a") == {FILE: "ready"}
     hold = world.match("a", 0, None)
-    assert isinstance(hold, Hold)
+    assert isinstance(hold, Lease)
     world.onboard(hold, 1, 0, 0)
     assert world.where("a") == {HOST: "filling", FILE: "ready"}
     world.end(world.on("file->host")[0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pickled import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, DropReason, Hold, Offload, Retention, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, DropReason, Lease, Retention, StoreOrder, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import ARC, LRU
 from longshore.errors import CacheError, CapacityError
 from longshore.slabs import Slabs
@@ -41,13 +41,13 @@ class Bytes:
         self.running: dict[int, Transfer] = {}
         self.checked = 0
 
-    def commit(self, group: int, of: str, **more: object) -> Offload:
+    def commit(self, group: int, of: str, **more: object) -> StoreOrder:
         keys = path(group, of)
         offload = self.cache.commit(keys, range(len(keys)), group=group, **more)  # type: ignore[arg-type]
         self.take()
         return offload
 
-    def match(self, group: int, of: str) -> tuple[int, Hold | None]:
+    def match(self, group: int, of: str) -> tuple[int, Lease | None]:
         _, length, hold = self.cache.match(path(group, of), 0.0)[:3][:3]
         return length, hold
 
@@ -336,8 +336,8 @@ def test_whatever_is_done_bytes_stay_with_their_chunks(data: st.DataObject) -> N
         policy=draw(st.sampled_from([LRU, ARC])),
         backup=draw(st.sampled_from(list(WritePolicy))),
     )
-    holds: list[tuple[int, Hold, int]] = []
-    onboarded: set[Hold] = set()
+    holds: list[tuple[int, Lease, int]] = []
+    onboarded: set[Lease] = set()
     steps = draw(
         st.lists(st.sampled_from(["commit", "match", "onboard", "release", "end", "fail", "step"]), max_size=60)
     )

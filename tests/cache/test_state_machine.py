@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from longshore.boundary import DEVICE, FILE, HOST, Slot, Status, TransferResult
-from longshore.cache import EDGES, Hold, Retention, State
-from longshore.errors import CacheError, HoldError, JobError
+from longshore.cache import EDGES, Lease, Retention, State
+from longshore.errors import CacheError, JobError, LeaseError
 
 paths = st.sampled_from(PATHS)
 long_paths = st.sampled_from(LEAVES)
@@ -178,7 +178,7 @@ class Tiers(Machine):
     def wrong_calls(self, pick: int) -> list[tuple[type[CacheError], str, tuple[Any, ...], dict[str, Any]]]:
         world, keys = self.world, chunks("aab")
         size, per_chunk = world.setup.device_blocks, world.setup.per_chunk
-        gone = self.gone[pick % len(self.gone)] if self.gone else Hold(10**9)
+        gone = self.gone[pick % len(self.gone)] if self.gone else Lease(10**9)
         asleep = [
             (CacheError, "copy_inside", ([Slot(DEVICE, 0, 0)], (1,)), {}),
             (CacheError, "commit", (keys, tuple(range(3 * per_chunk))), {}),
@@ -194,16 +194,16 @@ class Tiers(Machine):
             (CacheError, "resize", (HOST, 1), {"move": True, "discard": True}),
             (CacheError, "resize", ("attic", 1), {"discard": True}),
             (CacheError, "events", (0,), {}),
-            (HoldError, "slots", (gone,), {}),
-            (HoldError, "runs", (gone,), {}),
-            (HoldError, "prefetched", (gone,), {}),
+            (LeaseError, "slots", (gone,), {}),
+            (LeaseError, "runs", (gone,), {}),
+            (LeaseError, "prefetched", (gone,), {}),
             (JobError, "withdraw", (10**9,), {}),
-            (HoldError, "release", (gone,), {}),
-            (HoldError, "outcome", (gone,), {}),
-            (HoldError, "give_up", (gone,), {}),
-            (HoldError, "onboard", (gone, (0,)), {}),
-            (HoldError, "release", (None,), {}),
-            (HoldError, "prefetch", (gone,), {}),
+            (LeaseError, "release", (gone,), {}),
+            (LeaseError, "outcome", (gone,), {}),
+            (LeaseError, "give_up", (gone,), {}),
+            (LeaseError, "onboard", (gone, (0,)), {}),
+            (LeaseError, "release", (None,), {}),
+            (LeaseError, "prefetch", (gone,), {}),
             (CacheError, "match", (keys, world.now), {"start": 4}),
             (CacheError, "match", (keys, world.now), {"start": -1}),
             (CacheError, "offer", ([keys[0], keys[0]],), {}),
@@ -234,13 +234,13 @@ class Tiers(Machine):
             calls += self.wrong_results(list(world.jobs)[pick % len(world.jobs)])
         return calls[pick % 8 :] + calls[: pick % 8]
 
-    def wrong_onboards(self, hold: Hold, held: int, onboarded: bool) -> list[Any]:
+    def wrong_onboards(self, hold: Lease, held: int, onboarded: bool) -> list[Any]:
         per_chunk = self.world.setup.per_chunk
         if onboarded:
-            return [(HoldError, "onboard", (hold, (0,)), {})]
+            return [(LeaseError, "onboard", (hold, (0,)), {})]
         return [
-            (HoldError, "outcome", (hold,), {}),
-            (HoldError, "give_up", (hold,), {}),
+            (LeaseError, "outcome", (hold,), {}),
+            (LeaseError, "give_up", (hold,), {}),
             (CacheError, "onboard", (hold, ()), {}),
             (CacheError, "onboard", (hold, (-1,)), {}),
             (CacheError, "onboard", (hold, (self.world.setup.device_blocks,)), {}),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import EDGES, Hold, State, Wanted
-from longshore.errors import CacheError, HoldError, JobError
+from longshore.cache import EDGES, GroupKeys, Lease, State
+from longshore.errors import CacheError, JobError, LeaseError
 
 PROMPTS = ("aaaaaa", "aaaabb", "aabaaa", "bbaaaa")
 
@@ -72,7 +72,7 @@ class Several(Machine):
         holds = self.to_load()
         self.world.onboard_groups(holds[pick % len(holds)], pick % 2 == 0)
 
-    def to_load(self) -> list[Hold]:
+    def to_load(self) -> list[Lease]:
         return [hold for hold, model in self.world.holds.items() if model.joint and not model.onboarded]
 
     @rule(path=prompts, group=st.integers(0, 2), end=ends)
@@ -186,14 +186,14 @@ class Several(Machine):
     def wrong_calls(self, pick: int) -> list[WrongCall]:
         world, keys, per_chunk = self.world, chunks("aab"), self.world.setup.per_chunk
         groups = world.setup.groups
-        gone = self.gone[pick % len(self.gone)] if self.gone else Hold(10**9)
+        gone = self.gone[pick % len(self.gone)] if self.gone else Lease(10**9)
         window = chunks("aab", 1)
-        wanted = [Wanted(chunks("aa", group)) for group in range(groups)]
+        wanted = [GroupKeys(chunks("aa", group)) for group in range(groups)]
         calls: list[WrongCall] = [
             (CacheError, "match_groups", (wanted[1:], world.now), {}),
             (CacheError, "match_groups", ([], world.now), {}),
             (CacheError, "match_groups", ([wanted[0]._replace(device=(True,) * 3), *wanted[1:]], world.now), {}),
-            (HoldError, "onboard_groups", (gone, [()] * groups), {}),
+            (LeaseError, "onboard_groups", (gone, [()] * groups), {}),
             (CacheError, "commit", (window, tuple(range(3 * per_chunk))), {"group": groups}),
             (CacheError, "commit", (window, tuple(range(3 * per_chunk))), {"group": -1}),
             (CacheError, "commit", ([window[0], window[0]], tuple(range(2 * per_chunk))), {"group": 1}),
@@ -211,7 +211,7 @@ class Several(Machine):
             (CacheError, "fetch", ([window[0], window[0]], world.now), {"group": 1}),
             (CacheError, "fetch_groups", (wanted[1:], world.now), {}),
             (CacheError, "fetch_groups", ([wanted[0]] * groups, world.now), {}),
-            (CacheError, "fetch_groups", ([Wanted([b""]), *wanted[1:]], world.now), {}),
+            (CacheError, "fetch_groups", ([GroupKeys([b""]), *wanted[1:]], world.now), {}),
             (JobError, "apply", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
         ]
         for hold, model in list(world.holds.items())[:1]:
@@ -220,13 +220,16 @@ class Several(Machine):
             calls += self.wrong_results(list(world.jobs)[pick % len(world.jobs)])
         return calls[pick % 8 :] + calls[: pick % 8]
 
-    def wrong_onboards(self, hold: Hold, held: int, joint: bool, onboarded: bool) -> list[Any]:
+    def wrong_onboards(self, hold: Lease, held: int, joint: bool, onboarded: bool) -> list[Any]:
         groups = self.world.setup.groups
         if not joint or onboarded:
-            return [(HoldError, "onboard_groups", (hold, [()] * groups), {}), (HoldError, "onboard", (hold, (0,)), {})]
+            return [
+                (LeaseError, "onboard_groups", (hold, [()] * groups), {}),
+                (LeaseError, "onboard", (hold, (0,)), {}),
+            ]
         return [
-            (HoldError, "onboard", (hold, (0,)), {}),
-            (HoldError, "outcome", (hold,), {}),
+            (LeaseError, "onboard", (hold, (0,)), {}),
+            (LeaseError, "outcome", (hold,), {}),
             (CacheError, "onboard_groups", (hold, [()] * groups), {}),
             (CacheError, "onboard_groups", (hold, [tuple(range(held)), *[()] * groups]), {}),
         ]

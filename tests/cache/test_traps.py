@@ -22,7 +22,7 @@ from longshore.cache import DevicePool, DropReason, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
-from longshore.errors import CacheError, CapacityError, HoldError, JobError
+from longshore.errors import CacheError, CapacityError, JobError, LeaseError
 from longshore.keys import MediaItem, chain
 from longshore.slabs import Slabs
 
@@ -268,7 +268,7 @@ def test_trap_28_a_store_that_failed_is_not_visible() -> None:
 
 def test_trap_30_failures_are_typed_and_say_what_was_expected_and_what_came() -> None:
     cache = BOTH.build()
-    with pytest.raises(HoldError, match="expected a hold of this cache that was not released, got None"):
+    with pytest.raises(LeaseError, match="expected a lease of this cache that was not released, got None"):
         cache.release(None)  # type: ignore[arg-type]
     with pytest.raises(CacheError, match=r"the first chunk lies in \[0, 1\], got 2"):
         cache.match([key("a")], 0.0, start=2)

@@ -5,7 +5,7 @@ from cache_model import World
 from cache_setup import Setup, chunks, key, path_of
 
 from longshore.boundary import FILE, HOST, Key, Status, TransferResult
-from longshore.cache import CacheSettings, DropReason, Offload, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, DropReason, StoreOrder, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError
 
@@ -18,7 +18,7 @@ NO_ROOM, BACKPRESSURE, ORPHAN, WRITE_FAILED = (
 
 
 def store(world: World, *paths: str) -> World:
-    """Offload these paths; their backups, if any were ordered, stay under way."""
+    """StoreOrder these paths; their backups, if any were ordered, stay under way."""
     for path in paths:
         world.commit(path, 0, True)
         for job in world.on("device->host"):
@@ -57,7 +57,7 @@ def test_what_a_tier_has_or_is_getting_is_not_written_again() -> None:
     assert [path_of(item.key) for item in second.transfer.items] == ["abc"]
     world.end(second)
     world.end(first)
-    assert world.call("commit", [key("a")], (0,)) == Offload(None, kept=1, known=range(1))
+    assert world.call("commit", [key("a")], (0,)) == StoreOrder(None, kept=1, known=range(1))
 
 
 def test_write_through_backs_up_what_is_ready() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longshore.boundary import HOST
-from longshore.cache import CacheSettings, DropReason, Match, MissReason, TieredCache, TierSpec
+from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, TierSpec
 from longshore.cache.types import Answer
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import BackgroundLoop, ForeignMover, Runtime
@@ -21,6 +21,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer.device import device_for
 from longshore.transfer.engine import TransferEngine
+from old_verbs import Match
 
 BLOCKS, ROW, SLOTS = 24, 6 * 1000, 8
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(4)]

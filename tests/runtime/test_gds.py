@@ -23,7 +23,7 @@ from cufile_stand_in import StandInCuFile, cuFileError
 
 from longshore import config as config_module
 from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slot, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, Hold
+from longshore.cache import DropReason, Lease
 from longshore.config import Config
 from longshore.errors import ConfigError, DeviceError, LongshoreError, PlanError, TierClosedError
 from longshore.keys import Scope
@@ -105,7 +105,7 @@ def store(stack: Stack, blocks: list[int]) -> None:
 def load(stack: Stack, blocks: list[int], start: int = 0) -> int:
     """How many chunks came."""
     with stack.runtime.control() as cache:
-        hold: Hold | None = cache.match(KEYS, stack.runtime.clock(), start=start).hold
+        hold: Lease | None = cache.match(KEYS, stack.runtime.clock(), start=start).hold
         assert hold is not None
         cache.onboard(hold, blocks)
     outcome = stack.runtime.wait_onboarded(hold, 30)

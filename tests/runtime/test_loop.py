@@ -19,13 +19,13 @@ from longshore.boundary import DEVICE, FILE, HOST, Cancel, Item, Route, Slot, St
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
-    Hold,
+    GroupKeys,
+    Lease,
     MissReason,
     PrefetchPolicy,
     Text,
     TieredCache,
     TierSpec,
-    Wanted,
     WritePolicy,
     loading,
 )
@@ -77,7 +77,7 @@ class Rig:
         self.device.submitted.clear()
         self.files.submitted.clear()
 
-    def load(self, keys: list[bytes], blocks: list[int], skip: int = 0) -> Hold:
+    def load(self, keys: list[bytes], blocks: list[int], skip: int = 0) -> Lease:
         with self.runtime.control() as cache:
             hold = cache.match(keys, self.now).hold
             assert hold is not None
@@ -836,7 +836,7 @@ def test_a_mover_that_cannot_be_polled_is_no_fault() -> None:
     assert [result.job for result in cache.results] == [1]
 
 
-WAITS: dict[str, Callable[[Rig, Hold], Any]] = {
+WAITS: dict[str, Callable[[Rig, Lease], Any]] = {
     "outcome": lambda rig, hold: rig.runtime.wait_onboarded(hold, 1e9),
     "prefetched": lambda rig, hold: rig.runtime.wait_prefetched(hold),
     "in_flight": lambda rig, hold: rig.runtime.wait_ended([rig.files.submitted[0].job], 0.0),
@@ -934,7 +934,7 @@ def test_a_log_has_arguments_as_they_were(tmp_path: Path, monkeypatch: pytest.Mo
     results.clear()
     sight = cache.peek(keys)
     cache.end_step()
-    wanted = [Wanted([]), Wanted(path(4, first=20), device=np.ones(4, bool))]
+    wanted = [GroupKeys([]), GroupKeys(path(4, first=20), device=np.ones(4, bool))]
     cache.match_groups(wanted, 1.0)
     cache.lend(sight.part(0, 2))
     assert cache.discard(iter(keys[3:]), HOST) == 1
@@ -980,7 +980,7 @@ def test_a_log_has_no_tokens_of_prompts(tmp_path: Path, monkeypatch: pytest.Monk
     keys = [bytes([i]) * 32 for i in range(2)]
     cache.commit(keys, [0, 1], text=text)
     cache.match(keys, 0.0, text=Text(tokens, b"root"))
-    cache.match_groups([Wanted(keys, text=text)], 0.0)
+    cache.match_groups([GroupKeys(keys, text=text)], 0.0)
     written = log.write()
     assert written is not None
     assert pickle.dumps(tokens)[20:60] not in written.read_bytes()

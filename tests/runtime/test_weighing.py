@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
-from longshore.cache import CacheSettings, Gate, Hold, Run, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, Gate, Lease, Run, TieredCache, TierSpec, WritePolicy
 from longshore.runtime import Runtime
 from longshore.runtime.weighing import Weighing
 from scripted import Scripted
@@ -56,7 +56,7 @@ class Rig:
         with self.runtime.control() as cache:
             assert cache.discard(KEYS[at_hand:], HOST) == 4 - at_hand
 
-    def match(self) -> Hold:
+    def match(self) -> Lease:
         with self.runtime.control() as cache:
             hold = cache.match(KEYS, self.now).hold
             assert hold is not None

@@ -6,7 +6,7 @@
     evict    offload into a full tier                      ns per block
     below    the same over another full tier, which takes a copy of each, and gives up one      ns per block
     prompt   match and hold one resident prompt            us, of up to 8,192 blocks
-    slots    resolve its slots                             us
+    slots    have its slots read by the host, to the end   us
     onboard  pin it, and order its transfer                us
     hash     keys of 131,072 tokens                        ms
     memory   bytes per tracked block, key and policy       bytes
@@ -35,6 +35,7 @@ from longshore.bench.ours import Ours, Policy, Two
 from longshore.bench.prompts import Load, lengths
 from longshore.bench.rivals import Rival, makers_of_rivals
 from longshore.boundary import Key
+from longshore.cache import GroupKeys
 from longshore.errors import BenchError
 from longshore.keys import Scope, chain
 
@@ -169,23 +170,17 @@ def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats:
     prompt, cache, taken = load.longest, ours.cache, []
     for _ in range(4 * repeats):
         begun = time.thread_time()
-        found = cache.match(prompt, 0.0)
+        found = cache.lookup({0: GroupKeys(prompt)}, 0.0)
         taken.append(time.thread_time() - begun)
-        if found.length != len(prompt) or found.hold is None:
-            raise BenchError(f"{found.length} of {len(prompt)} resident blocks were found")
-        cache.release(found.hold)
+        if found.chunks != len(prompt) or found.lease is None:
+            raise BenchError(f"{found.chunks} of {len(prompt)} resident blocks were found")
+        cache.release(found.lease)
     best = min((statistics.median(_times(o.match, prompt, repeats)), o.name) for o in others)
     return _single(f"prompt/{size}", statistics.median(taken), best)
 
 
 def _slots(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
-    prompt, taken = load.longest, []
-    hold = ours.cache.match(prompt, 0.0).hold
-    if hold is None:
-        raise BenchError("a resident prompt was not found")
-    for _ in range(4 * repeats):
-        taken.append(_timed(partial(ours.cache.slots, hold))())
-    ours.cache.release(hold)
+    prompt, taken = load.longest, [_timed(partial(ours.lend, load.longest))() for _ in range(4 * repeats)]
     best = min((statistics.median(_times(o.slots, prompt, repeats)), o.name) for o in others)
     return _single(f"slots/{size}", statistics.median(taken), best)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, Retention, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.chains import LISTS
 from longshore.cache.eviction import DEFAULT_POLICY, Gittins
 from longshore.errors import BenchError
@@ -59,20 +59,20 @@ class Ours:
 
     def match(self, keys: Sequence[Key]) -> None:
         """Match, hold and release."""
-        hold = self._call(lambda: self.cache.match(keys, 0.0)).hold
-        if hold is not None:
-            self._call(lambda: self.cache.release(hold))
+        lease = self._call(lambda: self.cache.lookup({0: GroupKeys(keys)}, 0.0)).lease
+        if lease is not None:
+            self._call(lambda: self.cache.release(lease))
 
     def known(self, keys: Sequence[Key]) -> None:
-        """A commit of which nothing is taken."""
-        self._call(lambda: self.cache.commit(keys, range(len(keys))))
+        """A store of which nothing is taken."""
+        self._call(lambda: self.cache.store({0: GroupKeys(keys)}, {0: range(len(keys))}))
 
     def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
-        """A commit, its command, and its result."""
+        """A store, its command, and its result."""
         for start in range(first, len(keys), PIECE):
             path, blocks = keys[: start + PIECE], range(min(PIECE, len(keys) - start))
-            commit = partial(self.cache.commit, path, blocks, first=start)
-            offload = commit() if evicting else self._call(commit)
+            store = partial(self.cache.store, {0: GroupKeys(path, start)}, {0: blocks})
+            offload = (store() if evicting else self._call(store))[0]
             if offload.job is None or len(offload.slots) != len(blocks):
                 raise BenchError(f"{len(offload.slots)} of {len(blocks)} blocks were taken")
             self._call(self.cache.take)
@@ -81,21 +81,27 @@ class Ours:
 
     def onboard(self, keys: Sequence[Key]) -> float:
         """Order the loading of a resident prompt, and let it arrive; the seconds that the order took."""
-        hold = self.cache.match(keys, 0.0).hold
-        if hold is None:
+        lease = self.cache.lookup({0: GroupKeys(keys)}, 0.0).lease
+        if lease is None:
             raise BenchError("a resident prompt was not found")
         begun = time.thread_time()
-        parts = self._call(partial(self.cache.onboard, hold, range(len(keys)))).parts
+        parts = self._call(partial(self.cache.load, lease, {0: range(len(keys))})).parts
         self.cache.take()
         taken = time.thread_time() - begun
         results = [TransferResult(part.job, (Status.OK,) * part.chunks) for part in parts]
         self._call(partial(self.cache.apply, results, 0.0))
-        self._call(partial(self.cache.release, hold))
+        self._call(partial(self.cache.release, lease))
         return taken
 
+    def lend(self, keys: Sequence[Key]) -> None:
+        """A load of a resident prompt whose bytes the host moves: the order, and its result."""
+        (part,) = self.cache.load({0: GroupKeys(keys)}).parts
+        self.cache.apply([TransferResult(part.job, (Status.OK,) * part.chunks)], 0.0)
+
     def prefer(self, keys: Sequence[Key]) -> None:
-        """A commit of resident blocks that gives them a priority: before the first one no book knows of any."""
-        self._call(partial(self.cache.commit, keys, range(len(keys)), retention=(Retention(0, None, 90),)))
+        """A store of resident blocks that gives them a priority: before the first one no book knows of any."""
+        path = GroupKeys(keys, retention=(Retention(0, None, 90),))
+        self._call(partial(self.cache.store, {0: path}, {0: range(len(keys))}))
 
     def _call(self, method: Callable[[], T]) -> T:
         begun = time.thread_time()
@@ -113,9 +119,9 @@ class Two(Ours):
         self.cache = TieredCache(tiers, CacheSettings(max_writes=PIECE, backup=WritePolicy.THROUGH))
 
     def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
-        """A commit, and all that follows from it."""
+        """A store, and all that follows from it."""
         for start in range(first, len(keys), PIECE):
             path = keys[: start + PIECE]
-            self.cache.commit(path, range(len(path) - start), first=start)
+            self.cache.store({0: GroupKeys(path, start)}, {0: range(len(path) - start)})
             while orders := [command for command in self.cache.take() if isinstance(command, Transfer)]:
                 self.cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)

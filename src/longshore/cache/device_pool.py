@@ -1,16 +1,16 @@
 """The device's blocks, for an engine that hands them over: who uses each, and which hold a known prefix.
 
     free ──allocate──► used ──release──► free                 a block that nobody will ask for again
-                        ▲ └───release──► idle ──► free        one that was committed: evicted, last used first to stay
-                        └──match, hold─────┘
+                        ▲ └───release──► idle ──► free        one that was stored: evicted, last used first to stay
+                        └──lookup, hold────┘
 
-With it the device is the warmest tier: `match` finds what is on it before what is below, and what leaves it has been
+With it the device is the warmest tier: `lookup` finds what is on it before what is below, and what leaves it has been
 offloaded, as the write policy says. An engine's step looks like this, all of it by way of the pool:
 
-    found = pool.match(keys, now)               found.blocks are on the device, and held; found.match is below
+    found = pool.lookup(keys, now)              found.blocks are on the device, and held; found.below is below
     blocks = pool.allocate(n)                   CapacityError: pool.make_way(n), and try again later
-    pool.onboard(found.match.hold, blocks[:k])  ... compute ...
-    pool.commit(keys, found.blocks + blocks)    from now on others find them
+    pool.load(found.below.lease, blocks[:k])    ... compute ...
+    pool.store(keys, found.blocks + blocks)     from now on others find them
     pool.release(found.blocks + blocks)         the request is over
 
 A block that a job still reads or writes is not handed out, whoever let go of it. Blocks of several KV cache groups come
@@ -27,16 +27,19 @@ from typing import Any, NamedTuple
 
 from longshore.boundary import DEVICE, Key, Slot
 from longshore.cache.columns import zeros
+from longshore.cache.events import EVICTED
+from longshore.cache.groups import GroupKeys
 from longshore.cache.manager import TieredCache
-from longshore.cache.types import Hold, Match, Offload, Onboarding
+from longshore.cache.residency import Presence
+from longshore.cache.types import DeviceCopy, Found, Lease, LoadOrder, StoreOrder, Until
 from longshore.errors import CacheError, CapacityError
 
 
-class Found(NamedTuple):
-    """The device has the leading chunks of a path in `blocks`, each with one more reference; `match` follows."""
+class FoundOnDevice(NamedTuple):
+    """The device has the leading chunks of a path in `blocks`, each with one more reference; `below` follows."""
 
     blocks: tuple[int, ...]
-    match: Match
+    below: Found
 
 
 class DeviceStats(NamedTuple):
@@ -142,62 +145,72 @@ class DevicePool:
     # ------------------------------------------------------------------ what is known
 
     def find(self, keys: Sequence[Key]) -> list[tuple[int, ...] | None]:
-        """For each chunk the blocks that it is in, `None` if it is not on the device; for `Wanted.device`."""
+        """For each chunk the blocks that it is in, `None` if it is not on the device; for `GroupKeys.device`."""
         return [known.blocks if (known := self._known.get(key)) else None for key in keys]
 
-    def match(self, keys: Sequence[Key], now: float, *, request: str | None = None, turn: int | None = None) -> Found:
+    def lookup(
+        self, keys: Sequence[Key], now: float, *, request: str | None = None, turn: int | None = None
+    ) -> FoundOnDevice:
         """The leading chunks that the device has, each of whose blocks has one more reference; then what is below."""
         blocks: list[int] = []
         for known in self.find(keys):
             if known is None:
                 break
             blocks += known
-        match = self._cache.match(keys, now, start=len(blocks) // self._per_chunk, request=request, turn=turn)
+        path = GroupKeys(keys, len(blocks) // self._per_chunk)
+        below = self._cache.lookup({0: path}, now, request=request, turn=turn)
         self.hold(blocks)
-        return Found(tuple(blocks), match)
+        return FoundOnDevice(tuple(blocks), below)
 
-    def onboard(self, hold: Hold, blocks: Sequence[int], **how: Any) -> Onboarding:
-        """As `TieredCache.onboard`, into blocks that were allocated, and that nobody can find yet."""
+    def load(self, lease: Lease, blocks: Sequence[int], *, group: int = 0, **how: Any) -> LoadOrder:
+        """As `TieredCache.load` of one path, into blocks that were allocated, and that nobody can find yet."""
         self._check_private(blocks)
-        ordered = self._cache.onboard(hold, blocks, **how)
+        ordered = self._cache.load(lease, {group: blocks}, **how)
         for part in ordered.parts:
             self._touch(part.job, blocks)
         self._fills.update(dict.fromkeys(blocks, tuple(part.job for part in ordered.parts)))
         return ordered
 
-    def copy_inside(self, sources: Sequence[int], blocks: Sequence[int], **how: Any) -> int:
-        """As `TieredCache.copy_inside`, from block to block."""
+    def copy(self, sources: Sequence[int], blocks: Sequence[int], *, tokens: int | None = None, group: int = 0) -> int:
+        """Copy from block to block: `TieredCache.load` of a `DeviceCopy`; the job."""
         self._check_used(sources)
         self._check_private(blocks)
-        job = self._cache.copy_inside([Slot(DEVICE, self._pool, block) for block in sources], blocks, **how)
+        copy = DeviceCopy([Slot(DEVICE, self._pool, block) for block in sources], tokens)
+        job = self._cache.load({group: copy}, {group: blocks}).parts[0].job
         self._touch(job, (*sources, *blocks))
         self._fills.update(dict.fromkeys(blocks, (job,)))
         return job
 
-    def commit(
-        self, keys: Sequence[Key], blocks: Sequence[int], *, first: int = 0, group: int = 0, **how: Any
-    ) -> Offload:
-        """As `TieredCache.commit`; from now on the chunks are found on the device, too, those that were not already.
+    def store(
+        self,
+        path: GroupKeys,
+        blocks: Sequence[int],
+        *,
+        group: int = 0,
+        evicting: bool = False,
+        turn: int | None = None,
+    ) -> StoreOrder:
+        """As `TieredCache.store` of one path; from now on its chunks are found on the device, too.
 
         `CacheError` while a load or a copy into one of `blocks` has not ended: it may fail, and others would find it.
         """
         self._check_used(blocks)
-        filling = [block for block in blocks if any(map(self._cache.in_flight, self._fills.get(block, ())))]
+        filling = [block for block in blocks if any(map(self._is_moving, self._fills.get(block, ())))]
         if filling:
             raise CacheError(f"device block {filling[0]} is still being filled")
-        per_chunk, path = self._per_chunk, tuple(keys)
+        per_chunk, keys, first = self._per_chunk, tuple(path.names), path.first
         chunks = [tuple(blocks[at : at + per_chunk]) for at in range(0, len(blocks), per_chunk)]
-        for key, mine in zip(path[first:], chunks, strict=False):
+        for key, mine in zip(keys[first:], chunks, strict=False):
             if any(self._key_of.get(block, key) != key for block in mine):
                 raise CacheError(f"chunk {key.hex()[:12]} is in blocks {mine}, of which one has another chunk")
-        offload = self._cache.commit(keys, blocks, first=first, group=group, **how)
+        offload = self._cache.store({group: path}, {group: blocks}, evicting=evicting, turn=turn)[group]
         came, alone = list[tuple[Key, Key | None]](), self._cache.settings.stands_alone(group)
-        for position, (key, mine) in enumerate(zip(path[first:], chunks, strict=True), first):
+        for position, (key, mine) in enumerate(zip(keys[first:], chunks, strict=True), first):
             if key not in self._known:
-                self._known[key] = _Known(mine, path, position, group)
+                self._known[key] = _Known(mine, keys, position, group)
                 self._key_of.update(dict.fromkeys(mine, key))
-                came.append((key, None if alone or not position else path[position - 1]))
-        self._cache.note_device(came)
+                came.append((key, None if alone or not position else keys[position - 1]))
+        self._log(came)
         self._note(offload, chunks, first)
         return offload
 
@@ -215,7 +228,7 @@ class DevicePool:
             if len(self._free) + coming >= count:
                 break
             blocks = self._known[key].blocks
-            if key not in offered and not self._cache.knows(key):
+            if key not in offered and not self._is_below(key):
                 self._offload(self._known[key], offered)
             self._forget(key)
             coming += sum(map(self._is_touched, blocks))
@@ -230,7 +243,8 @@ class DevicePool:
         offered.update(path[first:])
         chunks = [self._known[key].blocks for key in path[first:]]
         blocks = [block for chunk in chunks for block in chunk]
-        self._note(self._cache.commit(path, blocks, first=first, group=known.group, evicting=True), chunks, first)
+        orders = self._cache.store({known.group: GroupKeys(path, first)}, {known.group: blocks}, evicting=True)
+        self._note(orders[known.group], chunks, first)
 
     def _going(self, blocks: int) -> list[Key]:
         """Idle chunks, the coldest first, that can make way at once for so many `blocks`; or all that can."""
@@ -238,13 +252,13 @@ class DevicePool:
         for key in self._idle:
             if len(going) * self._per_chunk >= blocks:
                 break
-            if self._cache.knows(key) and not any(map(self._is_touched, self._known[key].blocks)):
+            if self._is_below(key) and not any(map(self._is_touched, self._known[key].blocks)):
                 going.append(key)
         return going
 
     def _forget(self, key: Key) -> None:
         """An idle chunk is no longer found."""
-        self._cache.note_device(gone=[key])
+        self._log(gone=[key])
         del self._idle[key]
         blocks = self._known.pop(key).blocks
         for block in blocks:
@@ -264,7 +278,7 @@ class DevicePool:
         self._asleep = True
         asleep = self._cache.sleep()
         if asleep:
-            self._cache.note_device(gone=list(self._known), cause="asleep")
+            self._log(gone=list(self._known), cause="asleep")
             self._begin()
         return asleep
 
@@ -332,18 +346,30 @@ class DevicePool:
         parked, self._parked = self._parked, []
         self._let_go(parked)
 
-    def _note(self, offload: Offload, chunks: Sequence[Sequence[int]], first: int) -> None:
+    def _note(self, offload: StoreOrder, chunks: Sequence[Sequence[int]], first: int) -> None:
         if offload.job is not None:
             for placement in offload.accepted:
                 self._touch(offload.job, chunks[placement.position - first])
 
+    def _log(self, came: Sequence[tuple[Key, Key | None]] = (), gone: Sequence[Key] = (), cause: str = EVICTED) -> None:
+        """Chunks came, each told with the one before it, or have `gone`: for the cache's events alone."""
+        self._cache._store.watching.log_device(came, gone, cause)
+
+    def _is_moving(self, job: int) -> bool:
+        return not self._cache.progress(job).is_over
+
+    def _is_below(self, key: Key) -> bool:
+        """Whether a tier has `key`, or will have."""
+        found = self._cache.lookup({0: GroupKeys([key])}, 0.0, until=Until.NOTHING, each=True)
+        return found.residency[0].presences[0] is not Presence.ABSENT
+
     def _touch(self, job: int, blocks: Iterable[int]) -> None:
         for block in blocks:
-            before = [each for each in self._jobs.get(block, ()) if self._cache.in_flight(each)]
+            before = [each for each in self._jobs.get(block, ()) if self._is_moving(each)]
             self._jobs[block] = [*before, job]
 
     def _is_touched(self, block: int) -> bool:
-        jobs = [job for job in self._jobs.get(block, ()) if self._cache.in_flight(job)]
+        jobs = [job for job in self._jobs.get(block, ()) if self._is_moving(job)]
         if jobs:
             self._jobs[block] = jobs
         else:

@@ -114,7 +114,7 @@ class EventLog:
     def record(self, kind: EventKind, about: Iterable[Key | None] = (None,), **fields: Any) -> None:
         """One event of `kind` about each of some keys; `fields` are those of `Event`."""
         for key in about:
-            if self.hidden is not None and self.hidden in (key, *fields.get("keys", ())):
+            if self.hidden is not None and (key == self.hidden or fields.get("keys", ()) == (self.hidden,)):
                 continue
             self._last += 1
             self._events.append(Event(self._last, kind, self.now, key=key, **fields))

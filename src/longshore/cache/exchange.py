@@ -52,17 +52,17 @@ class Exchange:
 
     # ------------------------------------------------------------------ what is known
 
-    def look(self, keys: Sequence[Key], end: int) -> tuple[int, tuple[int, ...]]:
+    def look(self, keys: Sequence[Key], end: int, *, asks: bool = True) -> tuple[int, tuple[int, ...]]:
         """How many chunks foreign tiers are known to have right behind `keys[:end]`, which we have, or will have.
 
-        What is not known behind these is asked for; also returned are the probes that are under way about it.
+        If it `asks`, what is not known behind these is asked for; also returned are the probes under way about it.
         """
         if end and not self._store.index.get(keys[end - 1]):
             return 0, ()  # what is before these is not ours: they could not be reached
         known = 0
         while end + known < len(keys) and self._source(keys[end + known]) is not None:
             known += 1
-        return known, self.ask(keys[end + known :])
+        return known, self.ask(keys[end + known :]) if asks else ()
 
     def ask(self, keys: Sequence[Key]) -> tuple[int, ...]:
         """Have what is not known of `keys` asked for; the probes that are under way about it."""

@@ -24,6 +24,8 @@ from longshore.boundary import Key
 from longshore.cache.beginnings import Beginnings, Partial, Text
 from longshore.cache.columns import leading
 from longshore.cache.index import Index
+from longshore.cache.residency import Residency
+from longshore.cache.retention import Retention
 from longshore.errors import CacheError
 
 
@@ -57,17 +59,34 @@ class CacheGroup:
         return max(0, tokens - (self.window or 1)) // chunk_tokens
 
 
-class Wanted(NamedTuple):
-    """What a request wants of one group.
+class GroupKeys(NamedTuple):
+    """Chunks of one KV cache group of a request, as the verbs of `TieredCache` take them.
 
-    `keys` is the path from the first chunk of the prompt. `device` has a truth value for each of them, from the first
-    on: whether the device has that chunk (a numpy array is fastest). Those that are left out it does not have.
-    With `text` the first tokens of a chunk may be reused, too.
+    Attributes:
+        keys: The path from the first chunk of the prompt on; or single chunks, where a lookup or a load says so, of
+            which a former `Residency` saves the search.
+        first: Chunks before this position are the engine's own: it has them, and they are not asked for or stored.
+        device: Of a lookup for all groups: whether the device has each chunk, from the first on (a numpy array is
+            fastest). Those that are left out it does not have.
+        text: The tokens, for partial matches (`CacheSettings.partial`).
+        prompt: Of a store: chunks from this position on are of the answer.
+        retention: Of a store: what is worth keeping.
+        slid: Of a store: chunks that the window of the request has slid past, of a host that does not store whole
+            paths. They are evicted first from now on, unless a lookup was served from them; others are ignored.
     """
 
-    keys: Sequence[Key]
-    device: Sequence[bool] = ()
+    keys: Sequence[Key] | Residency
+    first: int = 0
+    device: Sequence[bool] | None = None
     text: Text | None = None
+    prompt: int | None = None
+    retention: Sequence[Retention] = ()
+    slid: Sequence[Key] = ()
+
+    @property
+    def names(self) -> Sequence[Key]:
+        """The keys alone."""
+        return self.keys if isinstance(self.keys, Sequence) else self.keys.keys
 
 
 class Need(NamedTuple):
@@ -82,7 +101,7 @@ class Need(NamedTuple):
     partial: Partial | None = None
 
 
-class Path:
+class GroupSearch:
     """One group's keys, `chunk_tokens` tokens each, and how far they are served.
 
     With `abroad`, which says whether a foreign tier has a key, how far they can be: also by what is to be fetched from
@@ -95,24 +114,24 @@ class Path:
         beginnings: Beginnings,
         group: CacheGroup,
         chunk_tokens: int,
-        wanted: Wanted,
+        wanted: GroupKeys,
         *,
         abroad: Callable[[Key], bool] | None = None,
     ) -> None:
-        if len(wanted.device) > len(wanted.keys):
-            raise CacheError(f"the device cannot have {len(wanted.device)} of {len(wanted.keys)} chunks")
-        self.keys = wanted.keys
+        self.keys, device = wanted.names, () if wanted.device is None else wanted.device
+        if len(device) > len(self.keys):
+            raise CacheError(f"the device cannot have {len(device)} of {len(self.keys)} chunks")
         self.text = None if wanted.text is None else wanted.text.checked()
         self.group = group
         self.chunk_tokens = chunk_tokens
-        self.last_window = group.first_needed(len(wanted.keys) * chunk_tokens, chunk_tokens)
+        self.last_window = group.first_needed(len(self.keys) * chunk_tokens, chunk_tokens)
         """The first chunk that would be needed if all of them were served."""
         self._index = index
         self._beginnings = beginnings
         self._abroad = abroad
-        self._device = np.zeros(len(wanted.keys), bool)
-        self._device[: len(wanted.device)] = np.asarray(wanted.device, bool)
-        self._clear = len(wanted.keys)  # from here on, as far as was looked, nothing is missing
+        self._device = np.zeros(len(self.keys), bool)
+        self._device[: len(device)] = np.asarray(device, bool)
+        self._clear = len(self.keys)  # from here on, as far as was looked, nothing is missing
 
     def longest(self, tokens: int) -> int:
         """No more than `tokens` tokens are served, and no fewer than the longest prefix that is."""
@@ -174,7 +193,7 @@ class Path:
         return None if at <= first else at - 1
 
 
-def longest_served(paths: Sequence[Path]) -> int:
+def longest_served(paths: Sequence[GroupSearch]) -> int:
     """The longest prefix, in tokens, at which every one of `paths` is served: a multiple of all their chunks.
 
     Behind that less than one such multiple more, of which all of them have the first tokens.

@@ -112,7 +112,7 @@ class Held:
         return path[::-1] if len(path) == len(self.keys) else [path[last - at] for at in self.positions]
 
 
-class Hold:
+class LeaseRecord:
     """The control plane's side of a hold: what it keeps, of several groups if it is `joint`, and what was ordered."""
 
     __slots__ = ("joint", "load", "parts", "prefetch", "request", "turn")

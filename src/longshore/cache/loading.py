@@ -20,12 +20,11 @@ from longshore.cache.flow import Flow
 from longshore.cache.jobs import Load, Side
 from longshore.cache.nodes import ROOT
 from longshore.cache.states import READY
-from longshore.cache.types import Loan, MissReason
+from longshore.cache.types import MissReason
 from longshore.cache.waiting import Wait
-from longshore.errors import CacheError
 
 LOAD_BATCH = 16
-"""Chunks that one onboarding job waits for together: what has arrived by a deadline can be used."""
+"""Chunks that one load job waits for together: what has arrived by a deadline can be used."""
 
 
 class Batch(NamedTuple):
@@ -138,15 +137,12 @@ class Loading:
         self._flow.waits.begin(wait)
         return load, wait
 
-    def lend(self, keys: Sequence[Key], at: npt.NDArray[np.int32], turn: int | None = None) -> Loan:
+    def lend(self, keys: Sequence[Key], at: npt.NDArray[np.int32], turn: int | None = None) -> tuple[int, Addresses]:
         """Let the host read `keys`, which are distinct and have the nodes `at`, from the warmest tier; a use of them.
 
-        Raises `CacheError` unless all are ready there.
+        All are ready there. Returns the job and the slots.
         """
         store, nodes = self._store, at.tolist()
-        store.check_turn(turn)
-        if not store.index.are_ready(at, 0).all():
-            raise CacheError(f"not all of {len(nodes)} chunks are ready in the warmest tier: bring them up first")
         taken = column(store.index.slot[0])[at]
         column(store.pools[0].readers)[taken] += 1
         store.sliding.serve(nodes)
@@ -156,7 +152,7 @@ class Loading:
         job = self._flow.new_id()
         store.counters.hits[store.levels[0].name] += len(nodes)
         self._flow.order(job, keys, [None] * len(nodes), Side(0, slots), None, command=False)
-        return Loan(job, Addresses(Slots(store.levels[0].name, store.pools[0].pool_of(slots[0]), tuple(slots))))
+        return job, Addresses(Slots(store.levels[0].name, store.pools[0].pool_of(slots[0]), tuple(slots)))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Pin the copy that each reachable node is read from, or will be.

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from longshore.boundary import Key
 from longshore.cache.flow import Flow
-from longshore.cache.holds import Holds
-from longshore.cache.jobs import Hold, Job, Side
+from longshore.cache.jobs import Job, LeaseRecord, Side
+from longshore.cache.leases import Leases
 from longshore.cache.loading import LOAD_BATCH
 from longshore.cache.storing import Storing
 from longshore.cache.waiting import PrefetchPolicy, Wait, seconds
@@ -28,19 +28,19 @@ from longshore.errors import CacheError
 class Prefetching:
     """Orders prefetches on one `Flow`."""
 
-    def __init__(self, flow: Flow, storing: Storing, holds: Holds) -> None:
+    def __init__(self, flow: Flow, storing: Storing, holds: Leases) -> None:
         self._flow = flow
         self._store = flow.store
         self._storing = storing
         self._holds = holds
-        self._queue: dict[int, tuple[Hold, Wait]] = {}
+        self._queue: dict[int, tuple[LeaseRecord, Wait]] = {}
         """Prefetches that requests wait for, oldest first, by the number of their wait; until the hold lets go."""
         self._is_new = False
         """Whether the queue is another one than `proceed` last saw."""
         self._seen = 0
         """`Store.changes` before `proceed` last looked for room: what it changes itself has it look once more."""
 
-    def prefetch(self, hold: Hold, policy: PrefetchPolicy | None, timeout: float | None) -> Wait:
+    def prefetch(self, hold: LeaseRecord, policy: PrefetchPolicy | None, timeout: float | None) -> Wait:
         """Have `hold` wait for what it lacks in the warmest tier; a wait of an earlier prefetch is over.
 
         Raises `CacheError` for a timeout that is none, or that the policy does not have.
@@ -105,19 +105,18 @@ class Prefetching:
         if kept or store.warm:
             store.keep_warm(kept)
 
-    def progress(self, hold: Hold) -> int | None:
-        """How many chunks of `hold` lead that are in the warmest tier; `None` while it is to wait for more."""
+    def is_waiting(self, hold: LeaseRecord) -> bool:
+        """Whether the request of `hold` is to wait for more of it in the warmest tier."""
         wait, index = hold.prefetch, self._store.index
-        if wait is not None and wait.patient and (wait.jobs or (wait.lacks and wait.number in self._queue)):
-            return None
-        path = hold.nodes(index)
-        return next((i for i, node in enumerate(path) if not index.is_ready(node, 0)), len(path))
+        if wait is None or not wait.patient or not (wait.jobs or (wait.lacks and wait.number in self._queue)):
+            return False
+        return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in hold.nodes(index))
 
-    def _path(self, hold: Hold) -> list[int]:
+    def _path(self, hold: LeaseRecord) -> list[int]:
         """The nodes of the held chunks, as many from the first on as the warmest tier can have at once."""
         return hold.nodes(self._store.index)[: self._store.room_in_all(0)]
 
-    def _order(self, hold: Hold, wait: Wait, *, waits_its_turn: bool = False) -> None:
+    def _order(self, hold: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
         """Join what is on its way, and order what only colder tiers have, as far as clean room is there.
 
         If more room may be made it `lacks` the rest; or all, if it is not yet its turn.

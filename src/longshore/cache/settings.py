@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from longshore.boundary import Key
 from longshore.cache.eviction import DEFAULT_POLICY, EvictionPolicy
 from longshore.cache.groups import CacheGroup
 from longshore.cache.pool import SlotPool
@@ -25,7 +26,7 @@ class CacheSettings:
         blocks_per_chunk: Device blocks per chunk.
         groups: The KV cache groups, in the order of the layout's; none if all have full attention, and no match is for
             several of them.
-        partial: Whether the tokens of chunks are kept, as far as `commit` is told them, for partial matches. Asks for
+        partial: Whether the tokens of chunks are kept, as far as `store` is told them, for partial matches. Asks for
             `groups`.
         ranks: How many ranks hold a part of each image, and report each job.
         offload: Write policy device -> warmest tier.
@@ -44,6 +45,7 @@ class CacheSettings:
         max_writes: Chunks in flight per write route; more are dropped (offloads) or left for later (backups).
         events: Events to keep for a reader (`TieredCache.events`); none are recorded at zero.
         device_blocks: Blocks of the device pool, to check ids against; `None` leaves that to the data plane.
+        self_test_key: A chunk that a test of the tiers sends through them: no hit, route or event counts it.
         pools: For each KV cache group the pool, that is the image size, of its chunks in the tiers; all are in pool 0
             if nothing is said.
     """
@@ -68,6 +70,7 @@ class CacheSettings:
     max_writes: int = 1024
     events: int = 0
     device_blocks: int | None = None
+    self_test_key: Key | None = None
     pools: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -20,16 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.beginnings import Text
 from longshore.cache.budget import WriteBudget
 from longshore.cache.columns import column, leading, numbers
 from longshore.cache.flow import Flow
-from longshore.cache.groups import runs_of
+from longshore.cache.groups import GroupKeys, runs_of
 from longshore.cache.jobs import Side
 from longshore.cache.nodes import ROOT
 from longshore.cache.retention import Retention, priorities
 from longshore.cache.sightings import Sightings
-from longshore.cache.types import DropReason, Offload
+from longshore.cache.types import DropReason, StoreOrder
 from longshore.cache.writing import WriteRule
 
 SIGHTINGS = 1 << 16
@@ -57,41 +56,52 @@ class Storing:
 
     def store(
         self,
-        keys: Sequence[Key],
-        first: int,
+        path: GroupKeys,
+        nodes: Sequence[int],
         blocks: Sequence[int] | None,
+        group: int,
         *,
         evicting: bool,
-        prompt: int | None = None,
-        retention: Sequence[Retention] = (),
-        group: int = 0,
-        text: Text | None = None,
         patient: bool = False,
         turn: int | None = None,
-    ) -> Offload:
-        """Order what the tiers lack of `keys[first:]` into the host tier; `blocks` is `None` if the host moves it.
+    ) -> StoreOrder:
+        """Order what the tiers lack of a path, of which `check` has said the `nodes`, into the host tier.
 
-        Chunks from position `prompt` on are of the answer. Raises `CacheError` before anything has changed.
+        `blocks` is `None` if the host moves it.
         """
-        store, settings = self._store, self._flow.settings
-        store.check_turn(turn)
-        alone = settings.stands_alone(group)
-        path = self._known_alone(keys, first, group) if alone else self._follow(keys, first, group)
-        size = settings.group(group)[1] if store.beginnings.on and text is not None else 0
-        text = text.checked(len(keys) * size) if size and text is not None else None
         if not self.wants(evicting=evicting):
-            return Offload(None)
+            return StoreOrder(None)
+        store, settings, keys, first, retention = (
+            self._store,
+            self._flow.settings,
+            path.names,
+            path.first,
+            path.retention,
+        )
+        text, prompt, size = path.text if store.beginnings.on else None, path.prompt, 0
+        if text is not None:
+            size = settings.group(group)[1]
+            text = text.checked(len(keys) * size)
+        alone = settings.stands_alone(group)
         store.serve(turn)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
-            offload = self._offload_alone(keys, first, path, blocks, retention, group=group, prompt=end)
+            offload = self._offload_alone(keys, first, nodes, blocks, retention, group=group, prompt=end)
         else:
-            self._flow.drop(0, len(keys) - max(end, first + len(path)), DropReason.ANSWER)
-            path = path[: max(0, end - first)]
-            offload = self._offload(keys[:end], first, path, blocks, retention, group, patient=patient)
+            self._flow.drop(0, len(keys) - max(end, first + len(nodes)), DropReason.ANSWER)
+            nodes = nodes[: max(0, end - first)]
+            offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient)
         if text is not None:
             store.beginnings.learn(keys, first, text, size)
         return offload
+
+    def check(self, path: GroupKeys, group: int) -> list[int]:
+        """The nodes of what is known of `path`. Raises `CacheError` unless its keys and its text fit."""
+        keys, first, settings = path.names, path.first, self._flow.settings
+        if path.text is not None and self._store.beginnings.on:
+            path.text.checked(len(keys) * settings.group(group)[1])
+        known = self._known_alone if settings.stands_alone(group) else self._follow
+        return known(keys, first, group)
 
     def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
         """The nodes of what is known of `keys[first:]`, chunks of `group`."""
@@ -117,7 +127,7 @@ class Storing:
         group: int = 0,
         *,
         patient: bool = False,
-    ) -> Offload:
+    ) -> StoreOrder:
         """`store` for chunks that need those before them: `path` are the nodes of those that the tiers have."""
         store = self._store
         known = first + len(path)
@@ -132,9 +142,9 @@ class Storing:
         orphan = known > 0 and parent == ROOT
         fresh = self._admit(wanted, parent, pool, orphan=orphan, patient=patient, path=keys[known : known + wanted])
         if fresh is None:
-            return Offload(None, again=True)
+            return StoreOrder(None, again=True)
         if not fresh:
-            return Offload(None, kept=known, known=range(first, known))
+            return StoreOrder(None, kept=known, known=range(first, known))
         job = self._flow.new_id()
         mine = keys[known : known + fresh]
         slots = store.place(mine, parent, job, pool)
@@ -146,7 +156,7 @@ class Storing:
         parents = [store.index.key[parent], *mine[:-1]]
         self._flow.order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
         addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
-        return Offload(job, accepted, addresses, known + fresh, range(first, known))
+        return StoreOrder(job, accepted, addresses, known + fresh, range(first, known))
 
     def _offload_alone(
         self,
@@ -158,7 +168,7 @@ class Storing:
         *,
         group: int,
         prompt: int,
-    ) -> Offload:
+    ) -> StoreOrder:
         """The same for chunks that stand alone, each for itself; those from position `prompt` on are left out.
 
         `nodes` are those of the last of them. Those in the last window are the last to go, and get room first.
@@ -190,7 +200,7 @@ class Storing:
         had[there] = True
         addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
         lead, before = first + leading(had[first:]), tuple(known[bisect_left(known, first) :])
-        return Offload(job, tuple(wanted), addresses, lead, before)
+        return StoreOrder(job, tuple(wanted), addresses, lead, before)
 
     def _order_alone(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from longshore.boundary import Addresses, Key, Slot, Slots, Status
 from longshore.cache.beginnings import Partial
 from longshore.cache.groups import Need
+from longshore.cache.residency import Residency
 from longshore.cache.states import State
 
 
@@ -64,15 +65,6 @@ class Answer(enum.Enum):
     UNASKED = "unasked"  # too many are under way
 
 
-class Presence(enum.Enum):
-    """What `peek` found."""
-
-    ABSENT = "absent"
-    IN_FLIGHT = "in_flight"
-    READY = "ready"  # in the warmest tier: can be onboarded at once
-    COLDER = "colder"  # ready, but only below the warmest tier
-
-
 class Run(NamedTuple):
     """`chunks` consecutive chunks whose warmest ready copy lies in `tier`."""
 
@@ -80,74 +72,95 @@ class Run(NamedTuple):
     chunks: int
 
 
-class Hold(NamedTuple):
-    """A claim on a matched prefix: nothing of it is evicted until `TieredCache.release(hold)`."""
+class Lease(NamedTuple):
+    """A claim on what a lookup found: nothing of it is evicted until `TieredCache.release(lease)`."""
 
     id: int
 
 
-class Match(NamedTuple):
-    """The longest ready prefix: `length` chunks from `start`. `hold` is `None` when it is empty.
+class Until(enum.Enum):
+    """How long a lookup keeps what it found from being evicted."""
 
-    Behind these, and what is on its way, come `foreign` chunks that a foreign tier is known to have, for `fetch`. Its
-    answers to `probes`, which are `in_flight`, may make these more at a later match. With a `partial` match, the first
-    tokens of another chunk come right behind the prefix; it is held with it if a tier has it. `turn` is that of the
-    request: its other calls are to name it.
+    NOTHING = "nothing"  # not at all
+    STEP = "step"  # until the next `end_step`
+    RELEASE = "release"  # until `release`
+
+
+class Found(NamedTuple):
+    """What a lookup found.
+
+    Attributes:
+        lease: On the chunks that can be loaded, if there are any and the lookup was `Until.RELEASE`.
+        chunks: Of a lookup for one group: how many chunks from `GroupKeys.first` on are ready in some tier.
+        tokens: Of a lookup for all groups: the longest prefix, in tokens, that device and tiers have for each of them.
+            A multiple of the chunks of all groups; with texts, up to one such multiple less a token more.
+        needs: What each group needs of that prefix, in order of group.
+        partial: Of a lookup for one group: another chunk whose first tokens come behind those; it is leased with them.
+        foreign: How much more foreign tiers are known to have behind that, for `prefetch`: chunks, or tokens for all
+            groups; what is on its way already is included for all groups.
+        probes: Questions to foreign tiers that are under way, for `progress`; their answers may make `foreign` more.
+        turn: The turn of the request: its other calls name it.
+        residency: Of a lookup of single chunks: where each of them is, by group.
     """
 
-    start: int
-    length: int
-    hold: Hold | None
-    foreign: int = 0
-    probes: tuple[int, ...] = ()
+    lease: Lease | None = None
+    chunks: int = 0
+    tokens: int = 0
+    needs: tuple[Need, ...] = ()
     partial: Partial | None = None
-    turn: int = 0
-
-
-class GroupMatch(NamedTuple):
-    """The longest prefix at which all KV cache groups of a request are served: so many `tokens`.
-
-    A multiple of the chunks of all groups; and where parts of chunks may be reused, less than one such multiple more.
-    `needs` says what each group needs of it. `hold` is `None` when nothing is to be loaded from the tiers.
-    So many tokens more, `foreign`, could be served with what is on its way, and what foreign tiers are known to have,
-    for `fetch_groups`; the answers to `probes`, which are `in_flight`, may make these more at a later match.
-    `turn` is that of the request.
-    """
-
-    tokens: int
-    needs: tuple[Need, ...]
-    hold: Hold | None
     foreign: int = 0
     probes: tuple[int, ...] = ()
     turn: int = 0
+    residency: Mapping[int, Residency] = {}
+
+
+class DeviceCopy(NamedTuple):
+    """Device slots to copy into other device blocks, one for each. `tokens` of the last; `None` for all."""
+
+    sources: Sequence[Slot]
+    tokens: int | None = None
 
 
 class Part(NamedTuple):
-    """One job of an onboarding: it fills the device blocks of `chunks` consecutive chunks."""
+    """One job of a load, for `chunks` consecutive chunks; the host reads them from `slots` where it moves the bytes."""
 
     job: int
     chunks: int
+    slots: Addresses = Addresses(Slots("", 0, ()))
 
 
-class Onboarding(NamedTuple):
-    """What `onboard` ordered: `chunks` in all (fewer than asked when room ran out), in order, by `parts`."""
+class LoadOrder(NamedTuple):
+    """What `load` ordered: `chunks` in all (fewer than asked when room ran out), in order, by `parts`."""
 
     chunks: int
     parts: tuple[Part, ...]
 
 
+class Progress(NamedTuple):
+    """How far a job or a lease has come.
+
+    Attributes:
+        is_over: Whether nothing is waited for: the job has ended, the load has an outcome, or, of a lease that was not
+            loaded, its prefetch is over.
+        outcome: How the load of a lease ended.
+        runs: Of a lease that was not loaded and whose prefetch is over: where its chunks are now, as runs by the
+            warmest tier that has them; those that were lost are left out.
+    """
+
+    is_over: bool
+    outcome: Outcome | None = None
+    runs: tuple[Run, ...] = ()
+
+    def leading(self, tier: str) -> int:
+        """How many chunks lead that are in `tier`."""
+        return self.runs[0].chunks if self.runs and self.runs[0].tier == tier else 0
+
+
 class Outcome(NamedTuple):
-    """How an onboarding ended: the leading `chunks` are on the device, and came from the tiers `sources`."""
+    """How a load ended: the leading `chunks` are on the device, and came from the tiers `sources`."""
 
     chunks: int
     sources: tuple[str, ...]
-
-
-class Loan(NamedTuple):
-    """Slots that the host may read until it reports `job`."""
-
-    job: int
-    slots: Addresses
 
 
 class Placement(NamedTuple):
@@ -157,8 +170,8 @@ class Placement(NamedTuple):
     slot: Slot
 
 
-class Offload(NamedTuple):
-    """What `commit` or `offer` accepted: the chunks at `positions` of the keys, in order, go to `slots`.
+class StoreOrder(NamedTuple):
+    """What `store` accepted of one group: the chunks at `positions` of the keys, in order, go to `slots`.
 
     `job` is `None` when nothing was accepted. `kept` counts the leading chunks of the path that a tier has or will
     have, those before the first that was named included; `known` are the positions, of those that were named, of chunks

@@ -35,7 +35,7 @@ from longshore.boundary import (
     TransferResult,
     leading_ok,
 )
-from longshore.cache import Hold, Outcome, TieredCache
+from longshore.cache import Lease, Progress, TieredCache
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.containment import CallLog, report
 from longshore.runtime.tier_mover import truncated
@@ -149,7 +149,7 @@ class Runtime:
             if self._closed:
                 raise TierClosedError("the runtime was closed")
             with self._watched():
-                self._cache.tick(self.clock())
+                self._cache.apply((), self.clock())
                 try:
                     yield self._cache
                 finally:
@@ -181,27 +181,22 @@ class Runtime:
             self._pump()
             return self._is_busy
 
-    def wait_onboarded(self, hold: Hold, timeout: float) -> Outcome:
-        """Wait until the onboarding of `hold` has ended, at most `timeout` seconds; then what has arrived is it."""
-        self._wait(lambda: self.fault is not None or self._cache.outcome(hold) is not None, timeout)
-        with self._lock, self._watched():
-            outcome = self._cache.outcome(hold) or self._cache.give_up(hold)
-            self._pump()
-        return outcome
+    def wait_over(self, lease: Lease) -> Progress:
+        """Wait until the load or the prefetch of `lease` is over, at the latest when its time is.
 
-    def wait_prefetched(self, hold: Hold) -> int:
-        """Wait for the prefetch of `hold`, as its policy says; how many of the held chunks lead in the warmest tier."""
-        self._wait(lambda: self.fault is not None or self._cache.prefetched(hold) is not None, math.inf)
+        Raises `TierClosedError` if the control plane fails meanwhile.
+        """
+        self._wait(lambda: self.fault is not None or self._cache.progress(lease).is_over, math.inf)
         with self._lock, self._watched():
-            return self._cache.prefetched(hold) or 0
+            return self._cache.progress(lease)
 
-    def worth_loading(self, hold: Hold, context: int) -> int:
-        """How many leading chunks of `hold` to onboard; the rest is computed sooner.
+    def worth_loading(self, lease: Lease, context: int) -> int:
+        """How many leading chunks of `lease` to load; the rest is computed sooner.
 
         `context` are the tokens before them, which the device has.
         """
         with self._lock, self._watched():
-            runs = self._cache.runs(hold)
+            runs = self._cache.progress(lease).runs
             if self.weighing is None:
                 return sum(run.chunks for run in runs)
             return self.weighing.worth_loading(context, runs, self.clock())
@@ -281,7 +276,7 @@ class Runtime:
     def _is_in_flight(self, job: int) -> bool:
         if self.fault is None:
             with self._reported():
-                return self._cache.in_flight(job)
+                return not self._cache.progress(job).is_over
         return job in self._running
 
     @property

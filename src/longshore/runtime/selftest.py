@@ -8,7 +8,6 @@ Catches what no unit test can: a driver, a file system or an engine's tensor tha
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import DEVICE, FILE, HOST, Item, Key, Route, Section, Slot, Status, Transfer
+from longshore.cache import GroupKeys
 from longshore.errors import SelfTestError
 from longshore.runtime.stack import Stack
 from longshore.tiers.base import Tier
@@ -50,11 +50,9 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, file
             with stack.runtime.observe():  # nobody else takes the engine's results meanwhile
                 copy_test(stack.engine, device, Section(0, 0, tuple(blocks)), slot, timeout)
         return
-    key = hashlib.sha256(b"longshore self-test\0" + stack.scope.root).digest()
+    key = stack.scope.self_test_key
     former = device.read(blocks)
     pattern = np.random.default_rng(7).integers(0, 256, former.shape, dtype=np.uint8)
-    with stack.runtime.control() as cache:
-        cache.hide(key)
     _clear(stack, key)  # the file tier may have found it again, from an earlier start
     try:
         device.write(blocks, pattern)
@@ -70,8 +68,6 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, file
     finally:
         device.write(blocks, former)
         _clear(stack, key)
-        with stack.runtime.control() as cache:
-            cache.hide(None)
 
 
 def copy_test(
@@ -122,7 +118,7 @@ def _clear(stack: Stack, key: Key) -> None:
 def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
     stack.engine.begin_step(None)
     with stack.runtime.control() as cache:
-        job = cache.commit([key], blocks, evicting=True).job
+        job = cache.store({0: GroupKeys([key])}, {0: blocks}, evicting=True)[0].job
     if job is None or not stack.runtime.wait_ended([job], stack.config.write_timeout):
         raise SelfTestError("the warmest tier did not take a block")
 
@@ -144,17 +140,18 @@ def _check(
     device.write(blocks, ~pattern)
     stack.engine.begin_step(None)
     with stack.runtime.control() as cache:
-        hold = cache.match([key], stack.runtime.clock()).hold
-        if hold is None:
+        lease = cache.lookup({0: GroupKeys([key])}, stack.runtime.clock()).lease
+        if lease is None:
             raise SelfTestError(f"a block that was written is not in the {tier} tier")
-        cache.onboard(hold, blocks)
+        cache.load(lease, {0: blocks})
     try:
-        outcome = stack.runtime.wait_onboarded(hold, stack.config.load_timeout)
+        outcome = stack.runtime.wait_over(lease).outcome
     finally:
         with stack.runtime.control() as cache:
-            cache.release(hold)
-    if outcome.sources != (tier,):
-        raise SelfTestError(f"a block did not come back from the {tier} tier, but from {outcome.sources or 'nowhere'}")
+            cache.release(lease)
+    if outcome is None or outcome.sources != (tier,):
+        sources = "nowhere" if outcome is None or not outcome.sources else outcome.sources
+        raise SelfTestError(f"a block did not come back from the {tier} tier, but from {sources}")
     wrong = int((device.read(blocks) != pattern).sum())
     if wrong:
         raise SelfTestError(f"{wrong} of {pattern.size} bytes came back wrong from the {tier} tier")

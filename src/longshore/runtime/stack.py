@@ -102,7 +102,7 @@ class Stack:
             device.reach(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)
         with self.runtime.observe() as cache:
-            cache.resize_device(layout.num_blocks)
+            cache.wake(layout.num_blocks)
         self.runtime.add(engine)
         return replace(self, layout=layout, engine=engine)
 
@@ -173,7 +173,7 @@ def open_stack(
             tier = opener(arena=arena, image_bytes=sizes, scope=scope.root)
             undo.callback(tier.close)
             probers.append(ForeignMover(tier, host))
-        runtime = _make_runtime(config, layout, _Grouping(groups, partial, pools), host, file, movers, probers)
+        runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial, pools), host, file, movers, probers)
         undo.pop_all()
     stack = _start(config, layout, scope, runtime, engine, host, file, arena)
     return replace(stack, foreign=tuple(prober.tier for prober in probers))
@@ -208,7 +208,7 @@ def _open_without_host(
         engine = TransferEngine(layout, device, ring)
         undo.callback(engine.close)
         mover = GdsMover(engine, layout, ring, file)
-        runtime = _make_runtime(config, layout, _Grouping(groups, partial), None, file, [mover])
+        runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial), None, file, [mover])
         undo.pop_all()
     return _start(config, layout, scope, runtime, engine, None, file, None)
 
@@ -241,6 +241,7 @@ def _start(
 def _make_runtime(
     config: Config,
     layout: KVLayout,
+    scope: Scope,
     grouping: _Grouping,
     host: HostTier | None,
     file: Tier | None,
@@ -248,7 +249,7 @@ def _make_runtime(
     probers: Sequence[ForeignMover] = (),
 ) -> Runtime:
     foreign = [prober.tier for prober in probers]
-    cache = _make_cache(config, layout, grouping, host, file, [tier.name for tier in foreign])
+    cache = _make_cache(config, layout, scope, grouping, host, file, [tier.name for tier in foreign])
     tiers = [*([] if file is None else [file]), *foreign]
     weighing = _make_weighing(config, layout, host, file)
     return Runtime(cache, [*movers, *probers], tiers, probers=probers, weighing=weighing)
@@ -292,6 +293,7 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
 def _make_cache(
     config: Config,
     layout: KVLayout,
+    scope: Scope,
     grouping: _Grouping,
     host: HostTier | None,
     file: Tier | None,
@@ -322,6 +324,7 @@ def _make_cache(
         write_timeout=config.write_timeout,
         max_writes=config.max_writes,
         device_blocks=layout.num_blocks,
+        self_test_key=scope.self_test_key,
         pools=grouping.pools,
     )
     cache = TieredCache(tiers, settings, foreign=foreign, generation=file.generation if file is not None else 0)

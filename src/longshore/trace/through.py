@@ -1,6 +1,6 @@
-"""Requests of a trace through the path verbs of `TieredCache`: one tier, no bytes, no time.
+"""Requests of a trace through the verbs of `TieredCache`: one tier, no bytes, no time.
 
-    match, onboard ──► loaded ──► commit ──► stored ──► release        one request after the other
+    lookup, load ──► loaded ──► store ──► stored ──► release        one request after the other
 
 The device keeps nothing: each request looks up its whole path, loads what is found and computes the rest. A simulated
 device ends every copy with success as soon as it is ordered. What a hit is, and which blocks a request has, is as in
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longshore.boundary import HOST, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import EvictionPolicy
 from longshore.errors import IntegrityError
 from longshore.trace.tiered import keys_of
@@ -30,19 +30,19 @@ class CacheReplay:
     def serve(self, path: Sequence[int]) -> int:
         """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits."""
         cache, keys = self.cache, keys_of(path)
-        match = cache.match(keys, 0.0)
-        hits = match.length
-        if match.hold is not None:
-            cache.onboard(match.hold, range(hits))
+        found = cache.lookup({0: GroupKeys(keys)}, 0.0)
+        hits, lease = found.chunks, found.lease
+        if lease is not None:
+            cache.load(lease, {0: range(hits)})
             self._move()
-            outcome = cache.outcome(match.hold)
+            outcome = cache.progress(lease).outcome
             if outcome is None or outcome.chunks < hits:
                 raise IntegrityError(f"{hits} blocks were found and not all were loaded: {outcome}")
         if hits < len(keys):
-            cache.commit(keys, range(hits, len(keys)), first=hits, turn=match.turn)
+            cache.store({0: GroupKeys(keys, hits)}, {0: range(hits, len(keys))}, turn=found.turn)
             self._move()
-        if match.hold is not None:
-            cache.release(match.hold)
+        if lease is not None:
+            cache.release(lease)
         return hits
 
     def _move(self) -> None:

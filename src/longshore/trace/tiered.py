@@ -23,7 +23,19 @@ from itertools import takewhile
 from xxhash import xxh3_128_digest
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Probe, ProbeResult, Result, Transfer, TransferResult
-from longshore.cache import CacheSettings, Counters, Gate, Hold, Match, Run, TieredCache, TierSpec
+from longshore.cache import (
+    CacheSettings,
+    Counters,
+    Found,
+    Gate,
+    GroupKeys,
+    Lease,
+    Presence,
+    Run,
+    TieredCache,
+    TierSpec,
+    Until,
+)
 from longshore.cache.eviction import EvictionPolicy
 from longshore.errors import IntegrityError, TraceError
 from longshore.report.units import size
@@ -66,7 +78,7 @@ class Tally:
 class _Part:
     """Chunks that a visit holds, and how many of them were ordered onto the device."""
 
-    hold: Hold
+    lease: Lease
     chunks: int
     ordered: int = 0
     fetched: bool = False
@@ -268,33 +280,35 @@ class TieredReplay:
             length = visit.request.input_length
             visit.keys = keys_of(visit.request.hash_ids[: length // self.block_tokens])
             visit.usable = (length - 1) // self.block_tokens
-            match = self._look(visit, visit.usable)
-            if match.probes:
-                self._wait(visit, match.probes, partial(self._look_again, visit))
+            found = self._look(visit, visit.usable)
+            if found.probes:
+                self._wait(visit, found.probes, partial(self._look_again, visit))
             else:
-                self._load(visit, self._coming(visit, match))
+                self._load(visit, self._coming(visit, found))
             self._submit()
 
-    def _look(self, visit: _Visit, end: int) -> Match:
-        """Hold what the tiers have of the keys up to `end`, behind what is held already."""
-        match = self.cache.match(visit.keys[:end], self._now, start=visit.matched, turn=visit.turn)
-        visit.turn = match.turn
-        if match.hold is not None:
-            visit.parts.append(_Part(match.hold, match.length))
-            visit.matched += match.length
-        return match
+    def _look(self, visit: _Visit, end: int) -> Found:
+        """Lease what the tiers have of the keys up to `end`, behind what is leased already."""
+        path = GroupKeys(visit.keys[:end], visit.matched)
+        found = self.cache.lookup({0: path}, self._now, turn=visit.turn)
+        visit.turn = found.turn
+        if found.lease is not None:
+            visit.parts.append(_Part(found.lease, found.chunks))
+            visit.matched += found.chunks
+        return found
 
     def _look_again(self, visit: _Visit) -> None:
         """The remote store has said what it has."""
         self._load(visit, self._coming(visit, self._look(visit, visit.usable)))
         self._submit()
 
-    def _coming(self, visit: _Visit, match: Match) -> int:
+    def _coming(self, visit: _Visit, found: Found) -> int:
         """How many chunks behind what is held can be had by way of the remote store; some are on their way already."""
         if self.remote is None:
             return 0
-        rest = visit.keys[visit.matched : visit.usable]
-        return match.foreign + sum(1 for _ in takewhile(self.cache.knows, rest))
+        rest = {0: GroupKeys(visit.keys[visit.matched : visit.usable])}
+        where = self.cache.lookup(rest, self._now, until=Until.NOTHING, each=True).residency[0].presences
+        return found.foreign + sum(1 for _ in takewhile(lambda each: each is not Presence.ABSENT, where))
 
     def _load(self, visit: _Visit, coming: int) -> None:
         """Order what is worth it of what is held, and of so many more chunks by way of the remote store."""
@@ -303,7 +317,7 @@ class TieredReplay:
             part.ordered = min(left, part.chunks)
             left -= part.ordered
             self._onboard(visit, part)
-        if left and (jobs := self.cache.fetch(visit.keys[:wanted], self._now)):
+        if left and (jobs := self.cache.prefetch({0: GroupKeys(visit.keys[:wanted])}, self._now)):
             self._wait(visit, jobs, partial(self._fetched, visit, wanted))
         if visit.awaited or (visit.parts and visit.parts[0].ordered):
             self._loading.append(visit)
@@ -323,7 +337,7 @@ class TieredReplay:
 
     def _onboard(self, visit: _Visit, part: _Part) -> None:
         if part.ordered:
-            self.cache.onboard(part.hold, range(part.ordered))
+            self.cache.load(part.lease, {0: range(part.ordered)})
             visit.until = self._now + self.cache.settings.load_timeout
 
     def _worth(self, visit: _Visit, coming: int) -> int:
@@ -331,7 +345,7 @@ class TieredReplay:
         found = visit.matched + coming
         if self._gate is None or not found:
             return found
-        runs = [run for part in visit.parts for run in self.cache.runs(part.hold)]
+        runs = [run for part in visit.parts for run in self.cache.progress(part.lease).runs]
         runs += [Run(REMOTE, coming)] if coming else []
         queued = {HOST: self.movers.wait(HOST, DEVICE, self._now)}
         queued |= {source: self.movers.wait(source, HOST, self._now) for source in self._sources}
@@ -342,7 +356,7 @@ class TieredReplay:
     def _settle(self, visit: _Visit) -> None:
         """Go on with a visit if all that was ordered for it has ended."""
         parts = [part for part in visit.parts if part.ordered]
-        outcomes = [outcome for part in parts if (outcome := self.cache.outcome(part.hold)) is not None]
+        outcomes = [outcome for part in parts if (outcome := self.cache.progress(part.lease).outcome) is not None]
         if visit.awaited or len(outcomes) < len(parts):
             return
         self._loading.remove(visit)
@@ -373,12 +387,13 @@ class TieredReplay:
             self._gate.observe_prefill(context, visit.request.input_length - context, seconds)
         self.tally.computing += seconds
         self.tally.ttft[visit.number] = self._now - visit.arrival
-        self.cache.tick(self._now)
+        self.cache.apply((), self._now)
         first = visit.matched
         if first < len(visit.keys):
-            self.cache.commit(visit.keys, range(len(visit.keys) - first), first=first, turn=visit.turn)
+            path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}
+            self.cache.store(path, blocks, turn=visit.turn)
         for part in visit.parts:
-            self.cache.release(part.hold)
+            self.cache.release(part.lease)
         self._submit()
         self._working.idle += 1
         self._admitted -= 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from serving import serve
 
-from longshore.cache import Hold, MissReason
+from longshore.cache import Lease, MissReason
 from longshore.runtime.loop import Runtime
 from longshore.tiers.file import FileTier, SystemIo
 
@@ -75,7 +75,7 @@ def test_blocks_in_the_tiers_are_recomputed(
     """Device and tiers then have different blocks of the same tokens, and later requests hit both."""
     stock, lookups, refused = Runtime.worth_loading, count(), []
 
-    def every_third_refused(self: Runtime, hold: Hold, context: int) -> int:
+    def every_third_refused(self: Runtime, hold: Lease, context: int) -> int:
         chunks = stock(self, hold, context)
         if next(lookups) % 3 or not chunks:
             return chunks

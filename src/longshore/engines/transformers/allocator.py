@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from longshore.boundary import DEVICE, Key
-from longshore.cache import Hold, TieredCache
+from longshore.cache import GroupKeys, Lease, TieredCache, Until
 from longshore.engines.transformers.contract import check_allocator
 from longshore.engines.transformers.ledger import TieredLedger
 from longshore.engines.transformers.lookups import Lookup, PromptRecord
@@ -126,7 +126,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self._reclaim()
         self._stack = stack
         for lookup in self._lookups.values():
-            lookup.match = None  # of the former tiers
+            lookup.path = lookup.turn = None  # of the former tiers
         if stack is not None:
             self._guard = BlockGuard(stack.runtime, stack.config.write_timeout)
             if not isinstance(self.ledger, TieredLedger):
@@ -177,13 +177,15 @@ class TieredAllocator(FullAttentionCacheAllocator):
     @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
     def _count_request(self, stack: Stack, lookup: Lookup) -> None:
         with stack.runtime.control() as cache:
-            self._count(cache, lookup)
+            self._count(cache, lookup, stack.runtime.clock())
 
     @staticmethod
-    def _count(cache: TieredCache, lookup: Lookup) -> None:
-        if lookup.match is not None and not lookup.is_counted:
+    def _count(cache: TieredCache, lookup: Lookup, now: float) -> None:
+        """The request begins now: what the tiers lack of it is missed."""
+        if lookup.path is not None and not lookup.is_counted:
             lookup.is_counted = True
-            cache.count_request(lookup.keys, lookup.match, request=lookup.request)
+            path, name = {0: lookup.path}, lookup.request
+            cache.lookup(path, now, until=Until.NOTHING, request=name, turn=lookup.turn)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """A forward pass completed blocks of a request: commit the chunks that are whole now."""
@@ -233,46 +235,42 @@ class TieredAllocator(FullAttentionCacheAllocator):
             return [], []
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
         start, skip = divmod(len(present), per_chunk)
+        lookup.path = GroupKeys(keys, min(start, len(keys)))
+        now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.control() as cache:
-            match = cache.match(
-                keys,
-                stack.runtime.clock(),
-                start=min(start, len(keys)),
-                request=lookup.request,
-                count=False,
-                turn=lookup.turn,
-            )
-        lookup.keys, lookup.match = keys, match
-        if match.hold is None:
+            found = cache.lookup({0: lookup.path}, now, request=name, count=False, turn=lookup.turn)
+        lookup.turn, lease = found.turn, found.lease
+        if lease is None:
             return [], []
         blocks: list[int] = []
         filled: list[str] = []
         try:
-            chunks = stack.runtime.worth_loading(match.hold, len(present) * self.tokens_per_page)
+            chunks = stack.runtime.worth_loading(lease, len(present) * self.tokens_per_page)
             wanted = min(chunks * per_chunk - skip, limit - len(present))
             blocks = self._take_blocks(wanted, reserve=self._blocks_for(len(prompt)) - len(present), keep=present)
             if not blocks:
                 return [], []
             stack.engine.begin_step(self._compute)
             with stack.runtime.control() as cache:
-                self._count(cache, lookup)
-                order = cache.onboard(match.hold, blocks, skip=skip)
+                self._count(cache, lookup, now)
+                order = cache.load(lease, {0: blocks}, skip=skip)
                 at = -skip
                 for part in order.parts:
                     end = at + part.chunks * per_chunk
                     self._guard.add(part.job, blocks[max(0, at) : end])
                     at = end
-            outcome = stack.runtime.wait_onboarded(match.hold, stack.config.load_timeout)
-            filled = [tier for tier in outcome.sources for _ in range(per_chunk)][skip : skip + len(blocks)]
+            outcome = stack.runtime.wait_over(lease).outcome
+            sources = () if outcome is None else outcome.sources
+            filled = [tier for tier in sources for _ in range(per_chunk)][skip : skip + len(blocks)]
         finally:
             self._give_blocks(blocks[len(filled) :])
-            self._release(stack, match.hold)
+            self._release(stack, lease)
         return self._register(prompt, present, blocks[: len(filled)]), filled
 
-    @contained(lambda self, stack, hold: None, expected=_EXPECTED)
-    def _release(self, stack: Stack, hold: Hold) -> None:
+    @contained(lambda self, stack, lease: None, expected=_EXPECTED)
+    def _release(self, stack: Stack, lease: Lease) -> None:
         with stack.runtime.control() as cache:
-            cache.release(hold)
+            cache.release(lease)
 
     def _take_blocks(self, wanted: int, reserve: int, keep: Sequence[int]) -> list[int]:
         """Up to `wanted` free blocks, cached ones evicted so that `reserve` blocks, the whole request, can be had.
@@ -385,7 +383,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
         per_chunk = stack.config.blocks_per_chunk
         stack.engine.begin_step(self._compute)
         with stack.runtime.control() as cache:
-            offload = cache.commit(keys, blocks, first=first, evicting=evicting, prompt=prompt, turn=turn)
+            path = {0: GroupKeys(keys, first, prompt=prompt)}
+            offload = cache.store(path, {0: blocks}, evicting=evicting, turn=turn)[0]
             if offload.job is not None:
                 taken = [placement.position - first for placement in offload.accepted]
                 read = [b for i in taken for b in blocks[i * per_chunk : (i + 1) * per_chunk]]

@@ -6,11 +6,9 @@ the request begins ───► a `PromptRecord`, and the counters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longshore.boundary import Key
-from longshore.cache import Match
+from longshore.cache import GroupKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,8 @@ class PromptRecord:
 class Lookup:
     """The latest lookup for a request: transformers repeats it while the request waits, and it is counted once.
 
-    `context` of the prompt's `tokens` were on the device at time `at`. `keys` and `match` are what the tiers were asked
-    for, and said.
+    `context` of the prompt's `tokens` were on the device at time `at`. `path` is what the tiers were asked for, `turn`
+    that of the request in the cache, once it was looked up.
     """
 
     request: str
@@ -40,12 +38,7 @@ class Lookup:
     context: int = 0
     at: float = 0.0
     sources: tuple[str, ...] = ()
-    keys: Sequence[Key] = ()
-    match: Match | None = None
+    path: GroupKeys | None = None
+    turn: int | None = None
     is_counted: bool = False
     is_over: bool = False
-
-    @property
-    def turn(self) -> int | None:
-        """The turn of the request in the cache, once it was matched."""
-        return None if self.match is None else self.match.turn

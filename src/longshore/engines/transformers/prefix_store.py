@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from transformers import DynamicCache
 
+from longshore.cache import GroupKeys
 from longshore.config import Config
 from longshore.engines.transformers.attach import refuse
 from longshore.engines.transformers.rows import RowBlocks
@@ -116,7 +117,7 @@ class PrefixStore:
             self._fill(cache, first * self._chunk, len(blocks))
             self._stack.engine.begin_step(None)
             with self._stack.runtime.control() as control:
-                offload = control.commit(part, blocks, first=first, evicting=True)
+                offload = control.store({0: GroupKeys(part, first)}, {0: blocks}, evicting=True)[0]
                 self._busy = [offload.job] if offload.job is not None else []
             kept = offload.kept
             if kept < len(part):
@@ -155,23 +156,23 @@ class PrefixStore:
         return chain(self._stack.scope.root, tokens, self._chunk * self._block_size)
 
     def _restore_window(self, keys: Sequence[bytes], start: int, turn: int | None) -> tuple[int, int]:
-        """Onboard what follows `start` into the window; how many chunks arrived, and the turn of the restore."""
+        """Load what follows `start` into the window; how many chunks arrived, and the turn of the restore."""
         runtime = self._stack.runtime
         self._wait_idle()
         self._stack.engine.begin_step(None)
         with runtime.control() as control:
-            match = control.match(keys, runtime.clock(), start=start, turn=turn)
-            if match.hold is None:
-                return 0, match.turn
-            order = control.onboard(match.hold, range(match.length * self._chunk))
+            found = control.lookup({0: GroupKeys(keys, start)}, runtime.clock(), turn=turn)
+            if found.lease is None:
+                return 0, found.turn
+            order = control.load(found.lease, {0: range(found.chunks * self._chunk)})
             self._busy = [part.job for part in order.parts]
         try:
-            outcome = runtime.wait_onboarded(match.hold, self._stack.config.load_timeout)
+            outcome = runtime.wait_over(found.lease).outcome
         finally:
             with runtime.control() as control:
-                control.release(match.hold)
+                control.release(found.lease)
         self._wait_idle()
-        return outcome.chunks, match.turn
+        return 0 if outcome is None else outcome.chunks, found.turn
 
     def _wait_idle(self) -> None:
         """No job may touch the window while it is written; raises `CacheError` if one does not end."""

@@ -33,8 +33,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import DEVICE, FILE, HOST, Route, Slots
-from longshore.cache import MissReason, PrefetchPolicy, Presence, TieredCache
+from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots
+from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.engines.vllm.pace import Pace
@@ -142,10 +142,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request = self._requests.get(req_context.req_id) or self._begin(req_context)
         ticket, runs = self._ticket(), [NO_SLOTS] * len(self._groups)
         with self._runtime.control() as cache:
-            for group, mine in self._by_group(keys):
-                loan = cache.lend(request.seen(mine), group=group, turn=request.turn)
-                runs[group] = loan.slots.of
-                ticket.jobs.append((loan.job, loan.slots.of))
+            paths = {group: request.seen(mine) for group, mine in self._by_group(keys)}
+            parts = cache.load({group: GroupKeys(seen) for group, seen in paths.items()}, turn=request.turn).parts
+            for (group, mine), part in zip(self._by_group(keys), parts, strict=True):
+                runs[group] = part.slots.of
+                ticket.jobs.append((part.job, part.slots.of))
                 came_up = len(request.origin.intersection(mine)) if request.origin else 0
                 self._tally.loaded(len(mine), came_up, 0 if group else self._tokens[0])
             self._release(request, cache)
@@ -185,34 +186,30 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         ticket.lora, ticket.adapter = request.lora, request.adapter
         with self._runtime.control() as cache:
             if request.turn is None:
-                request.turn = cache.begin(request.ours(keys))
+                begins = {0: GroupKeys(request.ours(keys))}
+                request.turn = cache.lookup(begins, ticket.since, until=Until.STEP, each=True).turn
             for group, mine in self._by_group(keys if takes else ()):
                 tokens, slides = self._tokens[group], self._store.windows[group] is not None
                 first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
-                comes_again = cache.knows(path[first - 1]) if first else not slides and has_more(mine, req_context)
+                comes_again = _knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
                 begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
                 patient = comes_again and rest == tokens - 1 and not ticket.jobs and self._may_wait(request)
                 try:
-                    offload = cache.offer(
-                        path,
-                        first=first,
-                        group=group,
-                        patient=patient,
-                        retention=request.hints.chunks(tokens, max(0, begin) - first),
-                        turn=request.turn,
-                    )
+                    retention = request.hints.chunks(tokens, max(0, begin) - first)
+                    slid = self._slid(request, group, mine, req_context)
+                    whole = GroupKeys(path, first, retention=retention, slid=slid)
+                    order = cache.store({group: whole}, patient=patient, turn=request.turn)[group]
                 except IntegrityError:
                     raise
                 except CacheError as error:  # before anything has changed
                     _log.warning("request %s: %d chunks are not stored: %s", req_context.req_id, len(mine), error)
                     continue
-                if offload.again:
+                if order.again:
                     return None
-                self._slide(request, group, mine, req_context, cache)
-                if offload.job is not None:
-                    ticket.keys += [mine[position - first] for position in offload.positions]
-                    ticket.jobs.append((offload.job, offload.slots.of))
-                    runs[group] = offload.slots.of
+                if order.job is not None:
+                    ticket.keys += [mine[position - first] for position in order.positions]
+                    ticket.jobs.append((order.job, order.slots.of))
+                    runs[group] = order.slots.of
         request.refused = None
         if ticket.keys:
             self._stores[ticket.number] = ticket
@@ -371,7 +368,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Nobody will tell of these any more, and nothing is served."""
         with self._runtime.control() as cache:
             for job, _ in (each for ticket in tickets for each in ticket.jobs):
-                cache.withdraw(job)
+                cache.release(job)
 
     def _nothing(self) -> SlotsSpec:
         """No slots at all: a load of them fails."""
@@ -382,10 +379,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request, runs = self._begin(context), [NO_SLOTS] * len(self._groups)
         with suppress(Exception), self._runtime.observe() as cache:  # of books that have been reported as damaged
             for group, mine in self._by_group(keys):
-                slots = cache.in_place(request.ours(mine))
+                seen = request.seen(mine)
+                slots = seen.slots() if isinstance(seen, Residency) else None
                 if slots is None:
                     return self._nothing()
-                runs[group] = slots
+                runs[group] = Slots(HOST, cache.settings.pool_of(group), tuple(slots))
             return self._slots_spec(self._ticket(), runs)
         return self._nothing()
 
@@ -401,10 +399,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         now = self._runtime.clock()
         with self._runtime.control() as cache:
             late = request.since is not None and now - request.since > self._patience
-            brought = bool(request.holds) and all(cache.prefetched(hold) is not None for hold in request.holds)
-            request.sight = cache.peek(request.ours(() if barred else request.told))
-            if request.turn is None:
-                request.turn = cache.begin(request.sight)
+            brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
+            asks = {0: GroupKeys(request.ours(() if barred else request.told))}
+            seen = cache.lookup(asks, now, until=Until.STEP, each=True, turn=request.turn)
+            request.sight, request.turn = seen.residency[0], seen.turn
         self._asked.append(request)
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
@@ -470,28 +468,30 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         wanted = [key for key in request.wanted if key not in request.held]
         if request.colder.isdisjoint(wanted):
             return
-        found = list(zip(wanted, cache.peek(request.ours(wanted)).presences, strict=True))
+        now = self._runtime.clock()
+        where = _residency(cache, request.ours(wanted)).presences
+        found = list(zip(wanted, where, strict=True))
         if len(request.wanted) > self._host_slots:  # what is on its way gets its slot before those behind it
             found = list(takewhile(lambda each: each[1] in _THERE, found))
         # What was read for another request meanwhile, and found rotten, is not there any more.
         there = [key for key, presence in found if presence in _THERE]
         for group, mine in self._by_group(there):
-            hold = cache.keep(request.ours(mine), group=group, request=request.name, turn=request.turn)
-            cache.prefetch(hold, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
-            request.holds.append(hold)
+            chunks = {group: GroupKeys(request.ours(mine))}
+            lease = cache.lookup(chunks, now, each=True, request=request.name, turn=request.turn).lease
+            if lease is not None:
+                cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
+                request.leases.append(lease)
         request.held.update(there)
         request.origin.update(request.colder.intersection(there))
 
-    def _slide(
-        self, request: Request, group: int, keys: list[OffloadKey], context: ReqContext, cache: TieredCache
-    ) -> None:
-        """`keys` have been offered behind the last window of `request`, which slides past what it leaves."""
+    def _slid(self, request: Request, group: int, keys: list[OffloadKey], context: ReqContext) -> Sequence[Key]:
+        """What the last window of `request` leaves as it slides on to `keys`, which are offered."""
         window, before = self._store.windows[group], request.windows.get(group, [])
         if window is None or (before and position(keys[0], context) <= position(before[-1], context)):
-            return  # offered once more, when the request ends
+            return ()  # offered once more, when the request ends
         path = before + keys
         request.windows[group] = path[-window:]
-        cache.slide(request.ours(before[: max(0, len(path) - window)]), group=group)
+        return request.ours(before[: max(0, len(path) - window)])
 
     def _may_wait(self, request: Request) -> bool:
         """Whether the chunks of `request` may be offered once more: not for longer than a load may take."""
@@ -503,9 +503,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return now - request.refused <= self._patience
 
     def _release(self, request: Request, cache: TieredCache) -> None:
-        for hold in request.holds:
-            cache.release(hold)
-        request.holds.clear()
+        for lease in request.leases:
+            cache.release(lease)
+        request.leases.clear()
         request.held.clear()
 
     def _forget_if_done(self, name: str, request: Request) -> None:
@@ -559,7 +559,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _is_awaited(self) -> bool:
         """Whether copies are on their way that a request, or a step to come, waits for."""
-        waiting = (request.loan is not None or request.holds for request in self._requests.values())
+        waiting = (request.loan is not None or request.leases for request in self._requests.values())
         return bool(self._stores or self._stale) or any(waiting)
 
     def _ticket(self) -> Ticket:
@@ -580,3 +580,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         for key in keys:
             parts.setdefault(key[-GROUP_BYTES:], []).append(key)
         return sorted((self._groups[number], mine) for number, mine in parts.items())
+
+
+def _residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
+    """Where chunks are now; they are not kept there."""
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
+
+
+def _knows(cache: TieredCache, key: Key) -> bool:
+    """Whether a tier has `key`, or will have."""
+    return _residency(cache, [key]).presences[0] is not Presence.ABSENT

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
 from longshore.boundary import FILE, Key, Slots, Status, TransferResult
-from longshore.cache import Hold, Sight, TieredCache
+from longshore.cache import Lease, Residency, TieredCache
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.errors import HintError
 from longshore.hints import RequestHints
@@ -65,7 +65,7 @@ class Request:
         waits: Whether vLLM was told to wait for some of it.
         worth: The token up to which chunks are worth reading from a colder tier, once that was asked.
         since: When it was first told to wait.
-        holds: What was brought up for it, until it is loaded.
+        leases: On what was brought up for it, until it is loaded.
         held: Chunks of these.
         origin: Chunks that came from a colder tier.
         loan: The ticket of what workers read for it.
@@ -85,13 +85,13 @@ class Request:
     name: str
     answers: dict[OffloadKey, LookupResult] = field(default_factory=dict)
     told: list[OffloadKey] = field(default_factory=list)
-    sight: Sight | None = None
+    sight: Residency | None = None
     colder: set[OffloadKey] = field(default_factory=set)
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
     waits: bool = False
     worth: float | None = None
     since: float | None = None
-    holds: list[Hold] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
     held: set[OffloadKey] = field(default_factory=set)
     origin: set[OffloadKey] = field(default_factory=set)
     loan: Ticket | None = None
@@ -133,7 +133,7 @@ class Request:
         alike = takewhile(bool, map(eq, keys, path.theirs[first : first + len(keys)]))
         return first, path.ours[: first + len(list(alike))]
 
-    def seen(self, theirs: list[OffloadKey]) -> Sight | list[Key]:
+    def seen(self, theirs: list[OffloadKey]) -> Residency | list[Key]:
         """Some chunks: they were seen already if they are a part of what vLLM has told of in this step."""
         if self.sight is not None and theirs and theirs[0] in self.answers:
             begin = self.told.index(theirs[0])

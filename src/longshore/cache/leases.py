@@ -1,4 +1,4 @@
-"""Who holds what: the matches that were not released, and what `peek` protects until the step is over."""
+"""Leases: what lookups keep from eviction, until it is released or until the step is over."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.cache.columns import column, marks, once
-from longshore.cache.jobs import Held, Load
-from longshore.cache.jobs import Hold as Record
+from longshore.cache.jobs import Held
+from longshore.cache.jobs import LeaseRecord as Record
 from longshore.cache.store import Store
-from longshore.cache.types import Hold
-from longshore.errors import CacheError, HoldError
+from longshore.cache.types import Lease
+from longshore.errors import CacheError, LeaseError
 
 
-class Holds:
-    """The holds on one `Store`, by their identity."""
+class Leases:
+    """The leases on one `Store`, by their identity."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -26,45 +26,36 @@ class Holds:
         """Nodes that were looked at in this step, each once; some of them have gone since."""
 
     def __len__(self) -> int:
-        """Holds that were not released, those of `peek` included."""
+        """Leases that were not released, and chunks that are kept until the step ends."""
         return len(self._records) + int(np.count_nonzero(marks(self._store.seen)[np.unique(column(self._step))]))
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._records.values())
 
-    def take(self, identity: int, parts: Sequence[Held], request: str | None, *, joint: bool = False) -> Hold:
-        """Hold `parts`, whose nodes are pinned; of several groups if it is `joint`."""
+    def take(self, identity: int, parts: Sequence[Held], request: str | None, *, joint: bool = False) -> Lease:
+        """Keep `parts`, whose nodes are pinned; of several groups if it is `joint`."""
         self._records[identity] = Record(parts, request, self._store.served, joint=joint)
-        return Hold(identity)
+        return Lease(identity)
 
-    def get(self, hold: Hold) -> Record:
-        """What `hold` stands for. Raises `HoldError` if it was released, or is none."""
-        record = self._records.get(hold.id) if isinstance(hold, Hold) else None
+    def get(self, lease: Lease) -> Record:
+        """What `lease` stands for. Raises `LeaseError` if it was released, or is none."""
+        record = self._records.get(lease.id) if isinstance(lease, Lease) else None
         if record is None:
-            raise HoldError(f"expected a hold of this cache that was not released, got {hold!r}")
+            raise LeaseError(f"expected a lease of this cache that was not released, got {lease!r}")
         return record
 
-    def to_load(self, hold: Hold, *, joint: bool = False) -> Record:
-        """What `hold` stands for. Raises `HoldError` unless it was not onboarded, and is `joint` or keeps a path."""
-        record = self.get(hold)
-        if record.joint != joint:
-            raise HoldError(f"hold {hold.id} is of {'several groups' if record.joint else 'one group'}")
-        if not joint and record.parts[0].alone:
-            raise HoldError(f"hold {hold.id} keeps single chunks, and no path")
+    def to_load(self, lease: Lease) -> Record:
+        """What `lease` stands for. Raises `LeaseError` if it was loaded, or keeps single chunks."""
+        record = self.get(lease)
+        if not record.joint and record.parts[0].alone:
+            raise LeaseError(f"lease {lease.id} keeps single chunks, and no path: load these by their keys")
         if record.load is not None:
-            raise HoldError(f"hold {hold.id} was onboarded before")
+            raise LeaseError(f"lease {lease.id} was loaded before")
         return record
 
-    def load(self, hold: Hold) -> Load:
-        """What `hold` has ordered onto the device. Raises `HoldError` if it has not."""
-        load = self.get(hold).load
-        if load is None:
-            raise HoldError(f"hold {hold.id} was not onboarded")
-        return load
-
-    def drop(self, hold: Hold) -> None:
-        """Let go of what `hold` stands for, which is a use of it by its request."""
-        record = self._records.pop(hold.id)
+    def drop(self, lease: Lease) -> None:
+        """Let go of what `lease` stands for, which is a use of it by its request."""
+        record = self._records.pop(lease.id)
         self._store.serve(record.turn)
         for part in record.parts:
             nodes = [node for pin in part.pins if (node := pin.node)]
@@ -76,9 +67,9 @@ class Holds:
             for pin in part.pins:
                 self._store.unpin(pin)
 
-    def of(self, request: str) -> list[Hold]:
-        """The holds that were taken for `request`."""
-        return [Hold(identity) for identity, record in self._records.items() if record.request == request]
+    def of(self, request: str) -> list[Lease]:
+        """The leases that were taken for `request`."""
+        return [Lease(identity) for identity, record in self._records.items() if record.request == request]
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
         """Keep the nodes `at` until `end_step`, and where they are in the warmest tier, there."""
@@ -105,12 +96,12 @@ class Holds:
         self._store.lose_condemned()
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless the pins that are in place are those of holds and peeks."""
+        """Raise `CacheError` unless the pins that are in place are those of leases and peeks."""
         held = [pin for record in self for part in record.parts for pin in part.pins]
         ours = {pin for pin in held if pin.node}
         theirs = {pin for pins in self._store.pins.values() for pin in pins}
         if ours != theirs:
-            raise CacheError(f"{len(theirs)} pins are in place, holds have {len(ours)}")
+            raise CacheError(f"{len(theirs)} pins are in place, leases have {len(ours)}")
         seen = {node for node, mark in enumerate(self._store.seen) if mark}
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as seen, {len(set(self._step))} were")

@@ -1,0 +1,390 @@
+"""Lookups: what the tiers have of a prompt, and leases on it.
+
+    path       one KV cache group: the longest run of ready chunks
+    chunks     single chunks, whatever is before them
+    groups     all groups of a request: the longest prefix at which every one of them is served. What each needs from
+               the tiers is held by one lease; its load is one job with a section for each run of chunks, so that layer
+               by layer the groups' layers travel in the model's order
+    fetch      how far could they be, by what foreign tiers have as well? What is lacking for that is fetched
+
+A prefix is of use to all groups or to none: when one chunk cannot be had, nothing is ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from longshore.boundary import Key, Section
+from longshore.cache.columns import has_twins, leading, marks
+from longshore.cache.events import EventKind
+from longshore.cache.exchange import Exchange
+from longshore.cache.flow import Flow
+from longshore.cache.groups import GroupKeys, GroupSearch, Need, longest_served, runs_of
+from longshore.cache.jobs import Held
+from longshore.cache.jobs import LeaseRecord as Record
+from longshore.cache.leases import Leases
+from longshore.cache.nodes import ROOT
+from longshore.cache.residency import At, Residency, nodes_of
+from longshore.cache.store import Pin
+from longshore.cache.types import Found, MissReason, Until
+from longshore.errors import CacheError
+
+
+class Plan(NamedTuple):
+    """How far the `paths` of all groups are served, in `tokens`, and what each needs for that."""
+
+    paths: Sequence[GroupSearch]
+    tokens: int
+    needs: tuple[Need, ...]
+
+
+class Lookups:
+    """Lookups on one `Flow`; `advance` tells it the time, once all has been checked."""
+
+    def __init__(self, flow: Flow, leases: Leases, exchange: Exchange, advance: Callable[[float], None]) -> None:
+        self._flow = flow
+        self._store = flow.store
+        self._leases = leases
+        self._exchange = exchange
+        self._advance = advance
+
+    # ------------------------------------------------------------------ one group
+
+    def path(
+        self,
+        group: int,
+        path: GroupKeys,
+        now: float,
+        until: Until,
+        request: str | None,
+        turn: int | None,
+        *,
+        count: bool,
+    ) -> Found:
+        """The longest run of ready chunks of one `path` of `group`, from its `first` on. As `TieredCache.lookup`."""
+        keys, start, text, index = path.names, path.first, path.text, self._store.index
+        check_first(keys, start)
+        size = 0 if text is None else self._flow.settings.group(group)[1]
+        if text is not None and self._flow.settings.stands_alone(group):
+            raise CacheError(f"chunks of group {group} stand alone: none of them follows a path")
+        text = text and text.checked()
+        end = index.reachable_prefix(keys, start)
+        for position in {start, max(start, end - 1), end} - {len(keys)}:
+            index.check_link(keys, position)
+        # Foreign tiers are asked for each key behind these; else looking at some of them is enough here, too.
+        known = end + len(index.follow(keys, end)) if self._exchange else index.known_prefix(keys, end)
+        partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
+        self._advance(now)
+        turn = self._serve(turn, keys, until, end)
+        asks, foreign, probes = until is not Until.NOTHING, 0, tuple[int, ...]()
+        if self._exchange:
+            foreign, probes = self._exchange.look(keys, known, asks=asks)
+        if count:
+            self._store.watching.count_misses(keys, end, known, foreign)
+            if self._store.log.on:
+                asked, found = tuple(keys), end - start
+                self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
+        leased = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
+        lease = None
+        if leased and asks:
+            if self._exchange:
+                self._exchange.found(keys[start:end])
+            pins = (self._store.pin(index.get(leased[-1])),)
+            held = Held(leased, range(start, start + len(leased)), pins, group)
+            lease = self._leases.take(self._flow.new_id(), (held,), request)
+        return Found(lease, end - start, partial=partial, foreign=foreign, probes=probes, turn=turn)
+
+    def chunks(
+        self, paths: Mapping[int, GroupKeys], now: float, until: Until, request: str | None, turn: int | None
+    ) -> Found:
+        """Where each chunk is by itself, whatever is before it. As `TieredCache.lookup`."""
+        if any(path.first or path.device is not None for path in paths.values()):
+            raise CacheError("a lookup of single chunks looks at each of the keys: it has no `first` and no `device`")
+        found = {group: self._residency(path.keys) for group, path in paths.items()}
+        reachable, parts = marks(self._store.index.reachable), list[tuple[int, Residency, list[int]]]()
+        if until is Until.RELEASE:
+            for group, here in found.items():
+                there = np.flatnonzero((here.at != ROOT) & (reachable[here.at] != 0)).tolist()
+                self._check_chunks(group, here.at[there])
+                parts.append((group, here, there))
+        self._advance(now)
+        if until is Until.NOTHING:
+            return Found(turn=turn or 0, residency=found)
+        if turn is None:
+            asked = [key for here in found.values() for key in here.keys]
+            head = next((here.at for here in found.values()), np.zeros(0, np.int32))
+            turn = self._store.begin(asked, leading(head != ROOT))
+        self._store.serve(turn)
+        if until is Until.STEP:
+            for here in found.values():
+                self._leases.protect(here.at[(here.at != ROOT) & (reachable[here.at] != 0)])
+            return Found(turn=turn, residency=found)
+        held = [
+            Held(
+                [here.keys[position] for position in there],
+                there,
+                [self._store.pin(node) for node in here.at[there].tolist()],
+                group,
+                alone=True,
+            )
+            for group, here, there in parts
+            if there
+        ]
+        lease = self._leases.take(self._flow.new_id(), held, request) if held else None
+        return Found(lease, sum(len(part.keys) for part in held), turn=turn, residency=found)
+
+    def fetch_path(self, group: int, path: GroupKeys, now: float) -> tuple[int, ...]:
+        """Order what foreign tiers are known to have behind the ready prefix of one path; jobs as for `fetch`."""
+        keys, start = path.names, path.first
+        check_first(keys, start)
+        pool, index = self._flow.settings.pool_of(group), self._store.index
+        if self._flow.settings.stands_alone(group):
+            nodes = index.find_alone(keys[start:])
+            self._store.check_pool(nodes, pool)
+            self._advance(now)
+            return self._exchange.fetch_alone(keys[start:], nodes, pool)
+        end = index.reachable_prefix(keys, start)
+        nodes = index.follow(keys, end)
+        self._store.check_pool([*nodes[:1], index.get(keys[end - 1]) if end else 0], pool)
+        self._advance(now)
+        return self._exchange.fetch(keys, end, nodes, pool)
+
+    def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], At]:
+        """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the warmest tier."""
+        index = self._store.index
+        mine, at = nodes_of(index, keys)
+        if not len(at):
+            raise CacheError(f"expected chunks of group {group}, got none")
+        lacking = np.flatnonzero((at == ROOT) | (marks(index.reachable)[at] == 0)).tolist()
+        if lacking:
+            name = mine[lacking[0]].hex()[:12]
+            raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier: {name} ...")
+        self._check_chunks(group, at)
+        if not index.are_ready(at, 0).all():
+            raise CacheError(f"not all of {len(at)} chunks are ready in the warmest tier: bring them up first")
+        return mine, at
+
+    # ------------------------------------------------------------------ all groups
+
+    def groups(
+        self,
+        paths: Mapping[int, GroupKeys],
+        now: float,
+        until: Until,
+        request: str | None,
+        turn: int | None,
+        *,
+        count: bool,
+    ) -> Found:
+        """The longest prefix at which all groups are served. As `TieredCache.lookup`."""
+        wanted = self._of_all_groups(paths)
+        plan = self._checked_plan(wanted)
+        self._advance(now)
+        turn = self._serve(turn, [key for path in wanted for key in path.names], until)
+        return self._found(plan, wanted, request, turn, until, count=count)
+
+    def _checked_plan(self, wanted: Sequence[GroupKeys]) -> Plan:
+        """How far what is wanted of each group is served.
+
+        Raises `CacheError` unless there is something wanted of each, and the keys are what they should be.
+        """
+        plan = self._plan(self._paths(wanted))
+        self._check(plan)
+        if self._exchange:  # which is asked for all that our tiers lack, not only for what is needed
+            self._check_all(wanted)
+        return plan
+
+    def _check_all(self, wanted: Sequence[GroupKeys]) -> None:
+        """Raise `CacheError` unless all keys are what they should be, for whatever prefix."""
+        index, keys = self._store.index, list[Key]()
+        for group, path in enumerate(self._paths(wanted)):
+            keys += path.keys
+            ready = 0 if path.group.alone else index.reachable_prefix(path.keys, 0)
+            nodes = index.find_alone(path.keys) if path.group.alone else index.follow(path.keys, ready)
+            head = [index.get(path.keys[ready - 1])] if ready else []
+            self._store.check_pool([*head, *nodes], self._flow.settings.pool_of(group))
+        self._check_distinct(keys)
+
+    def _paths(self, wanted: Sequence[GroupKeys], *, abroad: bool = False) -> list[GroupSearch]:
+        store, settings = self._store, self._flow.settings
+        has = self._exchange.has if abroad else None
+        return [
+            GroupSearch(store.index, store.beginnings, *settings.group(group), each, abroad=has)
+            for group, each in enumerate(wanted)
+        ]
+
+    @staticmethod
+    def _plan(paths: Sequence[GroupSearch]) -> Plan:
+        tokens = longest_served(paths)
+        return Plan(paths, tokens, tuple(path.need(tokens) for path in paths))
+
+    def _could_be(self, wanted: Sequence[GroupKeys]) -> Plan:
+        """How far it could be served with what foreign tiers are known to have, and what is on its way."""
+        return self._plan(self._paths([each._replace(text=None) for each in wanted], abroad=True))
+
+    def _found(
+        self, plan: Plan, wanted: Sequence[GroupKeys], request: str | None, turn: int, until: Until, *, count: bool
+    ) -> Found:
+        """The prefix of `plan`, and a lease on what it needs."""
+        paths, tokens, needs = plan
+        probes = tuple(
+            probe
+            for group, (path, need) in enumerate(zip(paths, needs, strict=True))
+            for probe in self._note(request and f"{request}/{group}", path, need, until, count=count)
+        )
+        parts = [
+            self._hold(group, path, need)
+            for group, (path, need) in enumerate(zip(paths, needs, strict=True))
+            if until is not Until.NOTHING and (need.load or (need.partial and not need.partial.device))
+        ]
+        lease = self._leases.take(self._flow.new_id(), parts, request, joint=True) if parts else None
+        more = self._could_be(wanted).tokens if self._exchange else 0
+        foreign = max(0, more - tokens)
+        return Found(lease, tokens=tokens, needs=needs, foreign=foreign, probes=probes, turn=turn)
+
+    def fetch(self, paths: Mapping[int, GroupKeys], now: float) -> tuple[int, ...]:
+        """Order what only foreign tiers have of what the longest prefix needs; those jobs, and what is under way.
+
+        None of what it needs makes way for the rest.
+        """
+        wanted = self._of_all_groups(paths)
+        self._check_all(wanted)
+        self._advance(now)
+        store, plan, jobs = self._store, self._could_be(wanted), dict[int, None]()
+        pins = [store.pin(node) for node in self._needed(plan)]
+        for group, (path, need) in enumerate(zip(plan.paths, plan.needs, strict=True)):
+            index, pool = store.index, self._flow.settings.pool_of(group)
+            if path.group.alone:
+                lacking = [path.keys[at] for at in need.load]
+                found = self._exchange.fetch_alone(lacking, index.find_alone(lacking), pool)
+            else:
+                keys = path.keys[: need.end]
+                end = index.reachable_prefix(keys, 0)
+                found = self._exchange.fetch(keys, end, index.follow(keys, end), pool)
+            jobs.update(dict.fromkeys(found))
+        for pin in pins:
+            store.unpin(pin)
+        return tuple(jobs)
+
+    def _needed(self, plan: Plan) -> list[int]:
+        """The nodes of what the prefix of `plan` needs and our tiers have; of a path the last alone, which keeps it."""
+        index, nodes = self._store.index, list[int]()
+        for path, need in zip(plan.paths, plan.needs, strict=True):
+            if path.group.alone:
+                nodes += index.find_alone([path.keys[at] for at in need.load])
+            elif end := index.known_prefix(path.keys[: need.end], 0):
+                nodes.append(index.get(path.keys[end - 1]))
+        return [node for node in nodes if node]
+
+    def sections(self, record: Record, blocks: Sequence[Sequence[int]]) -> list[Section]:
+        """`blocks`, in order of group, as they belong to the held chunks. Raises `CacheError` if they do not fit."""
+        per_chunk, held = self._flow.settings.blocks_per_chunk, {part.group: part.blocks for part in record.parts}
+        counts = [held.get(group, 0) for group in range(len(self._flow.settings.groups))]
+        if [len(each) for each in blocks] != counts:
+            raise CacheError(f"the held chunks of each group have {counts} blocks, got {[len(b) for b in blocks]}")
+        return [
+            Section(
+                part.group,
+                part.positions[start] * per_chunk,
+                tuple(blocks[part.group][start * per_chunk : end * per_chunk]),
+            )
+            for part in record.parts
+            for start, end in runs_of(part.positions)
+        ]
+
+    def _check(self, plan: Plan) -> None:
+        """Raise `CacheError` where what is to be loaded is not what it should be, before anything has changed."""
+        index, (paths, _, needs) = self._store.index, plan
+        for path, need in zip(paths, needs, strict=True):
+            if path.group.alone:
+                index.find_alone([path.keys[at] for at in need.load])
+            else:
+                for at in {*need.load[:1], *need.load[-1:]}:
+                    index.check_link(path.keys, at)
+                index.known_prefix(path.keys, need.end)  # as for the misses
+        keys = [path.keys[at] for path, need in zip(paths, needs, strict=True) for at in need.load]
+        self._check_distinct([*keys, *(n.partial.key for n in needs if n.partial and not n.partial.device)])
+
+    @staticmethod
+    def _check_distinct(keys: Sequence[Key]) -> None:
+        if len(set(keys)) != len(keys):
+            raise CacheError(f"the groups of a request have different keys, only {len(set(keys))} of {len(keys)} are")
+
+    def _hold(self, group: int, path: GroupSearch, need: Need) -> Held:
+        store, positions = self._store, list(need.load)
+        in_a_row = bool(positions) and positions[-1] - positions[0] < len(positions)
+        keys = list(path.keys[positions[0] : positions[-1] + 1]) if in_a_row else [path.keys[at] for at in positions]
+        blocks = len(keys) * self._flow.settings.blocks_per_chunk
+        if need.partial and not need.partial.device:
+            keys.append(need.partial.key)
+            positions.append(need.end)
+            blocks += -(-need.partial.tokens // path.group.block_size)
+        pinned = keys if path.group.alone else keys[-1:]
+        pins: list[Pin] = [store.pin(store.index.get(key)) for key in pinned]
+        return Held(keys, positions, pins, group, alone=path.group.alone, blocks=blocks)
+
+    def _note(
+        self, request: str | None, path: GroupSearch, need: Need, until: Until, *, count: bool
+    ) -> tuple[int, ...]:
+        """Ask for what is not known of what is missing, and `count` it, and the request; the probes about it."""
+        store, misses, asks = self._store, list[MissReason](), until is not Until.NOTHING
+        if path.group.alone:
+            unserved = path.unserved(need.end) if self._exchange and asks else []
+            probes = self._exchange.ask(unserved)
+            for key in path.keys[max(need.end, path.last_window) :]:
+                reason = store.watching.miss(key)
+                abroad = reason is MissReason.ABSENT and self._exchange.has(key)
+                misses.append(MissReason.FOREIGN if abroad else reason)
+            store.counters.misses.update(misses if count else ())
+        else:
+            known = store.index.known_prefix(path.keys, need.end)
+            foreign, probes = self._exchange.look(path.keys, known, asks=asks) if self._exchange else (0, ())
+            if count:
+                store.watching.count_misses(path.keys, need.end, known, foreign)
+        if count and store.log.on:
+            asked: tuple[Key, ...] = tuple(path.keys[need.first :])
+            store.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)
+        return probes
+
+    # ------------------------------------------------------------------ inside
+
+    def _serve(self, turn: int | None, keys: Sequence[Key], until: Until, known: int | None = None) -> int:
+        """What follows is for the request of `turn`; without one, a request for `keys` begins, unless it is a probe."""
+        if turn is None and until is not Until.NOTHING:
+            if known is None:
+                known = leading(nodes_of(self._store.index, keys)[1] != ROOT)
+            turn = self._store.begin(keys, known)
+        if until is not Until.NOTHING:
+            self._store.serve(turn)
+        return turn or 0
+
+    def _residency(self, keys: Sequence[Key] | Residency) -> Residency:
+        if isinstance(keys, Residency):
+            keys = keys.keys
+        return Residency.take(self._store.index, self._store.pools[0], keys)
+
+    def _check_chunks(self, group: int, at: At) -> None:
+        """Raise `CacheError` unless the nodes `at` differ, and are of `group`."""
+        if has_twins(at):
+            raise CacheError(f"the {len(at)} chunks differ, only {len(np.unique(at))} do")
+        if self._flow.settings.stands_alone(group):
+            self._store.index.check_alone(at)
+        self._store.check_pool(at.tolist() if self._store.several_sizes else (), self._flow.settings.pool_of(group))
+
+    def _of_all_groups(self, paths: Mapping[int, GroupKeys]) -> list[GroupKeys]:
+        """`paths` in order of group. Raises `CacheError` unless there is one of each."""
+        groups = range(len(self._flow.settings.groups))
+        if not groups or set(paths) != set(groups):
+            raise CacheError(f"expected the keys of one group, or of all {len(groups)}, got those of {sorted(paths)}")
+        if any(path.first for path in paths.values()):
+            raise CacheError("a lookup for all groups says by `device` which chunks the engine has, not by `first`")
+        return [paths[group] for group in groups]
+
+
+def check_first(keys: Sequence[Key], first: int) -> None:
+    """Raise `CacheError` unless `first` is a position in `keys`, or their end."""
+    if not 0 <= first <= len(keys):
+        raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")
