@@ -324,7 +324,6 @@ def install(verbs: Iterable[Any] = _VERBS) -> None:
     read_only = ("runs", "slots", "knows", "in_flight", "in_place", "outcome", "prefetched")
     containment._READ_ONLY |= {*read_only}
     containment._IDLE |= {"tick"}
-    containment.LOOPS_OWN |= {"tick"}
     for verb in verbs:
         setattr(TieredCache, verb.__name__, verb)
     DevicePool.match = pool_match  # type: ignore[attr-defined]

@@ -121,7 +121,7 @@ class Tiers(Below):
         filled = [block for each in blocks.values() for block in each]
         with self.stack.runtime.control() as cache:
             by_layer = self.by_layer and all(run.tier == HOST for run in cache.progress(lease).runs)
-            order = cache.load(lease, blocks, by_layer=by_layer, timeout=self.patience)
+            order = cache.load(lease, blocks, by_layer=by_layer)
             for part in order.parts:
                 self._guard.add(part.job, filled)
         job = order.parts[0].job if order.parts else 0
@@ -213,7 +213,7 @@ class Load(Arrival):
 
     def whole(self) -> bool:
         """By the outcome."""
-        outcome = self.tiers.stack.runtime.wait_over(self._lease).outcome
+        outcome = self.tiers.stack.runtime.wait_over(self._lease, self.patience).outcome
         return outcome is not None and outcome.chunks == len(self.blocks)
 
     def close(self) -> bool:

@@ -776,7 +776,7 @@ def host_cache(**settings: Any) -> TieredCache:
 
 
 @pytest.mark.parametrize("error", [CacheError, StateError, JobError, KeyError])
-@pytest.mark.parametrize("method", ["apply", "take", "tick", "end_step"])
+@pytest.mark.parametrize("method", ["apply", "take", "end_step"])
 def test_whatever_leaves_the_loops_own_calls_is_a_fault(
     error: type[Exception], method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -800,10 +800,10 @@ def test_an_internal_error_of_any_call_is_a_fault(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(TieredCache, "peek", lambda self, keys: (_ for _ in ()).throw(error("damaged by the test")))
+    monkeypatch.setattr(TieredCache, "lookup", lambda self, *_: (_ for _ in ()).throw(error("damaged by the test")))
     runtime = Runtime(host_cache(), [])
     with pytest.raises(TierClosedError), runtime.control() as cache:
-        cache.peek([])
+        cache.lookup({}, 0.0)
     assert runtime.faults == 1
 
 
@@ -837,23 +837,22 @@ def test_a_mover_that_cannot_be_polled_is_no_fault() -> None:
 
 
 WAITS: dict[str, Callable[[Rig, Lease], Any]] = {
-    "outcome": lambda rig, hold: rig.runtime.wait_onboarded(hold, 1e9),
-    "prefetched": lambda rig, hold: rig.runtime.wait_prefetched(hold),
-    "in_flight": lambda rig, hold: rig.runtime.wait_ended([rig.files.submitted[0].job], 0.0),
-    "flush": lambda rig, hold: rig.runtime.flush(1e9),
+    "progress of a lease": lambda rig, lease: rig.runtime.wait_over(lease),
+    "progress of a job": lambda rig, lease: rig.runtime.wait_ended([rig.files.submitted[0].job], 0.0),
+    "flush": lambda rig, lease: rig.runtime.flush(1e9),
 }
 
 
 @pytest.mark.parametrize(
-    ("method", "error"),
-    [*((method, KeyError) for method in WAITS), *((method, StateError) for method in WAITS), ("flush", CacheError)],
+    ("wait", "error"),
+    [*((wait, KeyError) for wait in WAITS), *((wait, StateError) for wait in WAITS), ("flush", CacheError)],
 )
 def test_a_wait_ends_when_the_cache_fails_to_answer(
-    rig: Rig, method: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rig: Rig, wait: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rig.store(path(1))
-    hold, fired = rig.load(path(1), [0]), []
+    hold, fired, method = rig.load(path(1), [0]), [], wait.split(maxsplit=1)[0]
 
     def damaged(*arguments: Any) -> Any:
         fired.append(method)
@@ -862,8 +861,8 @@ def test_a_wait_ends_when_the_cache_fails_to_answer(
     monkeypatch.setattr(rig.cache, method, rig.runtime._calls._watched(method, damaged))
     said = None
     with contextlib.suppress(TierClosedError):
-        said = WAITS[method](rig, hold)
-    assert said is {"in_flight": False, "flush": False}.get(method), "a job that has not ended is in flight"
+        said = WAITS[wait](rig, hold)
+    assert said is {"progress of a job": False, "flush": False}.get(wait), "a job that has not ended is in flight"
     assert len(fired) == rig.runtime.faults == 1
     assert rig.runtime.in_flight(rig.files.submitted[0].job)
     rig.files.end()
@@ -934,9 +933,9 @@ def test_a_log_has_arguments_as_they_were(tmp_path: Path, monkeypatch: pytest.Mo
     results.clear()
     sight = cache.peek(keys)
     cache.end_step()
-    wanted = [GroupKeys([]), GroupKeys(path(4, first=20), device=np.ones(4, bool))]
-    cache.match_groups(wanted, 1.0)
-    cache.lend(sight.part(0, 2))
+    wanted = [GroupKeys([], device=[]), GroupKeys(path(4, first=20), device=np.ones(4, bool))]
+    cache.lookup(dict(enumerate(wanted)), 1.0)
+    cache.load({0: GroupKeys(sight.part(0, 2))})
     assert cache.discard(iter(keys[3:]), HOST) == 1
     keys[:] = path(4, first=9)
     wanted[1].device[:] = False  # type: ignore[index]
@@ -945,7 +944,8 @@ def test_a_log_has_arguments_as_they_were(tmp_path: Path, monkeypatch: pytest.Mo
     again = replay(written)
     assert {each.key for each in again.residents()} == {each.key for each in cache.residents()} == set(path(3))
     assert again.jobs_in_flight == cache.jobs_in_flight == 1
-    (matched,) = [call for call in pickle.loads(written.read_bytes())[1] if call[0] == "match_groups"]  # noqa: S301
+    calls = pickle.loads(written.read_bytes())[1]  # noqa: S301
+    (matched,) = [call for call in calls if call[0] == "lookup" and len(call[1][0]) == 2]
     assert matched[1][0][1].device.all()
 
 
@@ -978,12 +978,12 @@ def test_a_log_has_no_tokens_of_prompts(tmp_path: Path, monkeypatch: pytest.Monk
     log, tokens = CallLog(cache, lambda error: None), list(range(77_001, 77_033))
     text = Text(tokens, b"root")
     keys = [bytes([i]) * 32 for i in range(2)]
-    cache.commit(keys, [0, 1], text=text)
-    cache.match(keys, 0.0, text=Text(tokens, b"root"))
-    cache.match_groups([GroupKeys(keys, text=text)], 0.0)
+    cache.store({0: GroupKeys(keys, text=text)}, {0: [0, 1]})
+    cache.lookup({0: GroupKeys(keys, text=Text(tokens, b"root"))}, 0.0)
+    cache.lookup({0: GroupKeys(keys, device=(), text=text)}, 0.0)
     written = log.write()
     assert written is not None
     assert pickle.dumps(tokens)[20:60] not in written.read_bytes()
     assert b"Text" not in written.read_bytes()
-    assert {call[0] for call in pickle.loads(written.read_bytes())[1]} == {"commit", "match", "match_groups"}  # noqa: S301
+    assert {call[0] for call in pickle.loads(written.read_bytes())[1]} == {"store", "lookup"}  # noqa: S301
     replay(written)

@@ -181,12 +181,12 @@ class Runtime:
             self._pump()
             return self._is_busy
 
-    def wait_over(self, lease: Lease) -> Progress:
-        """Wait until the load or the prefetch of `lease` is over, at the latest when its time is.
+    def wait_over(self, lease: Lease, timeout: float = math.inf) -> Progress:
+        """Wait until the load or the prefetch of `lease` is over, at most `timeout` seconds; each has its own time limit.
 
         Raises `TierClosedError` if the control plane fails meanwhile.
         """
-        self._wait(lambda: self.fault is not None or self._cache.progress(lease).is_over, math.inf)
+        self._wait(lambda: self.fault is not None or self._cache.progress(lease).is_over, timeout)
         with self._lock, self._watched():
             return self._cache.progress(lease)
 
