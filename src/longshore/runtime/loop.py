@@ -182,7 +182,7 @@ class Runtime:
             return self._is_busy
 
     def wait_over(self, lease: Lease, timeout: float = math.inf) -> Progress:
-        """Wait until the load or the prefetch of `lease` is over, at most `timeout` seconds; each has its own time limit.
+        """Wait until the load or the prefetch of `lease` is over, at most `timeout` seconds or until its deadline.
 
         Raises `TierClosedError` if the control plane fails meanwhile.
         """
