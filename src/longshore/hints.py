@@ -36,7 +36,7 @@ class TokenRange(BaseModel):
     @model_validator(mode="after")
     def _has_tokens(self) -> Self:
         if self.end is not None and self.end <= self.start:
-            raise ValueError(f"end behind start, got {self.start} and {self.end}")
+            raise ValueError(f"expected start before end, got {self.start} and {self.end}")
         return self
 
 
@@ -58,7 +58,7 @@ class RequestHints(BaseModel):
     @model_validator(mode="after")
     def _loads_by_host_memory(self) -> Self:
         if FILE in self.load and HOST not in self.load:
-            raise ValueError("load names host where it names file: blocks are read by way of host memory")
+            raise ValueError("load must name host if it names file: blocks of files are loaded through host memory")
         return self
 
     @classmethod

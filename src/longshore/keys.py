@@ -109,12 +109,12 @@ class KeyChain:
 
     def __init__(self, root: Key, chunk_tokens: int, items: Sequence[MediaItem] = ()) -> None:
         if not isinstance(root, bytes) or len(root) != KEY_BYTES:
-            raise TokenError(f"a root has {KEY_BYTES} bytes, got {root!r}")
+            raise TokenError(f"expected a root key of {KEY_BYTES} bytes, got {root!r}")
         if chunk_tokens < 1:
-            raise TokenError(f"a chunk has at least one token, got chunk_tokens={chunk_tokens}")
+            raise TokenError(f"expected chunk_tokens of at least 1, got {chunk_tokens}")
         for item, following in zip_longest(items, items[1:]):
             if not 0 <= item.start < item.end or not item.digest or (following and following.start < item.end):
-                raise TokenError(f"items have tokens and a digest, follow in order and do not overlap; got {item}")
+                raise TokenError(f"expected items in order, without overlap, each with tokens and a digest; got {item}")
         self.chunk_bytes = 4 * chunk_tokens
         self._items = list(items)
         self.keys: list[Key] = []
@@ -171,9 +171,9 @@ def foreign_keys(scope: Scope, hashes: Sequence[bytes]) -> list[Key]:
     the engine's algorithm. Raises `TokenError` for an empty hash, or while it names ours.
     """
     if scope.hash_algorithm == OURS:
-        raise TokenError(f"a scope of foreign hashes names their algorithm, got {OURS!r}, which is ours")
+        raise TokenError(f"expected the name of the engine's hash algorithm, got {OURS!r}, which is Longshore's")
     if not all(hashes):
-        raise TokenError(f"hashes are not empty, got one of {len(hashes)} that is")
+        raise TokenError(f"expected non-empty hashes, got an empty one among {len(hashes)}")
     root, sha256 = scope.root, hashlib.sha256
     return [sha256(root + each).digest() for each in hashes]
 
@@ -182,16 +182,16 @@ def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Token ids as little-endian uint32. Raises `TokenError` for what does not fit."""
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise TokenError(f"tokens are a vector of integers, got shape {tokens.shape} of {tokens.dtype}")
+            raise TokenError(f"expected tokens as a vector of integers, got shape {tokens.shape} of {tokens.dtype}")
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 2**32):
-            raise TokenError(f"token ids lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}")
+            raise TokenError(f"expected token ids in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}")
         return tokens.astype("<u4").tobytes()
     if isinstance(tokens, (bytes, bytearray, str)):  # `array` would take bytes for machine words
-        raise TokenError(f"tokens are a sequence of integers, got {type(tokens).__name__}")
+        raise TokenError(f"expected tokens as a sequence of integers, got {type(tokens).__name__}")
     try:
         packed = array("I", tokens)
     except (OverflowError, TypeError) as error:
-        raise TokenError(f"token ids are integers in [0, 2**32): {error}") from error
+        raise TokenError(f"expected token ids as integers in [0, 2**32): {error}") from error
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

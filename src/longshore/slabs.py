@@ -96,14 +96,14 @@ class Slabs:
     def slab_of(self, index: int) -> int:
         """The slab that slot `index` lies in, whatever its pool."""
         if not 0 <= index < self.indices:
-            raise PlanError(f"slot {index} does not lie in [0, {self.indices})")
+            raise PlanError(f"expected a slot in [0, {self.indices}), got {index}")
         return index // self.stride
 
     def slots_of(self, slab: int, pool: int) -> range:
         """The indices of a slab that is given to `pool`."""
         self._check_pool(pool)
         if not 0 <= slab < self.slabs:
-            raise PlanError(f"slab {slab} does not lie in [0, {self.slabs})")
+            raise PlanError(f"expected a slab in [0, {self.slabs}), got {slab}")
         return range(slab * self.stride, slab * self.stride + self.images[pool])
 
     def check(self, pool: int, index: int) -> None:
@@ -146,7 +146,7 @@ class Slabs:
 
     def _check_pool(self, pool: int) -> None:
         if not 0 <= pool < len(self.image_bytes):
-            raise PlanError(f"pool {pool} does not lie in [0, {len(self.image_bytes)})")
+            raise PlanError(f"expected a pool in [0, {len(self.image_bytes)}), got {pool}")
 
     def _no_slot(self, pool: int, index: int) -> PlanError:
         return PlanError(

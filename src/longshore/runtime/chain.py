@@ -52,7 +52,7 @@ class TierChain:
 
     def __init__(self, tiers: Sequence[Tier], host: HostTier, stages: int) -> None:
         if not 0 < stages < host.slabs.slabs:
-            raise PlanError(f"stages are some of the {host.slabs.slabs} slabs of the host tier, got {stages}")
+            raise PlanError(f"expected stages among the {host.slabs.slabs} slabs of the host tier, got {stages}")
         self._host = host
         self._movers = {tier.name: TierMover(tier, host) for tier in tiers}
         self._by_route = {route: mover for mover in self._movers.values() for route in mover.routes}
@@ -116,7 +116,9 @@ class TierChain:
     def _check(self, item: Item, route: Route) -> None:
         upper, lower = item.source, item.destination
         if upper is None or lower is None or upper.pool != lower.pool:
-            raise PlanError(f"a transfer between tiers has a slot of one pool on both sides, got {upper} and {lower}")
+            raise PlanError(
+                f"expected slots of one pool on both sides of a transfer between tiers, got {upper} and {lower}"
+            )
         for slot, tier in zip((upper, lower), route, strict=True):
             self._movers[tier].tier.slabs.check(slot.pool, slot.index)
 

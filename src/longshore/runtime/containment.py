@@ -220,7 +220,9 @@ def contained(
                     return method(self, *args, **kwargs)
                 except expected:
                     if self._runtime.fault is None:  # which has been logged
-                        _log.exception("%s failed; its blocks are recomputed, or not stored", method.__name__)
+                        _log.exception(
+                            "%s failed; the blocks it was called for are recomputed or not stored", method.__name__
+                        )
                 except Exception as error:  # noqa: BLE001 - it is counted, logged, and the tiers are off
                     self._runtime.fail(error)
             return instead(self, *args, **kwargs)
@@ -234,9 +236,8 @@ def report(error: BaseException, log: CallLog) -> None:
     """Log a fault of the control plane, once, with its traceback and the file of the calls before it."""
     path = log.write()
     _log.error(
-        "the tiers are off until the engine is restarted, and every request is computed: "
-        "the control plane failed (%s: %s). "
-        "Please report this with the traceback and the last %d calls, which are in %s",
+        "all tiers disabled: the control plane failed (%s: %s). Every request is computed until the engine is "
+        "restarted. Please report this with the traceback and the last %d calls, which are in %s",
         type(error).__name__,
         error,
         len(log.calls),

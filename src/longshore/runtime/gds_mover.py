@@ -46,7 +46,9 @@ class ImageRing:
         self.arena = memory
         self.slabs = Slabs.of_one_size(image_bytes, memory.nbytes // image_bytes)
         if not self.slabs.slabs:
-            raise PlanError(f"expected room for an image of {image_bytes} bytes, got {memory.nbytes}")
+            raise PlanError(
+                f"expected a staging ring with room for an image of {image_bytes} bytes, got {memory.nbytes}"
+            )
         self._free = list(range(self.slabs.slabs))
 
     @property
@@ -139,7 +141,7 @@ class GdsMover:
         if transfer.route not in self.routes:
             raise PlanError(f"expected one of {sorted(map(str, self.routes))}, got {transfer.route}")
         if transfer.job in self._jobs or transfer.job < 0:
-            raise PlanError(f"expected a job of its own, zero or above, got {transfer.job}")
+            raise PlanError(f"expected an unused job number of at least 0, got {transfer.job}")
         self._check(transfer)
         job = _Job(transfer, self._clock(), [None] * len(transfer.items))
         self._jobs[transfer.job] = job
@@ -301,7 +303,9 @@ class GdsMover:
     def _check(self, transfer: Transfer) -> None:
         """Raise unless both sides would take all of `transfer`."""
         if len(transfer.sections) > 1 and len(transfer.items) > self._ring.slabs.slabs:
-            raise PlanError(f"{len(transfer.items)} items of several groups, in a ring of {self._ring.slabs.slabs}")
+            raise PlanError(
+                f"{len(transfer.items)} items of several groups exceed a staging ring of {self._ring.slabs.slabs} slots"
+            )
         op, route = (Op.WRITE, OFFLOAD) if transfer.route == self._write else (Op.READ, ONBOARD)
         job, most = _Job(transfer, 0.0, []), self._ring.slabs.slabs
         batch = self._operations(transfer, op, [(index, 0) for index in range(len(transfer.items))])

@@ -28,7 +28,7 @@ class HostMover:
         if self._closed:
             raise TierClosedError("the host mover was closed")
         if transfer.route != self._route:
-            raise PlanError(f"route {transfer.route} is not served, only {self._route}")
+            raise PlanError(f"expected route {self._route}, got {transfer.route}")
         copies = [self._copy(item.source, item.destination) for item in transfer.items]
         begun, array = time.monotonic(), self._host.arena.array
         for source, target, length in copies:

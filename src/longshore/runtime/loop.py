@@ -43,7 +43,7 @@ from longshore.runtime.weighing import Weighing
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
-_OFF = "the tiers are off: the control plane has failed, as the log says; restart the engine to have them again"
+_OFF = "all tiers disabled: the control plane failed, see the log; restart the engine to re-enable them"
 _NAP_SECONDS = (20e-6, 1e-3)
 """How long a waiting thread sleeps between two polls: from, and growing to."""
 
@@ -140,7 +140,7 @@ class Runtime:
                     try:
                         running.mover.cancel(job)
                     except Exception:  # noqa: BLE001 - of a mover: the others are to hear of it all the same
-                        _log.exception("job %d could not be cancelled: it goes on until its mover ends it", job)
+                        _log.exception("transfer job %d could not be cancelled; it runs until it completes", job)
 
     @contextmanager
     def control(self) -> Iterator[TieredCache]:
@@ -331,7 +331,9 @@ class Runtime:
             try:
                 results = mover.poll()
             except Exception:  # noqa: BLE001 - the others are to be heard all the same
-                _log.exception("%s cannot be polled: whether its jobs have ended is not known", type(mover).__name__)
+                _log.exception(
+                    "%s cannot be polled; its transfer jobs are treated as still in flight", type(mover).__name__
+                )
                 self._silent.append(mover)
                 continue
             for result in results:
@@ -434,7 +436,7 @@ class Runtime:
         prober = self._probers.get(probe.tier)
         try:
             if prober is None or probe.ranks != 1:
-                raise PlanError(f"nobody asks {probe.tier} for {probe.ranks} ranks")
+                raise PlanError(f"no prober serves tier {probe.tier} for {probe.ranks} ranks")
             prober.ask(probe)
         except Exception as error:  # noqa: BLE001
             if not isinstance(error, TierClosedError):

@@ -82,7 +82,7 @@ class RankMover:
         to one that has not ended.
         """
         if self._closed or self._lost:
-            raise TierClosedError(f"lost ranks: {sorted(self._lost)}" if self._lost else "the mover was closed")
+            raise TierClosedError(f"ranks {sorted(self._lost)} were lost" if self._lost else "the mover was closed")
         if transfer.route == self._load:
             self._check_stamps(transfer.job)
         job = _Job(transfer, self._slots(transfer), self._clock())
@@ -150,7 +150,7 @@ class RankMover:
         """Raise unless the stamps of load `number` are free: what a rank says of it must not hide an earlier word."""
         for other, job in self._jobs.items():
             if job.transfer.route == self._load and (number - other) % Stamps.LOADS == 0:
-                raise QueueFullError(f"job {number} would take the stamps of load {other}, which has not ended")
+                raise QueueFullError(f"job {number} would reuse the stamps of load {other}, which is still in flight")
 
     def _said(self, job: _Job) -> U64:
         """What each rank said of each item, or that it is away; shape (items, ranks)."""

@@ -122,13 +122,13 @@ class EventRecorder:
             self._file = None
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(self.path.lstat().st_mode):
-                raise OSError(errno.EEXIST, "it is not a regular file", str(self.path))
+                raise OSError(errno.EEXIST, "not a regular file", str(self.path))
             self.path.replace(former(self.path))
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._file, self._size = os.fdopen(fd, "wb", buffering=0), 0
 
     def _give_up(self, error: Exception, events: int) -> None:
-        _log.warning("no more events are written to %s, until the engine is restarted: %s", self.path, error)
+        _log.warning("event recording to %s stopped, restart the engine to resume it: %s", self.path, error)
         self.failure = error
         self.missed += events
         if self._file is not None:

@@ -44,7 +44,7 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, file
     in a slot that the cache gives.
     """
     if files and stack.file is not None and not _has_empty_slab(stack, stack.file):
-        _log.info("self-test of the host tier only: every slab of the file tier holds records")
+        _log.info("self-test skips the file tier, because every slab of it holds records; host tier tested")
         if stack.host is not None:
             slot, timeout = Slot(HOST, 0, 0), stack.config.load_timeout
             with stack.runtime.observe():  # nobody else takes the engine's results meanwhile
@@ -63,7 +63,9 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, file
             _check(stack, device, key, blocks, pattern, HOST)
         if stack.file is not None and files:
             if not stack.runtime.flush(stack.config.write_timeout):
-                raise SelfTestError("the file tier did not take a block in time")
+                raise SelfTestError(
+                    f"the test block was not written to the file tier within {stack.config.write_timeout:.0f} seconds"
+                )
             if stack.host is not None:
                 _discard(stack, key, HOST)
             _check(stack, device, key, blocks, pattern, FILE)
@@ -91,7 +93,9 @@ def copy_test(
         _copy(engine, Transfer(-2, Route(HOST, DEVICE), (Item(b"", None, slot, None, valid),), (section,)), timeout)
         wrong = int((device.read(blocks) != pattern).sum())
         if wrong:
-            raise SelfTestError(f"{wrong} of {pattern.size} bytes came back wrong from host memory")
+            raise SelfTestError(
+                f"{wrong} of {pattern.size} bytes of the test block were wrong when read back from host memory"
+            )
     finally:
         device.write(blocks, former)
 
@@ -106,10 +110,10 @@ def _has_empty_slab(stack: Stack, file: Tier) -> bool:
 def _copy(engine: TransferEngine, transfer: Transfer, timeout: float) -> None:
     engine.submit(transfer)
     if not engine.wait([transfer.job], timeout):
-        raise SelfTestError(f"a copy along {transfer.route} did not end within {timeout:.0f} seconds")
+        raise SelfTestError(f"copying the test block {transfer.route} did not complete within {timeout:.0f} seconds")
     (result,) = engine.poll()
     if result.statuses != (Status.OK,):
-        raise SelfTestError(f"a copy along {transfer.route} ended as {result.statuses}")
+        raise SelfTestError(f"copying the test block {transfer.route} failed: {result.statuses}")
 
 
 def _clear(stack: Stack, key: Key) -> None:
@@ -124,13 +128,13 @@ def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
     with stack.runtime.control() as cache:
         job = cache.commit([key], blocks, evicting=True).job
     if job is None or not stack.runtime.wait_ended([job], stack.config.write_timeout):
-        raise SelfTestError("the warmest tier did not take a block")
+        raise SelfTestError("the test block was not stored in the first tier")
 
 
 def _discard(stack: Stack, key: Key, tier: str) -> None:
     with stack.runtime.control() as cache:
         if cache.discard([key], tier) != 1:
-            raise SelfTestError(f"a block that was written is not in the {tier} tier")
+            raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
 
 
 def _check(
@@ -146,7 +150,7 @@ def _check(
     with stack.runtime.control() as cache:
         hold = cache.match([key], stack.runtime.clock()).hold
         if hold is None:
-            raise SelfTestError(f"a block that was written is not in the {tier} tier")
+            raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
         cache.onboard(hold, blocks)
     try:
         outcome = stack.runtime.wait_onboarded(hold, stack.config.load_timeout)
@@ -154,7 +158,11 @@ def _check(
         with stack.runtime.control() as cache:
             cache.release(hold)
     if outcome.sources != (tier,):
-        raise SelfTestError(f"a block did not come back from the {tier} tier, but from {outcome.sources or 'nowhere'}")
+        raise SelfTestError(
+            f"the test block was read back from {outcome.sources or 'no tier'}, expected the {tier} tier"
+        )
     wrong = int((device.read(blocks) != pattern).sum())
     if wrong:
-        raise SelfTestError(f"{wrong} of {pattern.size} bytes came back wrong from the {tier} tier")
+        raise SelfTestError(
+            f"{wrong} of {pattern.size} bytes of the test block were wrong when read back from the {tier} tier"
+        )

@@ -75,7 +75,9 @@ class Stack:
             self.loop.close()
         flushed = self.runtime.close(flush_timeout)
         if not flushed:
-            _log.warning("closed before all blocks were written to the file tier; those are misses after a restart")
+            _log.warning(
+                "closed before all blocks were written to the file tier; unwritten blocks are misses after a restart"
+            )
         if self.events is not None:
             self.events.close()
         if self.host is not None and self.arena is not None:
@@ -97,7 +99,7 @@ class Stack:
         Raises `ConfigError` if they are not.
         """
         if self.host is None or layout.fingerprint != self.layout.fingerprint:
-            raise ConfigError("tiers can only be put under a device cache of the same layout, through host memory")
+            raise ConfigError("expected a device cache with the layout of the one before, and a stack with a host tier")
         if self.arena is not None:
             device.reach(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)
@@ -146,7 +148,7 @@ def open_stack(
     """
     config.check_machine()
     if open_foreign and config.file_mode == "gds":
-        raise ConfigError("foreign tiers exchange images with host memory, which file_mode gds does without")
+        raise ConfigError("foreign tiers need a host tier, which file_mode gds does not have; use file_mode posix")
     if config.file_path is not None:
         check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
     ring = _take_ring(config, layout, device)
@@ -186,7 +188,11 @@ def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | 
     try:
         memory = device.take_images(max(RING_BYTES // layout.image_bytes, _LEAST_RING) * layout.image_bytes)
     except DeviceError as error:
-        _log.warning("file_mode is gds, but there is a host tier of %s: %s", format_bytes(config.host_size), error)
+        _log.warning(
+            "file_mode gds is not available, using posix with a host tier of %s: %s",
+            format_bytes(config.host_size),
+            error,
+        )
         config.check_host()
         return None
     return ImageRing(memory, layout.image_bytes)
@@ -280,11 +286,11 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
     """Have `cache` take in what a file tier holds at start; the log says how much, and what belongs to others."""
     found, others = file.recover(), file.others()
     adopted = cache.adopt(FILE, found, others)
-    _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
+    _log.info("file tier: recovered %d block images, %d of them reachable", len(found), adopted)
     if others:
         _log.warning(
-            "file tier: %d records belong to other models, weights or settings; they are overwritten once no empty "
-            "slot is left. `longshore gc DIRECTORY` lists them, and removes those that nobody serves any more",
+            "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "
+            "slot is left; `longshore gc DIRECTORY` lists and removes them",
             len(others),
         )
 

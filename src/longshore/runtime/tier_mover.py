@@ -61,7 +61,7 @@ class TierMover:
     def _operation(self, op: Op, item: Item, generation: int) -> TierOp:
         ours, hosts = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
         if hosts is None:
-            raise PlanError(f"a transfer between tiers has a host slot on one side, got {item}")
+            raise PlanError(f"expected a host slot on one side of a transfer between tiers, got {item}")
         index = self._address(ours, hosts)
         offset, length = self._host.offset(hosts.pool, hosts.index), self._host.image_bytes[hosts.pool]
         return TierOp(op, index, item.key, item.parent, offset, length, generation, hosts.pool)
@@ -69,7 +69,9 @@ class TierMover:
     def _address(self, ours: Slot | None, hosts: Slot) -> int:
         """The index of the slot in the tier. Raises `PlanError` where there is none, or one of another pool."""
         if ours is None or ours.pool != hosts.pool:
-            raise PlanError(f"a transfer between tiers has a slot of one pool on both sides, got {ours} and {hosts}")
+            raise PlanError(
+                f"expected slots of one pool on both sides of a transfer between tiers, got {ours} and {hosts}"
+            )
         return ours.index
 
 
@@ -100,7 +102,7 @@ class ForeignMover(TierMover):
 
     def _address(self, ours: Slot | None, hosts: Slot) -> int:
         if ours is not None:
-            raise PlanError(f"a foreign tier has no slots, got {ours}")
+            raise PlanError(f"expected no slot on the side of a foreign tier, got {ours}")
         return BY_KEY
 
 

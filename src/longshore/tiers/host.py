@@ -46,7 +46,9 @@ class HostTier(Tier):
         if base < 0 or base % PAGE:
             raise TierError(f"base must be a non-negative multiple of {PAGE}, got {base}")
         if base + slabs.nbytes > arena.nbytes:
-            raise TierError(f"{slabs} at {base} need {base + slabs.nbytes} bytes, the arena has {arena.nbytes}")
+            raise TierError(
+                f"{slabs} at offset {base} need {base + slabs.nbytes} bytes, but the arena has {arena.nbytes}"
+            )
         self.name = HOST
         self.slabs = slabs
         self.image_bytes = slabs.image_bytes
@@ -118,7 +120,7 @@ class HostTier(Tier):
         end = self._base + self.slabs.nbytes
         if op.offset < end and op.offset + op.length > self._base:
             raise TierError(
-                f"bytes [{op.offset}, {op.offset + op.length}) overlap the tier's own slots [{self._base}, {end})"
+                f"bytes [{op.offset}, {op.offset + op.length}) overlap the host tier's own slots [{self._base}, {end})"
             )
 
     def _read(self, op: TierOp) -> Status:

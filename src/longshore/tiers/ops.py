@@ -30,7 +30,7 @@ def check_batch(
 ) -> None:
     """Raise `TierError` unless every operation of `batch` can be begun; foreign tiers have no `slabs`."""
     if math.isnan(deadline):
-        raise TierError("the deadline must be a clock reading, got NaN")
+        raise TierError("expected a deadline in clock seconds, got NaN")
     for index, op in enumerate(batch):
         try:
             _check_op(op, slabs, image_bytes, arena_bytes)
@@ -42,7 +42,7 @@ def check_generation(generation: int) -> None:
     """Raise `TierError` unless `generation` can be stored."""
     _check_whole("a generation", generation)
     if not 0 <= generation <= MAX_GENERATION:
-        raise TierError(f"a generation lies in [0, 2**64), got {generation}")
+        raise TierError(f"expected a generation in [0, 2**64), got {generation}")
 
 
 def check_slots(slots: Sequence[int], slabs: Slabs) -> None:
@@ -54,13 +54,13 @@ def check_slots(slots: Sequence[int], slabs: Slabs) -> None:
 
 def _check_whole(what: str, number: int) -> None:
     if not isinstance(number, int | np.integer):
-        raise TierError(f"{what} is a whole number, got {number!r}")
+        raise TierError(f"expected {what} to be a whole number, got {number!r}")
 
 
 def check_digest(what: str, digest: bytes) -> None:
     """Raise `TierError` unless `digest` (named `what` in the message) is 32 bytes."""
     if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
-        raise TierError(f"{what} has {KEY_BYTES} bytes, got {digest!r}")
+        raise TierError(f"expected {what} of {KEY_BYTES} bytes, got {digest!r}")
 
 
 def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int) -> None:
@@ -75,9 +75,9 @@ def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena
     elif op.slot != BY_KEY or not 0 <= op.pool < len(image_bytes):
         raise TierError(f"a foreign tier is addressed by key, got slot {op.slot} of pool {op.pool}")
     if not 0 < op.length <= image_bytes[op.pool]:
-        raise TierError(f"length {op.length} does not lie in [1, {image_bytes[op.pool]}]")
+        raise TierError(f"expected a length in [1, {image_bytes[op.pool]}], got {op.length}")
     if op.offset < 0 or op.offset + op.length > arena_bytes:
-        raise TierError(f"bytes [{op.offset}, {op.offset + op.length}) do not lie within an arena of {arena_bytes}")
+        raise TierError(f"bytes [{op.offset}, {op.offset + op.length}) are outside an arena of {arena_bytes} bytes")
     check_digest("a key", op.key)
     if op.parent is not None:
         check_digest("a parent", op.parent)
@@ -143,7 +143,7 @@ class Batch:
         """What `poll` reports. Only for a batch that has ended."""
         statuses = tuple(status for status in self._statuses if status is not None)
         if len(statuses) != len(self.ops):
-            raise TierError(f"ticket {self.ticket}: {self._open} operations have not ended")
+            raise TierError(f"ticket {self.ticket}: {self._open} operations are still in flight")
         moved = sum(op.length for op, status in zip(self.ops, statuses, strict=True) if status is Status.OK)
         begin = self._last_end if self._first_begin is None else self._first_begin
         return TierResult(self.ticket, statuses, moved, self._last_end - begin, begin - self._submitted)

@@ -88,7 +88,7 @@ class Fields:
         blocks = -(-tokens // block_tokens)
         if hashes != blocks:
             raise TraceError(
-                f"{self.where}: expected {blocks} hash ids to cover {tokens} tokens of input "
+                f"{self.where}: expected {blocks} hash ids for {tokens} tokens of input "
                 f"in blocks of {block_tokens}, got {hashes}"
             )
 

@@ -62,8 +62,8 @@ def in_order(parse: Callable[[str, bytes], R]) -> Callable[[str, bytes], R]:
         if request is not None:
             if request.timestamp_ms < last:
                 raise TraceError(
-                    f"{where}: time runs backwards, from {last:.15g} ms to {request.timestamp_ms:.15g} ms: "
-                    "sort the trace by time, or leave such lines out (--bad-lines skip)"
+                    f"{where}: timestamp {request.timestamp_ms:.15g} ms is earlier than the one before, {last:.15g}: "
+                    "sort the trace by time, or skip such lines (--bad-lines skip)"
                 )
             last = request.timestamp_ms
         return request

@@ -50,7 +50,7 @@ def form_of(path: str | Path) -> Form:
         beginnings = iter(partial(file.readline, MAX_LINE), b"")  # of a device, lines may have no end
         first = next((line for line in beginnings if line.strip()), None)
     if first is None:
-        raise TraceError(f"{path}: expected a trace, and there is nothing in it")
+        raise TraceError(f"{path}: expected a trace, but the file is empty")
     try:
         fields = Fields.parse(str(path), first)
     except TraceError:
@@ -60,7 +60,7 @@ def form_of(path: str | Path) -> Form:
     found = next((form for mark, form in _MARKS.items() if mark in fields), None)
     if found is None:
         raise TraceError(
-            f"{path}: expected the first line to have a field {', '.join(map(repr, _MARKS))}, or the form to be named: "
+            f"{path}: expected the first line to have a field {', '.join(map(repr, _MARKS))}; else name the form: "
             f"{', '.join(Form)}"
         )
     return found

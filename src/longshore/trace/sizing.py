@@ -127,9 +127,11 @@ def plan(
     are replayed, none with a tier of more than `most_blocks`. Raises `TraceError` where there is nothing to plan for.
     """
     if not len(arrivals.paths):
-        raise TraceError("the trace has no requests: expected one at least to plan for")
+        raise TraceError("expected a trace of at least one request, got none")
     if engines < 1 or replays < 1 or not target > 0:
-        raise TraceError(f"expected an engine, a replay and a target above zero, got {engines}, {replays}, {target}")
+        raise TraceError(
+            f"expected at least one engine, one replay and a target above zero, got {engines}, {replays}, {target}"
+        )
     distances = stack_distances(arrivals.paths)
     image = arrivals.block_tokens * timing.geometry.kv_bytes_per_token
     sizes = sizes_for(most_useful(distances, arrivals.paths.unique) * image, image, most_blocks)
@@ -268,7 +270,7 @@ def sizes_for(useful: int, image: int, most_blocks: int = MOST_BLOCKS) -> Sizes:
 
     hosts = fitting([gib * GIB for gib in DRAM_GIB])
     if not hosts:
-        raise TraceError(f"expected a block to take at most {DRAM_GIB[-1]} GiB, and not much less, got {image} bytes")
+        raise TraceError(f"expected a block far smaller than {DRAM_GIB[-1]} GiB, got {image} bytes")
     return Sizes(hosts, [0, *(fitting([gb * 10**9 for gb in DRIVES_GB]) if hosts[0] < useful else [])])
 
 

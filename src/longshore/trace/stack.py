@@ -39,7 +39,7 @@ def stack_distances(paths: Paths) -> npt.NDArray[np.int64]:
     later = next_references(paths.blocks[use_of]).astype(np.int64)
     if ((later >= 0) & (later < end)).any():
         request = int(np.searchsorted(starts, int(((later >= 0) & (later < end)).argmax()), side="right"))
-        raise TraceError(f"request {request}: expected different blocks, got one twice")
+        raise TraceError(f"request {request}: expected distinct blocks, got one twice")
     again = np.flatnonzero(later >= 0)
     before = np.full(count, -1, np.int64)
     before[later[again]] = again

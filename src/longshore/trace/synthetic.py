@@ -199,7 +199,7 @@ def synthesize(
         raise TraceError(f"expected a family of {', '.join(FAMILIES)}, got {family!r}")
     if requests < 1 or block_tokens < 2 or not 0 < load < math.inf:
         raise TraceError(
-            f"expected requests, 2 tokens per block and a finite load, got {requests}, {block_tokens}, {load}"
+            f"expected a request, 2 tokens per block and a finite load, got {requests}, {block_tokens}, {load}"
         )
     world = _World(random.Random(seed))  # noqa: S311 - traffic to measure with
     return islice(_traffic(FAMILIES[family], world, load, block_tokens), requests)

@@ -37,7 +37,7 @@ class CacheReplay:
             self._move()
             outcome = cache.outcome(match.hold)
             if outcome is None or outcome.chunks < hits:
-                raise IntegrityError(f"{hits} blocks were found and not all were loaded: {outcome}")
+                raise IntegrityError(f"not all of the {hits} blocks found were loaded: {outcome}")
         if hits < len(keys):
             cache.commit(keys, range(hits, len(keys)), first=hits, turn=match.turn)
             self._move()

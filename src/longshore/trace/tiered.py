@@ -137,11 +137,13 @@ class TieredReplay:
     ) -> None:
         names = list(tiers)
         if engines < 1 or block_tokens < 1 or HOST not in names or names != [n for n in _TIERS if n in names]:
-            raise TraceError(f"expected an engine, a block and host memory at least, got {engines}, {block_tokens}")
+            raise TraceError(
+                f"expected at least one engine, one token per block and host memory, got {engines}, {block_tokens}"
+            )
         image = block_tokens * timing.geometry.kv_bytes_per_token
         for name, nbytes in tiers.items():
             if nbytes < image:
-                raise TraceError(f"{name}: expected room for a block of {image} bytes, got {nbytes} bytes")
+                raise TraceError(f"{name}: expected at least the {image} bytes of one block, got {nbytes} bytes")
             if nbytes // image > MOST_BLOCKS:
                 raise TraceError(
                     f"{name}: expected at most {size(image * MOST_BLOCKS)}, {MOST_BLOCKS:,} blocks of "
@@ -189,7 +191,7 @@ class TieredReplay:
             yield request
         self._advance(math.inf)
         if left := len(self._loading) + len(self._waiting):
-            raise IntegrityError(f"{left} requests of the replay were never computed: please report this")
+            raise IntegrityError(f"{left} requests of the replay were never completed: please report this")
 
     # ------------------------------------------------------------------ time
 

@@ -109,7 +109,7 @@ def with_bench(profile: Profile, path: Path) -> Profile:
     except (OSError, ValueError, RecursionError) as error:
         raise TraceError(f"{expected}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(report, dict) or not {"cases", "chosen"} & report.keys():
-        raise TraceError(f"{expected}, a JSON object with a field 'cases' or 'chosen'; it has neither")
+        raise TraceError(f"{expected}, a JSON object with a field 'cases' or 'chosen'")
     try:
         found = _measured(report)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -117,7 +117,7 @@ def with_bench(profile: Profile, path: Path) -> Profile:
         raise TraceError(f"{expected}: {least}") from error
     if not found:
         names = ", ".join(f"{name}/..." for name in _MEASURED)
-        raise TraceError(f"{path}: expected cases {names}, or a calibration; found none of them")
+        raise TraceError(f"{path}: expected cases {names}, or a calibration, found none of them")
     return with_changes(profile, found, f"by {path.name}")
 
 

@@ -47,5 +47,5 @@ def check_alphabet(vocab_size: int, block_tokens: int) -> None:
         least = math.ceil(MIN_BLOCK_BITS / math.log2(vocab_size - FIRST_TOKEN))
         raise ConfigError(
             f"block_tokens: expected at least {least} with a vocabulary of {vocab_size}, "
-            f"so that every block of the trace has tokens of its own, got {block_tokens}"
+            f"so that every block of the trace has distinct tokens, got {block_tokens}"
         )

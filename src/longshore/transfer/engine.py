@@ -98,9 +98,9 @@ class TransferEngine:
         """
         largest = max(host.slabs.image_bytes)
         if largest < layout.image_bytes:
-            raise LayoutError(f"an image has {layout.image_bytes} bytes, a host slot only {largest}")
+            raise LayoutError(f"a block image has {layout.image_bytes} bytes, the largest host slot only {largest}")
         if max_batch_bytes <= 0 or max_queued <= 0:
-            raise PlanError(f"bounds must be positive, got max_batch_bytes={max_batch_bytes}, max_queued={max_queued}")
+            raise PlanError(f"limits must be positive, got max_batch_bytes={max_batch_bytes}, max_queued={max_queued}")
         self._layout = layout
         self._device = device
         self._host = host
@@ -163,7 +163,7 @@ class TransferEngine:
             TierClosedError: The engine was closed, or the arena.
         """
         if not isinstance(transfer.deadline, int | float):
-            raise PlanError(f"a deadline is a clock reading in seconds, got {transfer.deadline!r}")
+            raise PlanError(f"expected a deadline in clock seconds, got {transfer.deadline!r}")
         selection, accesses = self._select(transfer)
         keeps = (self._layout.tensors, kept(self._host))
         direction = _DIRECTIONS[transfer.route.destination]
@@ -174,7 +174,9 @@ class TransferEngine:
                 raise PlanError(f"job {transfer.job} is already in flight")
             if lane.queued(transfer.urgency) >= self._max_queued:
                 self._refused += 1
-                raise QueueFullError(f"{self._max_queued} {transfer.urgency.name} jobs are waiting to go {lane.name}")
+                raise QueueFullError(
+                    f"{self._max_queued} {transfer.urgency.name} jobs are already queued to go {lane.name}"
+                )
             fences = self._step or (self._device.mark(self._compute),)
             ticket = self._board.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
             job = Job(transfer, selection, fences, ticket, self._board.clock(), keeps)
@@ -216,10 +218,12 @@ class TransferEngine:
         with self._lock:
             found = self._layered.get(job)
             if found is None:
-                raise PlanError(f"job {job} does not go layer by layer, or ended two end_steps ago")
+                raise PlanError(
+                    f"job {job} is not copied layer by layer, or ended before the last two calls of end_step"
+                )
             first, stop = found.transfer.layers or (0, self._layout.num_layers)
             if not first <= layer < stop:
-                raise PlanError(f"job {job} moves layers [{first}, {stop}), not {layer}")
+                raise PlanError(f"job {job} copies layers [{first}, {stop}), got layer {layer}")
             if not self._lock.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
             if layer not in found.layers or found.stopped is Status.IO_ERROR:

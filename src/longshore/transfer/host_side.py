@@ -75,7 +75,7 @@ def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
         touched.append(host.slabs.touched(pool, indices))
     together = np.concatenate(touched)
     if len(pools) > 1 and repeated(together) is not None:
-        raise PlanError(f"images of several sizes in one slab: around slot {repeated(together)}")
+        raise PlanError(f"slots of different image sizes overlap in one slab, near slot {repeated(together)}")
     return HostImages(offsets, together, room)
 
 
@@ -87,7 +87,7 @@ def check_room(layout: KVLayout, selection: Selection, images: HostImages) -> No
         if lacking.any():
             item = int(lacking.argmax())
             raise PlanError(
-                f"item {item}: an image of {sizes[selection.item_groups[item]]} bytes, in a slot of {images.room[item]}"
+                f"item {item}: {sizes[selection.item_groups[item]]} image bytes exceed a slot of {images.room[item]}"
             )
 
 

@@ -43,7 +43,7 @@ def select_inside(
     check_sections(layout, sections)
     given = sum(len(section.blocks) for section in sections)
     if given != len(items):
-        raise PlanError(f"the sections have {given} blocks, got {len(items)} items: one for each block is needed")
+        raise PlanError(f"expected one item per block: the sections have {given} blocks, got {len(items)} items")
     check_layers(layout, layers)
     last = max((index for index, section in enumerate(sections) if section.blocks), default=-1)
     parts: list[Part] = []
@@ -102,7 +102,7 @@ def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
     if not isinstance(slot.index, int) or not 0 <= slot.index < layout.num_blocks:
         raise PlanError(f"item {index}: block {slot.index} does not lie in [0, {layout.num_blocks})")
     if item.valid != 1:
-        raise PlanError(f"item {index}: one block is copied, got valid={item.valid:#x}")
+        raise PlanError(f"item {index}: expected valid=0x1 for a copy of one block, got {item.valid:#x}")
     return slot.index
 
 
@@ -114,4 +114,4 @@ def _check_apart(selection: Selection) -> None:
             raise PlanError(f"block {twice} of device pool {pool} would be written twice")
         both = np.intersect1d(blocks, sources[pool])
         if len(both):
-            raise PlanError(f"block {both[0]} of device pool {pool} would be both written and copied from")
+            raise PlanError(f"block {both[0]} of device pool {pool} would be both written and read")

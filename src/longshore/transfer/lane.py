@@ -70,7 +70,10 @@ class Lane:
         try:
             yield from self._steps()
         except Exception:  # noqa: BLE001 - a fault of ours, or of the clock: jobs must end all the same
-            _log.exception("copies %s failed: the transfer engine is closed, nothing is stored or loaded", self.name)
+            _log.exception(
+                "transfer lane %s failed; transfer engine closed, nothing is stored or loaded; restart the engine",
+                self.name,
+            )
             self._give_up()
 
     def _steps(self) -> Iterator[Gate]:
@@ -142,11 +145,11 @@ class Lane:
         """What `error` means for `job`. When this returns, nothing that was begun is still under way."""
         is_freed = isinstance(error, FreedLayoutError)
         if not is_freed:
-            _log.error("job %d failed on %s", job.transfer.job, job.transfer.route, exc_info=error)
+            _log.error("transfer job %d (%s) failed", job.transfer.job, job.transfer.route, exc_info=error)
         try:
             self._stream.drain()
         except Exception:  # noqa: BLE001 - the job has failed anyway
-            _log.exception("the device did not say that the copies of %s have ended", job.transfer.route)
+            _log.exception("device synchronization failed after a failed copy of %s", job.transfer.route)
         return Status.TIER_OFF if is_freed else Status.IO_ERROR
 
     def _give_up(self) -> None:

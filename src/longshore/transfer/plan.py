@@ -107,7 +107,7 @@ class Planner:
         `max_bytes` unless a single page has more.
         """
         if max_descriptors <= 0 or max_bytes <= 0:
-            raise PlanError(f"a batch needs a positive size, got {max_descriptors} descriptors, {max_bytes} bytes")
+            raise PlanError(f"expected positive batch limits, got {max_descriptors} descriptors, {max_bytes} bytes")
         selection = select(
             layout,
             sections,
@@ -151,7 +151,7 @@ class Planner:
         layout = batch.layout
         if batch.generation != layout.generation:
             raise FreedLayoutError(
-                f"planned in generation {batch.generation} of a layout that is in {layout.generation}"
+                f"batch is of layout generation {batch.generation}, the layout now in {layout.generation}"
             )
         room = self._reserve(sum([part.pieces for part in batch.parts]))
         sizes: set[int | None] = set()
@@ -365,5 +365,5 @@ def expand(ids: npt.ArrayLike, factor: int, skip: int = 0) -> I64:
     """
     large = np.asarray(ids, dtype=np.int64).reshape(-1)
     if factor <= 0 or not 0 <= skip <= len(large) * factor or (large < 0).any():
-        raise PlanError(f"cannot expand {len(large)} ids (none negative) by {factor} and skip {skip} of the result")
+        raise PlanError(f"cannot expand {len(large)} ids by {factor} and skip the first {skip}: ids must be at least 0")
     return (large[:, None] * factor + np.arange(factor)).reshape(-1)[skip:]

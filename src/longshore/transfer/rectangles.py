@@ -50,7 +50,7 @@ def keep_valid(rectangles: Sequence[Rectangle], valid: Sequence[int], per_chunk:
     full = (1 << per_chunk) - 1
     for mask in valid:
         if not 0 < mask <= full:
-            raise PlanError(f"valid must have a bit of the {per_chunk} sub-blocks, and no other: got {mask:#x}")
+            raise PlanError(f"expected valid to be a non-zero mask of {per_chunk} bits, got {mask:#x}")
     kept = []
     for whole in rectangles:
         first = whole.first

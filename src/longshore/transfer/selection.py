@@ -91,12 +91,12 @@ def select(
     """
     layout.check_live()
     if into not in (HOST, DEVICE):
-        raise PlanError(f"bytes go into {DEVICE!r} or {HOST!r}, got {into!r}")
+        raise PlanError(f"expected destination {DEVICE!r} or {HOST!r}, got {into!r}")
     items = _items_per_section(layout, sections)
     offsets = _integers(images, "image offsets")
     if sum(items) != len(offsets) or (valid is not None and len(valid) != len(offsets)):
         got = f"{len(offsets)} items" if valid is None else f"{len(offsets)} items, {len(valid)} valid masks"
-        raise PlanError(f"the sections' blocks fill {items} chunks, {sum(items)} in all; got {got}")
+        raise PlanError(f"expected {sum(items)} items, as the sections have blocks for {items} chunks; got {got}")
     check_layers(layout, layers)
     last = -1 if tokens is None else max((index for index, count in enumerate(items) if count), default=-1)
     parts: list[Part] = []
@@ -227,14 +227,14 @@ def _integers(values: Sequence[int] | I64, what: str) -> I64:
     """`values` as int64, shape `(len(values),)`; `PlanError` for what is no integer of 64 bits."""
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iu" or values.ndim != 1:
-            raise PlanError(f"{what} must be integers in a row, got {values.dtype} of shape {values.shape}")
+            raise PlanError(f"expected {what} as a vector of integers, got {values.dtype} of shape {values.shape}")
         return np.asarray(values, dtype=np.int64)
     if not len(values):
         return np.empty(0, dtype=np.int64)
     try:
         packed = struct.pack(f"{len(values)}q", *values)  # twice as fast as numpy's own conversion
     except struct.error as error:
-        raise PlanError(f"{what} must be integers of 64 bits: {error}") from error
+        raise PlanError(f"expected {what} as 64-bit integers: {error}") from error
     return np.frombuffer(packed, dtype=np.int64)
 
 
@@ -250,8 +250,8 @@ def _check_images(images: I64, item: int, image_bytes: int, host_bytes: int) -> 
     if room < 0 or _largest(images) > room:
         bad = int(np.argmax((images < 0) | (images > room)))
         raise PlanError(
-            f"item {item + bad}: an image of {image_bytes} bytes at {images[bad]} does not lie within "
-            f"{host_bytes} bytes of host memory"
+            f"item {item + bad}: an image of {image_bytes} bytes at offset {images[bad]} does not fit "
+            f"into {host_bytes} bytes of host memory"
         )
 
 
@@ -263,7 +263,7 @@ def _check_written_once(selection: Selection, host_bytes: int) -> None:
         if not _surely_differ(selection.images >> shift, (host_bytes >> shift) + 1):
             twice = repeated(selection.images)
             if twice is not None:
-                raise PlanError(f"an image would be written twice: at offset {twice} of host memory")
+                raise PlanError(f"the image at offset {twice} of host memory would be written twice")
     else:
         for pool, blocks in selection.blocks().items():
             twice = None if _surely_differ(blocks, layout.num_blocks) else repeated(blocks)

@@ -131,7 +131,7 @@ class Host:
             case Kind.FORGET:
                 self._say(Kind.FORGOTTEN, _why_not(tier, *wire.parse_forget(body)).encode())
             case _:
-                raise TierError(f"{kind.name} is no order")
+                raise TierError(f"{kind.name} is not an order")
 
     def _report(self, tier: FileTier) -> None:
         """Tell what has ended, and what went wrong."""
@@ -161,7 +161,9 @@ class Host:
 def open_tier(order: Order, arena: Arena) -> FileTier:
     """What OPEN asks for. Raises as `FileTier` does, and `TierError` when the other side is of another version."""
     if order["version"] != __version__:
-        raise TierError(f"the engine runs Longshore {order['version']}, installed is {__version__}: restart the engine")
+        raise TierError(
+            f"the engine runs Longshore {order['version']}, but {__version__} is installed: restart the engine"
+        )
     deadline = time.monotonic() + LOCK_PATIENCE
     while True:
         try:

@@ -155,7 +155,7 @@ class HostedFileTier(Tier):
         check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         newest = max((op.generation for op in batch), default=0)
         if newest > self._generation:
-            raise TierError(f"generation {newest} was never given to forget(), which knows {self._generation}")
+            raise TierError(f"generation {newest} is newer than the last reset, generation {self._generation}")
         ticket, self._tickets = self._tickets, self._tickets + 1
         self._under_way[ticket] = len(batch)
         if self.is_away or not self._tell(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
@@ -265,7 +265,7 @@ class HostedFileTier(Tier):
                     if kind is not Kind.ALIVE:
                         raise _error(body)
                 if died:
-                    raise TierError(f"the tier host ended {process.ending}, before it had opened the files")
+                    raise TierError(f"the tier host ended {process.ending} before it opened the files")
         except BaseException as error:
             process.kill()
             process.wait_reaped(_KILL_PATIENCE)
@@ -348,7 +348,7 @@ class HostedFileTier(Tier):
             case Kind.ALIVE:
                 self._ended = wire.parse_alive(body)
             case _:
-                raise WireError(f"{kind.name} is no answer")
+                raise WireError(f"{kind.name} is not an answer")
 
     def _wait_until_forgotten(self) -> None:
         deadline = time.monotonic() + (0.0 if self.is_stalled else FORGET_PATIENCE)  # it has had its time
@@ -368,7 +368,11 @@ class HostedFileTier(Tier):
             return
         _log.error("%s; discarding all records, so that none from before the reset is served", self._forgotten)
         if worse := self._write_down(PendingReset.drop):
-            _log.error("%s; remove %s before the next start", worse, self._order["directory"])
+            _log.error(
+                "%s; remove %s before the next start, or records from before the reset may be served",
+                worse,
+                self._order["directory"],
+            )
 
     def _write_down(self, order: Callable[[PendingReset], None]) -> str:
         """Write a reset beside the files, for the next process to find; why that could not be done, or nothing.
@@ -377,7 +381,7 @@ class HostedFileTier(Tier):
         """
         pending, outcome = self._pending, queue.SimpleQueue[str]()
         if pending is None:
-            return f"{self._order['directory']}: there is no file to write a reset to"
+            return f"{self._order['directory']}: the reset cannot be written: the tier host never opened the directory"
 
         def write() -> None:
             try:
@@ -394,7 +398,7 @@ class HostedFileTier(Tier):
         try:
             return outcome.get(timeout=FORGET_PATIENCE)
         except queue.Empty:
-            return f"{self._order['directory']}: a reset was not written within {FORGET_PATIENCE:.0f} s"
+            return f"{self._order['directory']}: the reset was not written to disk within {FORGET_PATIENCE:.0f} s"
 
     def _see_off(self, process: HostProcess) -> None:
         """The process finishes what it has begun, and ends; if it does not, it is killed."""
@@ -420,7 +424,7 @@ class HostedFileTier(Tier):
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise TierClosedError("the tier host belongs to the process that forked this one")
+            raise TierClosedError("the file tier belongs to the parent of this forked process")
 
     def _check_open(self) -> None:
         self._check_process()

@@ -101,7 +101,7 @@ class Frames:
         while len(self._pending) - begin >= _HEAD.size:
             kind, length = _HEAD.unpack_from(self._pending, begin)
             if kind not in _KINDS or length > _MOST:
-                raise WireError(f"a frame of kind {kind} with {length} bytes")
+                raise WireError(f"invalid frame of kind {kind} with {length} bytes")
             end = begin + _HEAD.size + length
             if len(self._pending) < end:
                 break

@@ -53,9 +53,9 @@ class ArenaSettings:
     def __post_init__(self) -> None:
         node = self.numa_node
         if node is not None and node != "auto" and (not isinstance(node, int) or node < 0):
-            raise TierError(f"numa_node is the number of a node, 'auto' or None, got {node!r}")
+            raise TierError(f"expected numa_node to be a node number, 'auto' or None, got {node!r}")
         if self.threads is not None and self.threads < 1:
-            raise TierError(f"an arena's pages are touched by at least one thread, got {self.threads}")
+            raise TierError(f"expected at least one thread, got {self.threads}")
 
 
 class Arena:
@@ -79,7 +79,7 @@ class Arena:
         Raises `TierError` when the memory cannot be had; nothing stays behind then.
         """
         if nbytes <= 0:
-            raise TierError(f"an arena needs a positive number of bytes, got {nbytes}")
+            raise TierError(f"expected a positive arena size in bytes, got {nbytes}")
         settings = settings or ArenaSettings()
         self.nbytes = align(nbytes)
         self._system = system or System()
@@ -153,7 +153,7 @@ class Arena:
     def view(self, offset: int, length: int) -> memoryview[Any]:
         """Writable bytes `[offset, offset + length)`; raises `TierError` when they do not lie within the arena."""
         if offset < 0 or length < 0 or offset + length > self.nbytes:
-            raise TierError(f"bytes [{offset}, {offset + length}) do not lie within an arena of {self.nbytes}")
+            raise TierError(f"bytes [{offset}, {offset + length}) are outside an arena of {self.nbytes} bytes")
         return self.array.data[offset : offset + length]
 
     def register(self, registrar: Registrar, slot_bytes: int, largest: int = LARGEST_PIECE) -> None:
@@ -170,7 +170,7 @@ class Arena:
             try:
                 registration.add(offset, length)
             except RegistrationError as error:
-                self._fall_back(Fallback.REGISTRATION, f"bytes [{offset}, {offset + length}): {error}")
+                self._fall_back(Fallback.REGISTRATION, f"bytes [{offset}, {offset + length}) cannot be pinned: {error}")
 
     def in_one_piece(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Whether each `[offset, offset + length)` lies within one registered piece, so that a device copies directly.
@@ -200,7 +200,7 @@ class Arena:
             return None
         node = numa.node_of_device(settings.pci_address, self._system.sysfs)
         if node is None:
-            self._fall_back(Fallback.NUMA_UNKNOWN, f"of the device at {settings.pci_address}")
+            self._fall_back(Fallback.NUMA_UNKNOWN, f"the NUMA node of the device at {settings.pci_address} is unknown")
         return node
 
     def _bind(self) -> None:
@@ -210,7 +210,7 @@ class Arena:
             numa.bind(self._system, self.address, self.nbytes, self._numa_node)
             self._numa_bound = True
         except OSError as error:
-            self._fall_back(Fallback.NUMA_REFUSED, f"node {self._numa_node}: {error}")
+            self._fall_back(Fallback.NUMA_REFUSED, f"memory cannot be bound to NUMA node {self._numa_node}: {error}")
 
     def _ask_for_huge_pages(self, settings: ArenaSettings) -> None:
         if settings.huge_pages:
@@ -225,8 +225,8 @@ class Arena:
             if populate.populate(self._system, self.address, self.nbytes, threads):
                 return
         except OSError as error:
-            raise TierError(f"an arena of {self.nbytes} bytes cannot be had: {error}") from error
-        self._fall_back(Fallback.POPULATE, "the kernel does not know MADV_POPULATE_WRITE")
+            raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
+        self._fall_back(Fallback.POPULATE, "this kernel has no MADV_POPULATE_WRITE, so pages are touched one by one")
         if fresh:  # a zero written into memory that others use would be a wrong byte
             populate.touch(self.array, threads)
 
@@ -236,20 +236,24 @@ class Arena:
         try:
             strays = numa.count_strays(self._system, self.address, self.nbytes, self._numa_node)
         except OSError as error:
-            self._fall_back(Fallback.NUMA_UNVERIFIED, f"node {self._numa_node}: {error}")
+            self._fall_back(
+                Fallback.NUMA_UNVERIFIED, f"cannot check which pages are on NUMA node {self._numa_node}: {error}"
+            )
             return
         if strays:
-            self._fall_back(Fallback.NUMA_STRAYS, f"{strays} of the pages looked at are not on node {self._numa_node}")
+            self._fall_back(
+                Fallback.NUMA_STRAYS, f"{strays} of the pages sampled are not on NUMA node {self._numa_node}"
+            )
 
     def _count_huge_pages(self, possible: int) -> None:
         if possible:  # the system takes its time to say
             self._huge_bytes = huge_pages.count(self._system, self.address, self.nbytes)
         if self._huge_bytes < possible:
-            self._fall_back(Fallback.HUGE_PAGES, f"{self._huge_bytes} of {possible} bytes")
+            self._fall_back(Fallback.HUGE_PAGES, f"only {self._huge_bytes} of {possible} bytes are on huge pages")
 
     def _fall_back(self, reason: Fallback, about: str) -> None:
         self._fallbacks[reason] += 1
-        _log.warning("host arena: %s: %s", reason.value, about)
+        _log.warning("host arena: %s (%s); copies may be slower", about, reason.value)
 
 
 def _map(nbytes: int, alignment: int, fd: int | None, *, shared: bool) -> Memory:
@@ -260,4 +264,4 @@ def _map(nbytes: int, alignment: int, fd: int | None, *, shared: bool) -> Memory
     except (OSError, OverflowError) as error:
         if fd is not None:
             os.close(fd)
-        raise TierError(f"an arena of {nbytes} bytes cannot be had: {error}") from error
+        raise TierError(f"cannot allocate {nbytes} bytes of host memory: {error}") from error

@@ -110,7 +110,7 @@ class TorchCudaRuntime:
     @property
     def _library(self) -> Any:
         if self._found is None:
-            raise RegistrationError("the CUDA runtime that torch uses was not found in this process")
+            raise RegistrationError("cannot find the CUDA runtime that torch uses in this process")
         return self._found
 
 

@@ -59,7 +59,7 @@ def open_shared(source: int | str | Path, nbytes: int) -> int:
     try:
         fd = os.dup(source) if isinstance(source, int) else os.open(source, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise TierError(f"no arena to attach to at {source}: {error.strerror}") from error
+        raise TierError(f"cannot open the arena at {source}: {error.strerror}") from error
     try:
         _check_shared(fd, source, align(nbytes))
     except TierError:
@@ -72,9 +72,9 @@ def _check_shared(fd: int, source: int | str | Path, nbytes: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise TierError(f"{source} is not the memory of an arena: expected a memfd ({error.strerror})") from error
+        raise TierError(f"{source} is not an arena: expected a memfd ({error.strerror})") from error
     if seals & _SEALS != _SEALS:
-        raise TierError(f"{source} is not the memory of an arena: its size is not sealed (seals {seals:#x})")
+        raise TierError(f"{source} is not an arena: its size is not sealed (seals {seals:#x})")
     found = os.fstat(fd).st_size
     if found != nbytes:
         raise TierError(f"the arena at {source} has {found} bytes, expected {nbytes}")

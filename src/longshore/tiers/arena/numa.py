@@ -90,4 +90,4 @@ def _numbers() -> _Numbers:
     try:
         return _NUMBERS[platform.machine()]
     except KeyError:
-        raise OSError(errno.ENOSYS, f"no system call numbers for {platform.machine()}") from None
+        raise OSError(errno.ENOSYS, f"NUMA system calls are not supported on {platform.machine()}") from None

@@ -45,7 +45,7 @@ def cut(nbytes: int, slot_bytes: int, largest: int = LARGEST_PIECE) -> list[tupl
         )
     step = math.lcm(slot_bytes, mmap.PAGESIZE)
     if step > largest:
-        raise TierError(f"a piece of at most {largest} bytes cannot hold a slot and whole pages: {step} bytes")
+        raise TierError(f"a registered piece is at most {largest} bytes, but a slot and its pages need {step}")
     length = largest // step * step
     return [(offset, min(length, nbytes - offset)) for offset in range(0, nbytes, length)]
 
@@ -95,4 +95,6 @@ class Registration:
             except RegistrationError as error:
                 failures.append(str(error))
         if failures:
-            raise RegistrationError(f"{len(failures)} of {len(starts)} pieces stay registered: {failures[0]}")
+            raise RegistrationError(
+                f"{len(failures)} of {len(starts)} pieces of host memory could not be unregistered: {failures[0]}"
+            )
