@@ -175,9 +175,9 @@ class Config(BaseModel):
         return cls.make(**{**read_toml(path), **overrides})
 
     def check_machine(self) -> None:
-        """Raise `ConfigError` if the machine cannot give what is asked for, with the figure that was found.
+        """Raise `ConfigError`, with the available amount, if the machine does not have the resources configured.
 
-        Not for host memory where `file_mode` is gds, which needs none: `check_host` does that.
+        Does not check host memory if `file_mode` is gds, which needs none; see `check_host`.
         """
         if self.file_mode != "gds":
             self.check_host()
@@ -187,7 +187,7 @@ class Config(BaseModel):
             _check_writable("events_path", self.events_path, self.events_path.absolute().parent)
 
     def check_host(self) -> None:
-        """The same for the host tier alone."""
+        """As `check_machine`, for the host tier only."""
         available = available_memory()
         if self.host_size > available:
             raise ConfigError(
@@ -219,7 +219,7 @@ def _check_writable(setting: str, path: Path, directory: Path) -> None:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The settings in a TOML file, not yet checked; raises `ConfigError` if it is none."""
+    """The unchecked settings in a TOML file; raises `ConfigError` if it is not valid TOML."""
     try:
         table = tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -231,7 +231,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_size(value: object) -> int:
-    """Bytes of a size, at most 1 EiB: a whole number, or text such as `64GiB`. Raises `ValueError`, which says so."""
+    """Bytes of a size, at most 1 EiB: a whole number, or text such as `64GiB`. Raises `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(_SIZE)
     try:
@@ -250,7 +250,7 @@ def parse_size(value: object) -> int:
 def available_memory() -> int:
     """Bytes of memory that a new mapping can get without swapping: `MemAvailable`, or the cgroup's limit if lower.
 
-    What a cgroup uses includes its page cache; the inactive part of that makes way when memory is asked for.
+    Memory used by a cgroup includes its page cache; the inactive part of that can be reclaimed and is not counted.
     """
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024

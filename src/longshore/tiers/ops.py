@@ -1,10 +1,10 @@
-"""What every tier does with a batch before and around the moving: check all of it, then keep its books.
+"""Validation and bookkeeping of batches, for every tier.
 
     pending ──begin──► begun ──end──► ended with a status
        └───────────────end────────────►
 
-An operation that is pending can be ended from outside at any time (deadline, cancel, close). One that has begun
-owns its slot and its arena bytes, and only whoever began it can end it.
+A pending operation can be ended at any time (deadline, cancel, close). An operation that has begun owns its slot and
+its arena bytes, and only the thread that began it can end it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_GENERATION = 2**64 - 1
 def check_batch(
     batch: Sequence[TierOp], deadline: float, *, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int
 ) -> None:
-    """Raise `TierError` unless every operation of `batch` can be begun; foreign tiers have no `slabs`."""
+    """Raise `TierError` unless every operation of `batch` is valid; foreign tiers have no `slabs`."""
     if math.isnan(deadline):
         raise TierError("expected a deadline in clock seconds, got NaN")
     for index, op in enumerate(batch):
@@ -46,7 +46,7 @@ def check_generation(generation: int) -> None:
 
 
 def check_slots(slots: Sequence[int], slabs: Slabs) -> None:
-    """Raise `TierError` for what is no number of a slot, and `PlanError` for a slot that there is not."""
+    """Raise `TierError` for a slot that is not an integer, and `PlanError` for one out of range."""
     for slot in slots:
         _check_whole("a slot", slot)
         slabs.slab_of(slot)
@@ -85,7 +85,7 @@ def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena
 
 
 class Batch:
-    """The books of one submitted batch. Not thread-safe: whoever shares it holds a lock.
+    """State of one submitted batch. Not thread-safe: threads that share it need a lock.
 
     Attributes:
         ticket: What `submit` returned.
@@ -116,31 +116,31 @@ class Batch:
         return self._statuses[index] is None and index not in self._begun
 
     def late(self, now: float) -> bool:
-        """Whether nothing of this batch may begin any more."""
+        """Whether the deadline has passed, so that no operation may begin."""
         return now > self.deadline
 
     def begin(self, index: int, now: float) -> None:
-        """Operation `index` moves bytes from now on."""
+        """Record that operation `index` begins to move bytes."""
         self._begun.add(index)
         if self._first_begin is None:
             self._first_begin = now
 
     def end(self, index: int, status: Status, now: float) -> None:
-        """Operation `index` is over. A second status for it is ignored."""
+        """Record that operation `index` has ended. A second status is ignored."""
         if self._statuses[index] is None:
             self._statuses[index] = status
             self._open -= 1
             self._last_end = now
 
     def end_pending(self, status: Status, now: float) -> bool:
-        """End what has not begun with `status`; whether there was anything."""
+        """End operations that have not begun with `status`; returns whether there were any."""
         pending = [index for index in range(len(self.ops)) if self.pending(index)]
         for index in pending:
             self.end(index, status, now)
         return bool(pending)
 
     def result(self) -> TierResult:
-        """What `poll` reports. Only for a batch that has ended."""
+        """The result for `poll`. Only for a batch that has ended."""
         statuses = tuple(status for status in self._statuses if status is not None)
         if len(statuses) != len(self.ops):
             raise TierError(f"ticket {self.ticket}: {self._open} operations are still in flight")

@@ -1,11 +1,11 @@
-"""`Arena`: host memory for block images. Everything below the device reads and writes through it, by byte offset: the
-transfer engine at one edge, tiers at the other.
+"""`Arena`: host memory for block images. The transfer engine and the tiers read and write it by byte offset.
 
     map ─► bind to a node ─► ask for huge pages ─► touch every page ─► look what came of it ─► register, piece by piece
                                                                                                        │
     unmap ◄─────────────────────────────────── unregister ◄─────────────────────── close, never a finaliser
 
-Nothing in this chain but the memory itself is worth a failure: what cannot be had is counted, logged, and done without.
+Only a failed allocation is an error. Everything else that is not available is counted and logged, and the arena works
+without it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ArenaSettings:
-    """How an arena is to be. Raises `TierError` for a node or a number of threads that cannot be.
+    """Settings of an arena. Raises `TierError` for an invalid node or number of threads.
 
     Attributes:
-        numa_node: The node to take memory from: a number, `"auto"` for that of the device, or `None` for any.
-        pci_address: Of the device that `"auto"` means, such as `0000:3b:00.0`; `None` when no device is near or far.
-        huge_pages: Whether to use huge pages where they can be had.
-        shared: Whether other processes can attach to it; private memory is given huge pages more readily.
-        threads: How many touch its pages; by default one for each core, at most 16.
+        numa_node: NUMA node of the memory: a number, `"auto"` for the device's node, or `None` for any.
+        pci_address: PCI address of the device for `"auto"`, such as `0000:3b:00.0`; `None` without a device.
+        huge_pages: Whether to use huge pages where available.
+        shared: Whether other processes can attach; private memory gets huge pages more easily.
+        threads: Number of threads that touch its pages; by default one per core, at most 16.
     """
 
     numa_node: int | Literal["auto"] | None = "auto"
@@ -59,7 +59,7 @@ class ArenaSettings:
 
 
 class Arena:
-    """`nbytes` of host memory, rounded up to a page, zeroed, page-aligned; every page of it is there.
+    """`nbytes` of host memory, rounded up to a page, zeroed, page-aligned, with all pages allocated.
 
     Attributes:
         nbytes: Size in bytes.
@@ -74,9 +74,9 @@ class Arena:
         system: System | None = None,
         shared_fd: int | None = None,
     ) -> None:
-        """`shared_fd` is memory that exists already, and becomes the arena's own: `attach` is the way to that.
+        """`shared_fd` is existing shared memory, which the arena then owns; see `attach`.
 
-        Raises `TierError` when the memory cannot be had; nothing stays behind then.
+        Raises `TierError` if the memory cannot be allocated; nothing is left behind.
         """
         if nbytes <= 0:
             raise TierError(f"expected a positive arena size in bytes, got {nbytes}")
@@ -105,11 +105,12 @@ class Arena:
 
     @classmethod
     def attach(cls, source: int | str | Path, nbytes: int, *, system: System | None = None) -> Self:
-        """The same memory as a shared arena of `nbytes` in another process; each registers and closes for itself.
+        """Map the memory of a shared arena of `nbytes` in another process. Each process registers and closes it
+        separately.
 
-        `source` is the other one's `path`, or a file descriptor that came over a socket or by inheritance (the caller
-        closes that). Where the memory is was settled by who made it. Raises `TierError` when nothing is there, when
-        it is not an arena's memory, or when it has another size.
+        `source` is the other arena's `path`, or a file descriptor received over a socket or by inheritance, which the
+        caller closes. The creator decided the placement of the memory. Raises `TierError` if the source does not exist,
+        is not an arena, or has another size.
         """
         fd = memory.open_shared(source, nbytes)
         return cls(nbytes, ArenaSettings(numa_node=None, shared=True), system=system, shared_fd=fd)
@@ -133,12 +134,12 @@ class Arena:
 
     @property
     def path(self) -> Path:
-        """Where another process of this user finds the memory, as long as this one has it."""
+        """Path under which other processes of this user can open the memory while this process has it."""
         return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
 
     @property
     def report(self) -> ArenaReport:
-        """What was had of what was asked for. After `close` nothing is registered, and the rest is as it was."""
+        """The result of the allocation. After `close`, nothing is registered; the rest stays as it was."""
         return ArenaReport(
             nbytes=self.nbytes,
             shared=self._shared,
@@ -151,16 +152,16 @@ class Arena:
         )
 
     def view(self, offset: int, length: int) -> memoryview[Any]:
-        """Writable bytes `[offset, offset + length)`; raises `TierError` when they do not lie within the arena."""
+        """Writable bytes `[offset, offset + length)`; raises `TierError` if they are outside the arena."""
         if offset < 0 or length < 0 or offset + length > self.nbytes:
             raise TierError(f"bytes [{offset}, {offset + length}) are outside an arena of {self.nbytes} bytes")
         return self.array.data[offset : offset + length]
 
     def register(self, registrar: Registrar, slot_bytes: int, largest: int = LARGEST_PIECE) -> None:
-        """Make the arena known to a device, in pieces of at most `largest` bytes that no slot straddles.
+        """Register the arena with a device, in pieces of at most `largest` bytes that no slot straddles.
 
-        Slots of `slot_bytes`, a multiple of `PAGE`, lie one after the other from the start. What the device does not
-        take is counted, and is no error. Raises `TierError` for impossible sizes and for a second registration.
+        Slots of `slot_bytes`, a multiple of `PAGE`, are adjacent from the start. A piece that the device refuses is
+        counted and is not an error. Raises `TierError` for impossible sizes and for a second registration.
         """
         pieces = cut(self.array.nbytes, slot_bytes, largest)
         if self._registration is not None:
@@ -173,19 +174,20 @@ class Arena:
                 self._fall_back(Fallback.REGISTRATION, f"bytes [{offset}, {offset + length}) cannot be pinned: {error}")
 
     def in_one_piece(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Whether each `[offset, offset + length)` lies within one registered piece, so that a device copies directly.
+        """Whether each `[offset, offset + length)` is within one registered piece, so that a device can copy it
+        directly.
 
-        Integers of any shape, which are broadcast together; the result has that shape, bool.
+        Arguments are integers of any shape, broadcast together; the result is bool, of the broadcast shape.
         """
         if self._registration is None:
             return np.zeros(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
         return self._registration.covers(offsets, lengths)
 
     def close(self) -> None:
-        """Unregister, then give the memory back. Idempotent. No device may be copying any more.
+        """Unregister and free the memory. Idempotent. No device may be copying.
 
-        Views that are still held keep the mapping alive until they go. Raises `RegistrationError` when the device
-        does not let go of a piece; the memory is given back all the same.
+        Existing views keep the mapping alive. Raises `RegistrationError` if a piece cannot be unregistered; the memory
+        is freed all the same.
         """
         try:
             if self._registration is not None:
