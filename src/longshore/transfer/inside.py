@@ -1,7 +1,7 @@
-"""Which pages a copy inside the device moves, with every id checked.
+"""Copies inside the device: validation of all ids, and the pages that move.
 
-For partial reuse: a request that shares the first tokens of another's block gets a block of its own, with those tokens'
-pages copied. The block that is copied from may itself be in flight: then the copy waits for it, like any other job.
+For partial reuse: a request that shares the first tokens of another request's block gets its own block, with the pages
+of those tokens copied. The source block may be in flight; the copy then waits for it, like any other job.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def select_inside(
     Args:
         layout: Where pages lie.
         sections: Blocks that are written, per group.
-        items: One for each of them, in order; its source is the device slot that is copied from: the group's pool, and
-            a block.
+        items: One per block, in order; its source is the device slot to copy from: the group's pool, and a block.
         layers: As for `select`.
         tokens: As for `select`.
 

@@ -1,4 +1,4 @@
-"""One direction of a transfer engine: what is copied next, given to the device, and ended in order.
+"""One direction of a transfer engine: chooses the next copy, submits it to the device, ends jobs in order.
 
     queues     demand    ■ ■            the most urgent class goes first whose job's turn has come: so an
                prefetch                 urgent job overtakes others, between two batches of a large one
@@ -9,7 +9,7 @@
                            │
     ended                  ▼            per class in the order of submission
 
-A job begins when all have ended that it conflicts with, in any direction and class.
+A job begins when all jobs that it conflicts with have ended, in any direction and class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Sent:
 
 
 class Lane:
-    """One direction. Its generator `serve` is the only one that uses the stream."""
+    """One direction. Only its generator `serve` uses the stream."""
 
     def __init__(self, name: str, stream: Stream, board: Board) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class Lane:
         self._bound = False
 
     def queued(self, urgency: Urgency) -> int:
-        """How many jobs of a class have not been handed to the device whole. With the lock held."""
+        """Number of jobs of a class not yet submitted to the device completely. With the lock held."""
         return len(self._queues[urgency])
 
     def put(self, job: Job) -> None:
@@ -62,11 +62,11 @@ class Lane:
         self._lock.notify()
 
     def close(self) -> None:
-        """Give back what the stream took, once `serve` has returned."""
+        """Release the resources of the stream, once `serve` has returned."""
         self._stream.close()
 
     def serve(self) -> Generator[Gate, None, None]:
-        """Run until the board is closing and nothing is left."""
+        """Run until the board is closing and no job is left."""
         try:
             yield from self._steps()
         except Exception:  # noqa: BLE001 - a fault of ours, or of the clock: jobs must end all the same

@@ -1,4 +1,4 @@
-"""Which pages of which blocks a transfer moves, with every id checked."""
+"""The pages and blocks of a transfer: validation of all ids."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from longshore.transfer.rectangles import chunks_of, keep_valid, lay_out, set_ap
 
 
 class Selection(NamedTuple):
-    """What one transfer moves.
+    """The pages of one transfer.
 
     Attributes:
-        whole: All of it. Bytes arrive item by item, in order.
+        whole: All pages, as one batch. Bytes arrive item by item, in order.
         images: int64, shape `(items,)`: byte offset of each item's image in host memory.
         sections: Group and number of items of each section, in order.
     """
@@ -35,7 +35,7 @@ class Selection(NamedTuple):
         return np.repeat(np.array(groups, dtype=np.int64), items)
 
     def sources(self) -> dict[int, I64]:
-        """For copies inside the device, the blocks that are copied from, by pool."""
+        """For copies inside the device, the source blocks, by pool."""
         pools: dict[int, list[I64]] = {}
         for part in self.whole.parts:
             if part.sources is not None:
@@ -74,16 +74,16 @@ def select(
 
     Args:
         layout: Where pages lie.
-        sections: Device blocks per group; empty ones and groups that are left out are fine.
+        sections: Device blocks per group; sections may be empty, and groups may be missing.
         images: Byte offset in host memory of each item's image, in the order of the sections' chunks.
-        into: The tier that is written, `DEVICE` or `HOST`: what is written must not be named twice.
-        host_address: Where the host memory starts.
+        into: The tier that is written, `DEVICE` or `HOST`; written blocks or images must be distinct.
+        host_address: Address of the host memory.
         host_bytes: Size of the host memory.
-        valid: For each item the sub-blocks that mean something, as a bit mask; other blocks are consumed, and neither
-            read nor written. `None`: all.
+        valid: For each item a bit mask of the blocks with valid bytes; other blocks are consumed, but neither read nor
+            written. `None`: all.
         layers: Half-open range of model layers; `None`: all.
-        tokens: Leading tokens that move of the last block of the last section that has one. `None`, zero or less, or
-            the block size and more mean the whole block, as do pages that cannot be split.
+        tokens: Leading tokens to move of the last block of the last non-empty section. `None`, zero or less, and the
+            block size or more mean the whole block; so do pages that cannot be split.
 
     Raises:
         PlanError: Ids out of range, repeated where written, or not consumed exactly by both sides.
@@ -118,7 +118,7 @@ def select(
 
 
 class PageWidths(NamedTuple):
-    """Which pages of a block move, and how much of each: from reference `first_ref` of the table on."""
+    """Bytes that move of each page of a block, from reference `first_ref` of the table on."""
 
     first_ref: int
     widths: U64
@@ -134,7 +134,7 @@ def check_layers(layout: KVLayout, layers: tuple[int, int] | None) -> None:
 
 
 def check_sections(layout: KVLayout, sections: Sequence[Section]) -> None:
-    """Raise `PlanError` unless each section is of a group of the layout, from some block on."""
+    """Raise `PlanError` unless each section has a valid group and first block."""
     for index, section in enumerate(sections):
         if not 0 <= section.group < len(layout.groups):
             raise PlanError(f"section {index}: group {section.group} does not lie in [0, {len(layout.groups)})")
@@ -154,7 +154,7 @@ def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[in
 def page_widths(
     layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None
 ) -> tuple[PageWidths, PageWidths | None]:
-    """What moves of every block of `group`, and of a partial last one if there is one; arguments as for `select`."""
+    """Bytes that move of every block of `group`, and of a partial last block; arguments as for `select`."""
     table = layout.table(group)
     first, stop = _refs_of(table.layer, layers)
     whole = PageWidths(first, table.page[first:stop])
@@ -284,7 +284,7 @@ def _surely_differ(values: I64, limit: int) -> bool:
 
 
 def repeated(values: I64) -> int | None:
-    """One of those that `values` has more than once."""
+    """A value that occurs more than once in `values`."""
     ordered = values.copy()
     ordered.sort()
     same = ordered[1:] == ordered[:-1]
