@@ -1,10 +1,10 @@
-"""`Runtime`: takes commands, keeps the order that `after` asks for, finds movers, gathers ranks, gives results back.
+"""`Runtime`: passes commands to movers in the order of `after`, collects the ranks' results, applies them to the cache.
 
     cache ──take──► waiting ──(all of `after` ended)──► running ──poll──► cache.apply
                        └── upstream failed, deadline, cancelled ──────────►┘
 
-In-thread: whoever calls makes progress (`control`, `pump`, `wait...`). Threaded: a `BackgroundLoop` pumps as well, so
-that chains go on between an engine's steps. Either way one lock guards the cache, and nobody calls it without.
+Without a thread, calls make progress (`control`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread as
+well, between an engine's steps. One lock guards the cache in both cases.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Running:
 
 @dataclass(slots=True)
 class Guarded:
-    """What guards of device blocks had to do: waits, seconds waited, and blocks that were late after all and parked."""
+    """Counters of block guards: waits, seconds waited, and blocks that were late and parked."""
 
     waits: int = 0
     seconds: float = 0.0
@@ -79,14 +79,14 @@ class Guarded:
 
 @dataclass(slots=True)
 class Asked:
-    """Requests that an engine has looked up, each once, and its lookups: schedulers repeat them for what waits."""
+    """Requests looked up by an engine, each counted once, and lookups, which schedulers repeat for waiting requests."""
 
     requests: int = 0
     attempts: int = 0
 
 
 class Runtime:
-    """The loop around one `TieredCache`. Safe to use from several threads."""
+    """The loop around one `TieredCache`. Thread-safe."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Runtime:
         weighing: Weighing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `weighing`, whatever is found is worth loading."""
+        """Without `weighing`, all chunks found are loaded."""
         self.clock = clock
         self.wakeup = threading.Event()
         self.guarded = Guarded()
@@ -125,9 +125,10 @@ class Runtime:
         self.faults = 0
 
     def fail(self, error: BaseException) -> None:
-        """The control plane has failed: nothing is asked of it any more. What moves is cancelled, and ends unheard.
+        """Disable the control plane after a fault. Transfers in flight are cancelled, and their results are ignored.
 
-        Slots and device blocks of transfers in flight are left alone until their movers have ended. Told once.
+        Slots and device blocks of transfers in flight are not reused until their movers have ended. Logs the first
+        fault only.
         """
         with self._lock:
             if self.fault is None:
@@ -144,7 +145,7 @@ class Runtime:
 
     @contextmanager
     def control(self) -> Iterator[TieredCache]:
-        """The cache, to itself; what it ordered is under way when the block ends."""
+        """Exclusive access to the cache; its commands are submitted when the block ends."""
         with self._lock:
             if self._closed:
                 raise TierClosedError("the runtime was closed")
@@ -171,18 +172,18 @@ class Runtime:
 
     @contextmanager
     def observe(self) -> Iterator[TieredCache]:
-        """The cache, to look at and not to change: nothing moves because of it, and it works after `close`, too."""
+        """Read access to the cache; submits no commands. Works after `close`, too."""
         with self._lock:
             yield self._cache
 
     def pump(self) -> bool:
-        """Make what progress there is to make, without waiting; says whether anything is in flight."""
+        """Make progress without waiting; returns whether anything is in flight."""
         with self._lock:
             self._pump()
             return self._is_busy
 
     def wait_onboarded(self, hold: Hold, timeout: float) -> Outcome:
-        """Wait until the onboarding of `hold` has ended, at most `timeout` seconds; then what has arrived is it."""
+        """Wait for at most `timeout` seconds until the load of `hold` has ended; returns what arrived by then."""
         self._wait(lambda: self.fault is not None or self._cache.outcome(hold) is not None, timeout)
         with self._lock, self._watched():
             outcome = self._cache.outcome(hold) or self._cache.give_up(hold)
@@ -190,15 +191,15 @@ class Runtime:
         return outcome
 
     def wait_prefetched(self, hold: Hold) -> int:
-        """Wait for the prefetch of `hold`, as its policy says; how many of the held chunks lead in the warmest tier."""
+        """Wait for the prefetch of `hold` by its policy; returns the number of leading chunks in the warmest tier."""
         self._wait(lambda: self.fault is not None or self._cache.prefetched(hold) is not None, math.inf)
         with self._lock, self._watched():
             return self._cache.prefetched(hold) or 0
 
     def worth_loading(self, hold: Hold, context: int) -> int:
-        """How many leading chunks of `hold` to onboard; the rest is computed sooner.
+        """Number of leading chunks of `hold` to load; computing the rest is faster.
 
-        `context` are the tokens before them, which the device has.
+        `context`: number of tokens before them, which are on the device.
         """
         with self._lock, self._watched():
             runs = self._cache.runs(hold)
@@ -207,41 +208,41 @@ class Runtime:
             return self.weighing.worth_loading(context, runs, self.clock())
 
     def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
-        """The engine computed `tokens` of a prompt behind `context` others in a step of so many `seconds`."""
+        """Report that the engine computed `tokens` of a prompt, after `context` others, in a step of `seconds`."""
         with self._lock:
             if self.weighing is not None:
                 self.weighing.saw_prefill(context, tokens, seconds)
 
     def saw_loads(self, route: Route, results: Sequence[TransferResult]) -> None:
-        """The engine has moved bytes by itself."""
+        """Report loads that the engine made by itself."""
         with self._lock:
             if self.weighing is not None:
                 for result in results:
                     self.weighing.saw_load(route, result, self.clock())
 
     def in_flight(self, job: int) -> bool:
-        """Whether `job` has not ended; nothing is, once the runtime is closed."""
+        """Whether `job` is in flight; `False` for all jobs once the runtime is closed."""
         with self._lock:
             return self._is_in_flight(job)
 
     def wait_ended(self, jobs: Sequence[int], timeout: float) -> bool:
-        """Wait until none of `jobs` is in flight, at most `timeout` seconds; says whether that is so."""
+        """Wait for at most `timeout` seconds until none of `jobs` is in flight; returns whether that is so."""
         return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that a restart would lose is safe, and nothing is in flight; says whether that is so."""
+        """Wait until all blocks are stored durably and nothing is in flight; returns whether that is so."""
         with contextlib.suppress(TierClosedError), self._watched():
             return self._wait(lambda: self.fault is not None or self._cache.flush(), timeout) and self.fault is None
         return False
 
     def add(self, mover: Mover) -> None:
-        """From here on `mover` serves its routes."""
+        """Add `mover`, which serves its routes from now on."""
         with self._lock:
             self._movers.append(mover)
             self._by_route.update(dict.fromkeys(mover.routes, mover))
 
     def remove(self, mover: Mover, timeout: float) -> None:
-        """Close `mover`, and serve its routes no more. What has not ended within `timeout` seconds does not arrive."""
+        """Close `mover` and remove its routes. Jobs that have not ended within `timeout` seconds do not arrive."""
 
         def is_idle() -> bool:
             waiting = any(each.transfer.route in mover.routes for each in self._waiting.values())
@@ -257,9 +258,9 @@ class Runtime:
             self._by_route = {route: each for route, each in self._by_route.items() if each is not mover}
 
     def close(self, flush_timeout: float = 30.0) -> bool:
-        """Flush, then close all movers, so that nothing is in flight; says whether all was flushed. Idempotent.
+        """Flush, then close all movers; returns whether everything was flushed. Idempotent.
 
-        The lock is free while this waits, so that whoever else asks is not held up.
+        The lock is free while this waits, so that other threads can proceed.
         """
         flushed = self._closed or self.flush(flush_timeout)
         with self._lock:

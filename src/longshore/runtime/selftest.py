@@ -1,9 +1,9 @@
-"""A block's bytes go down through every tier and come back, on the live layout, before the first request.
+"""Self-test: writes a block to every tier and reads it back, with the real layout, before the first request.
 
     self_test      through all tiers of a stack
-    copy_test      into host memory and back, where the tiers are another process's: a worker of an engine
+    copy_test      into host memory and back, in a worker of an engine whose tiers are in another process
 
-Catches what no unit test can: a driver, a file system or an engine's tensor that is not what it seems.
+Detects errors of drivers, file systems and layouts that unit tests cannot find.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceBlocks(Protocol):
-    """The engine's pool, as far as the test needs it: whole blocks, as bytes."""
+    """The engine's device blocks as bytes."""
 
     def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
 
     def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Set them."""
+        """Write `data`, of the same shape, to `blocks`."""
 
 
 def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, files: bool = True) -> None:
-    """Send one chunk, `blocks` of the device that nobody uses, through all tiers. Raises `SelfTestError`.
+    """Copy one chunk, the unused device `blocks`, through all tiers and back. Raises `SelfTestError`.
 
-    The blocks' former bytes are put back, and the tiers left as they were; no metric counts it, and no event is about
-    it. Where every slab of the file tier holds records, which a test must not cost, only copies into host memory are
-    tested. Without `files` the tiers are in use, and the device is what is new: a chunk goes into host memory and back,
-    in a slot that the cache gives.
+    The blocks' former bytes are restored, and the tiers are unchanged; metrics and events exclude the test. If every
+    slab of the file tier has records, only copies to host memory are tested, so that no record is lost. With `files`
+    false, for a new device under tiers in use, a chunk is copied to a slot of the host tier and back.
     """
     if files and stack.file is not None and not _has_empty_slab(stack, stack.file):
         _log.info("self-test skips the file tier, because every slab of it holds records; host tier tested")
@@ -79,9 +78,9 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, file
 def copy_test(
     engine: TransferEngine, device: DeviceBlocks, section: Section, slot: Slot, timeout: float = 60.0
 ) -> None:
-    """Send one chunk, whose blocks nobody uses, into a host slot that is free, and back. Raises `SelfTestError`.
+    """Copy one chunk of unused blocks to a free host slot and back. Raises `SelfTestError`.
 
-    The blocks' former bytes are put back; what is in the slot means nothing.
+    The blocks' former bytes are restored; the content of the slot is undefined.
     """
     blocks, valid = section.blocks, (1 << len(section.blocks)) - 1
     former = device.read(blocks)

@@ -49,12 +49,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What `open_stack` built. A context manager; `close` flushes first, and is idempotent.
+    """The result of `open_stack`. A context manager; `close` flushes first, and is idempotent.
 
     Attributes:
-        host: The host tier; `None` where blocks go straight to files.
+        host: The host tier; `None` with `file_mode` gds.
         arena: Its memory.
-        foreign: The foreign tiers, as they were opened.
+        foreign: The foreign tiers, in the order of opening.
     """
 
     config: Config
@@ -70,7 +70,7 @@ class Stack:
     foreign: tuple[ForeignTier, ...] = ()
 
     def close(self, flush_timeout: float = 30.0) -> bool:
-        """Write back what a restart would lose, stop, give everything back; says whether all was written."""
+        """Write back, stop, and release all resources; returns whether all blocks were written."""
         if self.loop is not None:
             self.loop.close()
         flushed = self.runtime.close(flush_timeout)
@@ -86,15 +86,15 @@ class Stack:
         return flushed
 
     def unbind(self) -> None:
-        """Let go of the device: copies from and to it have ended, or will not arrive; its tensors can be freed.
+        """Detach the device cache. Its copies have ended or do not arrive, and its tensors can be freed.
 
-        Not where `file_mode` is gds: there the device is half of the tiers.
+        Not with `file_mode` gds, where the staging ring is in device memory.
         """
         self.runtime.remove(self.engine, self.config.write_timeout)
         self.layout.free()
 
     def bind(self, layout: KVLayout, device: Device) -> Stack:
-        """The same tiers under another device cache, after `unbind`; its images must be those of the one before.
+        """Attach the tiers to another device cache with the same image format, after `unbind`.
 
         Raises `ConfigError` if they are not.
         """
@@ -283,7 +283,7 @@ def _open_file(
 
 
 def adopt_found(cache: TieredCache, file: Tier) -> None:
-    """Have `cache` take in what a file tier holds at start; the log says how much, and what belongs to others."""
+    """Have `cache` adopt the records that a file tier recovered at start, and log their number."""
     found, others = file.recover(), file.others()
     adopted = cache.adopt(FILE, found, others)
     _log.info("file tier: recovered %d block images, %d of them reachable", len(found), adopted)
@@ -337,7 +337,7 @@ def _make_cache(
 
 
 def check_size(setting: str, size: int, least: int) -> None:
-    """Raise `ConfigError` where a tier of `size` bytes has no room for the `least` bytes of an image."""
+    """Raise `ConfigError` if `size` bytes are less than the `least` bytes of an image."""
     if size < least:
         raise ConfigError(
             f"{setting} is {format_bytes(size)}, but one block image of this model needs {format_bytes(least)}"

@@ -14,7 +14,7 @@ _PROBES = 1024
 
 
 class TierMover:
-    """Serves host -> `tier` and `tier` -> host, one rank."""
+    """Serves host -> `tier` and `tier` -> host for one rank."""
 
     def __init__(self, tier: Tier, host: HostTier) -> None:
         if tier.image_bytes != host.image_bytes:
@@ -32,7 +32,7 @@ class TierMover:
         return frozenset((self._write, self._read))
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin `transfer`; the tier validates all of it first."""
+        """Begin `transfer`, after the tier has validated all of it."""
         op = Op.WRITE if transfer.route == self._write else Op.READ
         batch = [self._operation(op, item, transfer.generation) for item in transfer.items]
         ticket = self.tier.submit(batch, transfer.deadline)
@@ -55,7 +55,7 @@ class TierMover:
             self.tier.cancel(ticket)
 
     def close(self) -> None:
-        """Close the tier; the last results are still to be polled."""
+        """Close the tier; the last results can still be polled."""
         self.tier.close()
 
     def _operation(self, op: Op, item: Item, generation: int) -> TierOp:
@@ -76,7 +76,7 @@ class TierMover:
 
 
 class ForeignMover(TierMover):
-    """The same for a foreign tier, where the key of an item is its address; and it asks what is there. One rank."""
+    """`TierMover` for a foreign tier, which is addressed by key; also serves probes. One rank."""
 
     tier: ForeignTier
 

@@ -105,8 +105,7 @@ class Arena:
 
     @classmethod
     def attach(cls, source: int | str | Path, nbytes: int, *, system: System | None = None) -> Self:
-        """Map the memory of a shared arena of `nbytes` in another process. Each process registers and closes it
-        separately.
+        """Map a shared arena of `nbytes` in another process, which registers and closes it separately.
 
         `source` is the other arena's `path`, or a file descriptor received over a socket or by inheritance, which the
         caller closes. The creator decided the placement of the memory. Raises `TierError` if the source does not exist,
@@ -174,8 +173,7 @@ class Arena:
                 self._fall_back(Fallback.REGISTRATION, f"bytes [{offset}, {offset + length}) cannot be pinned: {error}")
 
     def in_one_piece(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Whether each `[offset, offset + length)` is within one registered piece, so that a device can copy it
-        directly.
+        """Whether each `[offset, offset + length)` is within one registered piece, for direct copies.
 
         Arguments are integers of any shape, broadcast together; the result is bool, of the broadcast shape.
         """

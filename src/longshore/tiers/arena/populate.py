@@ -1,5 +1,6 @@
-"""Allocates all pages of an arena before its first use, because a copy into an unallocated page runs at a fraction of
-memory speed. Several threads do so, range by range, without the interpreter lock.
+"""Allocates all pages of an arena before its first use, in several threads without the interpreter lock.
+
+A copy into a page that is not allocated runs at a fraction of memory speed.
 """
 
 from __future__ import annotations
