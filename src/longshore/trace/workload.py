@@ -1,4 +1,4 @@
-"""A trace turned into prompts that a model can be asked.
+"""Turns a trace into prompts for a model.
 
     trace     hash ids   |  17   |  23   |  91   |  40 (partial)      512 tokens each
                              |       |       |       |
