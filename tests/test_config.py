@@ -54,7 +54,7 @@ def test_sizes_are_numbers_or_text(text: str | int, size: int) -> None:
         ("load_timeout", 0, "expected a finite number above 0 and at most 86,400"),
         ("load_timeout", float("nan"), "expected a finite number above 0 and at most 86,400"),
         ("prefill_speed", float("inf"), "expected a finite number of at least 0"),
-        ("events_path", "~nobody-of-this-name/events", "a home directory that is known"),
+        ("events_path", "~nobody-of-this-name/events", "expected a path in a known home directory"),
         ("threshold", 1, "expected a whole number of at least 2 and at most 255"),
         ("threshold", 256, "expected a whole number of at least 2 and at most 255"),
         ("priority_floor", 101, "expected a whole number of at least 0 and at most 100"),
@@ -106,8 +106,8 @@ def test_an_unknown_key_that_is_near_to_nothing_gets_all_names() -> None:
 @pytest.mark.parametrize(
     ("half", "words"),
     [
-        ({"file_path": "/kv"}, "file_path is /kv, and file_size is not given: a file tier needs both, *"),
-        ({"file_size": "1GiB"}, "file_size is 1.0 GiB, and file_path is not given: a file tier needs both, *"),
+        ({"file_path": "/kv"}, "file_path is /kv, but file_size is not set: a file tier needs both, *"),
+        ({"file_size": "1GiB"}, "file_size is 1.0 GiB, but file_path is not set: a file tier needs both, *"),
     ],
 )
 def test_a_file_tier_has_a_path_and_a_size(half: dict[str, Any], words: str) -> None:
@@ -151,7 +151,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     [
         ("salt = ", "longshore.toml: Invalid value"),
         (b"salt = '\xff'", "longshore.toml: .*codec can't decode"),
-        ("longshore = 3", "longshore.toml: longshore is a table of settings, got 3"),
+        ("longshore = 3", "longshore.toml: expected longshore to be a table of settings, got 3"),
         ("[longshore]\nmax_write = 3", "'max_write' is not a setting; did you mean 'max_writes'"),
         ("[tool]\nx = 3", "'tool' is not a setting"),
     ],
@@ -215,7 +215,7 @@ def test_a_path_that_is_no_directory_is_refused(tmp_path: Path, below: str) -> N
 
 def test_a_directory_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module.os, "access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match=f"{tmp_path} is not writable"):
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not readable and writable"):
         Config.make(host_size="1MiB", file_path=tmp_path / "new", file_size="1MiB").check_machine()
 
 
@@ -261,7 +261,7 @@ def test_a_file_of_events_needs_a_directory_that_can_be_written(
         Config.make(host_size="1MiB", events_path=tmp_path / "nowhere" / "events").check_machine()
     Config.make(host_size="1MiB", events_path=tmp_path / "events").check_machine()
     monkeypatch.setattr(module.os, "access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match=f"but {tmp_path} is not writable"):
+    with pytest.raises(ConfigError, match=f"but {tmp_path} is not readable and writable"):
         Config.make(host_size="1MiB", events_path=tmp_path / "events").check_machine()
 
 

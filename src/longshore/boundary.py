@@ -1,8 +1,8 @@
-"""What crosses between the control plane and the data plane: plain, frozen, picklable data.
+"""Types exchanged between the control plane and the data plane: plain, frozen, picklable data.
 
     control plane (longshore.cache)              data plane (longshore.transfer, longshore.tiers)
 
-        take()   ── Transfer, Probe, Cancel, Forget, Discard ──►   movers move bytes and report
+        take()   ── Transfer, Probe, Cancel, Forget, Discard ──►   movers move bytes and report;
         apply()  ◄── TransferResult, ProbeResult ───────  they decide nothing
 
 Both planes import this module; it imports neither, and no torch.
@@ -23,11 +23,11 @@ HOST = "host"
 FILE = "file"
 
 Key = bytes
-"""A chunk's content hash: 32 bytes, chained over its prefix, rooted in a scope (`longshore.keys`)."""
+"""Hash of a chunk's tokens: 32 bytes, chained over its prefix, starting from a scope (`longshore.keys`)."""
 
 
 class Slot(NamedTuple):
-    """The place of one block image in an owned tier.
+    """The position of one block image in a tier that Longshore owns.
 
     `pool` is the physical pool inside the tier (one per image size), `index` the slot within it.
     """
@@ -38,7 +38,7 @@ class Slot(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A pair of tiers that one mover serves."""
+    """A pair of tiers; one mover serves it."""
 
     source: str
     destination: str
@@ -50,12 +50,12 @@ class Route(NamedTuple):
 class Item(NamedTuple):
     """One chunk of a transfer.
 
-    A side that is `None` is the device: its blocks stand in `Transfer.sections`, in item order. Or it is a foreign
-    tier, where `key` is the address. A copy inside the device has one item for each block; `source` is the slot to copy
+    A side that is `None` is the device, whose blocks are in `Transfer.sections`, in item order, or a foreign tier,
+    where `key` is the address. A copy inside the device has one item for each block; `source` is the slot to copy
     from, and `destination` `None`.
     `parent` is the key of the chunk before this one (`None` for the first of its path), which tiers that
-    outlive the process store beside the image. `valid` is a bit mask of the chunk's sub-blocks whose bytes
-    mean something; bit 0 is the first block.
+    outlive the process store with the image. `valid` is a bit mask of the chunk's blocks with valid bytes;
+    bit 0 is the first block.
     """
 
     key: Key
@@ -85,7 +85,7 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Addresses(Sequence[Slot]):
-    """The same slots as a sequence, of which each is made when it is read."""
+    """The same slots as a sequence; each `Slot` is created when it is read."""
 
     of: Slots
 
@@ -113,10 +113,10 @@ class Addresses(Sequence[Slot]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items(Sequence[Item]):
-    """Items of one transfer, kept as columns; each `Item` is made when it is read.
+    """Items of one transfer, kept as columns; each `Item` is created when it is read.
 
-    A transfer may have thousands: as objects of their own they would cost whoever orders it a run of the garbage
-    collector. `valid` holds for each. Equal to any sequence of equal items.
+    A transfer may have thousands of items; as separate objects they would trigger garbage collection. `valid` applies
+    to each item. Equal to any sequence of equal items.
     """
 
     keys: tuple[Key, ...]
@@ -165,7 +165,7 @@ class Section(NamedTuple):
 
 
 class Urgency(enum.IntEnum):
-    """Class of a transfer; a lower number may overtake a higher one."""
+    """Class of a transfer; a lower number has precedence."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -179,10 +179,10 @@ class Transfer:
     Attributes:
         job: Identity, unique in the life of one control plane.
         layers: Half-open range of model layers to move; `None` moves all.
-        by_layer: Move layer after layer, so that compute may begin before all have arrived. Items then arrive together,
+        by_layer: Copy layer by layer, so that compute may begin before all layers have arrived. Items complete together
             at the end.
         tokens: Leading tokens of the *last* device block to move; `None` moves whole blocks.
-        deadline: Clock reading (seconds) after which what has not begun is not worth beginning.
+        deadline: Clock reading in seconds; items that have not begun by then end as `Status.DEADLINE`.
         generation: The reset generation in which the transfer was ordered.
         ranks: How many ranks must report before the job has ended.
     """
@@ -203,21 +203,21 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for `job` any more: what has not begun need not begin. It still ends with a result."""
+    """Cancel `job`: items that have not begun need not begin. The job still ends with a result."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A reset: tiers that outlive the process must never serve what was written before `generation`."""
+    """A reset: tiers that outlive the process must not serve records from before `generation`."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Nobody wants what `slots` of `tier`, which outlives the process, hold: it is not to be found there again."""
+    """Discard the records in `slots` of `tier`, which outlives the process: they must not be recovered."""
 
     tier: str
     slots: tuple[int, ...]
@@ -225,9 +225,9 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask the foreign tier `tier` which of `keys` it has, written in `generation`, and give the answer by `deadline`.
+    """Ask the foreign tier `tier` which of `keys`, written in `generation`, it has; the answer is due by `deadline`.
 
-    It ends with exactly one `ProbeResult` from each rank, which answers for its own part of the images.
+    It ends with exactly one `ProbeResult` from each rank, for the rank's own part of the images.
     """
 
     probe: int
@@ -242,24 +242,24 @@ Command = Transfer | Probe | Cancel | Forget | Discard
 
 
 class Status(enum.Enum):
-    """How one item of a transfer ended. Closed: there is no "other"."""
+    """How one item of a transfer ended. A closed enumeration."""
 
     OK = "ok"
-    CORRUPT = "corrupt"  # the bytes are not those that were written
-    MISMATCH = "mismatch"  # a whole record, but of another key, scope or generation
+    CORRUPT = "corrupt"  # the checksum does not match
+    MISMATCH = "mismatch"  # a valid record of another key, scope or generation
     SHORT = "short"  # fewer bytes than the image has
-    IO_ERROR = "io_error"  # the operating system or the device said no
+    IO_ERROR = "io_error"  # the operating system or the device reported an error
     NO_SPACE = "no_space"  # the medium is full
-    DEADLINE = "deadline"  # not begun, or not done, in time
-    CANCELLED = "cancelled"  # the requester went away first
-    TIER_OFF = "tier_off"  # the tier was closed or turned off
-    AWAY = "away"  # the process that moves the bytes died; what it was to move is as good as before
-    LAPSED = "lapsed"  # a foreign tier has it no longer, or never had
-    QUEUE_FULL = "queue_full"  # a bounded queue had no room: nothing was begun
+    DEADLINE = "deadline"  # not begun or not completed in time
+    CANCELLED = "cancelled"  # cancelled by the requester
+    TIER_OFF = "tier_off"  # the tier is closed or disabled
+    AWAY = "away"  # the process that moves the bytes is not running; the source is still valid
+    LAPSED = "lapsed"  # a foreign tier does not have the chunk
+    QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property
     def condemns_source(self) -> bool:
-        """Whether a reader that got this must never read the same source again."""
+        """Whether the source of a read with this status must not be read again."""
         return self in _CONDEMNING
 
 
@@ -272,9 +272,9 @@ class TransferResult:
 
     Attributes:
         statuses: One per item, in item order.
-        bytes: Bytes that arrived (items that are `Status.OK`).
-        seconds: Time spent moving; the device's clock where it has one.
-        queued_seconds: Time between submission and the first byte.
+        bytes: Bytes of the items that are `Status.OK`.
+        seconds: Seconds spent moving, by the device's clock where it has one.
+        queued_seconds: Seconds between submission and the first byte.
     """
 
     job: int
@@ -287,7 +287,7 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Which keys of a probe are there on one rank, in order; unless `status` is `OK` nothing is known, nor is any."""
+    """Which keys of a probe one rank has, in order; valid only if `status` is `OK`."""
 
     probe: int
     present: tuple[bool, ...]
@@ -307,13 +307,13 @@ def leading_ok(statuses: Sequence[Status]) -> int:
 
 
 class Mover(Protocol):
-    """What serves routes: the transfer engine at the device's edge, a tier below it.
+    """Serves routes: the transfer engine at the device, tiers below it.
 
     `submit` validates the whole transfer before it starts any of it and raises `PlanError` or `TierError` with nothing
-    changed; afterwards exactly one `TransferResult` per rank comes out of `poll`, whatever happens. Items not begun
+    changed; afterwards `poll` returns exactly one `TransferResult` per rank, whatever happens. Items not begun
     by the transfer's deadline end as `Status.DEADLINE`, those cancelled before they began as `Status.CANCELLED`.
-    `after` is not the mover's business: the runtime submits a transfer only when those jobs have ended.
-    Nothing blocks except `close`, which waits for what has begun and is idempotent.
+    Movers ignore `after`: the runtime submits a transfer only when those jobs have ended.
+    Only `close` blocks: it waits for items that have begun, and is idempotent.
     """
 
     @property
@@ -327,14 +327,14 @@ class Mover(Protocol):
         """Results that arrived since the last call, without waiting."""
 
     def cancel(self, job: int) -> None:
-        """What has not begun of `job` need not begin; an unknown or ended job is ignored."""
+        """Items of `job` that have not begun need not begin; an unknown or ended job is ignored."""
 
     def close(self) -> None:
-        """Wait for what has begun, end the rest as `Status.TIER_OFF`, give back every resource."""
+        """Wait for items that have begun, end the rest as `Status.TIER_OFF`, release every resource."""
 
 
 class Prober(Protocol):
-    """What asks one foreign tier, on one rank. Nothing blocks; an answer that never comes is the runtime's business."""
+    """Asks one foreign tier, on one rank. Nothing blocks; the runtime handles answers that never come."""
 
     @property
     def asks(self) -> str:

@@ -1,12 +1,12 @@
-"""Checksums of images. A record names its own: one that a processor is fast at, or one that a GPU is.
+"""Checksums of images: one that is fast on a CPU, and one that is fast on a GPU. Each record names its algorithm.
 
     xxh3_64   of images that pass through host memory
     mix64     of images that go from a device's memory to the file and back: every 8 bytes are mixed with their place,
               and added up in any order, so that thousands of threads can share the work
 
-Both change with any single bit. Exact in docs/file-format.md. Sources: xxHash by Yann Collet; the mixing step is of the
-kind that Bret Mulvey and Christopher Wellons have described (shift, exclusive or, multiply by an odd number), which
-loses nothing: different words in one place never mix to the same.
+Both change with any single bit. docs/file-format.md is the specification. Sources: xxHash by Yann Collet; the mixing
+step follows Bret Mulvey and Christopher Wellons (shift, exclusive or, multiply by an odd number). It is a bijection:
+different words in one position never mix to the same value.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PLACES: npt.NDArray[np.uint64] = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * 
 
 
 def checksum(algorithm: int, data: memoryview) -> int:
-    """Of `data` by one of `ALGORITHMS`; lets other threads run meanwhile."""
+    """Checksum of `data` by one of `ALGORITHMS`. Releases the interpreter lock."""
     return mix64(data) if algorithm == MIX64 else digest(data)
 
 
 def digest(data: bytes | memoryview) -> int:
-    """xxh3_64 of `data`; lets other threads run meanwhile, where it takes long enough for them to begin."""
+    """xxh3_64 of `data`. Releases the interpreter lock for data of some size."""
     if len(data) <= _SHORT:
         return int(xxhash.xxh3_64_intdigest(data))
     state = xxhash.xxh3_64()
@@ -66,7 +66,7 @@ def mix64(data: bytes | memoryview) -> int:
 
 
 def finish(total: int, length: int) -> int:
-    """The checksum of `length` bytes whose mixed words add up to `total`, modulo 2**64."""
+    """The checksum of `length` bytes whose mixed words have the sum `total`, modulo 2**64."""
     return _mix((total ^ length) & _MASK)
 
 

@@ -43,55 +43,72 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     host_size: ByteSize = Field(ByteSize(4 << 30), gt=0, description="bytes of host memory for block images")
-    host_numa: int | Literal["auto", "off"] = Field("auto", description="NUMA node of host memory: auto, the device's")
-    host_huge_pages: bool = Field(True, description="use huge pages for host memory where they can be had")
+    host_numa: int | Literal["auto", "off"] = Field(
+        "auto", description="NUMA node of host memory: a number, auto (the device's node) or off"
+    )
+    host_huge_pages: bool = Field(True, description="use huge pages for host memory where available")
     host_shared: bool = Field(False, description="let other processes attach to the host memory")
-    file_path: Path | None = Field(None, description="directory of the file tier; without one there is none")
+    file_path: Path | None = Field(None, description="directory of the file tier; unset: no file tier")
     file_size: ByteSize = Field(ByteSize(0), ge=0, description="bytes on disk for the file tier")
     file_mode: Literal["posix", "gds"] = Field(
-        "posix", description="how bytes reach the file tier: posix, by host memory; gds, straight from the device"
+        "posix", description="I/O path of the file tier: posix, through host memory; gds, directly from the device"
     )
     file_daily_writes: ByteSize = Field(
-        ByteSize(0), ge=0, description="bytes that may be written to the file tier in a day; 0 for no limit"
+        ByteSize(0), ge=0, description="bytes that may be written to the file tier per day; 0: no limit"
     )
     eviction: Literal["gittins", "arc", "lru"] = Field("gittins", description="eviction policy of every tier")
-    offload: WritePolicy = Field(WritePolicy.THROUGH, description="when blocks go from the device to the host tier")
-    backup: WritePolicy = Field(WritePolicy.BACK, description="when blocks go from the host tier to the file tier")
-    threshold: int = Field(2, ge=2, le=255, description="uses from which on a selective write policy copies a block")
-    prompt_only: bool = Field(False, description="leave blocks behind the prompt out of offloads")
-    priority_floor: int = Field(0, ge=0, le=HIGHEST_PRIORITY, description="least priority of blocks that are offloaded")
+    offload: WritePolicy = Field(
+        WritePolicy.THROUGH, description="when blocks are copied from the device to the host tier"
+    )
+    backup: WritePolicy = Field(
+        WritePolicy.BACK, description="when blocks are copied from the host tier to the file tier"
+    )
+    threshold: int = Field(
+        2, ge=2, le=255, description="number of uses at which a selective write policy copies a block"
+    )
+    prompt_only: bool = Field(False, description="offload blocks of prompts only, not of answers")
+    priority_floor: int = Field(
+        0, ge=0, le=HIGHEST_PRIORITY, description="lowest priority at which blocks are offloaded"
+    )
     request_hints: RequestHints = Field(
-        RequestHints(), description="hints of requests that have none: store, load, retention (see `longshore.hints`)"
+        RequestHints(),
+        description="hints for requests without their own: store, load, retention (see `longshore.hints`)",
     )
     prefetch: PrefetchPolicy = Field(
-        PrefetchPolicy.BEST_EFFORT, description="how long a request waits for its prefetch, in engines that prefetch"
+        PrefetchPolicy.BEST_EFFORT, description="how a request waits for its prefetch, in engines that prefetch"
     )
-    prefetch_timeout: float = Field(1.0, gt=0, le=86_400, description="seconds of that, where the policy is timeout")
+    prefetch_timeout: float = Field(
+        1.0, gt=0, le=86_400, description="seconds to wait for a prefetch under the policy timeout"
+    )
     blocks_per_chunk: int = Field(1, ge=1, le=4096, description="device blocks in one block image")
     load_timeout: float = Field(
-        10.0, gt=0, le=86_400, description="seconds after which a load is given up, and recomputed"
+        10.0, gt=0, le=86_400, description="seconds after which a load is abandoned and its blocks are recomputed"
     )
     write_timeout: float = Field(
-        60.0, gt=0, le=86_400, description="seconds after which a write that has not begun is dropped"
+        60.0, gt=0, le=86_400, description="seconds after which a write that has not started is dropped"
     )
-    gate: bool = Field(True, description="compute what would take longer to read from a file; off: load what is found")
+    gate: bool = Field(
+        True, description="recompute blocks when that is faster than reading them from a file; off: always load"
+    )
     prefill_speed: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="prompt tokens computed a second, for the gate; 0: as measured"
+        0.0, ge=0, allow_inf_nan=False, description="prompt tokens computed per second, for the gate; 0: measured"
     )
     max_writes: int = Field(1024, ge=1, description="chunks in flight per write route")
     file_threads: int = Field(
-        16, ge=1, le=256, description="threads of the file tier, with gds or where there is no asynchronous I/O"
+        16, ge=1, le=256, description="threads of the file tier, with gds or without asynchronous I/O"
     )
-    background: bool = Field(True, description="move blocks between the engine's steps, in a thread")
+    background: bool = Field(True, description="move blocks in a thread, also between the engine's steps")
     fixed_weights: bool = Field(
         False,
-        description="a reset never means other weights: what is stored after one may be served after a restart; under "
-        "transformers weights and code are looked at once",
+        description="resets never mean changed weights: blocks stored after a reset may be served after a restart; "
+        "under transformers, weights and code are hashed only once",
     )
-    salt: str = Field("", description="part of every key: tenants with different salts never share blocks")
-    events_path: Path | None = Field(None, description="file of events for `longshore explain`; without one, none")
-    events_size: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, in two files")
-    calibration: Path | None = Field(None, description="calibration of a CUDA device; without one, the user's own")
+    salt: str = Field("", description="part of every key; tenants with different salts never share blocks")
+    events_path: Path | None = Field(None, description="event file for `longshore explain`; unset: no events")
+    events_size: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, over two files")
+    calibration: Path | None = Field(
+        None, description="calibration file of a CUDA device; unset: one in the user's cache directory"
+    )
 
     @field_validator("host_size", "file_size", "file_daily_writes", "events_size", mode="before")
     @classmethod
@@ -119,7 +136,7 @@ class Config(BaseModel):
             return text
         if text.isascii() and text.isdecimal():
             return int(text)
-        raise ValueError("'auto', 'off', or the number of a NUMA node")
+        raise ValueError("expected 'auto', 'off', or the number of a NUMA node")
 
     @field_validator("file_path", "events_path", "calibration")
     @classmethod
@@ -127,7 +144,7 @@ class Config(BaseModel):
         try:
             return None if value is None else value.expanduser()
         except RuntimeError as error:
-            raise ValueError("a home directory that is known") from error
+            raise ValueError("expected a path in a known home directory") from error
 
     @model_validator(mode="after")
     def _file_tier_is_whole(self) -> Self:
@@ -135,12 +152,12 @@ class Config(BaseModel):
             given, missing = f"file_path is {self.file_path}", "file_size"
             if self.file_path is None:
                 given, missing = f"file_size is {format_bytes(self.file_size)}", "file_path"
-            raise ValueError(f"{given}, and {missing} is not given: a file tier needs both, give {missing} as well")
+            raise ValueError(f"{given}, but {missing} is not set: a file tier needs both, set {missing} as well")
         if self.file_mode == "gds" and self.file_path is None:
             raise ValueError("file_mode gds needs a file_path and a file_size")
         if self.file_mode == "gds" and "host_size" in self.model_fields_set:
             raise ValueError(
-                "file_mode gds has no host tier: leave host_size out, or have host memory in front with file_mode posix"
+                "file_mode gds has no host tier: remove host_size, or use file_mode posix to have a host tier"
             )
         return self
 
@@ -158,9 +175,9 @@ class Config(BaseModel):
         return cls.make(**{**read_toml(path), **overrides})
 
     def check_machine(self) -> None:
-        """Raise `ConfigError` if the machine cannot give what is asked for, with the figure that was found.
+        """Raise `ConfigError`, with the available amount, if the machine does not have the resources configured.
 
-        Not for host memory where `file_mode` is gds, which needs none: `check_host` does that.
+        Does not check host memory if `file_mode` is gds, which needs none; see `check_host`.
         """
         if self.file_mode != "gds":
             self.check_host()
@@ -170,7 +187,7 @@ class Config(BaseModel):
             _check_writable("events_path", self.events_path, self.events_path.absolute().parent)
 
     def check_host(self) -> None:
-        """The same for the host tier alone."""
+        """As `check_machine`, for the host tier only."""
         available = available_memory()
         if self.host_size > available:
             raise ConfigError(
@@ -184,7 +201,7 @@ class Config(BaseModel):
         try:
             existing = next(p for p in (path, *path.absolute().parents) if p.exists())
         except OSError as error:  # a name that is too long, for instance
-            raise ConfigError(f"file_path is {path}, which cannot be used: {error.strerror}") from error
+            raise ConfigError(f"file_path is {path}, which cannot be accessed: {error.strerror}") from error
         _check_writable("file_path", path, existing)
         ours = sum(f.stat().st_blocks * 512 for f in path.iterdir() if f.is_file()) if path.is_dir() else 0
         free = shutil.disk_usage(existing).free + ours
@@ -198,23 +215,23 @@ def _check_writable(setting: str, path: Path, directory: Path) -> None:
     if not directory.is_dir():
         raise ConfigError(f"{setting} is {path}, but {directory} is not a directory")
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting} is {path}, but {directory} is not writable, or not readable")
+        raise ConfigError(f"{setting} is {path}, but {directory} is not readable and writable for this user")
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The settings in a TOML file, not yet checked; raises `ConfigError` if it is none."""
+    """The unchecked settings in a TOML file; raises `ConfigError` if it is not valid TOML."""
     try:
         table = tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     settings = table.get("longshore", table)
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: longshore is a table of settings, got {settings!r}")
+        raise ConfigError(f"{path}: expected longshore to be a table of settings, got {settings!r}")
     return settings
 
 
 def parse_size(value: object) -> int:
-    """Bytes of a size, at most 1 EiB: a whole number, or text such as `64GiB`. Raises `ValueError`, which says so."""
+    """Bytes of a size, at most 1 EiB: a whole number, or text such as `64GiB`. Raises `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(_SIZE)
     try:
@@ -233,7 +250,7 @@ def parse_size(value: object) -> int:
 def available_memory() -> int:
     """Bytes of memory that a new mapping can get without swapping: `MemAvailable`, or the cgroup's limit if lower.
 
-    What a cgroup uses includes its page cache; the inactive part of that makes way when memory is asked for.
+    Memory used by a cgroup includes its page cache; the inactive part of that can be reclaimed and is not counted.
     """
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024

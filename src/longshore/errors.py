@@ -2,35 +2,35 @@
 
     LongshoreError
     ├── ConfigError          a setting is unknown or impossible (also a ValueError)
-    ├── LayoutError          tensors or sizes that cannot be placed
+    ├── LayoutError          tensors or sizes without a valid layout
     │   └── FreedLayoutError a plan against device memory that was freed
     ├── PlanError            ids out of range, or not consumed exactly
-    ├── DeviceError          a device's own call failed, or there is no such device
-    ├── QueueFullError       a bounded queue has no room; nothing was begun
-    ├── TokenError           tokens that no key can be made of
-    ├── CacheError           a caller broke the control plane's contract
-    │   ├── CapacityError    more was asked for than can be had; nothing has changed
-    │   ├── LeaseError        an unknown or already released hold
-    │   ├── IntegrityError   the cache's own books disagree: a fault of Longshore
-    │   │   └── StateError   an edge that the state table does not have
+    ├── DeviceError          a call of a device failed, or the device does not exist
+    ├── QueueFullError       a bounded queue is full; nothing was started
+    ├── TokenError           invalid token ids
+    ├── CacheError           a caller violated the control plane's contract
+    │   ├── CapacityError    more slots requested than available; nothing has changed
+    │   ├── LeaseError       an unknown or already released lease
+    │   ├── IntegrityError   the cache's data structures disagree: a bug in Longshore
+    │   │   └── StateError   a transition that the state table does not have
     │   └── JobError         a result for an unknown job, or a second one from the same rank
     ├── TierError            a tier cannot be opened or used
     │   ├── TierClosedError  used after close
-    │   ├── TierInUseError   the directory belongs to a live process
-    │   ├── RegistrationError memory that a device does not take, or not let go of
-    │   └── FormatError      bytes that are not ours, or of another version
+    │   ├── TierInUseError   the directory is in use by a live process
+    │   ├── RegistrationError host memory could not be registered or unregistered
+    │   └── FormatError      bytes that are not in Longshore's format, or of another version
     ├── TraceError           a trace that cannot be read; names the line
-    ├── ReportError          a report that cannot be made
-    ├── BenchError           a benchmark that cannot be run, or whose figures would mislead
-    ├── SelfTestError        bytes did not survive the round trip at start
-    ├── HintError            a request says of itself what cannot be (also a ValueError)
+    ├── ReportError          a report that cannot be written
+    ├── BenchError           a benchmark that cannot be run, or would give misleading figures
+    ├── SelfTestError        the test block differed after its round trip at start
+    ├── HintError            a request has invalid hints (also a ValueError)
     └── EngineError          an engine, or a model in it, that Longshore cannot serve
-        └── ContractError    the engine's internals moved
+        └── ContractError    the engine's internals have changed
 
-What happens to the *bytes* of one chunk in flight (a short read, a corrupt record, a deadline) is no
-exception: it is a `longshore.boundary.Status` in a result, and ends as a counted miss.
+A failure of one chunk in flight (a short read, a corrupt record, a deadline) is not an exception. It is a
+`longshore.boundary.Status` in a result, and is counted as a miss.
 
-Messages say what was expected and what came.
+Messages say what was expected and what was given.
 """
 
 
@@ -43,47 +43,47 @@ class ConfigError(LongshoreError, ValueError):
 
 
 class HintError(LongshoreError, ValueError):
-    """What a request says of itself is unknown or impossible; names the field, the value and what is allowed."""
+    """A hint of a request is unknown or invalid; names the field, the value and what is allowed."""
 
 
 class LayoutError(LongshoreError, ValueError):
-    """Tensors or sizes that no layout can be made of."""
+    """Tensors or sizes without a valid layout."""
 
 
 class FreedLayoutError(LayoutError):
-    """Device memory that this layout described has been freed."""
+    """The device memory of this layout has been freed."""
 
 
 class PlanError(LongshoreError, ValueError):
-    """Block or slot ids out of range, or ids that a transfer would not consume exactly."""
+    """Block or slot ids that are out of range, or do not match the items of a transfer."""
 
 
 class DeviceError(LongshoreError):
-    """A device refused a call, or there is none; names the call and the device's own error."""
+    """A call of a device failed, or the device does not exist; names the call and the device's error."""
 
 
 class QueueFullError(LongshoreError):
-    """A bounded queue has no room for one more job. Nothing was begun; the same may be given again later."""
+    """A bounded queue has no room for another job. Nothing was started; the caller may retry later."""
 
 
 class TokenError(LongshoreError, ValueError):
-    """Token ids that no key can be made of."""
+    """Invalid token ids."""
 
 
 class CacheError(LongshoreError):
-    """A caller broke the contract of the control plane. Nothing has changed."""
+    """A caller violated the contract of the control plane. Nothing has changed."""
 
 
 class CapacityError(CacheError):
-    """More slots were asked for than can be had. Nothing has changed."""
+    """More slots were requested than are available. Nothing has changed."""
 
 
 class LeaseError(CacheError):
-    """A hold that is unknown, was released before, or cannot serve this call."""
+    """A lease that is unknown, was released before, or cannot serve this call."""
 
 
 class IntegrityError(CacheError):
-    """The cache's own books disagree: a fault of Longshore, not of the caller. The cache must not be used further."""
+    """The cache's data structures disagree: a bug in Longshore. The cache must not be used further."""
 
 
 class JobError(CacheError):
@@ -91,7 +91,7 @@ class JobError(CacheError):
 
 
 class StateError(IntegrityError):
-    """A change of state that the table of legal edges does not have."""
+    """A state transition that the table of legal transitions does not have."""
 
 
 class TierError(LongshoreError):
@@ -107,32 +107,32 @@ class TierInUseError(TierError):
 
 
 class RegistrationError(TierError):
-    """Host memory that a device does not take, or does not let go of; says which call failed, and how."""
+    """Host memory could not be registered with a device, or unregistered; names the call and its error."""
 
 
 class FormatError(TierError):
-    """Bytes on disk that are not Longshore's, or are of another version."""
+    """Bytes on disk that are not in Longshore's format, or are of another version."""
 
 
 class TraceError(LongshoreError, ValueError):
-    """A trace that cannot be read; names the file, the line, what was expected and what came."""
+    """A trace that cannot be read; names the file, the line, what was expected and what was found."""
 
 
 class ReportError(LongshoreError):
-    """A report that cannot be made; says what is missing or does not fit."""
+    """A report that cannot be written; says what is missing or invalid."""
 
 
 class BenchError(LongshoreError):
-    """A benchmark that cannot be run, or whose figures would not mean what they say."""
+    """A benchmark that cannot be run, or would give misleading figures."""
 
 
 class SelfTestError(LongshoreError):
-    """A block did not come back from the tiers as it went in."""
+    """The self-test's block was not stored, or differed when it was read back."""
 
 
 class EngineError(LongshoreError):
-    """An engine or a model that Longshore cannot serve; says why."""
+    """An engine or a model that Longshore does not support; says why."""
 
 
 class ContractError(EngineError):
-    """The engine's internals that an adapter relies on have moved; says which."""
+    """Engine internals that an adapter relies on have changed; names them."""

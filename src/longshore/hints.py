@@ -1,11 +1,11 @@
-"""What a request says of its own blocks: whether they are stored, how long they are worth keeping, what may be read.
+"""Hints of a request: whether its blocks are stored, their priority, and the tiers to load from.
 
-    {"store": false}                                              nothing of it is stored
-    {"load": ["host"]}                                            files are not read for it; [] reads nothing
+    {"store": false}                                              its blocks are not stored
+    {"load": ["host"]}                                            loads from host memory only; [] loads nothing
     {"retention": [{"end": 4096, "priority": 90, "seconds": 600}, {"start": 4096, "priority": 10}]}
 
-Priorities lie in [0, 100], 35 where nothing is said. The lowest is evicted first, whatever its age. When its `seconds`
-are over, a block has 35 again. After the retention settings of TensorRT-LLM.
+Priorities are in [0, 100]; the default is 35. Blocks with the lowest priority are evicted first, whatever their age.
+After `seconds`, the priority of a block is 35 again. Modelled on the retention settings of TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class TokenRange(BaseModel):
-    """Tokens `[start, end)` of a request, the answer included, and what they are worth; `end` `None` is all behind."""
+    """Priority of the tokens `[start, end)` of a request, answer included; `end` `None` is the end of the request."""
 
     model_config = _STRICT
 
@@ -36,7 +36,7 @@ class TokenRange(BaseModel):
     @model_validator(mode="after")
     def _has_tokens(self) -> Self:
         if self.end is not None and self.end <= self.start:
-            raise ValueError(f"end behind start, got {self.start} and {self.end}")
+            raise ValueError(f"expected start before end, got {self.start} and {self.end}")
         return self
 
 
@@ -45,8 +45,8 @@ class RequestHints(BaseModel):
 
     Attributes:
         store: Whether its blocks are stored.
-        load: Tiers that may be read for it; blocks come by way of host memory, so `file` is named beside `host` alone.
-        retention: Of ranges that overlap the one with the highest priority counts.
+        load: Tiers to load from. Loads go through host memory, so `file` requires `host`.
+        retention: Priorities of token ranges; where ranges overlap, the highest applies.
     """
 
     model_config = _STRICT
@@ -58,12 +58,12 @@ class RequestHints(BaseModel):
     @model_validator(mode="after")
     def _loads_by_host_memory(self) -> Self:
         if FILE in self.load and HOST not in self.load:
-            raise ValueError("load names host where it names file: blocks are read by way of host memory")
+            raise ValueError("load must name host if it names file: blocks of files are loaded through host memory")
         return self
 
     @classmethod
     def parse(cls, said: Mapping[str, Any] | str) -> RequestHints:
-        """Hints as a JSON object, or its text. Raises `HintError`, which names the field, its value and what may be."""
+        """Hints from a JSON object or its text. Raises `HintError`, which names field, value and what is allowed."""
         try:
             found = json.loads(said) if isinstance(said, str) else said
         except ValueError:
@@ -76,7 +76,7 @@ class RequestHints(BaseModel):
             raise HintError(f"request hints: {_problems(error)}") from None
 
     def chunks(self, chunk_tokens: int, first: int = 0) -> tuple[Retention, ...]:
-        """The retention of chunks of so many tokens, counted from the chunk `first` of the request on."""
+        """The retention in chunks of `chunk_tokens` tokens, counted from chunk `first` of the request."""
         ranges = (
             Retention.of_tokens(each.start, each.end, each.priority, each.seconds, chunk_tokens=chunk_tokens)
             for each in self.retention

@@ -1,4 +1,4 @@
-"""Keys: what a chunk's bytes are called, in every tier and every process.
+"""Keys of chunks: the same in every tier and every process.
 
     key[0] = SHA-256(root   || tokens of chunk 0)
     key[i] = SHA-256(key[i-1] || tokens of chunk i)          tokens packed as little-endian uint32
@@ -7,11 +7,11 @@ A chunk that holds a part of a multimodal item (its tokens are placeholders, the
 
     "longshore items 1" NUL, then for each item: offset, start and end (int64, little-endian), 32 bytes of its hash
 
-where `offset` is where the chunk's first token lies in the item, negative if the item begins later, and `start` and
-`end` say which of the chunk's tokens the item has. Text-only chunks have the keys that they always had.
+where `offset` is the position of the chunk's first token in the item, negative if the item begins later, and `start`
+and `end` are the range of the chunk's tokens that belong to the item. Chunks without items have no suffix.
 
-`root` is the digest of a `Scope`: everything that must be equal for the bytes to mean the same. Two chains meet only
-if all their tokens so far, and their scopes, are equal. This is a persistent format: tests hold golden vectors.
+`root` is the digest of a `Scope`: everything that must be equal for stored bytes to be valid. Two keys are equal only
+if all tokens up to them, and their scopes, are equal. The format is persistent; tests have golden vectors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ITEMS = b"longshore items 1\0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What must be equal for the bytes under equal tokens to be equal.
+    """Everything that must be equal for equal tokens to have equal bytes.
 
     Attributes:
         model: Digest of the effective model configuration.
@@ -53,8 +53,8 @@ class Scope:
         ranks: How many ranks share one block image.
         attention: The implementation that computed the bytes (numerics differ between them).
         lora: Adapter identity, empty without one.
-        salt: Set by tenants who must not share.
-        hash_algorithm: How tokens became keys.
+        salt: Separates tenants that must not share blocks.
+        hash_algorithm: Algorithm that turns tokens into keys.
     """
 
     model: str
@@ -83,9 +83,9 @@ class Scope:
 
 
 class MediaItem(NamedTuple):
-    """An image or another item whose content stands behind the placeholder tokens `[start, end)` of a sequence.
+    """An image or another item behind the placeholder tokens `[start, end)` of a sequence.
 
-    `digest` are bytes that name its content: equal for equal content only. They may have any length but zero.
+    `digest` identifies its content: equal for equal content only, of any length above zero.
     """
 
     start: int
@@ -94,32 +94,32 @@ class MediaItem(NamedTuple):
 
 
 def items_in(items: Sequence[MediaItem], begin: int, end: int) -> list[MediaItem]:
-    """The `items`, which are in order, that have a token in `[begin, end)`: begin before `end`, end after `begin`."""
+    """Those of the ordered `items` that have a token in `[begin, end)`."""
     first = bisect_right(items, begin, key=lambda item: item.end)
     last = bisect_left(items, end, key=lambda item: item.start)
     return list(items[first:last])
 
 
 class KeyChain:
-    """Keys of one growing sequence of tokens; only whole chunks have a key.
+    """Keys of a growing sequence of tokens; only complete chunks have a key.
 
     Args:
         root: 32 bytes, from `Scope.root`.
         chunk_tokens: Tokens per chunk (`block_size * blocks_per_chunk`).
-        items: Multimodal items of the sequence, in order, without overlap. An item may end behind the tokens that are
-            known so far.
+        items: Multimodal items of the sequence, in order, without overlap. An item may end after the last token known
+            so far.
     """
 
     __slots__ = ("_items", "_pending", "_tip", "chunk_bytes", "keys")
 
     def __init__(self, root: Key, chunk_tokens: int, items: Sequence[MediaItem] = ()) -> None:
         if not isinstance(root, bytes) or len(root) != KEY_BYTES:
-            raise TokenError(f"a root has {KEY_BYTES} bytes, got {root!r}")
+            raise TokenError(f"expected a root key of {KEY_BYTES} bytes, got {root!r}")
         if chunk_tokens < 1:
-            raise TokenError(f"a chunk has at least one token, got chunk_tokens={chunk_tokens}")
+            raise TokenError(f"expected chunk_tokens of at least 1, got {chunk_tokens}")
         for item, following in zip_longest(items, items[1:]):
             if not 0 <= item.start < item.end or not item.digest or (following and following.start < item.end):
-                raise TokenError(f"items have tokens and a digest, follow in order and do not overlap; got {item}")
+                raise TokenError(f"expected items in order, without overlap, each with tokens and a digest; got {item}")
         self.chunk_bytes = 4 * chunk_tokens
         self._items = list(items)
         self.keys: list[Key] = []
@@ -127,7 +127,7 @@ class KeyChain:
         self._pending = b""
 
     def extend(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> list[Key]:
-        """Append tokens (each in `[0, 2**32)`); returns the keys of the chunks that they completed."""
+        """Append tokens (each in `[0, 2**32)`); returns the keys of the chunks they complete."""
         data = self._pending + pack(tokens)
         whole = len(data) - len(data) % self.chunk_bytes
         tip, step, sha256 = self._tip, self.chunk_bytes, hashlib.sha256
@@ -165,38 +165,38 @@ def _packed(item: MediaItem, begin: int, size: int) -> bytes:
 def chain(
     root: Key, tokens: Sequence[int] | npt.NDArray[np.integer], chunk_tokens: int, items: Sequence[MediaItem] = ()
 ) -> list[Key]:
-    """Keys of all whole chunks of `tokens`. Raises `TokenError` for ids outside `[0, 2**32)`."""
+    """Keys of all complete chunks of `tokens`. Raises `TokenError` for ids outside `[0, 2**32)`."""
     return KeyChain(root, chunk_tokens, items).extend(tokens)
 
 
 def foreign_keys(scope: Scope, hashes: Sequence[bytes]) -> list[Key]:
-    """Keys for an engine that brings its own chained block hashes (of any length): each under our scope.
+    """Keys from an engine's own chained block hashes (of any length), within `scope`.
 
-    Equal hashes are equal keys in one scope, and different keys in different ones. `scope.hash_algorithm` must name
-    the engine's algorithm. Raises `TokenError` for an empty hash, or while it names ours.
+    Equal hashes give equal keys in one scope and different keys in different scopes. `scope.hash_algorithm` must name
+    the engine's algorithm. Raises `TokenError` for an empty hash, or if it names Longshore's algorithm.
     """
     if scope.hash_algorithm == OURS:
-        raise TokenError(f"a scope of foreign hashes names their algorithm, got {OURS!r}, which is ours")
+        raise TokenError(f"expected the name of the engine's hash algorithm, got {OURS!r}, which is Longshore's")
     if not all(hashes):
-        raise TokenError(f"hashes are not empty, got one of {len(hashes)} that is")
+        raise TokenError(f"expected non-empty hashes, got an empty one among {len(hashes)}")
     root, sha256 = scope.root, hashlib.sha256
     return [sha256(root + each).digest() for each in hashes]
 
 
 def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    """Token ids as little-endian uint32. Raises `TokenError` for what does not fit."""
+    """Token ids as little-endian uint32. Raises `TokenError` for other ids."""
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise TokenError(f"tokens are a vector of integers, got shape {tokens.shape} of {tokens.dtype}")
+            raise TokenError(f"expected tokens as a vector of integers, got shape {tokens.shape} of {tokens.dtype}")
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 2**32):
-            raise TokenError(f"token ids lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}")
+            raise TokenError(f"expected token ids in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}")
         return tokens.astype("<u4").tobytes()
     if isinstance(tokens, (bytes, bytearray, str)):  # `array` would take bytes for machine words
-        raise TokenError(f"tokens are a sequence of integers, got {type(tokens).__name__}")
+        raise TokenError(f"expected tokens as a sequence of integers, got {type(tokens).__name__}")
     try:
         packed = array("I", tokens)
     except (OverflowError, TypeError) as error:
-        raise TokenError(f"token ids are integers in [0, 2**32): {error}") from error
+        raise TokenError(f"expected token ids as integers in [0, 2**32): {error}") from error
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

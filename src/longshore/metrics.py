@@ -1,9 +1,9 @@
-"""Counters for Prometheus: a collector that reads the control plane's books when it is scraped.
+"""Prometheus collectors that read the counters of the control plane when they are scraped.
 
-Every label is present from the start, at zero, so that a tier that never serves is visible as such.
+Every label value is exported from the start, at zero, so that a tier without hits is visible.
 
     REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file))
-    REGISTRY.register(tiers.collector)    under transformers, where stacks come and go: before the first call, or later
+    REGISTRY.register(tiers.collector)    under transformers, where each call may open a new stack
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from longshore.transfer import TransferEngine, TransferStats
 
 
 class LongshoreCollector(Collector):
-    """The metrics of one runtime, and of those of its host memory, engine, recorder and file tier that are here."""
+    """The metrics of one runtime, and of its host tier, engine, recorder and file tier where given."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class LongshoreCollector(Collector):
         self._file = file
 
     def collect(self) -> Iterable[Metric]:
-        """All metric families, read in one go under the runtime's lock; also after its end."""
+        """All metric families, read under the runtime's lock; also after it was closed."""
         with self._runtime.observe() as cache:
             books = [*_counters(cache.counters), *_gauges(cache.stats(), cache.held, cache.jobs_in_flight)]
         arena = [] if self._host is None else _arena(self._host.report)
@@ -54,7 +54,7 @@ class LongshoreCollector(Collector):
         events = [] if self._events is None else _recorded(self._events)
         file = [] if self._file is None else _filed(self._file)
         faults = CounterMetricFamily(
-            "longshore_control_plane_faults", "Failures of the control plane: at the first, the tiers are off"
+            "longshore_control_plane_faults", "Failures of the control plane; the first one disables all tiers"
         )
         faults.add_metric([], self._runtime.faults)
         waits = [
@@ -67,7 +67,7 @@ class LongshoreCollector(Collector):
 
 
 class FollowingCollector(Collector):
-    """The metrics of one `Stack` after another. Counters go on from where those before them ended."""
+    """The metrics of one `Stack` after another. Counters continue from the values of earlier stacks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class FollowingCollector(Collector):
         """Counters of stacks that are closed, by name."""
 
     def follow(self, stack: Stack | None) -> None:
-        """From here on the metrics are those of `stack`; `None`: of none, and counters stay as they are."""
+        """Export the metrics of `stack` from now on; `None`: counters keep their values."""
         with self._lock:
             old, self._stack = self._stack, stack
             if old is None:
@@ -115,18 +115,27 @@ def _labelled(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
 
 
 def _counters(counters: Counters) -> Iterable[Metric]:
-    yield _family("longshore_hit_chunks", "Chunks onboarded, by the tier they came from", "tier", counters.hits)
-    yield _family("longshore_miss_chunks", "Chunks wanted and not onboarded", "reason", counters.misses)
-    yield _family("longshore_evicted_chunks", "Copies evicted", "tier", counters.evictions)
-    yield _family("longshore_demoted_chunks", "Copies evicted that a colder tier had", "tier", counters.demotions)
-    yield _family("longshore_lost_chunks", "Copies found unusable", "tier", counters.lost)
-    drops = CounterMetricFamily("longshore_dropped_chunks", "Chunks not stored", labels=["tier", "reason"])
+    yield _family("longshore_hit_chunks", "Chunks loaded, by the tier they were read from", "tier", counters.hits)
+    yield _family("longshore_miss_chunks", "Chunks looked up and not loaded, by reason", "reason", counters.misses)
+    yield _family("longshore_evicted_chunks", "Chunks evicted from a tier", "tier", counters.evictions)
+    yield _family(
+        "longshore_demoted_chunks",
+        "Chunks evicted from a tier while a colder tier had a copy",
+        "tier",
+        counters.demotions,
+    )
+    yield _family(
+        "longshore_lost_chunks", "Chunks in a tier that could not be read, or were damaged", "tier", counters.lost
+    )
+    drops = CounterMetricFamily(
+        "longshore_dropped_chunks", "Chunks offered to a tier and not stored, by reason", labels=["tier", "reason"]
+    )
     for tier, reasons in counters.drops.items():
         for reason, count in reasons.items():
             drops.add_metric([tier, reason.value], count)
     yield drops
     probes = CounterMetricFamily(
-        "longshore_probed_chunks", "Chunks that foreign tiers were asked for", labels=["tier", "answer"]
+        "longshore_probed_chunks", "Chunks looked up in foreign tiers, by answer", labels=["tier", "answer"]
     )
     for tier, answers in counters.probes.items():
         for answer, count in answers.items():
@@ -134,78 +143,91 @@ def _counters(counters: Counters) -> Iterable[Metric]:
     yield probes
     routes = counters.routes
     moved = {route: totals.bytes for route, totals in routes.items()}
-    yield _family("longshore_moved_bytes", "Bytes that arrived", "route", moved)
+    yield _family("longshore_moved_bytes", "Bytes transferred", "route", moved)
     seconds = {route: totals.seconds for route, totals in routes.items()}
-    yield _family("longshore_moving_seconds", "Seconds spent moving", "route", seconds)
+    yield _family("longshore_moving_seconds", "Seconds spent transferring", "route", seconds)
     failed = {route: totals.failed for route, totals in routes.items()}
-    yield _family("longshore_failed_chunks", "Chunks that a mover did not deliver", "route", failed)
+    yield _family("longshore_failed_chunks", "Chunks whose transfer failed", "route", failed)
 
 
 def _gauges(tiers: Iterable[TierStats], held: int, jobs: int) -> Iterable[Metric]:
-    used = GaugeMetricFamily("longshore_used_bytes", "Bytes taken, in flight included", labels=["tier"])
-    capacity = GaugeMetricFamily("longshore_capacity_bytes", "Bytes of the tier", labels=["tier"])
+    used = GaugeMetricFamily(
+        "longshore_used_bytes", "Bytes used in a tier, including transfers in flight", labels=["tier"]
+    )
+    capacity = GaugeMetricFamily("longshore_capacity_bytes", "Size of a tier in bytes", labels=["tier"])
     for tier in tiers:
         used.add_metric([tier.name], tier.used_bytes)
         capacity.add_metric([tier.name], tier.nbytes)
     yield used
     yield capacity
-    yield GaugeMetricFamily("longshore_holds", "Matches not released", value=held)
-    yield GaugeMetricFamily("longshore_jobs_in_flight", "Jobs whose results have not come", value=jobs)
+    yield GaugeMetricFamily("longshore_holds", "Holds that have not been released", value=held)
+    yield GaugeMetricFamily("longshore_jobs_in_flight", "Transfer jobs in flight", value=jobs)
 
 
 def _asked(asked: Asked) -> Iterable[Metric]:
-    about = "Requests that an engine looked up by their whole path, each once"
+    about = "Requests looked up by an engine, each counted once"
     yield CounterMetricFamily("longshore_requests", about, asked.requests)
-    about = "Lookups of these, those included that a scheduler repeated while a request waited"
+    about = "Lookups of requests, including repeated lookups while a request waits"
     yield CounterMetricFamily("longshore_lookup_attempts", about, asked.attempts)
 
 
 def _guarded(guarded: Guarded) -> Iterable[Metric]:
-    about = "Waits of the engine for copies of device blocks that it wants to use again"
+    about = "Times that the engine waited for copies of device blocks before reusing them"
     yield CounterMetricFamily("longshore_guard_waits", about, guarded.waits)
-    yield CounterMetricFamily("longshore_guard_wait_seconds", "Seconds of these", guarded.seconds)
-    yield CounterMetricFamily("longshore_late_blocks", "Device blocks that were not free in time", guarded.late)
+    yield CounterMetricFamily(
+        "longshore_guard_wait_seconds", "Seconds that the engine waited for copies of device blocks", guarded.seconds
+    )
+    yield CounterMetricFamily("longshore_late_blocks", "Device blocks whose copies did not end in time", guarded.late)
 
 
 def _weighed(weighing: Weighing | None) -> Metric:
-    about = "Chunks that were found, and computed all the same, because that is quicker"
+    about = "Chunks found in a file, but recomputed because that is faster"
     return CounterMetricFamily("longshore_recomputed_chunks", about, weighing.refused if weighing is not None else 0)
 
 
 def _recorded(events: EventRecorder) -> Iterable[Metric]:
-    yield CounterMetricFamily("longshore_events_written", "Events written to the file of events", events.written)
-    yield CounterMetricFamily("longshore_events_missed", "Events that are missing in it", events.missed)
+    yield CounterMetricFamily("longshore_events_written", "Events written to the event file", events.written)
+    yield CounterMetricFamily("longshore_events_missed", "Events missing from the event file", events.missed)
     off = events.failure is not None
-    yield GaugeMetricFamily("longshore_events_off", "Whether the file could not be written, and is given up", off)
+    yield GaugeMetricFamily(
+        "longshore_events_off", "Whether event recording has stopped because the file could not be written", off
+    )
 
 
 def _filed(file: Tier) -> Iterable[Metric]:
-    yield _family("longshore_file_fallbacks", "What the file tier did the slower way", "reason", file.fallbacks)
-    yield _family("longshore_file_troubles", "What went wrong in the file tier", "reason", file.troubles)
+    yield _family(
+        "longshore_file_fallbacks",
+        "Operations of the file tier that used a slower fallback, by reason",
+        "reason",
+        file.fallbacks,
+    )
+    yield _family("longshore_file_troubles", "Failures in the file tier, by reason", "reason", file.troubles)
 
 
 def _arena(report: ArenaReport) -> Iterable[Metric]:
     gauges = {
         "bytes": ("Bytes of the host arena", report.nbytes),
-        "huge_bytes": ("Bytes of the host arena on huge pages, when it was made", report.huge_bytes),
-        "registered_bytes": ("Bytes of the host arena that the device reaches directly", report.registered_bytes),
-        "registered_pieces": ("Pieces that these are in", report.registered_pieces),
+        "huge_bytes": ("Bytes of the host arena on huge pages, at start", report.huge_bytes),
+        "registered_bytes": ("Bytes of the host arena registered with the device", report.registered_bytes),
+        "registered_pieces": ("Registered pieces of the host arena", report.registered_pieces),
         "numa_bound": ("Whether the host arena is bound to a NUMA node", report.numa_bound),
         "shared": ("Whether other processes can attach to the host arena", report.shared),
     }
     for name, (about, value) in gauges.items():
         yield GaugeMetricFamily(f"longshore_arena_{name}", about, value=value)
-    about = "What the host arena had to do without"
+    about = "Fallbacks of the host arena, by reason"
     yield _family("longshore_arena_fallbacks", about, "reason", report.fallbacks)
 
 
 def _transfers(stats: TransferStats) -> Iterable[Metric]:
-    queued = GaugeMetricFamily("longshore_queued_transfers", "Transfers that wait", labels=["into", "urgency"])
+    queued = GaugeMetricFamily("longshore_queued_transfers", "Transfers waiting in a queue", labels=["into", "urgency"])
     for (into, urgency), count in stats.queued.items():
         queued.add_metric([into, urgency.name.lower()], count)
     yield queued
-    yield CounterMetricFamily("longshore_refused_transfers", "Transfers that a queue had no room for", stats.refused)
-    about = "What the device did the slower way"
+    yield CounterMetricFamily(
+        "longshore_refused_transfers", "Transfers refused because a queue was full", stats.refused
+    )
+    about = "Copies of the device that used a slower fallback, by reason"
     yield _family("longshore_device_fallbacks", about, "reason", stats.fallbacks)
 
 

@@ -1,14 +1,14 @@
-"""Where block images of several sizes lie in one tier: in slabs, each of which has one size while it is in use.
+"""Placement of block images of several sizes in one tier: in slabs, each of one size while it is in use.
 
     bytes     │ slab 0            │ slab 1            │ slab 2            │
     used for  │ A │ A │ A │ A │ ··│ B       │ B       │ nothing           │
     index       0   1   2   3       4         5         8                     stride 4: the most images in a slab
 
 A *pool* is one image size. A slot is (tier, pool, index), with one space of indices for all sizes of the tier:
-`index = slab * stride + position`. So whatever is kept of each slot stands in one column, whatever the sizes; only
-who gives slots out, and who turns them into bytes, knows that there are several.
+`index = slab * stride + position`. Attributes of slots therefore need one column for all sizes; only allocation and the
+computation of byte offsets depend on sizes.
 
-Where there is one size, a slab is one image, and an index counts images: contiguous, and no byte is lost.
+With one size, a slab is one image, and an index counts images: contiguous, without unused bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Slabs:
 
     Attributes:
         slab_bytes: Bytes of one slab.
-        image_bytes: Bytes of an image, by pool; with whatever the tier keeps beside it.
+        image_bytes: Bytes of an image, by pool, including what the tier stores with it.
         slabs: How many slabs there are; may be zero.
-        images: How many images a slab has room for, by pool.
-        stride: The most of them: how many indices belong to one slab.
+        images: Images that a slab has room for, by pool.
+        stride: The maximum of these: the indices of one slab.
 
     Raises:
         LayoutError: Sizes that are not positive, a slab that is too small for an image, a negative number of slabs.
@@ -68,9 +68,9 @@ class Slabs:
 
     @classmethod
     def within(cls, nbytes: int, image_bytes: Sequence[int]) -> Self:
-        """As many slabs as `nbytes` have room for, as small as goes without losing much at their ends.
+        """As many slabs as fit into `nbytes`, as small as possible without wasting much at their ends.
 
-        Small ones are emptied, for another size, at the least cost. May be none at all, if `nbytes` are too few.
+        Small slabs cost least to reclaim for another size. There may be none, if `nbytes` is too small.
         """
         sizes = tuple(image_bytes)
         largest = max(sizes, default=0)
@@ -90,24 +90,24 @@ class Slabs:
 
     @property
     def indices(self) -> int:
-        """Indices of slots lie below this one."""
+        """Upper bound (exclusive) of the slot indices."""
         return self.slabs * self.stride
 
     def slab_of(self, index: int) -> int:
-        """The slab that slot `index` lies in, whatever its pool."""
+        """The slab of slot `index`, for any pool."""
         if not 0 <= index < self.indices:
-            raise PlanError(f"slot {index} does not lie in [0, {self.indices})")
+            raise PlanError(f"expected a slot in [0, {self.indices}), got {index}")
         return index // self.stride
 
     def slots_of(self, slab: int, pool: int) -> range:
-        """The indices of a slab that is given to `pool`."""
+        """The slot indices of a slab that is assigned to `pool`."""
         self._check_pool(pool)
         if not 0 <= slab < self.slabs:
-            raise PlanError(f"slab {slab} does not lie in [0, {self.slabs})")
+            raise PlanError(f"expected a slab in [0, {self.slabs}), got {slab}")
         return range(slab * self.stride, slab * self.stride + self.images[pool])
 
     def check(self, pool: int, index: int) -> None:
-        """Raise `PlanError` unless `pool` may have a slot `index`."""
+        """Raise `PlanError` unless `pool` can have a slot `index`."""
         self.offset(pool, index)
 
     def offset(self, pool: int, index: int) -> int:
@@ -130,10 +130,10 @@ class Slabs:
         return offsets
 
     def touched(self, pool: int, indices: Sequence[int] | I64) -> I64:
-        """What the images in slots of `pool` share with other pools: the indices of the smallest images in their place.
+        """The bytes that slots of `pool` share with other pools, as indices of the smallest images there.
 
-        Two images overlap only if they have one of these in common; where sizes do not divide, neighbours may, too.
-        int64, in no special order; with one size, the indices themselves.
+        Two images overlap only if they have one of these in common; if sizes do not divide, adjacent images may have
+        one in common without overlapping. int64, in no particular order; with one size, the indices themselves.
         """
         at, unit = np.asarray(indices, np.int64), min(self.image_bytes)
         if self.image_bytes[pool] == unit:
@@ -146,7 +146,7 @@ class Slabs:
 
     def _check_pool(self, pool: int) -> None:
         if not 0 <= pool < len(self.image_bytes):
-            raise PlanError(f"pool {pool} does not lie in [0, {len(self.image_bytes)})")
+            raise PlanError(f"expected a pool in [0, {len(self.image_bytes)}), got {pool}")
 
     def _no_slot(self, pool: int, index: int) -> PlanError:
         return PlanError(
@@ -156,7 +156,7 @@ class Slabs:
 
 
 def by_size(image_bytes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """From the image size of each KV cache group: the sizes that there are, ascending, and the pool of each group."""
+    """The distinct image sizes, ascending, and the pool of each KV cache group, from the groups' image sizes."""
     sizes = tuple(sorted(set(image_bytes)))
     return sizes, tuple(sizes.index(each) for each in image_bytes)
 

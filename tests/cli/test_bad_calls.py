@@ -53,13 +53,13 @@ $ replay gone.jsonl --capacity-blocks 5
 $ replay . --capacity-blocks 5
 2 cannot read trace .: Is a directory
 $ replay empty --capacity-blocks 5
-2 empty: expected a trace, and there is nothing in it
+2 empty: expected a trace, but the file is empty
 $ replay binary --capacity-blocks 5
 2 binary: expected a JSON object in UTF-8: Expecting value: line 1 column 1 (char 0)
 $ replay half.gz --capacity-blocks 5
 2 cannot read trace half.gz: Compressed file ended before the end-of-stream marker was reached
 $ replay backwards.jsonl --capacity-blocks 5
-2 backwards.jsonl, line 3: time runs backwards, from 700 ms to 500 ms: sort the trace by time, or leave such *
+2 backwards.jsonl, line 3: timestamp 500 ms is earlier than the one before, 700: sort the trace by time, or *
 $ replay twice.jsonl trace.jsonl --capacity-blocks 5
 2 Got unexpected extra argument(s) (trace.jsonl); see longshore replay --help
 $ replay '' --capacity-blocks 5
@@ -71,19 +71,19 @@ $ replay trace.jsonl --capacity-blocks -1
 $ replay trace.jsonl --capacity-blocks 1e3
 2 Invalid value for '--capacity-blocks': *; see longshore replay --help
 $ replay trace.jsonl --capacity-blocks 99999999999999999999
-2 --capacity-blocks 99999999999999999999 needs 6938.9 EiB of memory, and * is available: pass at most *
+2 --capacity-blocks 99999999999999999999 needs 6938.9 EiB of memory, but only * is available: pass at most *
 $ POLICY --host 4GiB
-2 --capacity-blocks knows no time: leave out --host
+2 --capacity-blocks simulates no time: remove --host
 $ POLICY --engines 3 --link 5GB/s
-2 --capacity-blocks knows no time: leave out --link, --engines
+2 --capacity-blocks simulates no time: remove --link, --engines
 $ POLICY --bench trace.jsonl
-2 --capacity-blocks knows no time: leave out --bench
+2 --capacity-blocks simulates no time: remove --bench
 $ replay /dev/zero --capacity-blocks 5
 2 /dev/zero: expected a JSON object in UTF-8: *
 $ POLICY --through engine
 2 Invalid value for '--through': *; see longshore replay --help
 $ replay trace.jsonl --through cache
-2 --through replays one tier of --capacity-blocks: expected both, or neither
+2 --through needs --capacity-blocks
 $ POLICY --policy best
 2 expected a policy out of arc, fifo, gittins, lru, lru-2, s3-fifo, got 'best'
 $ POLICY --policy ''
@@ -91,9 +91,9 @@ $ POLICY --policy ''
 $ POLICY --block-tokens 0
 2 Invalid value for '--block-tokens': *; see longshore replay --help
 $ POLICY --block-tokens 7
-2 trace.jsonl, line 1: expected 1080 hash ids to cover 7554 tokens of input in blocks of 7, got 15
+2 trace.jsonl, line 1: expected 1080 hash ids for 7554 tokens of input in blocks of 7, got 15
 $ POLICY --block-tokens 99999999999999999999999
-2 trace.jsonl, line 1: expected 1 hash ids to cover 7554 tokens of input in blocks of 99999999999999999999999, *
+2 trace.jsonl, line 1: expected 1 hash ids for 7554 tokens of input in blocks of 99999999999999999999999, *
 $ POLICY --limit 0
 2 Invalid value for '--limit': *; see longshore replay --help
 $ POLICY --form runes
@@ -151,7 +151,7 @@ $ REPLAY --remote-delay 5ms
 $ REPLAY --remote-read 2GB/s
 2 --remote-read 2GB/s has no effect without --remote
 $ REPLAY --link 0.001B/s
-2 --link: expected at least a byte a second, got '0.001B/s'
+2 --link: expected at least one byte per second, got '0.001B/s'
 $ REPLAY --remote 1TiB --remote-read 0
 2 --remote-read: expected a rate above zero, such as 50GB/s, got '0'
 $ REPLAY --remote 1TiB --remote-delay 5
@@ -195,7 +195,7 @@ $ plan trace.jsonl
 $ plan gone.jsonl --model llama-3.1-8b
 2 cannot read trace gone.jsonl: No such file or directory
 $ plan header.csv --model llama-3.1-8b
-2 the trace has no requests: expected one at least to plan for
+2 expected a trace of at least one request, got none
 $ PLAN --ttft-p95 500
 2 --ttft-p95: expected a time such as 500ms or 2s, got '500'
 $ PLAN --ttft-p95 -1s
@@ -241,11 +241,11 @@ $ PLAN --report /proc/nope
 $ PLAN --budget 5
 2 No such option: --budget*; see longshore plan --help
 $ plan backwards.jsonl --model llama-3.1-8b
-2 backwards.jsonl, line 3: time runs backwards, from 700 ms to 500 ms: sort the trace by time, or leave such *
+2 backwards.jsonl, line 3: timestamp 500 ms is earlier than the one before, 700: sort the trace by time, or *
 $ plan half.gz --model llama-3.1-8b
 2 cannot read trace half.gz: Compressed file ended before the end-of-stream marker was reached
 $ plan twice.jsonl --model llama-3.1-8b
-2 request 1: expected different blocks, got one twice
+2 request 1: expected distinct blocks, got one twice
 $ PLAN --block-tokens 512 --report empty/page
 2 --report empty/page: Not a directory
 $ explain
@@ -299,11 +299,11 @@ $ vllm-config --host-size -1GiB
 $ vllm-config --host-size 0
 2 host_size = '0': expected a size above 0 (bytes of host memory for block images)
 $ vllm-config --host-size 1MiB --file-size 1GiB
-2 file_size is 1.0 GiB, and file_path is not given: a file tier needs both, give file_path as well
+2 file_size is 1.0 GiB, but file_path is not set: a file tier needs both, set file_path as well
 $ vllm-config --file-size 1GiB
-2 file_size is 1.0 GiB, and file_path is not given: a file tier needs both, give file_path as well
+2 file_size is 1.0 GiB, but file_path is not set: a file tier needs both, set file_path as well
 $ vllm-config --host-size 1MiB --file-path kv
-2 file_path is kv, and file_size is not given: a file tier needs both, give file_size as well
+2 file_path is kv, but file_size is not set: a file tier needs both, set file_size as well
 $ vllm-config --host-size 1MiB --file-path empty --file-size 1MiB
 2 file_path is empty, but empty is not a directory
 $ vllm-config --host-size 1MiB --file-path kv --file-size 900PiB
@@ -315,13 +315,13 @@ $ vllm-config --host-size 64
 $ vllm-config --host-size 1MiB --file-path kv --file-size 5
 2 --file-size 5: expected at least 4.0 KiB, one block; did you mean 5GiB?
 $ vllm-config --host-size 1MiB --file-path '' --file-size 1MiB
-2 file_path = '': expected a path, got an empty one (directory of the file tier; without one there is none)
+2 file_path = '': expected a path, got an empty one (directory of the file tier; unset: no file tier)
 $ vllm-config --host-size 1MiB --set blocks_per_chunk=2 --blocks-per-chunk 4
-2 --set blocks_per_chunk=2: given as --blocks-per-chunk 4 already
+2 --set blocks_per_chunk=2: already set by --blocks-per-chunk 4
 $ vllm-config --host-size 1MiB --set file_threads=999
 2 file_threads = '999': expected a whole number of at least 1 and at most 256 (threads of the file tier, *
 $ vllm-config --host-size 1MiB --set prefill_speed=inf
-2 prefill_speed = 'inf': expected a finite number of at least 0 (prompt tokens computed a second, *
+2 prefill_speed = 'inf': expected a finite number of at least 0 (prompt tokens computed per second, *
 $ vllm-config --host-size 1MiB --set gate
 2 --set gate: expected KEY=VALUE, as in --set offload=write_back
 $ vllm-config --host-size 1MiB --set =on
@@ -329,11 +329,11 @@ $ vllm-config --host-size 1MiB --set =on
 $ vllm-config --host-size 1MiB --set gates=on
 2 'gates' is not a setting; did you mean 'gate'?
 $ vllm-config --host-size 1MiB --set gate=perhaps
-2 gate = 'perhaps': expected true or false (compute what would take longer to *
+2 gate = 'perhaps': expected true or false (recompute blocks when that is faster *
 $ vllm-config --host-size 1MiB --set load_timeout=nan
 2 load_timeout = 'nan': expected a finite number above 0 and at most 86,400 (seconds after which a load *
 $ vllm-config --host-size 1MiB --set host_size=2MiB
-2 --set host_size=2MiB: given as --host-size 1MiB already
+2 --set host_size=2MiB: already set by --host-size 1MiB
 $ vllm-config --host-size 1MiB --set prefetch=timeout
 2 'prefetch' has no effect in vLLM: lookups wait for at most load_timeout
 $ vllm-config --host-size 1MiB --set offload=write_back
@@ -375,11 +375,11 @@ $ demo --dir /proc/nope
 $ demo --report /proc/nope
 2 --report /proc/nope: No such file or directory
 $ demo --requests 2 --device-share 0.01
-2 the longest request needs 15 blocks, and 1% of the working set of 24 blocks are 0: give --device-share at least 0.63
+2 the longest request needs 15 blocks, but 1% of the working set of 24 blocks is only 0: raise --device-share to 0.63
 $ demo --requests 1
-2 the longest request needs 15 blocks, and 25% of the working set of 14 blocks are 3: take more --requests
+2 the longest request needs 15 blocks, but 25% of the working set of 14 blocks is only 3: raise --requests
 $ demo --requests 2 --set host_size=900TiB
-2 the longest request needs 15 blocks, and 25% of the working set of 24 blocks are 6: give --device-share at least 0.63
+2 the longest request needs 15 blocks, but 25% of the working set of 24 blocks is only 6: raise --device-share to 0.63
 $ demo --requests 8 --set host_size=1
 2 host_size is 1 B, but one block image of this model needs 384.0 KiB
 $ demo --requests 8 --set file_size=1KiB
@@ -391,7 +391,7 @@ $ gc gone
 $ gc empty
 2 empty is not a directory: expected the directory of a file tier
 $ gc . --remove 12
-2 --remove 12: a scope is at least 8 hexadecimal digits
+2 --remove 12: expected at least 8 hexadecimal digits of a scope
 $ gc . --older-than 5
 2 --older-than 5: expected a number of days or hours, such as 30d or 12h
 $ bench plan --repeats 0
@@ -399,7 +399,7 @@ $ bench plan --repeats 0
 $ bench plan --case nothing
 2 no case nothing; there are *
 $ bench copy --bytes 99999GiB
-2 --bytes 99999GiB needs 293.0 TiB of memory, and * is available: pass at most --bytes *
+2 --bytes 99999GiB needs 293.0 TiB of memory, but only * is available: pass at most --bytes *
 $ bench copy --bytes 99999999PiB
 2 --bytes: a size is at most 1 EiB, got '99999999PiB'
 $ bench copy --bytes 0
@@ -413,9 +413,9 @@ $ bench copy --bytes lots
 $ bench copy --repeats 0
 2 Invalid value for '--repeats': *; see longshore bench copy --help
 $ bench copy --device cuda
-2 expected --device cuda and --calibrate together: `make gpu` measures the copies of a GPU
+2 --device cuda and --calibrate need each other; `make gpu` measures the copies of a GPU
 $ bench copy --calibrate
-2 expected --device cuda and --calibrate together: `make gpu` measures the copies of a GPU
+2 --device cuda and --calibrate need each other; `make gpu` measures the copies of a GPU
 $ bench copy --device tpu
 2 Invalid value for '--device': *; see longshore bench copy --help
 $ bench copy --case nothing
@@ -435,7 +435,7 @@ $ bench vllm --model gone --dir gone
 $ demo --dir gone
 2 --dir gone: No such file or directory
 $ bench file --dir . --bytes 99999GiB
-2 --bytes 99999GiB needs 97.7 TiB of memory, and * is available: pass at most --bytes *
+2 --bytes 99999GiB needs 97.7 TiB of memory, but only * is available: pass at most --bytes *
 $ bench file --dir . --bytes ''
 2 --bytes: a size is a whole number of bytes, or text such as '64GiB' or '1.5TB', got ''
 $ bench file --dir . --case nothing --allow-ram-disk
@@ -451,13 +451,13 @@ $ bench prefill --model config.json
 $ bench prefill --model llama.json --tokens 0
 2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '0'
 $ bench prefill --model llama.json --tokens 99999999999
-2 --model llama.json --tokens 99999999999 needs 116.4 TiB of memory, and * is available: pass at most --model *
+2 --model llama.json --tokens 99999999999 needs 116.4 TiB of memory, but only * is available: pass at most --model *
 $ bench prefill --model llama.json --tokens 1,,2
 2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '1,,2'
 $ bench prefill --model llama.json --tokens 1e3
 2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '1e3'
 $ bench prefill --model huge.json
-2 --model huge.json --tokens 2048 needs 145.8 PiB of memory, and * is available: this machine is too small for it
+2 --model huge.json --tokens 2048 needs 145.8 PiB of memory, but only * is available: this machine is too small for it
 $ bench cache --blocks 0
 2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '0'
 $ bench cache --blocks 8
@@ -465,7 +465,7 @@ $ bench cache --blocks 8
 $ bench cache --blocks -64
 2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '-64'
 $ bench cache --blocks 99999999999
-2 --blocks 99999999999 needs 186.3 TiB of memory, and * is available: pass at most --blocks *
+2 --blocks 99999999999 needs 186.3 TiB of memory, but only * is available: pass at most --blocks *
 $ bench cache --blocks nan
 2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got 'nan'
 $ bench cache --blocks 64 --case nothing

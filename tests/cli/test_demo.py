@@ -93,7 +93,7 @@ def test_the_defaults_outgrow_the_device_and_the_host() -> None:
     [
         ({"model": Path("/nowhere")}, ConfigError, "config.json"),
         ({"workload": Path("/nowhere")}, ConfigError, "no such file"),
-        ({"device_share": 0.01}, ConfigError, "the longest request needs .* --device-share at least"),
+        ({"device_share": 0.01}, ConfigError, "the longest request needs .* raise --device-share to"),
     ],
 )
 def test_impossible_wishes(options: dict[str, object], error: type[Exception], message: str) -> None:

@@ -150,7 +150,7 @@ def test_traces_in_which_nothing_comes_back_get_an_honest_answer(tmp_path: Path)
 def test_a_trace_without_requests_cannot_be_planned_for(tmp_path: Path) -> None:
     header = tmp_path / "t.csv"
     header.write_text("timestamp,input_length,output_length\n")
-    with pytest.raises(LongshoreError, match="no requests"):
+    with pytest.raises(LongshoreError, match="at least one request, got none"):
         run(str(header), *MODEL)
 
 

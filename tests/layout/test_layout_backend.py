@@ -143,9 +143,9 @@ class WrongOrder(Apart):
 
 
 def test_shapes_that_stay_ambiguous_are_refused() -> None:
-    with pytest.raises(LayoutError, match="cannot tell the axes"):
+    with pytest.raises(LayoutError, match="cannot identify the axes"):
         axes_of_backend(TwoPairs(), torch.zeros(2, 9, 2, 16), kernel_block_size=16, num_kv_heads=8, head_size=5)
-    with pytest.raises(LayoutError, match="no block stands alone"):
+    with pytest.raises(LayoutError, match="blocks need an axis of their own"):
         axes_of_backend(Mixed(), torch.zeros(2, 144, 8, 5), kernel_block_size=16, num_kv_heads=8, head_size=5)
     with pytest.raises(LayoutError, match="stride order of 5 axes"):
         axes_of_backend(WrongOrder(), torch.zeros(2, 9, 16, 8, 5), kernel_block_size=16, num_kv_heads=8, head_size=5)

@@ -188,5 +188,5 @@ def test_a_relay_that_cannot_be_is_refused_before_any_of_it_begins(house: House,
 
 @pytest.mark.parametrize("stages", [0, SLOTS + STAGES])
 def test_stages_that_cannot_be_are_refused(house: House, stages: int) -> None:
-    with pytest.raises(PlanError, match="stages are some of"):
+    with pytest.raises(PlanError, match="expected stages among the"):
         TierChain([house.file], house.chain._host, stages)

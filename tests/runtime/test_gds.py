@@ -253,7 +253,7 @@ def test_a_device_that_keeps_no_images_goes_by_host_memory(
     monkeypatch.setattr(CpuDevice, "take_images", refuse)
     with caplog.at_level(logging.WARNING), opened(pages, tmp_path, library, host_size=1 << 20) as stack:
         assert stack.host is not None
-        assert "there is a host tier of 1.0 MiB: no room" in caplog.text
+        assert "file_mode gds is not available, using posix with a host tier of 1.0 MiB: no room" in caplog.text
         store(stack, list(range(2 * CHUNKS)))
     assert not library.calls
 
@@ -282,7 +282,7 @@ def test_gds_needs_no_host_memory_unless_it_falls_back(
 def test_host_memory_in_front_of_gds_is_refused(tmp_path: Path) -> None:
     settings = {"file_path": tmp_path, "file_size": "1GiB", "host_size": "1GiB"}
     Config.make(**settings)
-    with pytest.raises(ConfigError, match="file_mode gds has no host tier: leave host_size out, or have host memory"):
+    with pytest.raises(ConfigError, match="file_mode gds has no host tier: remove host_size, or use file_mode posix"):
         Config.make(**settings, file_mode="gds")
 
 
@@ -438,7 +438,7 @@ def test_a_transfer_that_does_not_fit_is_refused_whole(machine: Machine, spoil: 
 
 def test_a_job_twice_is_refused(machine: Machine) -> None:
     machine.mover.submit(machine.transfer(1, WRITE, range(CHUNKS)))
-    with pytest.raises(PlanError, match="a job of its own"):
+    with pytest.raises(PlanError, match="an unused job number"):
         machine.mover.submit(machine.transfer(1, WRITE, range(1)))
     machine.wait(1)
 

@@ -724,7 +724,7 @@ def test_records_of_other_scopes_are_told_at_start(tmp_path: Path, caplog: pytes
         cache = TieredCache([TierSpec(HOST, 4, IMAGE), TierSpec(FILE, 8, IMAGE)], generation=file.generation)
         adopt_found(cache, file)
         said = [record.getMessage() for record in caplog.records if record.name == "longshore.runtime.stack"]
-        assert said[0] == f"file tier: {found} block images found, {found} of them reachable"
+        assert said[0] == f"file tier: recovered {found} block images, {found} of them reachable"
         assert len(said) == 1 + told
         assert all("3 records belong to other models" in each and "longshore gc" in each for each in said[1:])
         assert len(cache.residents()) == found
@@ -753,12 +753,12 @@ def test_a_fault_of_the_control_plane_is_told_once_and_its_calls_can_be_replayed
         policy._chains.after[next(iter(policy.order()))] = 1  # type: ignore[attr-defined]
         policy._place[:] = bytes(len(policy._place))  # type: ignore[attr-defined]
     for _ in range(2):
-        with pytest.raises(TierClosedError, match="the tiers are off"), runtime.control() as cache:
+        with pytest.raises(TierClosedError, match="all tiers disabled"), runtime.control() as cache:
             cache.offer([b"new".ljust(32)])
     assert runtime.faults == 1
     assert not runtime.pump()
     assert not runtime.flush(1.0)
-    (told,) = [record for record in caplog.records if "the tiers are off" in record.message]
+    (told,) = [record for record in caplog.records if "all tiers disabled" in record.message]
     assert told.exc_info
     (written,) = tmp_path.iterdir()
     _, calls, is_whole = pickle.loads(written.read_bytes())  # noqa: S301

@@ -68,7 +68,9 @@ def test_it_passes_at_every_start_over_the_same_directory(tmp_path: Path, backup
 def test_a_byte_that_comes_back_wrong_fails_it(tmp_path: Path, sound: int, tier: str) -> None:
     rows = Rows(sound)
     with stack_over(rows, tmp_path / "kv", "write_back") as stack:
-        with pytest.raises(SelfTestError, match=f"1 of 600 bytes came back wrong from the {tier} tier"):
+        with pytest.raises(
+            SelfTestError, match=f"1 of 600 bytes of the test block were wrong when read back from the {tier} tier"
+        ):
             self_test(stack, rows, [5])
         assert stack.runtime.flush(10.0)
     assert (rows.rows == 0xAA).all()
@@ -152,7 +154,9 @@ def test_copies_alone_are_tested_into_a_slot_and_back(tmp_path: Path) -> None:
 def test_a_copy_that_comes_back_wrong_is_told_and_the_blocks_are_as_they_were(tmp_path: Path) -> None:
     rows = Rows(sound=1)
     with stack_over(rows, tmp_path / "kv", "write_back") as stack:
-        with pytest.raises(SelfTestError, match="1 of 600 bytes came back wrong from host memory"):
+        with pytest.raises(
+            SelfTestError, match="1 of 600 bytes of the test block were wrong when read back from host memory"
+        ):
             copy_test(stack.engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
         with pytest.raises(PlanError):
             copy_test(stack.engine, Rows(), Section(0, 0, (5,)), Slot(HOST, 0, 10_000))

@@ -86,7 +86,7 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 def test_foreign_tiers_need_host_memory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="exchange images with host memory"):
+    with pytest.raises(ConfigError, match="foreign tiers need a host tier"):
         opened(rows_of(1), {}, file_path=tmp_path, file_size=1 << 24, file_mode="gds")
 
 

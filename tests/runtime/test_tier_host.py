@@ -344,7 +344,7 @@ def test_a_reset_beside_a_disk_that_hangs_is_an_error_and_not_a_hang(
     monkeypatch.setattr(tier.PendingReset, "write", lambda self, generation: hangs.wait())
     harness.store(0, 0)
     harness.kill()
-    with pytest.raises(TierError, match="was not written within"):
+    with pytest.raises(TierError, match="was not written to disk within"):
         harness.tier.forget(1)
     hangs.set()
 
@@ -399,7 +399,7 @@ def test_a_process_that_talks_nonsense_is_ended_and_the_next_one_serves(tmp_path
 @pytest.mark.parametrize("what", NONSENSE)
 def test_a_process_that_begins_with_nonsense_is_refused(tmp_path: Path, what: str) -> None:
     (tmp_path / "said").write_bytes(NONSENSE[what])
-    with pytest.raises(TierError, match=r"invalid message|before it had opened"):
+    with pytest.raises(TierError, match=r"invalid message|before it opened"):
         HostedHarness(tmp_path / "tier", ("sh", "-c", f"cat {tmp_path / 'said'}"))
 
 
@@ -494,7 +494,7 @@ def test_why_it_cannot_be_opened_is_said(opener: Opener, tmp_path: Path) -> None
 
 def test_a_process_that_says_nothing_is_an_error_and_ended(tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    with pytest.raises(TierError, match="by signal 9, before it had opened"):
+    with pytest.raises(TierError, match="by signal 9 before it opened"):
         HostedHarness(tmp_path, ("sh", "-c", f"echo $$ > {note}; exec sleep 100 >&-"))
     assert not is_running(int(note.read_text()))
     with pytest.raises(TierError, match="could not be started"):

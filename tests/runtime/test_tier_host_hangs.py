@@ -260,5 +260,5 @@ def test_one_that_is_silent_before_it_has_opened_stops_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "SILENCE", 0.5)
-    with pytest.raises(TierError, match="by signal 9, before it had opened"):
+    with pytest.raises(TierError, match="by signal 9 before it opened"):
         HostedHarness(tmp_path / "tier", ("sleep", "1000"))

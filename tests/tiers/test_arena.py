@@ -58,7 +58,7 @@ def test_what_lies_around_it_cannot_be_touched(settings: ArenaSettings, where: s
 
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_an_arena_of_nothing_is_refused(nbytes: int) -> None:
-    with pytest.raises(TierError, match=f"a positive number of bytes, got {nbytes}"):
+    with pytest.raises(TierError, match=f"a positive arena size in bytes, got {nbytes}"):
         Arena(nbytes)
 
 
@@ -72,7 +72,7 @@ def test_impossible_settings_are_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("nbytes", [1 << 50, 1 << 62, 1 << 70])
 def test_memory_that_cannot_be_had_is_an_error_that_leaves_nothing(settings: ArenaSettings, nbytes: int) -> None:
     before = open_files()
-    with pytest.raises(TierError, match=rf"an arena of {nbytes} bytes cannot be had"):
+    with pytest.raises(TierError, match=rf"cannot allocate {nbytes} bytes of host memory"):
         Arena(nbytes, settings)
     assert open_files() == before
 
@@ -86,7 +86,7 @@ def test_memory_that_runs_out_while_it_is_touched_is_an_error_that_leaves_nothin
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     before = open_files()
-    with pytest.raises(TierError, match=r"an arena of 3145728 bytes cannot be had: .*Cannot allocate memory"):
+    with pytest.raises(TierError, match=r"cannot allocate 3145728 bytes of host memory: .*Cannot allocate memory"):
         Arena(3 * MIB, settings, system=System(madvise=full))
     assert open_files() == before
     assert not is_mapped(addresses[0])
@@ -117,7 +117,7 @@ def test_a_view_is_the_memory_itself(settings: ArenaSettings) -> None:
     arena.view(PAGE, 4)[:] = b"abcd"
     assert bytes(arena.array[PAGE : PAGE + 4]) == b"abcd"
     for offset, length in ((-1, 1), (0, -1), (0, 2 * PAGE + 1), (2 * PAGE, 1)):
-        with pytest.raises(TierError, match="do not lie within an arena of 8192"):
+        with pytest.raises(TierError, match="are outside an arena of 8192 bytes"):
             arena.view(offset, length)
     arena.close()
 

@@ -123,7 +123,7 @@ def test_a_piece_that_fails_is_counted_and_the_rest_is_usable(caplog: pytest.Log
     assert report.fallbacks[Fallback.REGISTRATION] == 2
     slots = np.arange(8) * SLOT
     assert arena.in_one_piece(slots, SLOT).tolist() == [True, True, False, False] * 2
-    assert f"registration: bytes [{2 * SLOT}, {4 * SLOT}): the device is full" in caplog.text
+    assert f"bytes [{2 * SLOT}, {4 * SLOT}) cannot be pinned: the device is full (registration)" in caplog.text
     arena.close()
     assert device.ranges == {}
 
@@ -174,7 +174,9 @@ def test_everything_is_unregistered_once_and_before_the_memory_goes() -> None:
 def test_a_device_that_does_not_let_go_is_an_error_after_all_the_rest_is_done() -> None:
     arena, device = Arena(6 * SLOT), PinningDevice(kept={1})
     arena.register(device, SLOT, largest=2 * SLOT)
-    with pytest.raises(RegistrationError, match="1 of 3 pieces stay registered: the device does not answer"):
+    with pytest.raises(
+        RegistrationError, match="1 of 3 pieces of host memory could not be unregistered: the device does not answer"
+    ):
         arena.close()
     assert list(device.ranges) == [arena.address + 2 * SLOT]
     with pytest.raises(TierError, match="closed"):

@@ -178,11 +178,11 @@ def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
         (plain, "expected a memfd"),
         (loose, "its size is not sealed"),
         (half, "its size is not sealed"),
-        (tmp_path / "nothing", "no arena to attach to at .*No such file"),
-        (tmp_path, "no arena to attach to at .*directory"),
-        ("/proc/self/fd/987", "no arena to attach to"),
-        (987, "no arena to attach to at 987"),
-        (-1, "no arena to attach to at -1"),
+        (tmp_path / "nothing", "cannot open the arena at .*No such file"),
+        (tmp_path, "cannot open the arena at .*directory"),
+        ("/proc/self/fd/987", "cannot open the arena at"),
+        (987, "cannot open the arena at 987"),
+        (-1, "cannot open the arena at -1"),
     ):
         with pytest.raises(TierError, match=message):
             Arena.attach(source, PAGE)
@@ -210,7 +210,7 @@ def test_an_attachment_that_fails_half_way_leaves_nothing() -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     before = open_files()
-    with pytest.raises(TierError, match="cannot be had"):
+    with pytest.raises(TierError, match="cannot allocate"):
         Arena.attach(arena.fd, NBYTES, system=System(madvise=full))
     assert open_files() == before
     assert not is_mapped(addresses[0])

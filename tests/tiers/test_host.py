@@ -69,7 +69,7 @@ def test_a_slab_serves_only_the_size_that_it_was_last_written_for(arena: Arena) 
 @pytest.mark.parametrize(("pool", "slot"), [(1, 1), (2, 0), (-1, 0), (0, 4)])
 def test_a_slot_that_its_pool_does_not_have_is_refused(arena: Arena, pool: int, slot: int) -> None:
     tier = HostTier(arena, Slabs(2 * PAGE, (PAGE, 2 * PAGE), 2))
-    with pytest.raises(TierError, match="operation 0 of 1: pool"):
+    with pytest.raises(TierError, match=r"operation 0 of 1: (expected a pool in \[0, 2\)|pool \d has slots)"):
         tier.submit([TierOp(Op.WRITE, slot, bytes(32), None, 4 * PAGE, PAGE, 0, pool=pool)], math.inf)
 
 

@@ -56,7 +56,7 @@ def test_is_lazy() -> None:
         (line(hash_ids=[7, 0, 2**64]), "hash id"),
         (line(hash_ids=[7, 0, False]), "hash id"),
         (line(hash_ids=[7, 0, "1"]), "hash id"),
-        (line(hash_ids=[7, 0]), "expected 3 hash ids to cover 1025 tokens of input in blocks of 512, got 2"),
+        (line(hash_ids=[7, 0]), "expected 3 hash ids for 1025 tokens of input in blocks of 512, got 2"),
         (line(hash_ids=[7, 0, 1, 2]), "expected 3 hash ids"),
         (line(input_length=1024), "expected 2 hash ids"),
     ],

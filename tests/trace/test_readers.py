@@ -36,7 +36,7 @@ def test_sessions_share_prefixes_and_come_by_time(tmp_path: Path) -> None:
     later = {**TURN, "timestamp": 30, "input_length": 50, "hashes": ["a", "b", "x", "c"]}
     other = {**TURN, "timestamp": 20, "hashes": ["z", "b", "c"]}
     path = put(tmp_path / "t.jsonl", {"turns": [TURN, later]}, {"turns": [other], "block_size": 20})
-    with pytest.raises(TraceError, match=r"line 2, turn 1: expected 2 hash ids to cover 40 tokens .* of 20, got 3"):
+    with pytest.raises(TraceError, match=r"line 2, turn 1: expected 2 hash ids for 40 tokens .* of 20, got 3"):
         list(read_trace(path, block_tokens=16))
     path = put(tmp_path / "t.jsonl", {"turns": [TURN, later]}, {"turns": [other]})
     first, second, third = read_trace(path, block_tokens=16)

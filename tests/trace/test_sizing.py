@@ -52,7 +52,7 @@ def test_distances_by_hand() -> None:
     assert stack_distances(Paths([[1, 2, 3], [4, 5], [1, 2, 3]])).tolist() == [NEVER] * 5 + [3, 4, 5]
     assert stack_distances(Paths([])).tolist() == []
     assert stack_distances(Paths([[], [7], [], [7]])).tolist() == [NEVER, 1]
-    with pytest.raises(TraceError, match="request 3: expected different blocks, got one twice"):
+    with pytest.raises(TraceError, match="request 3: expected distinct blocks, got one twice"):
         stack_distances(Paths([[1, 2], [1, 2], [3, 1, 3]]))
 
 
@@ -138,7 +138,7 @@ def test_sizes_are_those_that_are_sold() -> None:
     assert max(file for _, file in large.cells) == 15_360 * 10**9
     assert max(host for host, _ in large.cells) == 4096 << 30
     assert max(host // (1 << 26) for host, _ in sizes_for(10**13, 1 << 26, most_blocks=3000).cells) <= 3000
-    with pytest.raises(TraceError, match="expected a block to take at most"):
+    with pytest.raises(TraceError, match="expected a block far smaller than"):
         sizes_for(10**13, 1 << 50)
 
 
@@ -253,7 +253,7 @@ def test_prices_change_what_a_size_costs(tmp_path: Path) -> None:
 
 
 def test_there_must_be_something_to_plan_for() -> None:
-    with pytest.raises(TraceError, match="no requests"):
+    with pytest.raises(TraceError, match="at least one request, got none"):
         plan(Arrivals(512), TIMING, 0.5, Prices(), replay)
     with pytest.raises(TraceError, match="a target above zero"):
         plan(arrivals(), TIMING, 0.0, Prices(), replay)

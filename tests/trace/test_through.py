@@ -56,5 +56,5 @@ def test_a_load_that_fails_is_an_error_and_no_hit(monkeypatch: pytest.MonkeyPatc
     replay = CacheReplay(Gittins, 4)
     replay.serve([1, 2])
     monkeypatch.setattr(replay, "_move", lambda: None)  # the device never reports
-    with pytest.raises(IntegrityError, match="2 blocks were found and not all were loaded"):
+    with pytest.raises(IntegrityError, match="not all of the 2 blocks found were loaded"):
         replay.serve([1, 2])

@@ -145,7 +145,7 @@ def test_whether_kernels_reach_host_memory_by_its_address() -> None:
 
 
 def test_a_library_without_a_function_is_refused() -> None:
-    with pytest.raises(DeviceError, match="has no cuGetErrorName"):
+    with pytest.raises(DeviceError, match="has no function cuGetErrorName"):
         Driver(object())
 
 
@@ -154,5 +154,5 @@ def test_no_driver_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open")
 
     monkeypatch.setattr(module.ctypes, "CDLL", absent)
-    with pytest.raises(DeviceError, match="no CUDA driver"):
+    with pytest.raises(DeviceError, match="cannot load the CUDA driver"):
         module.load()

@@ -79,5 +79,5 @@ def test_a_gpu_that_fails_is_a_device_error(
     images: CudaImages, accelerator: HostAccelerator, call: Callable[[CudaImages], object]
 ) -> None:
     accelerator.broken = True
-    with pytest.raises(DeviceError, match="the GPU failed: CUDA error: an illegal memory access"):
+    with pytest.raises(DeviceError, match="GPU operation failed: CUDA error: an illegal memory access"):
         call(images)

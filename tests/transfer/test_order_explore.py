@@ -113,7 +113,7 @@ def test_a_wait_that_nothing_can_end_is_found() -> None:
     def script(told: Tale) -> None:
         told.world.wait_for(lambda: False)
 
-    with pytest.raises(WrongError, match="StuckError: script waits"):
+    with pytest.raises(WrongError, match="StuckError: deadlock: script waits"):
         explore(tale(script))
     with pytest.raises(StuckError):
         World(lambda count: 0).wait_for(lambda: False)

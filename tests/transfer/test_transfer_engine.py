@@ -224,7 +224,7 @@ def test_a_job_id_is_free_again_when_it_has_ended(rig: Rig) -> None:
 
 def test_slots_must_hold_an_image() -> None:
     big = Pools(flat(4, 5000), slots=2)
-    with pytest.raises(LayoutError, match="an image has 12288 bytes, a host slot only 4096"):
+    with pytest.raises(LayoutError, match="a block image has 12288 bytes, the largest host slot only 4096"):
         TransferEngine(big.layout, CpuDevice(), Pools(flat(4), 2).host)
 
 
@@ -301,7 +301,7 @@ def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str, capl
     first, second = rig.results(1, 2)
     assert (first.statuses, first.bytes) == ((Status.IO_ERROR, Status.IO_ERROR), 0)
     assert second.statuses == (OK,)
-    assert [record.message for record in caplog.records] == ["job 1 failed on device->host"]
+    assert [record.message for record in caplog.records] == ["transfer job 1 (device->host) failed"]
 
 
 def test_a_failed_batch_fails_all_items() -> None:
@@ -522,7 +522,7 @@ def test_a_layer_can_be_used_while_the_next_one_travels() -> None:
     rig.engine.end_step()
     assert rig.engine.wait_layer(1, 2) is OK  # until the step after the one in which it ended is over
     rig.engine.end_step()
-    with pytest.raises(PlanError, match="ended two end_steps ago"):
+    with pytest.raises(PlanError, match="ended before the last two calls of end_step"):
         rig.engine.wait_layer(1, 2)
     rig.engine.close()
 
@@ -588,7 +588,7 @@ def test_a_queue_has_an_end() -> None:
     rig.offload(1, (0,), [0])
     assert gate.wait_arrived(1)
     rig.offload(2, (1,), [1])
-    with pytest.raises(QueueFullError, match="2 DEMAND jobs are waiting to go into host"):
+    with pytest.raises(QueueFullError, match="2 DEMAND jobs are already queued to go into host"):
         rig.offload(3, (2,), [2])
     assert rig.engine.stats().refused == 1
     assert {at: n for at, n in rig.engine.stats().queued.items() if n} == {(HOST, Urgency.DEMAND): 2}
@@ -757,7 +757,7 @@ def test_a_lane_that_fails_ends_its_jobs_and_closes_the_engine(caplog: pytest.Lo
     assert device.drained == 1
     assert not any(engine.stats().queued.values())
     assert engine.shutdown(PATIENCE)
-    assert "copies into host failed" in caplog.text
+    assert "transfer lane into host failed" in caplog.text
 
 
 def test_a_fault_while_a_lane_waits_ends_its_jobs_though_it_came_but_once() -> None:

@@ -80,7 +80,7 @@ def test_each_size_lies_in_its_own_slots_and_comes_back(machine: Machine) -> Non
 
 
 def test_an_image_is_not_put_into_a_slot_that_is_too_small_for_it(machine: Machine) -> None:
-    with pytest.raises(PlanError, match=f"item 0: an image of {3 * PAGE} bytes, in a slot of {PAGE}"):
+    with pytest.raises(PlanError, match=f"item 0: {3 * PAGE} image bytes exceed a slot of {PAGE}"):
         machine.engine.submit(moving(1, OFFLOAD, FULL, (0,), SMALL, (3,)))
     assert machine.engine.poll() == []
 
@@ -93,7 +93,7 @@ def test_a_slot_that_its_pool_does_not_have_is_refused(machine: Machine, pool: i
 
 def test_two_sizes_in_one_slab_are_refused(machine: Machine) -> None:
     items = (Item(KEY, None, None, Slot(HOST, LARGE, 3), 1), Item(KEY, None, None, Slot(HOST, SMALL, 5), 1))
-    with pytest.raises(PlanError, match="several sizes in one slab"):
+    with pytest.raises(PlanError, match="different image sizes overlap in one slab"):
         machine.engine.submit(Transfer(1, OFFLOAD, items, (Section(FULL, 0, (0,)), Section(WINDOW, 0, (0,)))))
     apart = (items[0], items[1]._replace(destination=Slot(HOST, SMALL, 6)))
     machine.run(Transfer(1, OFFLOAD, apart, (Section(FULL, 0, (0,)), Section(WINDOW, 0, (0,)))))

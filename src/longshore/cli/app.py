@@ -18,7 +18,7 @@ from longshore.cli.vllm_config import vllm_config
 
 app = typer.Typer(
     name="longshore",
-    help="Moves the KV cache of LLM inference between device memory and slower tiers.",
+    help="Move the KV cache of LLM inference between GPU memory, host memory and files.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -36,12 +36,12 @@ app.add_typer(bench)
 
 
 @app.callback(invoke_without_command=True)
-def _options(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+def _options(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         print(f"longshore {__version__}")
         raise typer.Exit
 
 
 def main() -> None:
-    """Entry point. Whatever goes wrong is said in one line: exit status 2 for usage, 1 for what failed at run time."""
+    """Entry point. Errors are one line on standard error; exit status 2 for usage errors, 1 for run-time errors."""
     sys.exit(run(lambda: app(standalone_mode=False)))

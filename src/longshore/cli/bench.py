@@ -23,12 +23,12 @@ from longshore.errors import BenchError, EngineError
 
 bench = typer.Typer(
     name="bench",
-    help="Measure Longshore's own parts, each beside a reference taken in the same run.",
+    help="Measure parts of Longshore, each against a reference in the same run.",
     no_args_is_help=True,
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Only = Annotated[list[str] | None, typer.Option("--case", help="Only this case; may be given several times.")]
+Only = Annotated[list[str] | None, typer.Option("--case", help="Run only this case; repeatable.")]
 
 
 class CopyDevice(enum.StrEnum):
@@ -44,7 +44,7 @@ def plan(
     case: Only = None,
     as_json: Json = False,
 ) -> None:
-    """From a transfer's ids to addresses and sizes, in microseconds; less is better."""
+    """Plan a transfer: turn block ids into addresses and sizes. In microseconds; lower is better."""
     from longshore.bench import plans  # noqa: PLC0415 - one benchmark needs not what another does
 
     _report(plans.run(repeats=repeats, only=case or ()), dict, as_json)
@@ -56,14 +56,14 @@ def copy(
     total: Annotated[str, typer.Option("--bytes", help="Bytes that each measurement moves.")] = "256MiB",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 9,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure which way of copying is the fastest on a GPU, and keep it.")
+        bool, typer.Option("--calibrate", help="Measure which way of copying is fastest on a GPU, and save the result.")
     ] = False,
     case: Only = None,
     as_json: Json = False,
 ) -> None:
-    """Device pages into block images and back, in GB/s."""
+    """Copy device pages into block images and back. In GB/s."""
     if calibrate != (device is CopyDevice.CUDA):
-        raise BenchError("expected --device cuda and --calibrate together: `make gpu` measures the copies of a GPU")
+        raise BenchError("--device cuda and --calibrate need each other; `make gpu` measures the copies of a GPU")
     if calibrate:
         _calibrate(as_json)
         return
@@ -83,14 +83,16 @@ def file(
     directory: Annotated[Path, typer.Option("--dir", help="A directory on the disk to measure.")],
     total: Annotated[str, typer.Option("--bytes", help="Bytes that each measurement moves.")] = "512MiB",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 5,
-    allow_ram_disk: Annotated[bool, typer.Option("--allow-ram-disk", help="Measure a RAM disk, and mark it.")] = False,
+    allow_ram_disk: Annotated[
+        bool, typer.Option("--allow-ram-disk", help="Measure a RAM disk anyway, and mark the result.")
+    ] = False,
     allow_page_cache: Annotated[
-        bool, typer.Option("--allow-page-cache", help="Measure without direct I/O, and mark it.")
+        bool, typer.Option("--allow-page-cache", help="Measure without direct I/O anyway, and mark the result.")
     ] = False,
     case: Only = None,
     as_json: Json = False,
 ) -> None:
-    """Block images to a file tier and back, in GB/s; refuses what is no disk."""
+    """Write block images to a file tier and read them back. In GB/s; RAM disks are refused."""
     from longshore.bench import files  # noqa: PLC0415
 
     nbytes = size_of(total, "--bytes")
@@ -110,13 +112,13 @@ def file(
 
 @bench.command()
 def prefill(
-    model: Annotated[Path, typer.Option(help="A config.json of Hugging Face, or a directory that has one.")],
-    tokens: Annotated[str, typer.Option(help="Lengths of prompts, with commas between.")] = "512,2048",
-    device: Annotated[CopyDevice, typer.Option(help="What computes.")] = CopyDevice.CPU,
+    model: Annotated[Path, typer.Option(help="A Hugging Face config.json, or a directory with one.")],
+    tokens: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "512,2048",
+    device: Annotated[CopyDevice, typer.Option(help="Device that computes.")] = CopyDevice.CPU,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Prefill of a model with random weights, in TFLOPS; for `longshore replay --bench`."""
+    """Prefill a model with random weights, for `longshore replay --bench`. In TFLOPS."""
     lengths = counts_of(tokens, "--tokens", 1)
     try:
         from longshore.bench import prefills  # noqa: PLC0415 - torch and transformers are extras
@@ -148,17 +150,17 @@ def _calibrate(as_json: bool) -> None:
         table.add_row(line.direction, f"{line.page_bytes:,}", f"{line.nbytes:,}", *figures, line.way.value)
     console = console_on()
     console.print(table)
-    console.print(f"GB/s on {found.calibration.device}, kept in {found.path}", style="dim", soft_wrap=True)
+    console.print(f"GB/s on {found.calibration.device}, saved in {found.path}", style="dim", soft_wrap=True)
 
 
 @bench.command()
 def cache(
-    blocks: Annotated[str, typer.Option(help="Numbers of tracked blocks, with commas between.")] = "10000,1000000",
+    blocks: Annotated[str, typer.Option(help="Numbers of tracked blocks, comma-separated.")] = "10000,1000000",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 5,
     case: Only = None,
     as_json: Json = False,
 ) -> None:
-    """The cache manager's time per block and bytes per block; less is better, but for ratios."""
+    """Measure the cache manager: time and memory per block. Lower is better, except for ratios."""
     from longshore.bench import managers  # noqa: PLC0415
 
     counts = counts_of(blocks, "--blocks", managers.LEAST)
@@ -169,20 +171,22 @@ def cache(
 @bench.command()
 def vllm(
     model: Annotated[Path, typer.Option(help="The directory of a model.")],
-    trace: Annotated[Path | None, typer.Option(help="Ask what this trace asks, instead of sessions.")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 100,
+    trace: Annotated[Path | None, typer.Option(help="Send the requests of this trace instead of sessions.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests to take from the trace.")] = 100,
     block_tokens: BlockTokens = 512,
-    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Conversations that take turns.")] = 20,
-    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of a first turn.")] = 512,
-    more: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens that each later turn adds.")] = 64,
+    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of interleaved conversations.")] = 20,
+    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512,
+    more: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens that each later turn adds.")] = 64,
     answer: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of each answer.")] = 16,
     host_size: Annotated[str, typer.Option(help="Host memory for blocks.")] = "1GiB",
     file_size: Annotated[str, typer.Option(help="Disk space for blocks.")] = "2GiB",
-    directory: Annotated[Path | None, typer.Option("--dir", help="Where the file tier goes; removed after.")] = None,
-    engine: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, as JSON.")] = "{}",
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Parent directory of the file tier, which is removed afterwards.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="Additional arguments of vllm.LLM, as JSON.")] = "{}",
     as_json: Json = False,
 ) -> None:
-    """A model under vLLM with Longshore, beside the same without: time to first token, and what storing costs."""
+    """Run a model under vLLM with and without Longshore: time to first token, and the cost of storing."""
     from longshore.bench import vllm_arms, vllm_sessions, vllm_trace  # noqa: PLC0415
 
     plan = vllm_sessions.Plan(
@@ -231,7 +235,7 @@ def _report_telling(
     else:
         _render(report, console_on())
     if interrupted:
-        console.print("interrupted: not all was measured")
+        console.print("interrupted: the results are incomplete")
         raise typer.Exit(130)
 
 

@@ -46,9 +46,11 @@ class AttentionChoice(enum.StrEnum):
 def demo(
     model: Annotated[
         Path | None,
-        typer.Option(help="Directory of a causal language model; without one, a Llama is built from a fixed seed."),
+        typer.Option(
+            help="Directory of a causal language model; default: a Llama with random weights from a fixed seed."
+        ),
     ] = None,
-    device: Annotated[DeviceChoice, typer.Option(help="Where it runs; auto takes CUDA if there is one.")] = (
+    device: Annotated[DeviceChoice, typer.Option(help="Device of the model; auto: CUDA if available.")] = (
         DeviceChoice.AUTO
     ),
     dtype: Annotated[
@@ -56,23 +58,27 @@ def demo(
     ] = DtypeChoice.AUTO,
     attention: Annotated[AttentionChoice, typer.Option(help="Attention implementation.")] = AttentionChoice.EAGER,
     workload: Annotated[
-        Path | None, typer.Option(help="Trace in Mooncake's JSONL format; without one, the excerpt that ships.")
+        Path | None, typer.Option(help="Trace in Mooncake's JSONL format; default: the bundled excerpt.")
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="How many requests to take; all by default.")] = None,
-    block_tokens: Annotated[int, typer.Option(min=8, max=512, help="Tokens that one block of the trace becomes.")] = 32,
+    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests to take; default: all.")] = None,
+    block_tokens: Annotated[
+        int, typer.Option(min=8, max=512, help="Tokens generated for each block of the trace.")
+    ] = 32,
     max_new_tokens: Annotated[int, typer.Option(min=2, max=4096, help="Longest answer, in tokens.")] = 8,
     device_share: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Device cache, as a share of the working set.")
     ] = 0.25,
-    host_share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Host tier, as a share of it.")] = 0.25,
+    host_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Host tier, as a share of the working set.")
+    ] = 0.25,
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", help="Where the file tier puts a directory of its own, removed at the end; default: here."
+            "--dir", help="Parent of the file tier's directory, which is removed at the end; default: the current one."
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file of tier settings; those of the demo's sizes that it names win.")
+        Path | None, typer.Option(help="TOML file of tier settings; they override the demo's sizes.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="One tier setting, as in --set offload=write_back; repeatable.")
@@ -80,7 +86,7 @@ def demo(
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Serve a multi-turn workload three times, and compare.
+    """Serve a multi-turn workload three times and compare the results.
 
     [bold]tiered[/]: a small device cache over a host and a file tier. [bold]resident[/]: a device cache that never
     evicts, which tiered must equal bit for bit. [bold]recompute[/]: the small device cache alone, which tiered must
@@ -137,7 +143,7 @@ def check_report(directory: Path) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--report {directory}: {getattr(error, 'strerror', None) or error}") from error
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"--report {directory}: this user may not write there")
+        raise ConfigError(f"--report {directory}: not writable for this user")
     for path in made:  # it is made again with the page in it
         path.rmdir()
 

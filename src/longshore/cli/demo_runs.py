@@ -58,9 +58,9 @@ class Demo:
         if self.device_blocks < needed:
             least = math.ceil(100 * needed / self.workload.unique_blocks) / 100
             raise ConfigError(
-                f"the longest request needs {needed} blocks, and {options.device_share:.0%} of the working set of "
-                f"{self.workload.unique_blocks} blocks are {self.device_blocks}: "
-                + (f"give --device-share at least {least:.2f}" if least <= 1 else "take more --requests")
+                f"the longest request needs {needed} blocks, but {options.device_share:.0%} of the working set of "
+                f"{self.workload.unique_blocks} blocks is only {self.device_blocks}: "
+                + (f"raise --device-share to {least:.2f}" if least <= 1 else "raise --requests")
             )
         caches = (self.device_blocks + self.resident_blocks) * self.block_bytes
         if self.model.device.type == "cpu":
@@ -159,7 +159,9 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
         lookups = tiers.lookups - len(warm_up)
     after = _snapshot(tiers)
     if lookups != len(answers):
-        raise EngineError(f"{len(answers)} requests made {lookups} lookups: the runs cannot be compared")
+        raise EngineError(
+            f"{len(answers)} requests made {lookups} lookups, expected one each: the runs cannot be compared"
+        )
     requests = tuple(_record(demo, *each) for each in zip(demo.workload, answers, served, strict=True))
     restored = {tier: sum(sources.count(tier) for sources in served) for tier in ("host", "file")}
     routes, misses = _routes(before, after), _misses(before, after)
@@ -261,7 +263,7 @@ def _record(demo: Demo, request: WorkloadRequest, answer: Any, sources: Sequence
 
 def _snapshot(tiers: Tiers) -> Counters:
     if tiers.stack is None:
-        raise EngineError(f"the tiers are off: {tiers.failure}")
+        raise EngineError(f"tiers disabled: {tiers.failure}")
     with tiers.stack.runtime.control() as cache:
         return cache.counters.copy()
 

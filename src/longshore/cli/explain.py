@@ -19,11 +19,11 @@ _ASKED = ("request", "at", "chunks", "on the device", "found below")
 
 
 def explain(
-    events: Annotated[Path, typer.Argument(help="File of events, as the setting events_path names it.")],
-    request: Annotated[str | None, typer.Option(help="The request to explain; without one, all are listed.")] = None,
+    events: Annotated[Path, typer.Argument(help="Event file, as set by events_path.")],
+    request: Annotated[str | None, typer.Option(help="Request to explain; default: list all requests.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Say where each block of a request came from, or why it was missed."""
+    """Show where each block of a request came from, or why it was a miss."""
     recorded = read_events(events)
     if request is None:
         _print("requests", {}, _ASKED, [_asked(each) for each in requests(recorded)], as_json=as_json)

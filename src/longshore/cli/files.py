@@ -40,14 +40,14 @@ def fsck(
     repair: Annotated[bool, typer.Option("--repair", help="Empty the slots of damaged records.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Verify every record of a file tier: header, place, and every byte of the image.
+    """Verify every record of a file tier: header, position, and every byte of the image.
 
-    A damaged record is never served, with or without this command: it is a cache, and what does not verify is a miss.
-    It says how much was lost. --repair makes the slots look like new, writes a damaged copy of the superblock from the
-    other one, and an index that was lost from the headers of the records.
+    The file tier never serves a damaged record, with or without this command: reading one is a miss. The command
+    reports how many records are damaged. --repair empties their slots, rewrites a damaged copy of the superblock from
+    the other copy, and rebuilds a lost index from the record headers.
 
-    Exit status: [bold]0[/bold] all is well, or was repaired; [bold]1[/bold] there is damage; [bold]2[/bold] it could
-    not be checked: no such directory, one that a live process uses, or one that is not a file tier's.
+    Exit status: [bold]0[/bold] no damage, or all damage repaired; [bold]1[/bold] damage found; [bold]2[/bold] not
+    checked: no such directory, in use by a live process, or not the directory of a file tier.
     """
     with Audit(directory) as audit:
         found = Counter(dict.fromkeys(Condition, 0))
@@ -71,12 +71,12 @@ def fsck(
         out = console()
         _show(out, found, damaged)
         if missing:
-            out.print(f"the segment ends {missing:,} slabs early: the next start makes it whole")
+            out.print(f"the segment file is {missing:,} slabs short: the next start extends it")
         for name in superblocks:
-            out.print(f"{name} is damaged: {'it was written anew' if repair else 'the other copy of it is used'}")
+            out.print(f"{name} is damaged: {'rewritten from the other copy' if repair else 'the other copy is used'}")
         if not has_index:
-            made = f"it was made anew, of {len(whole):,} records" if repair else "the next start reads all headers"
-            out.print(f"no index that can be used: {made}")
+            made = f"rebuilt from {len(whole):,} records" if repair else "the next start reads all record headers"
+            out.print(f"no usable index: {made}")
         lost = len(superblocks) + (not has_index)
         out.print(_conclusion(directory, len(damaged), lost, repaired=repair), soft_wrap=True)
     raise typer.Exit(1 if missing or ((damaged or superblocks or not has_index) and not repair) else 0)
@@ -98,15 +98,15 @@ def _show(out: Console, found: Mapping[Condition, int], damaged: Sequence[Findin
         key = f"  key {each.header.key.hex()[:16]}" if each.header is not None else ""
         out.print(f"slot {each.slot}: {each.condition.value}{key}")
     if len(damaged) > _SHOWN:
-        out.print(f"and {len(damaged) - _SHOWN:,} more: --json lists all")
+        out.print(f"and {len(damaged) - _SHOWN:,} more; --json lists all")
 
 
 def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
-    """Show what a file tier holds: how full it is, whose records, how old they are, how often they were served.
+    """Show what a file tier holds: fill level, records by scope, their age, and how often they were read.
 
-    Reads the index, and no images: a second, whatever the size; also while a process has the directory open. A scope is
-    a model, its weights, layout and salt: no process serves another scope's records. `longshore fsck` verifies the
-    images.
+    Reads the index and no images, so it takes about a second for any size. Can be run while a process has the
+    directory open. A scope is a model with its weights, layout and salt; no process serves records of another scope.
+    `longshore fsck` verifies the images.
     """
     with Audit(directory, shared=True) as audit:
         found = sum_up(audit, _watched(audit.headers(), audit.most, "read"), time.time())
@@ -118,13 +118,13 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     facts.add_row("slabs", f"{found.slabs:,} of {format_bytes(found.slab_bytes)}")
     facts.add_row("records", f"{found.records:,}")
     facts.add_row("full", f"{found.full:.1%}")
-    facts.add_row("in use", "by a process: as of a moment ago" if found.live else "by no process")
+    facts.add_row("in use", "by a live process: figures may lag" if found.live else "by no process")
     facts.add_row("of earlier generations", f"{found.stale:,}")
     facts.add_row("on disk", format_bytes(found.bytes_on_disk))
     facts.add_row("generation", f"{found.generation:,}, opened {found.opens:,} times")
-    facts.add_row("known from", "the index" if found.from_index else "headers: there is no index that can be used")
+    facts.add_row("known from", "the index" if found.from_index else "record headers: there is no usable index")
     for name in superblocks:
-        facts.add_row("damaged", f"{name}: the other copy is used; longshore fsck --repair writes it anew")
+        facts.add_row("damaged", f"{name}: the other copy is used; longshore fsck --repair rewrites it")
     sizes = _table("images of up to", "slabs", "slots", "records")
     for size in found.sizes:
         slots = f"{size.slabs * size.per_slab:,}"
@@ -147,42 +147,54 @@ def _conclusion(directory: Path, damaged: int, lost: int, *, repaired: bool) -> 
     if not damaged and not lost:
         return f"{directory}: no damage"
     if not damaged:
-        what = "was repaired" if repaired else f"costs no record; longshore fsck {directory} --repair repairs it"
-        return f"{directory}: no damaged record; the damage beside them {what}"
+        what = "was repaired" if repaired else f"costs no record: run longshore fsck {directory} --repair"
+        return f"{directory}: no damaged record; the damage to superblock or index {what}"
     records = "1 damaged record" if damaged == 1 else f"{damaged:,} damaged records"
     if repaired:
-        return f"{directory}: {records}; their slots are empty now"
-    return f"{directory}: {records}, which are never served; longshore fsck {directory} --repair empties their slots"
+        return f"{directory}: {records}; their slots were emptied"
+    return (
+        f"{directory}: {records}, which are never served; to empty their slots, run longshore fsck {directory} --repair"
+    )
 
 
 def gc(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Directories of file tiers, or directories of such.")
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Directories of file tiers, or directories that contain them."),
     ],
     remove: Annotated[
-        list[str] | None, typer.Option("--remove", metavar="SCOPE", help="Remove this scope; its first 8 digits do.")
+        list[str] | None,
+        typer.Option(
+            "--remove", metavar="SCOPE", help="Remove this scope, named by at least its first 8 digits; repeatable."
+        ),
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Remove scopes whose newest record is older: 30d, 12h.")
+        str | None,
+        typer.Option(
+            metavar="AGE", help="Remove scopes whose newest record is older than this, for example 30d or 12h."
+        ),
     ] = None,
     all_but_current: Annotated[
-        bool, typer.Option("--all-but-current", help="Remove all scopes but that of the record written last.")
+        bool, typer.Option("--all-but-current", help="Remove all scopes except the one written to last.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do remove; without it, say what would be.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove; without this option, only show what would be removed.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """List whose records lie in file tiers, and remove those of models that nobody serves any more.
+    """List the scopes in file tiers, and remove scopes that are no longer served.
 
-    A scope is a model, its weights, layout and salt. Whose records are removed is free space to the next process; a
-    directory that holds no others is removed with its files. What a live process has open is never touched.
+    A scope is a model with its weights, layout and salt. The next process can use the space of removed records; a
+    directory without other records is removed with its files. A directory that a live process has open is not changed.
 
-    Exit status: [bold]0[/bold] done; [bold]1[/bold] something that was to go is in use, or its index is damaged, or
-    one of several directories cannot be read;
-    [bold]2[/bold] no such directory, or options that cannot be.
+    Exit status: [bold]0[/bold] done; [bold]1[/bold] a scope was not removed because its directory is in use or its
+    index is damaged, or one of several directories cannot be read; [bold]2[/bold] no such directory or invalid options.
     """
     wanted = tuple(scope.lower() for scope in remove or ())
     if any(len(scope) < _SCOPE_DIGITS or set(scope) - set("0123456789abcdef") for scope in wanted):
-        raise ConfigError(f"--remove {', '.join(wanted)}: a scope is at least {_SCOPE_DIGITS} hexadecimal digits")
+        raise ConfigError(
+            f"--remove {', '.join(wanted)}: expected at least {_SCOPE_DIGITS} hexadecimal digits of a scope"
+        )
     limit, now = _seconds(older_than), time.time()
     rows: list[dict[str, Any]] = []
     unreadable = 0
@@ -224,7 +236,7 @@ def gc(
         console().print(table)
     missing = [scope for scope in wanted if not any(str(row["scope"]).startswith(scope) for row in rows)]
     if missing:
-        raise ConfigError(f"--remove {', '.join(missing)}: no such scope here; without --remove all are listed")
+        raise ConfigError(f"--remove {', '.join(missing)}: no such scope; omit --remove to list all scopes")
     raise typer.Exit(1 if unreadable or any(row["fate"].startswith("not removed") for row in rows) else 0)
 
 

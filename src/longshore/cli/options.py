@@ -49,7 +49,7 @@ def rate_of(text: str, option: str) -> int:
             return rate
     except ValueError as error:
         raise ConfigError(f"{option}: expected a rate such as 50GB/s, got {text[:80]!r}: {error}") from None
-    raise ConfigError(f"{option}: expected at least a byte a second, got {text[:80]!r}")
+    raise ConfigError(f"{option}: expected at least one byte per second, got {text[:80]!r}")
 
 
 def seconds_of(text: str, option: str) -> float:
@@ -106,7 +106,7 @@ def _check(needed: float, had: int, what: str, where: str, option: str, given: o
     if needed > had:
         most = int(count * (had / needed)) // (1 << 20 if unit == "MiB" else 1)
         raise ConfigError(
-            f"{option} {given} needs {format_bytes(needed)} {what}, and {format_bytes(had)} is {where}: "
+            f"{option} {given} needs {format_bytes(needed)} {what}, but only {format_bytes(had)} is {where}: "
             + (f"pass at most {option} {most}{unit}" if most else "this machine is too small for it")
         )
 

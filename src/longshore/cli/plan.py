@@ -52,9 +52,12 @@ _READ_INTENSIVE, _MIXED_USE = 1, 3
 def plan(
     trace: TraceFile,
     model: Model = None,
-    ttft_p95: Annotated[str, typer.Option(help="The time to first token that 19 of 20 requests must keep.")] = "500ms",
+    ttft_p95: Annotated[str, typer.Option(help="Target for the 95th percentile of the time to first token.")] = "500ms",
     prices: Annotated[
-        Path | None, typer.Option(help="TOML file: dram_per_gib, nvme_per_gib, currency. DRAM counts 25 times without.")
+        Path | None,
+        typer.Option(
+            help="TOML file with dram_per_gib, nvme_per_gib, currency; default: DRAM costs 25 times as much as NVMe."
+        ),
     ] = None,
     form: FormOption = FormChoice.AUTO,
     block_tokens: BlockTokens = 512,
@@ -67,15 +70,15 @@ def plan(
     file_write: FileWrite = None,
     prefill_rate: PrefillRate = None,
     engines: Engines = 1,
-    replays: Annotated[int, typer.Option(min=1, help="At most so many sizes are replayed.")] = 16,
+    replays: Annotated[int, typer.Option(min=1, help="Maximum number of sizes to replay.")] = 16,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Say how much DRAM and which NVMe drives to buy for a trace, and what they will give.
+    """Recommend how much DRAM and which NVMe drives to buy for a trace.
 
-    Estimates all sizes that can be bought, and replays those that matter through the control plane that runs in
-    production, as longshore replay does. The answer is the cheapest whose replay keeps --ttft-p95, the knee (where more
-    money begins to buy little), and the sizes beside them, with the assumptions that it rests on.
+    Estimates all sizes on sale, and replays the promising ones through the production control plane, as longshore
+    replay does. Prints the cheapest size whose replay meets --ttft-p95, the knee of the cost curve, the sizes near
+    them, and the assumptions.
 
     [dim]longshore plan trace.jsonl --model llama-3.1-8b --ttft-p95 500ms --prices prices.toml[/]
     """

@@ -63,27 +63,30 @@ _MUCH = 100_000_000
 def replay(
     trace: TraceFile,
     model: Model = None,
-    host: Annotated[str | None, typer.Option(help="Host memory for blocks, as in 64GiB.")] = None,
-    file: Annotated[str | None, typer.Option(help="Room in files, as in 1TiB; none by default.")] = None,
-    remote: Annotated[str | None, typer.Option(help="Room in a remote store, as in 10TiB; none by default.")] = None,
+    host: Annotated[str | None, typer.Option(help="Host memory for blocks, for example 64GiB.")] = None,
+    file: Annotated[
+        str | None, typer.Option(help="Disk space for blocks, for example 1TiB; default: no file tier.")
+    ] = None,
+    remote: Annotated[
+        str | None, typer.Option(help="Size of a remote store, for example 10TiB; default: none.")
+    ] = None,
     capacity_blocks: Annotated[
         int | None,
-        typer.Option(min=1, help="The plain policy experiment instead: one tier of so many blocks, and no time."),
+        typer.Option(min=1, help="Run the policy experiment instead: one tier of this many blocks, no timing."),
     ] = None,
     through: Annotated[
         Through | None,
         typer.Option(
-            help="With --capacity-blocks, what serves the requests instead of the bare policy, one after the other. "
-            "cache: the path verbs of the control plane. vllm: vLLM's offloading interface, called as its scheduler "
-            "calls it; where vLLM is installed."
+            help="With --capacity-blocks, what serves the requests instead of the bare policy, one at a time. cache: "
+            "the path verbs of the control plane. vllm: vLLM's offloading interface, called as its scheduler calls it; "
+            "needs vLLM."
         ),
     ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
-            help="gittins, the default: what promises the fewest hits for its slot goes first, as it has learned; "
-            "arc: weighs what was used once against what was used often; lru: what was used the longest ago. "
-            "To compare with: lru-2 (the last use but one), s3-fifo (three queues), fifo (what came first)."
+            help="Eviction policy. gittins (default): lowest learned hit rate first; arc: adaptive replacement cache; "
+            "lru: least recently used. For comparison: lru-2, s3-fifo, fifo."
         ),
     ] = None,
     form: FormOption = FormChoice.AUTO,
@@ -95,26 +98,32 @@ def replay(
     link: Link = None,
     file_read: FileRead = None,
     file_write: FileWrite = None,
-    remote_read: Annotated[str | None, typer.Option(help="Bytes a second from the remote store, as in 2GB/s.")] = None,
-    remote_write: Annotated[str | None, typer.Option(help="Bytes a second into the remote store, as in 2GB/s.")] = None,
+    remote_read: Annotated[
+        str | None, typer.Option(help="Read bandwidth of the remote store, for example 2GB/s.")
+    ] = None,
+    remote_write: Annotated[
+        str | None, typer.Option(help="Write bandwidth of the remote store, for example 2GB/s.")
+    ] = None,
     remote_delay: Annotated[
-        str | None, typer.Option(help="Time that the remote store takes besides, as in 500us or 2ms.")
+        str | None, typer.Option(help="Latency of the remote store, for example 500us or 2ms.")
     ] = None,
     prefill_rate: PrefillRate = None,
     engines: Engines = 1,
-    gate: Annotated[bool, typer.Option(help="Compute what is slower to load; without, load whatever is found.")] = True,
+    gate: Annotated[
+        bool, typer.Option(help="Recompute blocks when that is faster than loading them; --no-gate: always load.")
+    ] = True,
     optimum: Annotated[
-        bool, typer.Option(help="Say what knowing the future would give; takes 9 bytes for each block asked for.")
+        bool, typer.Option(help="Compute the optimal hit ratio (Belady); takes 9 bytes of memory per block reference.")
     ] = True,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Say what the requests of a trace would have found in a cache.
+    """Show which hits the requests of a trace would have had in a cache.
 
-    With [bold]--model[/] and [bold]--host[/], in virtual time: the control plane that runs in production, on a model of
-    the machine. With [bold]--capacity-blocks[/] alone, the plain policy experiment: hits are the leading run of
-    resident blocks, and then the policy sees an access to each block, the last one first. With [bold]--through[/] as
-    well, the same requests and blocks through the control plane, where the device keeps nothing.
+    With [bold]--model[/] and [bold]--host[/]: replay in virtual time, with the production control plane on a model of
+    the machine. With [bold]--capacity-blocks[/] alone: policy experiment, where the hits of a request are its leading
+    resident blocks; the policy then sees one access per block, last block first. With [bold]--through[/] in addition:
+    the same requests through the control plane, with an empty device cache.
 
     [dim]longshore replay trace.jsonl --model llama-3.1-8b --host 64GiB --file 1TiB[/]
 
@@ -132,14 +141,14 @@ def replay(
         given |= {"--remote-delay": remote_delay, "--prefill-rate": prefill_rate}
         given |= {"--engines": None if engines == 1 else engines}
         if wrong := [option for option, value in given.items() if value is not None]:
-            raise ConfigError(f"--capacity-blocks knows no time: leave out {', '.join(wrong)}")
+            raise ConfigError(f"--capacity-blocks simulates no time: remove {', '.join(wrong)}")
         check_memory(SLOT_BYTES * capacity_blocks, "--capacity-blocks", capacity_blocks, capacity_blocks)
         with trace_at(trace) as path, console.status("reading") as status:
             requests = Trace(path, form, block_tokens, bad_lines, limit, console)
             blocks = _Blocks(optimum, console)
             facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, through, blocks)
     elif through is not None:
-        raise ConfigError("--through replays one tier of --capacity-blocks: expected both, or neither")
+        raise ConfigError("--through needs --capacity-blocks")
     else:
         from longshore.trace.policies import policy_named  # noqa: PLC0415
         from longshore.trace.tiered import MOST_BLOCKS, TieredReplay  # noqa: PLC0415
@@ -295,8 +304,8 @@ class _Blocks:
 
             self._told = True
             self._console.print(
-                f"More than {_MUCH:,} blocks were asked for. To say what knowing the future would give, all of them "
-                f"are remembered, in {BYTES_PER_REFERENCE} bytes each; --no-optimum does without.",
+                f"More than {_MUCH:,} block references. Computing the optimal hit ratio takes {BYTES_PER_REFERENCE} "
+                "bytes of memory for each; --no-optimum skips it.",
                 style="yellow",
             )
 

@@ -44,38 +44,40 @@ class BadLines(enum.StrEnum):
 
 TraceFile = Annotated[
     Path,
-    typer.Argument(help="A trace of requests, plain or compressed by gzip; - for standard input.", show_default=False),
+    typer.Argument(help="Trace of requests, plain or gzip-compressed; - for standard input.", show_default=False),
 ]
 FormOption = Annotated[
-    FormChoice, typer.Option("--form", help="What its lines are; auto looks at the first one. See docs/replay.md.")
+    FormChoice, typer.Option("--form", help="Trace format, see docs/replay.md; auto: detect it from the first line.")
 ]
-BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens of one block of the trace.")]
+BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens per block of the trace.")]
 BadLinesOption = Annotated[
-    BadLines, typer.Option("--bad-lines", help="Refuse the trace at the first line that is no request, or skip it.")
+    BadLines, typer.Option("--bad-lines", help="Refuse a trace with an invalid line, or skip such lines.")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="How many requests to take; all by default.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Number of requests to take; default: all.")]
 Model = Annotated[
     str | None,
-    typer.Option(help="A model of the built-in table (llama-3.1-8b, ...), or a config.json of Hugging Face."),
+    typer.Option(help="A built-in model (llama-3.1-8b, ...) or a Hugging Face config.json."),
 ]
 ProfileOption = Annotated[
-    str, typer.Option("--profile", help="The machine: h100 or a100. Options below replace parts.")
+    str, typer.Option("--profile", help="Machine profile: h100 or a100; the speed options override parts of it.")
 ]
 Bench = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Take speeds from what `longshore bench NAME --json` printed: of files (file), the link (copy), "
-        "prefill (prefill). May be given several times."
+        help="File with the output of `longshore bench NAME --json`; its speeds override the profile: bench file for "
+        "files, copy for the link, prefill for prefill. Repeatable."
     ),
 ]
-Link = Annotated[str | None, typer.Option(help="Bytes a second between device and host memory, as in 50GB/s.")]
-FileRead = Annotated[str | None, typer.Option(help="Bytes a second from files, as in 6.8GB/s.")]
-FileWrite = Annotated[str | None, typer.Option(help="Bytes a second into files, as in 4GB/s.")]
+Link = Annotated[str | None, typer.Option(help="Bandwidth between device and host memory, for example 50GB/s.")]
+FileRead = Annotated[str | None, typer.Option(help="Read bandwidth of files, for example 6.8GB/s.")]
+FileWrite = Annotated[str | None, typer.Option(help="Write bandwidth of files, for example 4GB/s.")]
 PrefillRate = Annotated[
-    float | None, typer.Option(min=1e-3, max=1e9, help="Tokens a second that one engine computes of a short prompt.")
+    float | None,
+    typer.Option(min=1e-3, max=1e9, help="Prefill speed of one engine for short prompts, in tokens per second."),
 ]
 Engines = Annotated[
-    int, typer.Option(min=1, max=10_000, help="Engines that share the tiers; each computes a prompt at a time.")
+    int,
+    typer.Option(min=1, max=10_000, help="Number of engines that share the tiers; each computes one prompt at a time."),
 ]
 
 SLOT_BYTES = 80
@@ -156,7 +158,7 @@ def trace_at(path: Path) -> Iterator[Path]:
         yield path
         return
     if sys.stdin is None:
-        raise ConfigError("expected a trace on standard input, which is closed")
+        raise ConfigError("expected a trace on standard input, but it is closed")
     with tempfile.TemporaryDirectory(prefix="longshore-") as directory:
         copy = Path(directory) / "standard-input"
         try:

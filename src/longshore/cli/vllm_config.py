@@ -16,20 +16,25 @@ from longshore.tiers.arena import PAGE
 
 
 def vllm_config(
-    host_size: Annotated[str | None, typer.Option(help="Host memory for blocks, of all ranks, such as 64GiB.")] = None,
-    file_path: Annotated[str | None, typer.Option(help="Directory of the file tier, on a local NVMe.")] = None,
-    file_size: Annotated[str | None, typer.Option(help="Disk space for the file tier, such as 1TiB.")] = None,
-    blocks_per_chunk: Annotated[int | None, typer.Option(help="vLLM's blocks in a block image; default 1.")] = None,
+    host_size: Annotated[
+        str | None, typer.Option(help="Host memory for blocks, total of all ranks, for example 64GiB.")
+    ] = None,
+    file_path: Annotated[str | None, typer.Option(help="Directory of the file tier, on a local NVMe drive.")] = None,
+    file_size: Annotated[str | None, typer.Option(help="Disk space for the file tier, for example 1TiB.")] = None,
+    blocks_per_chunk: Annotated[int | None, typer.Option(help="vLLM blocks per block image; default: 1.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any setting of docs/settings.md, as in --set offload=write_back; repeatable."),
+        typer.Option(
+            "--set", help="Any setting of docs/settings.md, for example --set backup=write_through; repeatable."
+        ),
     ] = None,
     report_failures: Annotated[
-        bool, typer.Option(help="Have requests recomputed whose blocks cannot be loaded.")
+        bool,
+        typer.Option(help="Recompute requests whose blocks cannot be loaded; --no-report-failures: the engine stops."),
     ] = True,
-    check: Annotated[bool, typer.Option(help="Compare the sizes with what this machine has.")] = True,
+    check: Annotated[bool, typer.Option(help="Compare the sizes with the memory and disk of this machine.")] = True,
 ) -> None:
-    """Print what to pass to vLLM as --kv-transfer-config. Paths are made absolute.
+    """Print the value of --kv-transfer-config for vLLM. Paths are made absolute.
 
     vllm serve MODEL --kv-transfer-config "$(longshore vllm-config --host-size 64GiB)"
     """
@@ -40,7 +45,7 @@ def vllm_config(
         if value is None:
             continue
         if name in given:
-            raise ConfigError(f"--set {name}={given[name]}: given as --{name.replace('_', '-')} {value} already")
+            raise ConfigError(f"--set {name}={given[name]}: already set by --{name.replace('_', '-')} {value}")
         given[name] = value
     config = Config.make(**given)
     check_settings(given)

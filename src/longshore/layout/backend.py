@@ -178,11 +178,13 @@ def _names(answers: Sequence[Sequence[str]], shape: Sequence[int]) -> list[str]:
         elif len(answer) == 1:
             names.append(answer[0])
         elif BLOCK in answer:
-            raise LayoutError(f"axis {index} of shape {tuple(shape)} mixes blocks with {answer}: no block stands alone")
+            raise LayoutError(
+                f"axis {index} of shape {tuple(shape)} mixes blocks with {answer}: blocks need an axis of their own"
+            )
         else:
             names.append("+".join(answer) if answer else f"axis{index}")
     if names.count(BLOCK) != 1 or len(set(names)) != len(names):
-        raise LayoutError(f"cannot tell the axes of shape {tuple(shape)} apart: they look like {names}")
+        raise LayoutError(f"cannot identify the axes of shape {tuple(shape)}: ambiguous names {names}")
     return names
 
 

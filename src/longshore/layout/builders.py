@@ -126,7 +126,7 @@ def group_from_axes(
         sizes = [_layers_in(tensor, names) for tensor, names in zip(tensors, named, strict=True)]
         layers = [0, *itertools.accumulate(sizes)][:-1]
     if len(layers) != len(tensors):
-        raise LayoutError(f"expected a layer for each of {len(tensors)} tensors, got {len(layers)}")
+        raise LayoutError(f"expected one layer number for each of {len(tensors)} tensors, got {len(layers)}")
     # The scales of packed values are interleaved in a tensor of their own, of a dtype that does not tell.
     splits = all(map(splits_by_token, tensors))
     refs: list[PageRef] = []
@@ -176,11 +176,13 @@ class _View(NamedTuple):
         block = next(axis for axis in axes if axis.name == BLOCK)
         tokens = next((axis.size for axis in axes if axis.name == TOKEN), kernel_block_size or block_size)
         if kernel_block_size not in (None, tokens):
-            raise LayoutError(f"expected {kernel_block_size} tokens in a kernel block, the token axis has {tokens}")
+            raise LayoutError(f"expected {kernel_block_size} tokens in a kernel block, but the token axis has {tokens}")
         kernel_blocks = _quotient(block_size, tokens, "block_size", "tokens of a kernel block")
         rest = [axis for axis in axes if axis.name != BLOCK and axis.size > 1]
         if any(axis.stride <= 0 for axis in rest):
-            raise LayoutError(f"axes {[axis.name for axis in rest if axis.stride <= 0]} repeat the same bytes")
+            raise LayoutError(
+                f"axes {[axis.name for axis in rest if axis.stride <= 0]} need a positive stride: elements share bytes"
+            )
         outer, inner = _split(rest, tensor.element_size())
         return cls(
             num_blocks=_quotient(block.size, kernel_blocks, "blocks of the tensor", "kernel blocks per block"),
@@ -253,7 +255,7 @@ def _split(axes: Sequence[_Axis], element: int) -> tuple[tuple[_Axis, ...], tupl
     outer = sorted(by_stride[dense:], key=lambda axis: (axis.name != LAYER, axis.name != KV, axis.name))
     inner = by_stride[:dense][::-1]
     if any(axis.name == LAYER for axis in inner):
-        raise LayoutError("layers must not lie within a page, between its tokens or heads")
+        raise LayoutError("the layer axis must be outside the token and head axes: a page has one layer")
     return tuple(outer), tuple(inner)
 
 
@@ -265,11 +267,13 @@ def _axes_per_tensor(tensors: Sequence[DeviceTensor], axes: Sequence[str] | Sequ
     else:
         named = [[str(name) for name in names] for names in axes]
     if len(named) != len(tensors):
-        raise LayoutError(f"expected axes for each of {len(tensors)} tensors, got {len(named)}")
+        raise LayoutError(f"expected axis names for each of {len(tensors)} tensors, got {len(named)}")
     for tensor, names in zip(tensors, named, strict=True):
         shape = tuple(tensor.shape)
         if len(names) != len(shape) or len(set(names)) != len(names) or BLOCK not in names:
-            raise LayoutError(f"axes {names} do not name shape {shape}: one name for each, none twice, and {BLOCK!r}")
+            raise LayoutError(
+                f"axes {names} do not fit shape {shape}: expected one distinct name per axis, {BLOCK!r} among them"
+            )
         if {TOKEN, INTERLEAVED} <= set(names):
             raise LayoutError(
                 f"axes {names} have both {TOKEN!r} and {INTERLEAVED!r}: pages with interleaved scales move whole, so "

@@ -229,7 +229,7 @@ class KVLayout:
     def take_back(self, tensors: Sequence[DeviceTensor]) -> None:
         """Describe new tensors of the same geometry after `free`. What was planned before stays refused."""
         if self._tensors is not None:
-            raise LayoutError("the layout still has its device memory: free() it first")
+            raise LayoutError("the layout is still bound to device memory: call free() first")
         self._place(tuple(tensors), expected=self.fingerprint)
         self._generation += 1
 
@@ -243,7 +243,7 @@ class KVLayout:
         if expected not in (None, fingerprint):
             raise LayoutError(f"expected tensors of layout {expected}, got tensors of {fingerprint}: other dtypes")
         if expected is not None and tuple(pools) != self.pools:
-            raise LayoutError(f"expected groups in pools {self.pools} of device memory, got them in {pools}")
+            raise LayoutError(f"expected the groups in device pools {self.pools}, got {pools}")
         part = zip(self.groups, bases, strict=True)
         tables = tuple(_table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part)
         self._split = tuple(_split(group, table) for group, table in zip(self.groups, tables, strict=True))

@@ -58,7 +58,7 @@ def dtype_name(tensor: DeviceTensor) -> str:
     """Name of the tensor's element type, for instance `bfloat16`; `LayoutError` for one that cannot be placed."""
     name = str(tensor.dtype).removeprefix("torch.")
     if _UNPLACEABLE.fullmatch(name) or tensor.element_size() <= 0:
-        raise LayoutError(f"elements of dtype {name} have no byte address of their own; give a byte view instead")
+        raise LayoutError(f"elements of dtype {name} are not byte-addressable; pass a view as torch.uint8")
     return name
 
 

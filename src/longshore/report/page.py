@@ -67,7 +67,7 @@ class Page:
         """A Plotly figure; `caption` says in plain words what to see in it."""
         content = figure.to_json()
         if content is None:
-            raise ReportError(f"figure {title!r}: expected JSON of data and layout, got none")
+            raise ReportError(f"figure {title!r}: expected JSON with data and layout")
         self._figures += 1
         name = f"figure-{self._figures}"
         height = int(json.loads(content).get("layout", {}).get("height", 400))

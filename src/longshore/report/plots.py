@@ -182,7 +182,7 @@ def _plotly(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ReportError(
-            f"figures need plotly 6, which cannot be imported here ({error}): pip install 'longshore[report]' adds it"
+            f"figures need plotly 6, which cannot be imported ({error}): pip install 'longshore[report]'"
         ) from error
 
 
@@ -280,4 +280,4 @@ def _limit(figure: Any, row: Level, number: int, unit: str) -> None:
 
 def _same_length(name: str, values: Sequence[Any], x: Sequence[Any]) -> None:
     if len(values) != len(x):
-        raise ReportError(f"{name}: expected {len(x)} values, one per position, got {len(values)}")
+        raise ReportError(f"{name}: expected {len(x)} values, one per x position, got {len(values)}")

@@ -1,4 +1,4 @@
-"""The loop between the planes: takes the cache's commands, finds their movers, gives results back."""
+"""The loop between the planes: passes commands of the cache to movers, and results back."""
 
 from longshore.runtime.background import BackgroundLoop
 from longshore.runtime.chain import TierChain

@@ -1,4 +1,4 @@
-"""`BackgroundLoop`: a thread that pumps a runtime, so that chains of transfers go on between an engine's steps."""
+"""`BackgroundLoop`: a thread that pumps a runtime, so that transfers continue between an engine's steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAP_SECONDS = 1e-3
 
 
 class BackgroundLoop:
-    """Pumps a runtime from a thread of its own, and sleeps when nothing is in flight."""
+    """Pumps a runtime in a separate thread, which sleeps while nothing is in flight."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -1,9 +1,9 @@
-"""Several tiers below the host as one mover: host <-> each of them, and down from one to the next.
+"""Several tiers below the host tier as one mover: host <-> each tier, and down from one tier to the next.
 
     tier ──read──► stage ──write──► the next tier     a stage is a slab of the host tier that the cache knows nothing of
 
-Tiers reach only the host's memory, so what goes down passes through it; by stages of its own, since a slot of the cache
-would have to be found, and emptied, by whoever decides such things. An image whose read failed is not written.
+Tiers access host memory only, so copies from tier to tier go through it. They use staging slots of their own, because
+only the control plane can allocate slots of the cache. An image whose read failed is not written.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _Leg:
 
 
 class TierChain:
-    """Serves `tiers`, warmest first, one rank; the last `stages` slabs of `host` are its own."""
+    """Serves `tiers`, warmest first, for one rank; owns the last `stages` slabs of `host`."""
 
     def __init__(self, tiers: Sequence[Tier], host: HostTier, stages: int) -> None:
         if not 0 < stages < host.slabs.slabs:
-            raise PlanError(f"stages are some of the {host.slabs.slabs} slabs of the host tier, got {stages}")
+            raise PlanError(f"expected stages among the {host.slabs.slabs} slabs of the host tier, got {stages}")
         self._host = host
         self._movers = {tier.name: TierMover(tier, host) for tier in tiers}
         self._by_route = {route: mover for mover in self._movers.values() for route in mover.routes}
@@ -68,7 +68,7 @@ class TierChain:
         return frozenset((*self._by_route, *self._down))
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin `transfer`; all of it is validated first."""
+        """Begin `transfer`, after validating all of it."""
         if transfer.route not in self._down:
             self._by_route[transfer.route].submit(transfer)
             return
@@ -104,7 +104,7 @@ class TierChain:
                 mover.cancel(leg)
 
     def close(self) -> None:
-        """Close the tiers; the last results are still to be polled."""
+        """Close the tiers; the last results can still be polled."""
         for relay in self._relays.values():
             relay.end(relay.pending, Status.TIER_OFF)
             relay.pending.clear()
@@ -116,7 +116,9 @@ class TierChain:
     def _check(self, item: Item, route: Route) -> None:
         upper, lower = item.source, item.destination
         if upper is None or lower is None or upper.pool != lower.pool:
-            raise PlanError(f"a transfer between tiers has a slot of one pool on both sides, got {upper} and {lower}")
+            raise PlanError(
+                f"expected slots of one pool on both sides of a transfer between tiers, got {upper} and {lower}"
+            )
         for slot, tier in zip((upper, lower), route, strict=True):
             self._movers[tier].tier.slabs.check(slot.pool, slot.index)
 

@@ -1,10 +1,9 @@
-"""Faults of the control plane: each is counted, logged once with the calls that led to it, and turns the tiers off.
+"""Faults of the control plane: each is counted, logged with the preceding calls, and disables the tiers.
 
-A `CallLog` watches the calls of a cache and remembers the last of them. `tests/runtime/call_replay.py` makes those of a
-log's file again on a new cache.
+A `CallLog` records the last calls of a cache. `tests/runtime/call_replay.py` replays the file of a log on a new cache.
 
     an exception that leaves ...         is
-    apply, take, end_step, flush, reset  a fault, whatever it is: no caller chose the arguments
+    apply, take, end_step, flush, reset  always a fault: no caller chose the arguments
     another method, untyped              a fault
     another method, `IntegrityError`     a fault
     another method, another typed error  the caller's mistake; nothing has changed
@@ -62,7 +61,7 @@ class _Call(NamedTuple):
 
 
 class WrittenCalls(NamedTuple):
-    """What a file has: arguments of the cache, its last calls, and whether these are all from the first on."""
+    """Content of a file: arguments of the cache, its last calls, and whether these are all its calls."""
 
     made_of: tuple[Any, ...]
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
@@ -70,11 +69,11 @@ class WrittenCalls(NamedTuple):
 
 
 class CallLog:
-    """The last calls of one cache's public methods, read-only ones left out: at most 512, of at most 16 MiB.
+    """The last calls of one cache's public methods, except read-only ones: at most 512, of at most 16 MiB.
 
-    Of idle calls in a row, which find nothing to do but to look at the time, the last of each method is kept. Passes
-    every fault to `on_fault`. `apply` of no results takes 0.6 us more than without the log, `lookup` of 1,000 keys
-    13 us (measured once, on a shared CPU).
+    Of consecutive calls without effect except the time, only the last of each method is kept. Passes every fault to
+    `on_fault`. `apply` of no results takes 0.6 us more than without the log, `lookup` of 1,000 keys 13 us (measured
+    once, on a shared CPU).
     """
 
     def __init__(self, cache: TieredCache, on_fault: Callable[[BaseException], None]) -> None:
@@ -93,7 +92,7 @@ class CallLog:
 
     @property
     def calls(self) -> list[_Call]:
-        """What it has, in order."""
+        """The recorded calls, in order."""
         return [*self._kept, *self._idle.values()]
 
     def _watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +145,7 @@ class CallLog:
             self._is_whole = False
 
     def write(self) -> Path | None:
-        """Write the calls to a new file, to be replayed; `None` if that fails. Tokens of prompts are left out."""
+        """Write the calls, without prompt tokens, to a new file for replay; returns its path, `None` on failure."""
         with contextlib.suppress(OSError, PicklingError, TypeError, AttributeError):
             written = WrittenCalls(self._made_of, [each.written() for each in self.calls], self._is_whole)
             number, name = tempfile.mkstemp(prefix="longshore-calls-", suffix=".pickle")
@@ -205,10 +204,10 @@ def contained(
     *,
     expected: tuple[type[LongshoreError], ...] = (),
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """For an adapter's methods that an engine calls: once the tiers are off, or when it raises, `instead` answers.
+    """Decorator for adapter methods: calls `instead` if the method raises, or the tiers are disabled.
 
-    The engine makes no mistake that it could be told of, so whatever is raised is a fault of the tiers, but for the
-    `expected` errors, which are logged.
+    The engine could not handle an error, so every exception is a fault of the tiers, except the `expected` errors,
+    which are logged.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -219,7 +218,9 @@ def contained(
                     return method(self, *args, **kwargs)
                 except expected:
                     if self._runtime.fault is None:  # which has been logged
-                        _log.exception("%s failed; its blocks are recomputed, or not stored", method.__name__)
+                        _log.exception(
+                            "%s failed; the blocks it was called for are recomputed or not stored", method.__name__
+                        )
                 except Exception as error:  # noqa: BLE001 - it is counted, logged, and the tiers are off
                     self._runtime.fail(error)
             return instead(self, *args, **kwargs)
@@ -230,12 +231,11 @@ def contained(
 
 
 def report(error: BaseException, log: CallLog) -> None:
-    """Log a fault of the control plane, once, with its traceback and the file of the calls before it."""
+    """Log a fault of the control plane with its traceback and the file of the preceding calls."""
     path = log.write()
     _log.error(
-        "the tiers are off until the engine is restarted, and every request is computed: "
-        "the control plane failed (%s: %s). "
-        "Please report this with the traceback and the last %d calls, which are in %s",
+        "all tiers disabled: the control plane failed (%s: %s). Every request is computed until the engine is "
+        "restarted. Please report this with the traceback and the last %d calls, which are in %s",
         type(error).__name__,
         error,
         len(log.calls),
@@ -245,5 +245,5 @@ def report(error: BaseException, log: CallLog) -> None:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether `error`, of a method whose arguments a caller chose, is not that caller's mistake."""
+    """Whether `error`, raised by a method whose arguments a caller chose, is not the caller's mistake."""
     return isinstance(error, IntegrityError) or not isinstance(error, LongshoreError)

@@ -1,11 +1,11 @@
-"""Device <-> file without a stop in host memory: copies inside the device, a ring of images there, and the file tier.
+"""Device <-> file without host memory: copies inside the device, a staging ring in device memory, and the file tier.
 
     to the file     pages ──engine──► ring slot ──tier──► file          each arrow begins when the one before it has
     from the file   pages ◄──engine── ring slot ◄──tier── file          ended, by its result, never by its submission
 
-Files know nothing of streams. So the engine's side of an arrow keeps stream order, as all of its copies do; the file's
-side begins when those bytes are in place, and nobody else has a ring slot until both sides are done with it. Jobs that
-are longer than the ring go in pieces, the more urgent jobs first.
+File I/O has no stream order. The engine's copies keep stream order, as always; file I/O begins when their bytes are in
+place, and a ring slot is not reused until both have ended. Jobs longer than the ring are split, the more urgent jobs
+first.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ _log = logging.getLogger(__name__)
 
 
 class ImageRing:
-    """Slots for images in a device's own memory: to the transfer engine, what the host tier's slots are to it."""
+    """Slots for images in device memory, which the transfer engine uses like slots of the host tier."""
 
     def __init__(self, memory: ImageMemory, image_bytes: int) -> None:
-        """As many slots as `memory` has room for; `PlanError` if that is none."""
+        """Divide `memory` into slots; `PlanError` if it has no room for one."""
         self.arena = memory
         self.slabs = Slabs.of_one_size(image_bytes, memory.nbytes // image_bytes)
         if not self.slabs.slabs:
-            raise PlanError(f"expected room for an image of {image_bytes} bytes, got {memory.nbytes}")
+            raise PlanError(
+                f"expected a staging ring with room for an image of {image_bytes} bytes, got {memory.nbytes}"
+            )
         self._free = list(range(self.slabs.slabs))
 
     @property
     def free(self) -> int:
-        """Slots that nobody has."""
+        """Number of free slots."""
         return len(self._free)
 
     def offsets(self, pool: int, indices: Sequence[int]) -> I64:
@@ -59,12 +61,12 @@ class ImageRing:
         return self.slabs.offsets(pool, indices)
 
     def take(self, count: int) -> list[int]:
-        """`count` of the free slots."""
+        """Take `count` of the free slots."""
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Others may have them."""
+        """Free these slots."""
         self._free.extend(slots)
 
 
@@ -97,7 +99,7 @@ class _Piece:
 class GdsMover:
     """Serves device -> file, file -> device, and copies inside the device. One rank; the runtime's lock guards it.
 
-    Jobs that go layer by layer are served as any other: their layers come together, with the result.
+    Layer-wise jobs are served like others: all layers arrive together, with the result.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class GdsMover:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` copies between pages and `ring`; `tier` reads and writes its memory."""
+        """`engine` copies between pages and `ring`; `tier` reads and writes the ring's memory."""
         self._engine = engine
         self._layout = layout
         self._ring = ring
@@ -139,14 +141,14 @@ class GdsMover:
         if transfer.route not in self.routes:
             raise PlanError(f"expected one of {sorted(map(str, self.routes))}, got {transfer.route}")
         if transfer.job in self._jobs or transfer.job < 0:
-            raise PlanError(f"expected a job of its own, zero or above, got {transfer.job}")
+            raise PlanError(f"expected an unused job number of at least 0, got {transfer.job}")
         self._check(transfer)
         job = _Job(transfer, self._clock(), [None] * len(transfer.items))
         self._jobs[transfer.job] = job
         self._begin_pieces()
 
     def poll(self) -> list[TransferResult]:
-        """Results since the last call; what has ended on one side begins on the other."""
+        """Results since the last call. Starts the second half of jobs whose first half has ended."""
         for result in self._engine.poll():
             piece = self._copying.pop(result.job, None)
             if piece is None:
@@ -185,7 +187,7 @@ class GdsMover:
         self._begin_pieces()
 
     def close(self) -> None:
-        """Wait for what has begun; the last results are still to be polled. Idempotent."""
+        """Wait for copies that have begun; the last results can still be polled. Idempotent."""
         self._closed = True
         self._engine.close()
         ended = self.poll()
@@ -301,7 +303,9 @@ class GdsMover:
     def _check(self, transfer: Transfer) -> None:
         """Raise unless both sides would take all of `transfer`."""
         if len(transfer.sections) > 1 and len(transfer.items) > self._ring.slabs.slabs:
-            raise PlanError(f"{len(transfer.items)} items of several groups, in a ring of {self._ring.slabs.slabs}")
+            raise PlanError(
+                f"{len(transfer.items)} items of several groups exceed a staging ring of {self._ring.slabs.slabs} slots"
+            )
         op, route = (Op.WRITE, OFFLOAD) if transfer.route == self._write else (Op.READ, ONBOARD)
         job, most = _Job(transfer, 0.0, []), self._ring.slabs.slabs
         batch = self._operations(transfer, op, [(index, 0) for index in range(len(transfer.items))])

@@ -1,8 +1,7 @@
-"""`BlockGuard`: device blocks that a job still reads or writes, in a pool that the engine owns.
+"""`BlockGuard`: protects device blocks of an engine's pool that a job still reads or writes.
 
-An engine hands its blocks out again when it likes. Between "the engine let go of this block" and "it is in the
-engine's free list" stands the guard: a block goes through only when no job touches it. What does not get through in
-time is parked, and comes back with a later `reclaim`.
+An engine may reallocate a block as soon as it is in its free list. The guard delays freed blocks until no job uses
+them. Blocks that are not free in time are parked, and returned by a later `reclaim`.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from longshore.runtime.loop import Runtime
 
 
 class BlockGuard:
-    """Jobs in flight by the device blocks that they touch. Used from one thread, the engine's.
+    """Jobs in flight, by the device blocks they use. Used from the engine's thread only.
 
-    What it waits for, and what is late all the same, is counted in `Runtime.guarded`.
+    Waits and late blocks are counted in `Runtime.guarded`.
     """
 
     def __init__(self, runtime: Runtime, timeout: float) -> None:
@@ -25,12 +24,12 @@ class BlockGuard:
         self._parked: list[int] = []
 
     def add(self, job: int, blocks: Iterable[int]) -> None:
-        """`job` touches `blocks` until it has ended."""
+        """Record that `job` uses `blocks` until it has ended."""
         for block in blocks:
             self._jobs.setdefault(block, []).append(job)
 
     def settle(self, blocks: Sequence[int]) -> list[int]:
-        """Wait, at most the guard's timeout, for the jobs on `blocks`; returns the free ones, parks the others."""
+        """Wait for the jobs on `blocks`, at most for the timeout; returns the free blocks and parks the others."""
         jobs = [job for block in blocks for job in self._jobs.get(block, ())]
         if jobs:
             self._wait(jobs)
@@ -43,14 +42,14 @@ class BlockGuard:
         return free
 
     def reclaim(self) -> list[int]:
-        """Parked blocks whose jobs have ended meanwhile."""
+        """Return parked blocks whose jobs have ended."""
         free = [block for block in self._parked if self._is_free(block)]
         kept = set(free)
         self._parked = [block for block in self._parked if block not in kept]
         return free
 
     def drain(self) -> None:
-        """Wait, at most the guard's timeout, for all jobs; what is parked is the pool's own business from here on."""
+        """Wait, at most for the guard's timeout, for all jobs; drops all parked blocks."""
         self._wait([job for jobs in self._jobs.values() for job in jobs])
         self._jobs.clear()
         self._parked.clear()

@@ -1,4 +1,4 @@
-"""The host arena as a `Config` wants it, near to the engine's device and registered with it."""
+"""The host arena for a `Config`, on the NUMA node of the engine's device and registered with it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from longshore.tiers.arena.cuda import CudaRegistrar, TorchCudaRuntime
 
 
 def registrar_for(device: str) -> CudaRegistrar | None:
-    """Who registers host memory with `device`, such as `cuda:0`; `None` where nobody has to. May import torch."""
+    """The registrar of host memory for `device`, such as `cuda:0`; `None` if none is needed. May import torch."""
     return CudaRegistrar(TorchCudaRuntime(device)) if device.startswith("cuda") else None
 
 
 def open_arena(config: Config, slots: int, image_bytes: int, registrar: CudaRegistrar | None) -> Arena:
-    """An arena for exactly `slots` images. Raises `TierError` when the memory cannot be had; nothing stays behind."""
+    """An arena for exactly `slots` images. Raises `TierError`, with nothing left behind, if there is no memory."""
     settings = ArenaSettings(
         numa_node=None if config.host_numa == "off" else config.host_numa,
         pci_address=None if registrar is None else registrar.pci_address(),

@@ -10,7 +10,7 @@ from longshore.tiers.host import HostTier
 
 
 class HostMover:
-    """Serves host -> host, one rank. The bytes move in `submit`."""
+    """Serves host -> host for one rank. `submit` copies the bytes."""
 
     def __init__(self, host: HostTier) -> None:
         self._host = host
@@ -24,11 +24,11 @@ class HostMover:
         return frozenset((self._route,))
 
     def submit(self, transfer: Transfer) -> None:
-        """Copy, once all slots are known to be good. Raises `PlanError` or `TierClosedError`, with nothing changed."""
+        """Validate all slots, then copy. Raises `PlanError` or `TierClosedError`, with nothing changed."""
         if self._closed:
             raise TierClosedError("the host mover was closed")
         if transfer.route != self._route:
-            raise PlanError(f"route {transfer.route} is not served, only {self._route}")
+            raise PlanError(f"expected route {self._route}, got {transfer.route}")
         copies = [self._copy(item.source, item.destination) for item in transfer.items]
         begun, array = time.monotonic(), self._host.arena.array
         for source, target, length in copies:
@@ -43,7 +43,7 @@ class HostMover:
         return results
 
     def cancel(self, job: int) -> None:
-        """Nothing: what was submitted has ended."""
+        """No effect: submitted transfers have ended."""
 
     def close(self) -> None:
         """Take no more transfers. The host tier stays its owner's."""

@@ -1,10 +1,10 @@
-"""`Runtime`: takes commands, keeps the order that `after` asks for, finds movers, gathers ranks, gives results back.
+"""`Runtime`: passes commands to movers in the order of `after`, collects the ranks' results, applies them to the cache.
 
     cache ──take──► waiting ──(all of `after` ended)──► running ──poll──► cache.apply
                        └── upstream failed, deadline, cancelled ──────────►┘
 
-In-thread: whoever calls makes progress (`control`, `pump`, `wait...`). Threaded: a `BackgroundLoop` pumps as well, so
-that chains go on between an engine's steps. Either way one lock guards the cache, and nobody calls it without.
+Without a thread, calls make progress (`control`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread as
+well, between an engine's steps. One lock guards the cache in both cases.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from longshore.runtime.weighing import Weighing
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
-_OFF = "the tiers are off: the control plane has failed, as the log says; restart the engine to have them again"
+_OFF = "all tiers disabled: the control plane failed, see the log; restart the engine to re-enable them"
 _NAP_SECONDS = (20e-6, 1e-3)
 """How long a waiting thread sleeps between two polls: from, and growing to."""
 
@@ -70,7 +70,7 @@ class _Running:
 
 @dataclass(slots=True)
 class Guarded:
-    """What guards of device blocks had to do: waits, seconds waited, and blocks that were late after all and parked."""
+    """Counters of block guards: waits, seconds waited, and blocks that were late and parked."""
 
     waits: int = 0
     seconds: float = 0.0
@@ -79,14 +79,14 @@ class Guarded:
 
 @dataclass(slots=True)
 class Asked:
-    """Requests that an engine has looked up, each once, and its lookups: schedulers repeat them for what waits."""
+    """Requests looked up by an engine, each counted once, and lookups, which schedulers repeat for waiting requests."""
 
     requests: int = 0
     attempts: int = 0
 
 
 class Runtime:
-    """The loop around one `TieredCache`. Safe to use from several threads."""
+    """The loop around one `TieredCache`. Thread-safe."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Runtime:
         weighing: Weighing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `weighing`, whatever is found is worth loading."""
+        """Without `weighing`, all chunks found are loaded."""
         self.clock = clock
         self.wakeup = threading.Event()
         self.guarded = Guarded()
@@ -125,9 +125,10 @@ class Runtime:
         self.faults = 0
 
     def fail(self, error: BaseException) -> None:
-        """The control plane has failed: nothing is asked of it any more. What moves is cancelled, and ends unheard.
+        """Disable the control plane after a fault. Transfers in flight are cancelled, and their results are ignored.
 
-        Slots and device blocks of transfers in flight are left alone until their movers have ended. Told once.
+        Slots and device blocks of transfers in flight are not reused until their movers have ended. Logs the first
+        fault only.
         """
         with self._lock:
             if self.fault is None:
@@ -140,11 +141,11 @@ class Runtime:
                     try:
                         running.mover.cancel(job)
                     except Exception:  # noqa: BLE001 - of a mover: the others are to hear of it all the same
-                        _log.exception("job %d could not be cancelled: it goes on until its mover ends it", job)
+                        _log.exception("transfer job %d could not be cancelled; it runs until it completes", job)
 
     @contextmanager
     def control(self) -> Iterator[TieredCache]:
-        """The cache, to itself; what it ordered is under way when the block ends."""
+        """Exclusive access to the cache; its commands are submitted when the block ends."""
         with self._lock:
             if self._closed:
                 raise TierClosedError("the runtime was closed")
@@ -171,12 +172,12 @@ class Runtime:
 
     @contextmanager
     def observe(self) -> Iterator[TieredCache]:
-        """The cache, to look at and not to change: nothing moves because of it, and it works after `close`, too."""
+        """Read access to the cache; submits no commands. Works after `close`, too."""
         with self._lock:
             yield self._cache
 
     def pump(self) -> bool:
-        """Make what progress there is to make, without waiting; says whether anything is in flight."""
+        """Make progress without waiting; returns whether anything is in flight."""
         with self._lock:
             self._pump()
             return self._is_busy
@@ -191,9 +192,9 @@ class Runtime:
             return self._cache.progress(lease)
 
     def worth_loading(self, lease: Lease, context: int) -> int:
-        """How many leading chunks of `lease` to load; the rest is computed sooner.
+        """Number of leading chunks of `lease` to load; computing the rest is faster.
 
-        `context` are the tokens before them, which the device has.
+        `context`: number of tokens before them, which are on the device.
         """
         with self._lock, self._watched():
             runs = self._cache.progress(lease).runs
@@ -202,41 +203,41 @@ class Runtime:
             return self.weighing.worth_loading(context, runs, self.clock())
 
     def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
-        """The engine computed `tokens` of a prompt behind `context` others in a step of so many `seconds`."""
+        """Report that the engine computed `tokens` of a prompt, after `context` others, in a step of `seconds`."""
         with self._lock:
             if self.weighing is not None:
                 self.weighing.saw_prefill(context, tokens, seconds)
 
     def saw_loads(self, route: Route, results: Sequence[TransferResult]) -> None:
-        """The engine has moved bytes by itself."""
+        """Report loads that the engine made by itself."""
         with self._lock:
             if self.weighing is not None:
                 for result in results:
                     self.weighing.saw_load(route, result, self.clock())
 
     def in_flight(self, job: int) -> bool:
-        """Whether `job` has not ended; nothing is, once the runtime is closed."""
+        """Whether `job` is in flight; `False` for all jobs once the runtime is closed."""
         with self._lock:
             return self._is_in_flight(job)
 
     def wait_ended(self, jobs: Sequence[int], timeout: float) -> bool:
-        """Wait until none of `jobs` is in flight, at most `timeout` seconds; says whether that is so."""
+        """Wait for at most `timeout` seconds until none of `jobs` is in flight; returns whether that is so."""
         return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that a restart would lose is safe, and nothing is in flight; says whether that is so."""
+        """Wait until all blocks are stored durably and nothing is in flight; returns whether that is so."""
         with contextlib.suppress(TierClosedError), self._watched():
             return self._wait(lambda: self.fault is not None or self._cache.flush(), timeout) and self.fault is None
         return False
 
     def add(self, mover: Mover) -> None:
-        """From here on `mover` serves its routes."""
+        """Add `mover`, which serves its routes from now on."""
         with self._lock:
             self._movers.append(mover)
             self._by_route.update(dict.fromkeys(mover.routes, mover))
 
     def remove(self, mover: Mover, timeout: float) -> None:
-        """Close `mover`, and serve its routes no more. What has not ended within `timeout` seconds does not arrive."""
+        """Close `mover` and remove its routes. Jobs that have not ended within `timeout` seconds do not arrive."""
 
         def is_idle() -> bool:
             waiting = any(each.transfer.route in mover.routes for each in self._waiting.values())
@@ -252,9 +253,9 @@ class Runtime:
             self._by_route = {route: each for route, each in self._by_route.items() if each is not mover}
 
     def close(self, flush_timeout: float = 30.0) -> bool:
-        """Flush, then close all movers, so that nothing is in flight; says whether all was flushed. Idempotent.
+        """Flush, then close all movers; returns whether everything was flushed. Idempotent.
 
-        The lock is free while this waits, so that whoever else asks is not held up.
+        The lock is free while this waits, so that other threads can proceed.
         """
         flushed = self._closed or self.flush(flush_timeout)
         with self._lock:
@@ -326,7 +327,9 @@ class Runtime:
             try:
                 results = mover.poll()
             except Exception:  # noqa: BLE001 - the others are to be heard all the same
-                _log.exception("%s cannot be polled: whether its jobs have ended is not known", type(mover).__name__)
+                _log.exception(
+                    "%s cannot be polled; its transfer jobs are treated as still in flight", type(mover).__name__
+                )
                 self._silent.append(mover)
                 continue
             for result in results:
@@ -429,7 +432,7 @@ class Runtime:
         prober = self._probers.get(probe.tier)
         try:
             if prober is None or probe.ranks != 1:
-                raise PlanError(f"nobody asks {probe.tier} for {probe.ranks} ranks")
+                raise PlanError(f"no prober serves tier {probe.tier} for {probe.ranks} ranks")
             prober.ask(probe)
         except Exception as error:  # noqa: BLE001
             if not isinstance(error, TierClosedError):

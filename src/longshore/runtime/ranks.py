@@ -1,13 +1,13 @@
-"""The ranks of one engine, processes that each have a part of every image, as one mover: an image comes whole or not.
+"""The ranks of one engine as one mover. Each rank is a process with a part of every image.
 
     owner     Runtime ─┬─ RankMover ──tell──► Rank ── its mover ──► its part of a host slot ─┐
                        │      ▲                                                              │  memory that all share
                        │      └──────────── stamps ◄───── when its last byte is in place ────┘
                        └─ TierMover ── FileTier      one writer: images that all ranks have stamped, one checksum each
 
-So a file never holds an image of which a part is missing: what is read from host memory has been ready there. A rank
-that was killed in the midst of its part has said nothing, and the slot is given up; one that is lost is not waited for.
-How commands reach ranks is the engine's business, which has a channel to each of them anyway.
+Files therefore contain complete images only, because only ready slots are copied to files. A rank that is killed while
+it copies stamps nothing, and the slot is discarded; lost ranks are not waited for. The engine sends the commands to the
+ranks, through a channel of its own.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Job:
 class RankMover:
     """Serves device <-> host for all ranks at once, in the process that owns the tiers. Jobs end with one result.
 
-    `tell` passes a command on to each rank, which gives it to its `Rank`; it does not wait. Whoever starts the ranks
-    says when one is `lost`, and when it has `joined` again, inside `Runtime.control()`.
+    `tell` sends a command to each rank, which passes it to its `Rank`; it does not wait. The process that starts the
+    ranks reports each rank that is `lost` or has `joined` again, inside `Runtime.control()`.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class RankMover:
         return frozenset((self._store, self._load))
 
     def submit(self, transfer: Transfer) -> None:
-        """Have all ranks begin `transfer`.
+        """Begin `transfer` on all ranks.
 
-        Raises `PlanError`, `TierClosedError` while a rank is lost, or `QueueFullError` for a load whose stamps belong
-        to one that has not ended.
+        Raises `PlanError`, `TierClosedError` while a rank is lost, or `QueueFullError` for a load whose stamps are used
+        by a load in flight.
         """
         if self._closed or self._lost:
-            raise TierClosedError(f"lost ranks: {sorted(self._lost)}" if self._lost else "the mover was closed")
+            raise TierClosedError(f"ranks {sorted(self._lost)} were lost" if self._lost else "the mover was closed")
         if transfer.route == self._load:
             self._check_stamps(transfer.job)
         job = _Job(transfer, self._slots(transfer), self._clock())
@@ -90,7 +90,7 @@ class RankMover:
         self._jobs[transfer.job] = job
 
     def poll(self) -> list[TransferResult]:
-        """Results that arrived since the last call: of jobs of which every rank has said something, or was lost."""
+        """Results since the last call, of jobs that every rank has stamped, except lost ranks."""
         for number, job in list(self._jobs.items()):
             said = self._said(job)
             if (said != SILENT).all():
@@ -100,25 +100,25 @@ class RankMover:
         return results
 
     def cancel(self, job: int) -> None:
-        """What ranks have not begun of `job` need not begin."""
+        """Items of `job` that ranks have not begun need not begin."""
         if job in self._jobs:
             self._jobs[job].cancelled = True
             self._tell(Cancel(job))
 
     def lost(self, rank: int) -> None:
-        """The process of `rank` has ended, and was reaped: nothing that it had begun can still land."""
+        """Report that the process of `rank` has ended and was reaped, so that it writes nothing any more."""
         self._check(rank)
         self._lost.add(rank)
         for job in self._jobs.values():
             job.away.add(rank)
 
     def joined(self, rank: int) -> None:
-        """There is a process of `rank` again, attached to the same memory."""
+        """Report a new process of `rank`, attached to the same memory."""
         self._check(rank)
         self._lost.discard(rank)
 
     def close(self) -> None:
-        """Wait until no rank has anything under way, for `CLOSE_PATIENCE` seconds at most."""
+        """Wait for at most `CLOSE_PATIENCE` seconds until no rank has a job in flight."""
         self._closed = True
         give_up = self._clock() + CLOSE_PATIENCE
         ended = self.poll()
@@ -150,7 +150,7 @@ class RankMover:
         """Raise unless the stamps of load `number` are free: what a rank says of it must not hide an earlier word."""
         for other, job in self._jobs.items():
             if job.transfer.route == self._load and (number - other) % Stamps.LOADS == 0:
-                raise QueueFullError(f"job {number} would take the stamps of load {other}, which has not ended")
+                raise QueueFullError(f"job {number} would reuse the stamps of load {other}, which is still in flight")
 
     def _said(self, job: _Job) -> U64:
         """What each rank said of each item, or that it is away; shape (items, ranks)."""
@@ -175,7 +175,7 @@ class RankMover:
 
 
 class Rank:
-    """One rank's side: `mover`, which serves device <-> host, does what it is told, and stamps say what came of it."""
+    """The part in one rank: `mover` serves device <-> host, and stamps report the results."""
 
     def __init__(self, mover: Mover, stamps: Stamps, rank: int) -> None:
         if not 0 <= rank < stamps.world:
@@ -186,7 +186,7 @@ class Rank:
         self._open: dict[int, Transfer] = {}
 
     def obey(self, command: Transfer | Cancel) -> None:
-        """Begin what the owner has told; what cannot be begun is stamped as bad."""
+        """Begin a command of the owner; a transfer that cannot begin is stamped as bad."""
         if isinstance(command, Cancel):
             self._mover.cancel(command.job)
             return
@@ -198,7 +198,7 @@ class Rank:
             self._stamp(command.job, [Status.TIER_OFF] * len(command.items))
 
     def pump(self) -> bool:
-        """Stamp what has ended; says whether anything is under way."""
+        """Stamp jobs that have ended; returns whether any are in flight."""
         for result in self._mover.poll():
             self._stamp(result.job, result.statuses)
         return bool(self._open)

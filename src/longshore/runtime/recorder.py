@@ -1,9 +1,9 @@
-"""`EventRecorder`: what happened in the cache, in a file that `longshore explain` reads; bounded, and out of the way.
+"""`EventRecorder`: writes the events of the cache to a bounded file for `longshore explain`.
 
     cache ──(pulled in batches, by a thread of its own)──► path ──(half of the size is full)──► path.1, the one before
 
-The engine's step never waits for the file. What was not pulled in time is a gap in it; when it cannot be written, there
-are no more events from then on: said once, and counted.
+The engine's step never waits for the file. Events that are not collected in time are missing. If the file cannot be
+written, recording stops; this is logged once, and missed events are counted.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 class EventRecorder:
     """Writes the events of one runtime's cache to `path`, at most `limit` bytes in it and in the file before it.
 
-    The files are made with mode 0600. Where there is something else than a regular file, a symbolic link for instance,
-    no events are written.
-    Times in the file are those of `clock`, seconds since 1970. It begins with a reset: what an earlier process wrote is
-    kept as the file before. Keys are shortened to 8 bytes. Nobody else may pull the cache's events.
+    Files are created with mode 0600. If the path is not a regular file, for instance a symbolic link, no events are
+    written. Times are those of `clock`, in seconds since 1970. The file begins with a reset; the file of an earlier
+    process is kept as the previous file. Keys are shortened to 8 bytes. The recorder must be the only reader of the
+    cache's events.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EventRecorder:
             self._thread.start()
 
     def pump(self) -> bool:
-        """Write the next batch; says whether there may be more."""
+        """Write the next batch; returns whether there may be more."""
         with self._runtime.observe() as cache:
             events = cache.events(BATCH)
         self.missed += sum(event.length for event in events if event.kind is EventKind.GAP)
@@ -78,7 +78,7 @@ class EventRecorder:
         return len(events) >= BATCH
 
     def close(self) -> None:
-        """Write what is left, and stop. Idempotent."""
+        """Write the remaining events and stop. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -122,13 +122,13 @@ class EventRecorder:
             self._file = None
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(self.path.lstat().st_mode):
-                raise OSError(errno.EEXIST, "it is not a regular file", str(self.path))
+                raise OSError(errno.EEXIST, "not a regular file", str(self.path))
             self.path.replace(former(self.path))
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._file, self._size = os.fdopen(fd, "wb", buffering=0), 0
 
     def _give_up(self, error: Exception, events: int) -> None:
-        _log.warning("no more events are written to %s, until the engine is restarted: %s", self.path, error)
+        _log.warning("event recording to %s stopped, restart the engine to resume it: %s", self.path, error)
         self.failure = error
         self.missed += events
         if self._file is not None:

@@ -1,9 +1,9 @@
-"""A block's bytes go down through every tier and come back, on the live layout, before the first request.
+"""Self-test: writes a block to every tier and reads it back, with the real layout, before the first request.
 
     self_test      through all tiers of a stack
-    copy_test      into host memory and back, where the tiers are another process's: a worker of an engine
+    copy_test      into host memory and back, in a worker of an engine whose tiers are in another process
 
-Catches what no unit test can: a driver, a file system or an engine's tensor that is not what it seems.
+Detects errors of drivers, file systems and layouts that unit tests cannot find.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceBlocks(Protocol):
-    """The engine's pool, as far as the test needs it: whole blocks, as bytes."""
+    """The engine's device blocks as bytes."""
 
     def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
 
     def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Set them."""
+        """Write `data`, of the same shape, to `blocks`."""
 
 
 def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, files: bool = True) -> None:
-    """Send one chunk, `blocks` of the device that nobody uses, through all tiers. Raises `SelfTestError`.
+    """Copy one chunk, the unused device `blocks`, through all tiers and back. Raises `SelfTestError`.
 
-    The blocks' former bytes are put back, and the tiers left as they were; no metric counts it, and no event is about
-    it. Where every slab of the file tier holds records, which a test must not cost, only copies into host memory are
-    tested. Without `files` the tiers are in use, and the device is what is new: a chunk goes into host memory and back,
-    in a slot that the cache gives.
+    The blocks' former bytes are restored, and the tiers are unchanged; metrics and events exclude the test. If every
+    slab of the file tier has records, only copies to host memory are tested, so that no record is lost. With `files`
+    false, for a new device under tiers in use, a chunk is copied to a slot of the host tier and back.
     """
     if files and stack.file is not None and not _has_empty_slab(stack, stack.file):
-        _log.info("self-test of the host tier only: every slab of the file tier holds records")
+        _log.info("self-test skips the file tier, because every slab of it holds records; host tier tested")
         if stack.host is not None:
             slot, timeout = Slot(HOST, 0, 0), stack.config.load_timeout
             with stack.runtime.observe():  # nobody else takes the engine's results meanwhile
@@ -61,7 +60,9 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, file
             _check(stack, device, key, blocks, pattern, HOST)
         if stack.file is not None and files:
             if not stack.runtime.flush(stack.config.write_timeout):
-                raise SelfTestError("the file tier did not take a block in time")
+                raise SelfTestError(
+                    f"the test block was not written to the file tier within {stack.config.write_timeout:.0f} seconds"
+                )
             if stack.host is not None:
                 _discard(stack, key, HOST)
             _check(stack, device, key, blocks, pattern, FILE)
@@ -73,9 +74,9 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, file
 def copy_test(
     engine: TransferEngine, device: DeviceBlocks, section: Section, slot: Slot, timeout: float = 60.0
 ) -> None:
-    """Send one chunk, whose blocks nobody uses, into a host slot that is free, and back. Raises `SelfTestError`.
+    """Copy one chunk of unused blocks to a free host slot and back. Raises `SelfTestError`.
 
-    The blocks' former bytes are put back; what is in the slot means nothing.
+    The blocks' former bytes are restored; the content of the slot is undefined.
     """
     blocks, valid = section.blocks, (1 << len(section.blocks)) - 1
     former = device.read(blocks)
@@ -87,7 +88,9 @@ def copy_test(
         _copy(engine, Transfer(-2, Route(HOST, DEVICE), (Item(b"", None, slot, None, valid),), (section,)), timeout)
         wrong = int((device.read(blocks) != pattern).sum())
         if wrong:
-            raise SelfTestError(f"{wrong} of {pattern.size} bytes came back wrong from host memory")
+            raise SelfTestError(
+                f"{wrong} of {pattern.size} bytes of the test block were wrong when read back from host memory"
+            )
     finally:
         device.write(blocks, former)
 
@@ -102,10 +105,10 @@ def _has_empty_slab(stack: Stack, file: Tier) -> bool:
 def _copy(engine: TransferEngine, transfer: Transfer, timeout: float) -> None:
     engine.submit(transfer)
     if not engine.wait([transfer.job], timeout):
-        raise SelfTestError(f"a copy along {transfer.route} did not end within {timeout:.0f} seconds")
+        raise SelfTestError(f"copying the test block {transfer.route} did not complete within {timeout:.0f} seconds")
     (result,) = engine.poll()
     if result.statuses != (Status.OK,):
-        raise SelfTestError(f"a copy along {transfer.route} ended as {result.statuses}")
+        raise SelfTestError(f"copying the test block {transfer.route} failed: {result.statuses}")
 
 
 def _clear(stack: Stack, key: Key) -> None:
@@ -120,13 +123,13 @@ def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
     with stack.runtime.control() as cache:
         job = cache.store({0: GroupKeys([key])}, {0: blocks}, evicting=True)[0].job
     if job is None or not stack.runtime.wait_ended([job], stack.config.write_timeout):
-        raise SelfTestError("the warmest tier did not take a block")
+        raise SelfTestError("the test block was not stored in the first tier")
 
 
 def _discard(stack: Stack, key: Key, tier: str) -> None:
     with stack.runtime.control() as cache:
         if cache.discard([key], tier) != 1:
-            raise SelfTestError(f"a block that was written is not in the {tier} tier")
+            raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
 
 
 def _check(
@@ -142,7 +145,7 @@ def _check(
     with stack.runtime.control() as cache:
         lease = cache.lookup({0: GroupKeys([key])}, stack.runtime.clock()).lease
         if lease is None:
-            raise SelfTestError(f"a block that was written is not in the {tier} tier")
+            raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
         cache.load(lease, {0: blocks})
     try:
         outcome = stack.runtime.wait_over(lease).outcome
@@ -150,8 +153,10 @@ def _check(
         with stack.runtime.control() as cache:
             cache.release(lease)
     if outcome is None or outcome.sources != (tier,):
-        sources = "nowhere" if outcome is None or not outcome.sources else outcome.sources
-        raise SelfTestError(f"a block did not come back from the {tier} tier, but from {sources}")
+        sources = "no tier" if outcome is None or not outcome.sources else outcome.sources
+        raise SelfTestError(f"the test block was read back from {sources}, expected the {tier} tier")
     wrong = int((device.read(blocks) != pattern).sum())
     if wrong:
-        raise SelfTestError(f"{wrong} of {pattern.size} bytes came back wrong from the {tier} tier")
+        raise SelfTestError(
+            f"{wrong} of {pattern.size} bytes of the test block were wrong when read back from the {tier} tier"
+        )

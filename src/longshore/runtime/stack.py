@@ -49,12 +49,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What `open_stack` built. A context manager; `close` flushes first, and is idempotent.
+    """The result of `open_stack`. A context manager; `close` flushes first, and is idempotent.
 
     Attributes:
-        host: The host tier; `None` where blocks go straight to files.
+        host: The host tier; `None` with `file_mode` gds.
         arena: Its memory.
-        foreign: The foreign tiers, as they were opened.
+        foreign: The foreign tiers, in the order of opening.
     """
 
     config: Config
@@ -70,12 +70,14 @@ class Stack:
     foreign: tuple[ForeignTier, ...] = ()
 
     def close(self, flush_timeout: float = 30.0) -> bool:
-        """Write back what a restart would lose, stop, give everything back; says whether all was written."""
+        """Write back, stop, and release all resources; returns whether all blocks were written."""
         if self.loop is not None:
             self.loop.close()
         flushed = self.runtime.close(flush_timeout)
         if not flushed:
-            _log.warning("closed before all blocks were written to the file tier; those are misses after a restart")
+            _log.warning(
+                "closed before all blocks were written to the file tier; unwritten blocks are misses after a restart"
+            )
         if self.events is not None:
             self.events.close()
         if self.host is not None and self.arena is not None:
@@ -84,20 +86,20 @@ class Stack:
         return flushed
 
     def unbind(self) -> None:
-        """Let go of the device: copies from and to it have ended, or will not arrive; its tensors can be freed.
+        """Detach the device cache. Its copies have ended or do not arrive, and its tensors can be freed.
 
-        Not where `file_mode` is gds: there the device is half of the tiers.
+        Not with `file_mode` gds, where the staging ring is in device memory.
         """
         self.runtime.remove(self.engine, self.config.write_timeout)
         self.layout.free()
 
     def bind(self, layout: KVLayout, device: Device) -> Stack:
-        """The same tiers under another device cache, after `unbind`; its images must be those of the one before.
+        """Attach the tiers to another device cache with the same image format, after `unbind`.
 
         Raises `ConfigError` if they are not.
         """
         if self.host is None or layout.fingerprint != self.layout.fingerprint:
-            raise ConfigError("tiers can only be put under a device cache of the same layout, through host memory")
+            raise ConfigError("expected a device cache with the layout of the one before, and a stack with a host tier")
         if self.arena is not None:
             device.reach(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)
@@ -146,7 +148,7 @@ def open_stack(
     """
     config.check_machine()
     if open_foreign and config.file_mode == "gds":
-        raise ConfigError("foreign tiers exchange images with host memory, which file_mode gds does without")
+        raise ConfigError("foreign tiers need a host tier, which file_mode gds does not have; use file_mode posix")
     if config.file_path is not None:
         check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
     ring = _take_ring(config, layout, device)
@@ -186,7 +188,11 @@ def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | 
     try:
         memory = device.take_images(max(RING_BYTES // layout.image_bytes, _LEAST_RING) * layout.image_bytes)
     except DeviceError as error:
-        _log.warning("file_mode is gds, but there is a host tier of %s: %s", format_bytes(config.host_size), error)
+        _log.warning(
+            "file_mode gds is not available, using posix with a host tier of %s: %s",
+            format_bytes(config.host_size),
+            error,
+        )
         config.check_host()
         return None
     return ImageRing(memory, layout.image_bytes)
@@ -278,14 +284,14 @@ def _open_file(
 
 
 def adopt_found(cache: TieredCache, file: Tier) -> None:
-    """Have `cache` take in what a file tier holds at start; the log says how much, and what belongs to others."""
+    """Have `cache` adopt the records that a file tier recovered at start, and log their number."""
     found, others = file.recover(), file.others()
     adopted = cache.adopt(FILE, found, others)
-    _log.info("file tier: %d block images found, %d of them reachable", len(found), adopted)
+    _log.info("file tier: recovered %d block images, %d of them reachable", len(found), adopted)
     if others:
         _log.warning(
-            "file tier: %d records belong to other models, weights or settings; they are overwritten once no empty "
-            "slot is left. `longshore gc DIRECTORY` lists them, and removes those that nobody serves any more",
+            "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "
+            "slot is left; `longshore gc DIRECTORY` lists and removes them",
             len(others),
         )
 
@@ -334,7 +340,7 @@ def _make_cache(
 
 
 def check_size(setting: str, size: int, least: int) -> None:
-    """Raise `ConfigError` where a tier of `size` bytes has no room for the `least` bytes of an image."""
+    """Raise `ConfigError` if `size` bytes are less than the `least` bytes of an image."""
     if size < least:
         raise ConfigError(
             f"{setting} is {format_bytes(size)}, but one block image of this model needs {format_bytes(least)}"

@@ -1,11 +1,11 @@
-"""What ranks say of the slots that they fill: a table beside the arena, in memory that all of them share.
+"""Stamps of the ranks on the slots that they fill: a table in shared memory.
 
     slot │ rank 0   rank 1   rank 2
     ─────┼──────────────────────────
        5 │ 41 good  41 good  40 good        by ticket 41 this image is not whole yet
 
-A rank writes its stamp after its last byte is in place. One that was killed says nothing any more, and an image that
-not all have stamped is nobody's: it is neither found nor written to a file.
+A rank writes its stamp after its last byte is in place. An image without the stamps of all ranks is incomplete: it is
+neither found nor written to a file.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ U64 = npt.NDArray[np.uint64]
 
 
 class Stamps:
-    """One number for each slot and rank, beside the arena: the ticket by which its part was filled, and whether it was.
+    """One number per slot and rank: the ticket of the job that filled the part, and whether it succeeded.
 
-    A second table tells which loads have ended, by rank, the last `LOADS` of them; a third how often the weights of
-    each rank have changed; a fourth which bytes of LoRA adapters it has loaded.
+    A second table has the last `LOADS` loads that have ended, by rank; a third counts weight changes by rank; a fourth
+    has the digests of the LoRA adapters that each rank has loaded.
 
     Attributes:
-        memory: Where all are, to attach to.
-        world: Ranks that there are.
+        memory: The shared memory, to attach to.
+        world: Number of ranks.
     """
 
     LOADS = 4096
     ADAPTERS = 1024
 
     def __init__(self, memory: Arena, slots: int, world: int, ranks: int) -> None:
-        """Of `world` ranks, the first `ranks` fill parts of an image. Tickets are numbers from 1 on, each used once."""
+        """The first `ranks` of `world` ranks fill parts of an image. Tickets start at 1; each is used once."""
         if not 0 < ranks <= world or memory.nbytes < self.nbytes(slots, world):
             raise PlanError(
                 f"expected 1 to {world} ranks and {self.nbytes(slots, world)} bytes, got {ranks} and {memory.nbytes}"
@@ -62,48 +62,48 @@ class Stamps:
 
     @classmethod
     def make(cls, slots: int, world: int, ranks: int) -> Self:
-        """Stamps that say nothing yet, which other processes can attach to."""
+        """New stamps in shared memory that other processes can attach to."""
         settings = ArenaSettings(numa_node=None, huge_pages=False, shared=True)
         return cls(Arena(cls.nbytes(slots, world), settings), slots, world, ranks)
 
     def stored(self, ticket: int, rank: int, good: Sequence[int], bad: Sequence[int]) -> None:
-        """`rank` has filled its part of the slots `good`, by `ticket`; and has not filled that of `bad`."""
+        """Stamp for `ticket` that `rank` has filled its part of the slots `good`, and failed for `bad`."""
         self._slots[np.array(bad, np.int64), rank] = 2 * ticket
         self._slots[np.array(good, np.int64), rank] = 2 * ticket + 1
 
     def loaded(self, ticket: int, rank: int, *, good: bool) -> None:
-        """`rank` reads no slot for `ticket` any more; `good`: it has read them all."""
+        """Stamp that `rank` has ended the load `ticket`; `good`: it has read all slots."""
         self._loads[ticket % self.LOADS, rank] = 2 * ticket + good
 
     def said(self, ticket: int, slots: Sequence[int]) -> U64:
-        """What each rank said of `slots`, by `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(len(slots), ranks)`."""
+        """The stamps of `slots` for `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(len(slots), ranks)`."""
         return _answers(self._slots[np.array(slots, np.int64), : self._ranks], ticket)
 
     def said_of_load(self, ticket: int) -> U64:
-        """What each rank said of the load `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(world,)`."""
+        """The stamps of the load `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(world,)`."""
         return _answers(self._loads[ticket % self.LOADS], ticket)
 
     def has_loaded(self, ticket: int) -> bool:
-        """Whether no rank reads for `ticket` any more."""
+        """Whether all ranks have ended the load `ticket`."""
         return bool((self._loads[ticket % self.LOADS] >> np.uint64(1) == ticket).all())
 
     def has_failed(self, ticket: int) -> bool:
-        """Whether some rank could not read all slots of `ticket`."""
+        """Whether a rank could not read all slots of `ticket`."""
         return bool((self._loads[ticket % self.LOADS] == 2 * ticket).any())
 
     def weights_changed(self, rank: int) -> None:
-        """The weights of `rank` may be others than before."""
+        """Count a possible change of the weights of `rank`."""
         self._changes[rank] += np.uint64(1)
 
     @property
     def weight_changes(self) -> int:
-        """How often that was so, of all ranks."""
+        """Number of weight changes, over all ranks."""
         return int(self._changes.sum())
 
     def adapter_loaded(self, rank: int, tag: int, number: int, digest: int) -> bool:
-        """`rank` has loaded an adapter under its `tag` and `number`; says whether its row had another `digest` before.
+        """Record an adapter that `rank` has loaded as `tag` and `number`; returns whether its row had another `digest`.
 
-        `digest` is 0 where nobody knows what was loaded.
+        `digest` is 0 if the loaded bytes are unknown.
         """
         row = self._adapters[self.adapter_row(tag), rank]
         known = row.tolist()
@@ -112,21 +112,21 @@ class Stamps:
         return bool(changed)
 
     def adapter(self, tag: int) -> tuple[int, int] | None:
-        """Number and digest of what all ranks loaded last under `tag`; `None` where they differ, or one has not."""
+        """Number and digest of the adapter that all ranks loaded last under `tag`; `None` if they differ."""
         rows = set(map(tuple, self._adapters[self.adapter_row(tag), :, :3].tolist()))
         (found,) = rows if len(rows) == 1 else ((0, 0, 0),)
         return found[1:] if found[0] == tag else None
 
     def adapter_row(self, tag: int) -> int:
-        """Where `adapter_changes` has those of `tag`."""
+        """The row of `tag` in `adapter_changes`."""
         return tag % self.ADAPTERS
 
     def adapter_changes(self) -> U64:
-        """By row and rank, how often the bytes behind a tag have changed; shape `(ADAPTERS, world)`."""
+        """Number of changes of the bytes behind a tag, by row and rank; shape `(ADAPTERS, world)`."""
         return self._adapters[:, :, 3].copy()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unmap the memory."""
         self._slots = self._loads = self._changes = self._adapters = np.empty((0, 0), np.uint64)
         self.memory.close()
 

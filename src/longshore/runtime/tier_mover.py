@@ -14,7 +14,7 @@ _PROBES = 1024
 
 
 class TierMover:
-    """Serves host -> `tier` and `tier` -> host, one rank."""
+    """Serves host -> `tier` and `tier` -> host for one rank."""
 
     def __init__(self, tier: Tier, host: HostTier) -> None:
         if tier.image_bytes != host.image_bytes:
@@ -32,7 +32,7 @@ class TierMover:
         return frozenset((self._write, self._read))
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin `transfer`; the tier validates all of it first."""
+        """Begin `transfer`, after the tier has validated all of it."""
         op = Op.WRITE if transfer.route == self._write else Op.READ
         batch = [self._operation(op, item, transfer.generation) for item in transfer.items]
         ticket = self.tier.submit(batch, transfer.deadline)
@@ -55,13 +55,13 @@ class TierMover:
             self.tier.cancel(ticket)
 
     def close(self) -> None:
-        """Close the tier; the last results are still to be polled."""
+        """Close the tier; the last results can still be polled."""
         self.tier.close()
 
     def _operation(self, op: Op, item: Item, generation: int) -> TierOp:
         ours, hosts = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
         if hosts is None:
-            raise PlanError(f"a transfer between tiers has a host slot on one side, got {item}")
+            raise PlanError(f"expected a host slot on one side of a transfer between tiers, got {item}")
         index = self._address(ours, hosts)
         offset, length = self._host.offset(hosts.pool, hosts.index), self._host.image_bytes[hosts.pool]
         return TierOp(op, index, item.key, item.parent, offset, length, generation, hosts.pool)
@@ -69,12 +69,14 @@ class TierMover:
     def _address(self, ours: Slot | None, hosts: Slot) -> int:
         """The index of the slot in the tier. Raises `PlanError` where there is none, or one of another pool."""
         if ours is None or ours.pool != hosts.pool:
-            raise PlanError(f"a transfer between tiers has a slot of one pool on both sides, got {ours} and {hosts}")
+            raise PlanError(
+                f"expected slots of one pool on both sides of a transfer between tiers, got {ours} and {hosts}"
+            )
         return ours.index
 
 
 class ForeignMover(TierMover):
-    """The same for a foreign tier, where the key of an item is its address; and it asks what is there. One rank."""
+    """`TierMover` for a foreign tier, which is addressed by key; also serves probes. One rank."""
 
     tier: ForeignTier
 
@@ -100,7 +102,7 @@ class ForeignMover(TierMover):
 
     def _address(self, ours: Slot | None, hosts: Slot) -> int:
         if ours is not None:
-            raise PlanError(f"a foreign tier has no slots, got {ours}")
+            raise PlanError(f"expected no slot on the side of a foreign tier, got {ours}")
         return BY_KEY
 
 

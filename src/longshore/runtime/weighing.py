@@ -3,7 +3,7 @@
     job ends ──► what it took ──┐
     step ends ─► what it took ──┴─► cache.gate ──► how many leading chunks of a hold are worth loading
 
-What lies in host memory is always loaded. For what has to be read first the gate decides.
+Chunks in host memory are always loaded. For chunks that must be read first, the gate decides.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from longshore.cache import Gate, Run
 
 
 class Weighing:
-    """A gate, what it is told by finished loads, and what it has refused.
+    """A gate with its measurements, and the count of refused chunks.
 
     Attributes:
-        refused: Chunks that were there and are computed all the same, because that is quicker.
+        refused: Chunks found, but recomputed because that is faster.
     """
 
     def __init__(self, gate: Gate, prefill_speed: float = 0.0) -> None:
-        """`prefill_speed`: prompt tokens that the engine computes in a second; 0: as it is seen to."""
+        """`prefill_speed`: prompt tokens that the engine computes per second; 0: measured."""
         self.refused = 0
         self._gate = gate
         self._is_told = prefill_speed > 0
@@ -31,17 +31,17 @@ class Weighing:
                 gate.observe_prefill(0, tokens, tokens / prefill_speed)
 
     def saw_load(self, route: Route, result: TransferResult, now: float) -> None:
-        """A job has ended; those that did not bring chunks up are of no interest."""
+        """Record the end of a job; only loads are evaluated."""
         if result.bytes and route.source in self._gate.tiers and route.destination in (HOST, DEVICE):
             self._gate.observe_load(route.source, result.bytes, result.seconds, result.queued_seconds, now)
 
     def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
-        """A step computed `tokens` of a prompt, behind `context` others."""
+        """Record a step that computed `tokens` of a prompt, after `context` other tokens."""
         if not self._is_told:
             self._gate.observe_prefill(context, tokens, seconds)
 
     def worth_loading(self, context: int, runs: Sequence[Run], now: float) -> int:
-        """How many leading chunks of `runs` to load for a request that has `context` tokens before them."""
+        """Number of leading chunks of `runs` to load for a request with `context` tokens before them."""
         total = sum(run.chunks for run in runs)
         at_hand = runs[0].chunks if runs and runs[0].tier == HOST else 0
         if at_hand == total:

@@ -1,4 +1,4 @@
-"""The seam below the device: a `Tier` moves block images between its slots and the host arena.
+"""The interface below the device: a `Tier` moves block images between its slots and the host arena.
 
     host arena  ┌──────────┬──────────┬────
                 │  image   │  image   │        offset, length
@@ -8,9 +8,9 @@
     tier        │  slot, slot, slot, ...        address
                 └──────────────────────────
 
-A tier that is not ours (`ForeignTier`) has no slots: the key is the address there.
+A tier that Longshore does not own (`ForeignTier`) has no slots; images are addressed by key.
 
-A tier decides nothing: which key lives in which slot is the control plane's business. It moves bytes, verifies
+A tier decides nothing: the control plane chooses the slot of each key. A tier moves bytes, verifies
 what it reads, and reports one `Status` per operation. Nothing here blocks, returns bytes objects or calls back.
 
 To write a new tier: subclass `Tier`, and subclass `longshore.testing.TierTests` with a fixture that opens it.
@@ -43,9 +43,9 @@ class TierOp(NamedTuple):
 
     `slot` is the index in an owned tier, or `BY_KEY`, and `pool` its image size (`longshore.slabs`). `offset` and
     `length` are bytes in the arena, and must lie within it; `length` must not exceed the pool's `image_bytes`. A `READ`
-    serves only bytes that were written under the same `key` and `generation`; anything else ends as a status and leaves
-    no promise about the destination's bytes. A `WRITE` gives the slab of its slot to its pool: what other pools had
-    there is gone.
+    serves only bytes that were written under the same `key` and `generation`. Anything else ends with another status,
+    and the destination's bytes are undefined. A `WRITE` assigns the slab of its slot to its pool: images of other
+    pools in the slab are lost.
     """
 
     op: Op
@@ -69,7 +69,7 @@ class TierResult(NamedTuple):
 
 
 class StoredChunk(NamedTuple):
-    """What a tier that outlives the process found at start: `key` (child of `parent`) lies in `slot` of `pool`."""
+    """A chunk that a tier recovered at start: `key` (child of `parent`) is in `slot` of `pool`."""
 
     slot: int
     key: Key
@@ -78,14 +78,14 @@ class StoredChunk(NamedTuple):
 
 
 class Tier(ABC):
-    """A place for block images, addressed by slot, reached through the host arena.
+    """Storage for block images, addressed by slot, accessed through the host arena.
 
     Thread-safe for one submitting and polling thread. `submit` validates the whole batch before it starts any of it
     and raises `TierError` on a bad slot, offset or length, or `TierClosedError` after `close`.
 
     Attributes:
         name: Of the tier, in routes and tables.
-        slabs: How its slots are numbered, and what each takes of its capacity.
+        slabs: Numbering and sizes of its slots.
         image_bytes: Bytes of the longest image in a slot, by pool.
     """
 
@@ -97,46 +97,46 @@ class Tier(ABC):
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Begin `batch`; operations not begun by `deadline` (`time.monotonic()` seconds) end as `Status.DEADLINE`.
 
-        Returns a ticket. Exactly one `TierResult` for it will come out of `poll`, whatever happens.
+        Returns a ticket. `poll` returns exactly one `TierResult` for it, whatever happens.
         """
 
     @abstractmethod
     def poll(self) -> list[TierResult]:
-        """Results that arrived since the last call, without waiting. After `close`, too: the last ones."""
+        """Results that arrived since the last call, without waiting. After `close`, the remaining ones."""
 
     @abstractmethod
     def cancel(self, ticket: int) -> None:
-        """What has not begun of `ticket` ends as `Status.CANCELLED`. An unknown or ended ticket is ignored."""
+        """End operations of `ticket` that have not begun as `CANCELLED`. Unknown and ended tickets are ignored."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what has begun, end the rest as `Status.TIER_OFF`, give back every resource. Idempotent."""
+        """Wait for operations that have begun, end the rest as `Status.TIER_OFF`, release all resources. Idempotent."""
 
     def recover(self) -> list[StoredChunk]:
-        """What survived from an earlier process, least recently used first; nothing, for most tiers."""
+        """Chunks of an earlier process, least recently used first; none for most tiers."""
         return []
 
     def others(self) -> Sequence[int]:
-        """Slots that hold records of other scopes, least recently used first; none, for most tiers.
+        """Slots with records of other scopes, least recently used first; none for most tiers.
 
-        What is empty is to be written to before them.
+        Empty slots should be written before these.
         """
         return ()
 
     def discard(self, slots: Sequence[int]) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
-        """Nobody wants what is in `slots` any more: after a restart, `recover` says nothing of it."""
+        """Discard the content of `slots`: `recover` must not return it after a restart."""
 
     def forget(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
-        """From now on, also after a restart, serve nothing written before `generation`."""
+        """Serve no record from before `generation`, from now on and after a restart."""
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """What was done the slower way, by reason; every reason from the start on."""
+        """Number of operations that used a slower fallback, by reason; every reason is present from the start."""
         return {}
 
     @property
     def troubles(self) -> Mapping[str, int]:
-        """How often something went wrong, by what it was; everything that can is there from the start on."""
+        """Number of failures, by reason; every reason is present from the start."""
         return {}
 
     @property
@@ -146,19 +146,19 @@ class Tier(ABC):
 
 
 class ForeignTier(Tier):
-    """A place for block images that is not ours: addressed by key, shared, and free to drop what it has.
+    """Storage for block images that Longshore does not own: addressed by key, shared, and free to drop images.
 
-    Every operation has `BY_KEY` for a slot; there are no slabs. A `READ` of what is not there, or no longer, ends as
-    `Status.LAPSED`; a `WRITE` of what is there already may end as `OK` without moving anything.
+    The slot of every operation is `BY_KEY`; there are no slabs. A `READ` of a key that the tier does not have ends as
+    `Status.LAPSED`; a `WRITE` of a key that it has may end as `OK` without moving bytes.
     """
 
     @abstractmethod
     def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
-        """Ask which of `keys`, written in `generation`, are there; nobody wants the answer after `deadline`.
+        """Ask which of `keys`, written in `generation`, the tier has; the answer is due by `deadline`.
 
-        Returns a ticket, which is not one of `submit`. Nothing is promised: an answer may never come.
+        Returns a ticket, separate from those of `submit`. An answer is not guaranteed.
         """
 
     @abstractmethod
     def answers(self) -> list[tuple[int, tuple[bool, ...]]]:
-        """Answers that arrived since the last call, without waiting: a ticket, and which of its keys are there."""
+        """Answers that arrived since the last call, without waiting: a ticket, and whether each key is there."""

@@ -3,9 +3,8 @@
     arena   │ ... │ slot 0 │ slot 1 │ ... │ slot n-1 │ ...
                   base     base + image_bytes                    (with one image size; `longshore.slabs` for several)
 
-Movers at the device's edge reach a slot by its arena offset (`HostTier.offset`) and need no `Tier` for that. As a
-`Tier` it copies between a slot and another range of the same arena, which makes it the reference that every other
-tier is compared with.
+The transfer engine accesses a slot by its arena offset (`HostTier.offset`), without the `Tier` interface. As a `Tier`,
+it copies between a slot and another range of the same arena; this is the reference implementation for other tiers.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class _Content(NamedTuple):
 class HostTier(Tier):
     """`slabs` of images in `arena`, from `base` on.
 
-    Copies are done inside `submit`, in order, so `cancel` always comes too late. Keys are those of `WRITE`
-    operations: what a mover puts into a slot by its offset is not known here, and a `READ` of it is a mismatch.
+    Copies are made in `submit`, in order, so `cancel` has no effect. Keys are those of `WRITE` operations: bytes that a
+    mover wrote to a slot by offset have no key here, and a `READ` of them is a mismatch.
     """
 
     def __init__(self, arena: Arena, slabs: Slabs, *, base: int = 0) -> None:
@@ -46,7 +45,9 @@ class HostTier(Tier):
         if base < 0 or base % PAGE:
             raise TierError(f"base must be a non-negative multiple of {PAGE}, got {base}")
         if base + slabs.nbytes > arena.nbytes:
-            raise TierError(f"{slabs} at {base} need {base + slabs.nbytes} bytes, the arena has {arena.nbytes}")
+            raise TierError(
+                f"{slabs} at offset {base} need {base + slabs.nbytes} bytes, but the arena has {arena.nbytes}"
+            )
         self.name = HOST
         self.slabs = slabs
         self.image_bytes = slabs.image_bytes
@@ -69,7 +70,7 @@ class HostTier(Tier):
 
     @property
     def report(self) -> ArenaReport:
-        """What was had for the arena, and every fallback."""
+        """State and fallbacks of the arena."""
         return self.arena.report
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
@@ -118,7 +119,7 @@ class HostTier(Tier):
         end = self._base + self.slabs.nbytes
         if op.offset < end and op.offset + op.length > self._base:
             raise TierError(
-                f"bytes [{op.offset}, {op.offset + op.length}) overlap the tier's own slots [{self._base}, {end})"
+                f"bytes [{op.offset}, {op.offset + op.length}) overlap the host tier's own slots [{self._base}, {end})"
             )
 
     def _read(self, op: TierOp) -> Status:

@@ -1,10 +1,10 @@
-"""What every tier does with a batch before and around the moving: check all of it, then keep its books.
+"""Validation and bookkeeping of batches, for every tier.
 
     pending ──begin──► begun ──end──► ended with a status
        └───────────────end────────────►
 
-An operation that is pending can be ended from outside at any time (deadline, cancel, close). One that has begun
-owns its slot and its arena bytes, and only whoever began it can end it.
+A pending operation can be ended at any time (deadline, cancel, close). An operation that has begun owns its slot and
+its arena bytes, and only the thread that began it can end it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_GENERATION = 2**64 - 1
 def check_batch(
     batch: Sequence[TierOp], deadline: float, *, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int
 ) -> None:
-    """Raise `TierError` unless every operation of `batch` can be begun; foreign tiers have no `slabs`."""
+    """Raise `TierError` unless every operation of `batch` is valid; foreign tiers have no `slabs`."""
     if math.isnan(deadline):
-        raise TierError("the deadline must be a clock reading, got NaN")
+        raise TierError("expected a deadline in clock seconds, got NaN")
     for index, op in enumerate(batch):
         try:
             _check_op(op, slabs, image_bytes, arena_bytes)
@@ -42,11 +42,11 @@ def check_generation(generation: int) -> None:
     """Raise `TierError` unless `generation` can be stored."""
     _check_whole("a generation", generation)
     if not 0 <= generation <= MAX_GENERATION:
-        raise TierError(f"a generation lies in [0, 2**64), got {generation}")
+        raise TierError(f"expected a generation in [0, 2**64), got {generation}")
 
 
 def check_slots(slots: Sequence[int], slabs: Slabs) -> None:
-    """Raise `TierError` for what is no number of a slot, and `PlanError` for a slot that there is not."""
+    """Raise `TierError` for a slot that is not an integer, and `PlanError` for one out of range."""
     for slot in slots:
         _check_whole("a slot", slot)
         slabs.slab_of(slot)
@@ -54,13 +54,13 @@ def check_slots(slots: Sequence[int], slabs: Slabs) -> None:
 
 def _check_whole(what: str, number: int) -> None:
     if not isinstance(number, int | np.integer):
-        raise TierError(f"{what} is a whole number, got {number!r}")
+        raise TierError(f"expected {what} to be a whole number, got {number!r}")
 
 
 def check_digest(what: str, digest: bytes) -> None:
     """Raise `TierError` unless `digest` (named `what` in the message) is 32 bytes."""
     if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
-        raise TierError(f"{what} has {KEY_BYTES} bytes, got {digest!r}")
+        raise TierError(f"expected {what} of {KEY_BYTES} bytes, got {digest!r}")
 
 
 def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int) -> None:
@@ -75,9 +75,9 @@ def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena
     elif op.slot != BY_KEY or not 0 <= op.pool < len(image_bytes):
         raise TierError(f"a foreign tier is addressed by key, got slot {op.slot} of pool {op.pool}")
     if not 0 < op.length <= image_bytes[op.pool]:
-        raise TierError(f"length {op.length} does not lie in [1, {image_bytes[op.pool]}]")
+        raise TierError(f"expected a length in [1, {image_bytes[op.pool]}], got {op.length}")
     if op.offset < 0 or op.offset + op.length > arena_bytes:
-        raise TierError(f"bytes [{op.offset}, {op.offset + op.length}) do not lie within an arena of {arena_bytes}")
+        raise TierError(f"bytes [{op.offset}, {op.offset + op.length}) are outside an arena of {arena_bytes} bytes")
     check_digest("a key", op.key)
     if op.parent is not None:
         check_digest("a parent", op.parent)
@@ -85,7 +85,7 @@ def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena
 
 
 class Batch:
-    """The books of one submitted batch. Not thread-safe: whoever shares it holds a lock.
+    """State of one submitted batch. Not thread-safe: threads that share it need a lock.
 
     Attributes:
         ticket: What `submit` returned.
@@ -116,34 +116,34 @@ class Batch:
         return self._statuses[index] is None and index not in self._begun
 
     def late(self, now: float) -> bool:
-        """Whether nothing of this batch may begin any more."""
+        """Whether the deadline has passed, so that no operation may begin."""
         return now > self.deadline
 
     def begin(self, index: int, now: float) -> None:
-        """Operation `index` moves bytes from now on."""
+        """Record that operation `index` begins to move bytes."""
         self._begun.add(index)
         if self._first_begin is None:
             self._first_begin = now
 
     def end(self, index: int, status: Status, now: float) -> None:
-        """Operation `index` is over. A second status for it is ignored."""
+        """Record that operation `index` has ended. A second status is ignored."""
         if self._statuses[index] is None:
             self._statuses[index] = status
             self._open -= 1
             self._last_end = now
 
     def end_pending(self, status: Status, now: float) -> bool:
-        """End what has not begun with `status`; whether there was anything."""
+        """End operations that have not begun with `status`; returns whether there were any."""
         pending = [index for index in range(len(self.ops)) if self.pending(index)]
         for index in pending:
             self.end(index, status, now)
         return bool(pending)
 
     def result(self) -> TierResult:
-        """What `poll` reports. Only for a batch that has ended."""
+        """The result for `poll`. Only for a batch that has ended."""
         statuses = tuple(status for status in self._statuses if status is not None)
         if len(statuses) != len(self.ops):
-            raise TierError(f"ticket {self.ticket}: {self._open} operations have not ended")
+            raise TierError(f"ticket {self.ticket}: {self._open} operations are still in flight")
         moved = sum(op.length for op, status in zip(self.ops, statuses, strict=True) if status is Status.OK)
         begin = self._last_end if self._first_begin is None else self._first_begin
         return TierResult(self.ticket, statuses, moved, self._last_end - begin, begin - self._submitted)

@@ -1,4 +1,4 @@
-"""Traces of real traffic: reading them, and turning them into prompts. No torch anywhere below."""
+"""Request traces: readers, replay, sizing, synthetic workloads. Nothing here imports torch."""
 
 from longshore.trace.mooncake import TRACE_BLOCK_TOKENS, parse_mooncake, read_excerpt, read_mooncake
 from longshore.trace.readers import Form, form_of, read_trace

@@ -1,10 +1,11 @@
-"""Estimates of what sizes of host memory and files would give, all at once: they say where to look for what to buy.
+"""Estimates for all sizes of host memory and files at once, to select sizes for replay.
 
     stack distances ──► blocks of each request in host memory, and in files ──► seconds to load, and to compute
                                                                             ──► engines, one prompt at a time ──► TTFT
 
-Hits are those of LRU with tails first over both tiers as one stack, the warmest blocks in host memory: exact, and in
-one pass. Times are those of `longshore.trace.timing`; of nothing, what host memory has, and all, the fastest is loaded.
+Hits are those of LRU with tails first over both tiers as one stack, with the most recently used blocks in host memory;
+they are computed exactly, in one pass. Times are those of `longshore.trace.timing`. Each request loads nothing, its
+blocks in host memory, or all blocks found, whichever is fastest.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a GiB costs. Without any, DRAM counts 25 times as much as NVMe."""
+    """Prices per GiB. By default, DRAM costs 25 times as much as NVMe."""
 
     dram_per_gib: float = 25.0
     nvme_per_gib: float = 1.0
@@ -40,7 +41,7 @@ class Prices:
 
     @classmethod
     def read(cls, path: Path) -> Prices:
-        """From a TOML file with these three names. Raises `TraceError` for anything else."""
+        """Prices from a TOML file with these three keys. Raises `TraceError` for other content."""
         try:
             table = tomllib.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
@@ -54,13 +55,13 @@ class Prices:
         return cls(**table)
 
     def of(self, host_bytes: int, file_bytes: int) -> float:
-        """What both sizes cost."""
+        """The cost of both sizes."""
         return (host_bytes * self.dram_per_gib + file_bytes * self.nvme_per_gib) / GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one size of both tiers is thought to give."""
+    """The estimate for one size of both tiers."""
 
     host_bytes: int
     file_bytes: int
@@ -69,7 +70,7 @@ class Estimate:
 
 
 class Arrivals:
-    """The requests of a trace, as sizing needs them: four bytes for each block, and sixteen for each request."""
+    """The requests of a trace for sizing: four bytes per block and sixteen per request."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -78,24 +79,24 @@ class Arrivals:
         self._tokens: list[int] = []
 
     def add(self, seconds: float, tokens: int, hash_ids: Sequence[int]) -> None:
-        """One request; only its whole blocks count."""
+        """Add one request; only its complete blocks count."""
         self.paths.add(hash_ids[: tokens // self.block_tokens])
         self._seconds.append(max(seconds, self._seconds[-1] if self._seconds else 0.0))
         self._tokens.append(tokens)
 
     @property
     def seconds(self) -> Floats:
-        """When each arrived."""
+        """Arrival times in seconds."""
         return np.array(self._seconds)
 
     @property
     def tokens(self) -> Floats:
-        """How long each prompt is."""
+        """Prompt lengths in tokens."""
         return np.array(self._tokens, np.float64)
 
 
 def most_useful(distances: npt.NDArray[np.int64], unique: int) -> int:
-    """The least capacity in blocks that holds everything that comes back."""
+    """The smallest capacity in blocks at which every repeated block is a hit."""
     finite = distances[distances <= unique]
     return int(finite.max()) if len(finite) else 1
 
@@ -108,7 +109,7 @@ def estimate(
     prices: Prices,
     engines: int,
 ) -> tuple[Estimate, ...]:
-    """What `cells`, bytes of host memory and of files, are thought to give."""
+    """Estimates for `cells`: pairs of bytes of host memory and of files."""
     image = arrivals.block_tokens * timing.geometry.kv_bytes_per_token
     blocks = [(host // image, file // image) for host, file in cells]
     ttft = _simulate(arrivals, distances, blocks, timing, image, engines)

@@ -1,12 +1,12 @@
-"""The plain policy experiment: one tier of so many blocks, an eviction policy, and no time.
+"""The policy experiment: one tier of a number of blocks, an eviction policy, and no time.
 
-    request   b0  b1  b2  b3        hits: the leading run that is resident, before anything of the request is done
+    request   b0  b1  b2  b3        hits: the leading resident blocks, before the request changes anything
               ◄── access ────       then the policy sees each of its blocks, the last one first, one by one
 
-An access to a resident block is a use. Any other makes room, if there is none, and brings the block in. Nothing is
-held, and there are never more blocks than slots. What drives the policies is their own interface, in the way in which
-the cache does: a block that is brought in gets a number that is free, so nothing can be remembered by numbers, and has
-a digest for its key, of which policies may remember a part.
+An access to a resident block is a use. An access to another block evicts one, if no slot is free, and inserts the
+block. No block is pinned, and there are never more blocks than slots. The policies are driven through their own
+interface as by the cache: an inserted block gets a free number, which may be reused, and has a digest for its key,
+which policies may remember in part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longshore.errors import TraceError
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """What an experiment found: leading resident blocks, of all blocks that requests referred to."""
+    """Result of an experiment: hits, and block references."""
 
     requests: int
     block_refs: int
@@ -51,7 +51,7 @@ class Experiment:
         self._requests = self._refs = self._hits = 0
 
     def serve(self, path: Sequence[int]) -> int:
-        """One request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits."""
+        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); returns its hits."""
         resident = self._node
         hits = 0
         for block in path:
@@ -67,11 +67,11 @@ class Experiment:
         return hits
 
     def totals(self) -> Hits:
-        """What was found so far."""
+        """The result so far."""
         return Hits(self._requests, self._refs, self._hits)
 
     def resident(self) -> set[int]:
-        """The blocks that are in now."""
+        """The resident blocks."""
         return set(self._node)
 
     def _access(self, path: Sequence[int]) -> None:

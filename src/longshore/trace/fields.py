@@ -1,4 +1,4 @@
-"""One JSON object of a trace, and where it stood, so that every complaint can say so."""
+"""One JSON object of a trace and its position, for error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_HASH_ID = 2**64 - 1
 
 
 class Fields:
-    """The fields of an object, each asked for as what it has to be; anything else is a `TraceError`."""
+    """Typed access to the fields of an object; a wrong type or a missing field is a `TraceError`."""
 
     def __init__(self, where: str, fields: object) -> None:
         self.where = where
@@ -22,7 +22,7 @@ class Fields:
 
     @classmethod
     def parse(cls, where: str, text: bytes) -> Fields:
-        """The object that `text` is, in JSON and UTF-8."""
+        """Parse the JSON object in `text`, in UTF-8."""
 
         def constant(name: str) -> NoReturn:
             raise TraceError(f"{where}: expected JSON numbers, got {name}")
@@ -38,7 +38,7 @@ class Fields:
         return name in self._fields
 
     def get(self, name: str) -> object:
-        """Whatever stands there."""
+        """The value of a field."""
         if name not in self._fields:
             raise TraceError(f"{self.where}: expected a field {name!r}, got {sorted(self._fields)}")
         return self._fields[name]
@@ -76,7 +76,7 @@ class Fields:
         return value
 
     def integers(self, name: str, *, most: int, one: str) -> tuple[int, ...]:
-        """A list of integers from 0 to `most`; `one` is what each of them is called."""
+        """A list of integers from 0 to `most`; error messages call an element `one`."""
         value = self.items(name)
         for item in value:
             if type(item) is not int or not 0 <= item <= most:
@@ -84,16 +84,16 @@ class Fields:
         return tuple(value)  # type: ignore[arg-type]  # all are integers
 
     def covers(self, hashes: int, tokens: int, block_tokens: int) -> None:
-        """Refuse a number of `hashes` that does not cover `tokens`."""
+        """Raise unless `hashes` is the number of blocks for `tokens`."""
         blocks = -(-tokens // block_tokens)
         if hashes != blocks:
             raise TraceError(
-                f"{self.where}: expected {blocks} hash ids to cover {tokens} tokens of input "
+                f"{self.where}: expected {blocks} hash ids for {tokens} tokens of input "
                 f"in blocks of {block_tokens}, got {hashes}"
             )
 
     def refuse(self, expected: str, value: object) -> NoReturn:
-        """Raise, and show what came."""
+        """Raise `TraceError`, showing the value found."""
         shown = repr(value) if not isinstance(value, int) else _short_integer(value)
         raise TraceError(f"{self.where}: {expected}, got {shown[:80]}")
 

@@ -1,12 +1,12 @@
-"""Readers of other traces than Mooncake's, each into the same requests.
+"""Readers of trace formats other than Mooncake's.
 
-sessions   a session a line: {"turns": [{"timestamp", "input_length", "output_length", "hashes"}]}; hashes are chained
-lengths    CSV: when, tokens in, tokens out; every block is new, so such a trace cannot show reuse
-events     Longshore's own event log, of which the requests count; the keys that were asked for
-prompts    {"prompt": text} or {"tokens": [ids]}, "timestamp", "output_length"; our keys of its tokens
+sessions   one session per line: {"turns": [{"timestamp", "input_length", "output_length", "hashes"}]}; hashes are
+chained lengths    CSV: time, input tokens, output tokens; every block is new, so there is no reuse events
+Longshore's own event file: its requests and their keys prompts    {"prompt": text} or {"tokens": [ids]}, "timestamp",
+"output_length"; keys of Longshore
 
 Times are milliseconds, except in CSV (seconds, or dates). An id is 64 bits of a digest over the whole prefix: equal ids
-stand for equal content after an equal prefix, whatever the trace's own hashes say.
+mean equal content after an equal prefix, for any hashes in the trace.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MAX_BLOCKS = 1 << 22
 
 
 def read_sessions(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
-    """Requests of all sessions, by time of arrival. Sessions overlap, so the file is looked through before the first.
+    """Requests of all sessions, by time of arrival. Sessions overlap, so the file is read twice.
 
-    Hashes are text or integers, one per block of `block_tokens` tokens, or of the session's own `block_size`. What is
-    remembered is when each session begins, and where it stands; in memory are those that go on at a time.
+    Hashes are text or integers, one per block of `block_tokens` tokens, or of the session's own `block_size`. The start
+    and the file position of each session are kept in memory, and active sessions completely.
     """
     begins = array("d")
     places = array("q")
@@ -102,10 +102,10 @@ _COLUMNS = {
 
 
 def read_lengths(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
-    """Requests of a CSV file that has lengths only. Every block is new: such a trace cannot show any reuse.
+    """Requests of a CSV file with lengths only. Every block is new, so there is no reuse.
 
-    The first line names the columns: `timestamp` (seconds, or a date), `input_length`, `output_length`, or the names
-    that published traces have for them.
+    The first line names the columns: `timestamp` (seconds, or a date), `input_length`, `output_length`, or their names
+    in published traces.
     """
     reader = _Lengths(block_tokens)
     yield from (request for request in read_lines(path, in_order(reader.line), skip) if request is not None)
@@ -177,9 +177,9 @@ def _seconds(where: str, text: str) -> float:
 
 
 def read_requests(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
-    """The requests of Longshore's own event log; other events are passed over.
+    """The requests in Longshore's own event file; other events are skipped.
 
-    A log says which chunks were asked for, not how long the answer was: that is 0, and the last chunk is whole.
+    The file has no output length, so it is 0, and the last chunk is taken as complete.
     """
     begin: list[float] = []
 
@@ -200,9 +200,9 @@ def read_requests(path: str | Path, *, block_tokens: int, skip: Skip | None = No
 
 
 def read_prompts(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:
-    """Plain prompts, as text or tokens, hashed by our keys; one without a time comes a second after the one before it.
+    """Prompts as text or tokens, with Longshore's keys. One without a time arrives a second after the one before it.
 
-    Text is not tokenised: four bytes of UTF-8 stand for a token, which keeps shared prefixes shared.
+    Text is not tokenised: four bytes of UTF-8 count as a token, which preserves shared prefixes.
     """
     last: float | None = None
 

@@ -1,10 +1,10 @@
-"""What a model's KV cache weighs, and what its prompts cost to compute: from `config.json`, or from a built-in table.
+"""KV cache size and prefill cost of a model, from `config.json` or a built-in table.
 
     KV bytes per token       2 * layers * KV heads * head size * bytes of a number
                              layers * (latent + rope) * bytes of a number       (multi-head latent attention)
     operations per token     2 * active parameters + 4 * layers * heads * head size * tokens it looks back at
 
-Every layer counts as if it kept all tokens: for models with sliding windows or recurrent layers that is an upper bound.
+Every layer counts as full attention, which is an upper bound for models with sliding windows or recurrent layers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Geometry:
     """One model.
 
     Attributes:
-        name: For people.
-        kv_bytes_per_token: Of all layers and ranks.
-        parameters: Active for each token.
-        attention_width: layers * heads * head size: what attention multiplies for each pair of tokens.
+        name: Display name.
+        kv_bytes_per_token: KV cache bytes per token, of all layers and ranks.
+        parameters: Active parameters per token.
+        attention_width: layers * heads * head size: multiplications of attention per pair of tokens.
         source: Where the figures come from.
     """
 
@@ -56,9 +56,9 @@ MODELS = tuple(_TABLE)
 
 
 def geometry_of(model: str) -> Geometry:
-    """The geometry of a model of the built-in table, or of a `config.json`, or of a directory that has one.
+    """The geometry of a built-in model, of a `config.json`, or of a directory with one.
 
-    The table's models keep 16-bit numbers. Raises `TraceError` for a name that is neither, or an incomplete file.
+    Built-in models have 16-bit caches. Raises `TraceError` for an unknown name or an incomplete file.
     """
     if not model:
         raise unknown("a model, or the path of a config.json,", model, MODELS)

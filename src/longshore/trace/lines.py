@@ -1,6 +1,6 @@
-"""Reading a trace line by line: as it is asked for, with numbers, and with a word on every line that is no good.
+"""Reading a trace line by line, as a stream, with line numbers and errors for invalid lines.
 
-A file that is compressed by gzip, whatever its name, is read as what is in it.
+A gzip-compressed file, of any name, is decompressed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MAX_LINE = 64 << 20
 def parse_lines(
     lines: Iterable[bytes], source: str, parse: Callable[[str, bytes], T], skip: Skip | None = None
 ) -> Iterator[T]:
-    """What `parse` makes of each line that is not blank, given where it stood.
+    """Apply `parse` to each line that is not blank, with its position.
 
-    A `TraceError` of `parse` ends it all, or, where somebody is there to be told of what is left out, that line only.
+    A `TraceError` of `parse` is raised, or, if there is a callback for skipped lines, skips that line.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -53,7 +53,7 @@ def parse_lines(
 
 
 def in_order(parse: Callable[[str, bytes], R]) -> Callable[[str, bytes], R]:
-    """`parse`, and a `TraceError` for a request that arrives before the one before it."""
+    """`parse`, with a `TraceError` for a request with an earlier timestamp than the one before it."""
     last = 0.0
 
     def checked(where: str, line: bytes) -> R:
@@ -62,8 +62,8 @@ def in_order(parse: Callable[[str, bytes], R]) -> Callable[[str, bytes], R]:
         if request is not None:
             if request.timestamp_ms < last:
                 raise TraceError(
-                    f"{where}: time runs backwards, from {last:.15g} ms to {request.timestamp_ms:.15g} ms: "
-                    "sort the trace by time, or leave such lines out (--bad-lines skip)"
+                    f"{where}: timestamp {request.timestamp_ms:.15g} ms is earlier than the one before, {last:.15g}: "
+                    "sort the trace by time, or skip such lines (--bad-lines skip)"
                 )
             last = request.timestamp_ms
         return request
@@ -72,7 +72,7 @@ def in_order(parse: Callable[[str, bytes], R]) -> Callable[[str, bytes], R]:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of `file`; of one that is too long only the beginning, which is too long still."""
+    """The lines of `file`; a line that is too long is truncated, but remains too long."""
     while line := file.readline(MAX_LINE):
         rest = line
         while len(rest) >= MAX_LINE and not rest.endswith(b"\n"):
@@ -89,7 +89,7 @@ def read_lines(path: str | Path, parse: Callable[[str, bytes], T], skip: Skip | 
 def read_placed_lines(
     path: str | Path, parse: Callable[[str, bytes], T], skip: Skip | None = None
 ) -> Iterator[tuple[int, T]]:
-    """The same, and before each the byte at which its line begins, for `lines_at`."""
+    """As `read_lines`, with the byte offset of each line for `lines_at`."""
     place = 0
 
     def lines(file: BinaryIO) -> Iterator[bytes]:
@@ -105,7 +105,7 @@ def read_placed_lines(
 
 
 def lines_at(path: str | Path, places: Iterable[int]) -> Iterator[bytes]:
-    """The lines that begin at `places`, in this order; raises `TraceError` if the file cannot be read."""
+    """The lines at the byte offsets `places`, in this order; raises `TraceError` if the file cannot be read."""
     with opened(path) as file, tempfile.TemporaryFile() as plain:
         if not isinstance(file, io.BufferedReader) or not isinstance(file.raw, io.FileIO):
             shutil.copyfileobj(file, plain)  # to go back in what is compressed is to begin again
@@ -117,7 +117,7 @@ def lines_at(path: str | Path, places: Iterable[int]) -> Iterator[bytes]:
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO]:
-    """The file at `path`, or what is compressed in it; raises `TraceError` if it cannot be read."""
+    """The file at `path`, decompressed; raises `TraceError` if it cannot be read."""
     try:
         file = Path(path).open("rb")  # noqa: SIM115 - closed below
     except (OSError, ValueError) as error:

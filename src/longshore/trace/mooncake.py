@@ -3,8 +3,8 @@
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..., 2354]}
 
 `timestamp` is in milliseconds. `hash_ids` has one id per 512-token block of the prompt, the partial last
-block included. Lines are read as they are asked for, so a trace may be larger than memory. Further keys are
-allowed and ignored; anything else that does not fit is a `TraceError` that names the line.
+block included. Lines are read as a stream, so a trace may be larger than memory. Other keys are ignored; an invalid
+line is a `TraceError` that names the line.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def read_mooncake(
 
     Args:
         path: A file of JSON lines. Blank lines are skipped.
-        block_tokens: Tokens behind one hash id, for traces of this format with other block sizes.
-        skip: Told of lines that are no request, which are then left out.
+        block_tokens: Tokens per hash id, for traces of this format with other block sizes.
+        skip: Called for invalid lines, which are then skipped.
 
     Raises:
-        TraceError: The file cannot be read, or a line is no request, or arrives before the one before it, and nobody is
-            told of it.
+        TraceError: The file cannot be read, or, without `skip`, a line is invalid or has an earlier timestamp than the
+            one before it.
     """
     yield from read_lines(path, _request(block_tokens), skip)
 
@@ -55,7 +55,7 @@ def parse_mooncake(
     block_tokens: int = TRACE_BLOCK_TOKENS,
     skip: Skip | None = None,
 ) -> Iterator[TraceRequest]:
-    """Yield one request per line that is not blank; `source` stands in error messages."""
+    """Yield one request per line that is not blank; `source` is for error messages."""
     yield from parse_lines(lines, source, _request(block_tokens), skip)
 
 

@@ -1,4 +1,4 @@
-"""Names that people type: what is known, and what was probably meant."""
+"""Errors for unknown names, with suggestions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longshore.errors import TraceError
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> TraceError:
-    """The error for a `name` that is none of `known`: all of these, and the nearest."""
+    """The error for a `name` that is not in `known`, with all known names and the most similar one."""
     names = list(known)
     nearest = get_close_matches(name.lower(), names, 1)
     guess = f"; did you mean {nearest[0]}?" if nearest else ""

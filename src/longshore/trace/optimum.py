@@ -1,8 +1,8 @@
-"""Belady's bound for prefixes: the most that any policy could hit, knowing the future.
+"""Belady's bound for prefixes: the maximum hits of any policy, with knowledge of the future.
 
-After each request keep, of what is resident and the request's own blocks, the N that are used again the soonest; of
-one request's blocks the tails go first. A parent's next use is never later than its child's, so what is kept is closed
-under parents, every kept block counts when it is used, and the bound is reached.
+After each request, keep the N blocks that are used again soonest, of the resident blocks and the request's own; of one
+request's blocks, tails are evicted first. A parent's next use is never later than its child's. The blocks kept
+therefore include all parents, every kept block is a hit when it is used, and the bound is reached.
 
 A reference is one block of one request; all references of a trace have numbers, in order:
 
@@ -10,12 +10,11 @@ A reference is one block of one request; all references of a trace have numbers,
     blocks       a  b  c      a  d      a  b  c
     reference    0  1  2      3  4      5  6  7          next of 1 (b) is 6, next of 4 (d) is none
 
-So the number of a block's next reference says both when it comes and how deep it stands, and the kept block to give up
-is the one of the greatest number. What was used since has a number that has passed: it can never be the greatest while
-something else is kept, and is swept out now and then.
+The number of a block's next reference therefore gives both its time and its depth, and the block with the greatest
+number is evicted. Blocks used since have a number in the past, which is never the greatest; they are removed from time
+to time.
 
-Whoever looks into the future has to remember all of it: 9 bytes for each reference, and some more for each slot and for
-each different block.
+The whole trace is kept in memory: 9 bytes per reference, and some more per slot and per unique block.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _FEW = 64
 def optimal_hits(paths: Paths, slots: int) -> int:
     """The hits of Belady's policy with tails first on `paths`, in O(n log n).
 
-    Equal numbers stand for equal content after an equal prefix, so a block has the same place in every path.
+    Equal numbers mean equal content after an equal prefix, so a block has the same position in every path.
     `TraceError` is raised for a capacity below one block.
     """
     if slots < 1:
@@ -72,7 +71,7 @@ def optimal_hits(paths: Paths, slots: int) -> int:
 def next_references(blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.signedinteger]:
     """For each reference, the number of the next one to the same block; -1 without one.
 
-    In 32 bits if that is enough; from the end on, some references at a time, so that little else is in memory.
+    int32 if that is enough, else int64. Computed in blocks from the end, to save memory.
     """
     number = np.dtype(np.int32 if len(blocks) <= np.iinfo(np.int32).max else np.int64)
     following: npt.NDArray[np.signedinteger] = np.full(len(blocks), -1, number)

@@ -1,4 +1,4 @@
-"""The blocks of a whole trace, four bytes for each reference: for what needs all of it at once.
+"""The blocks of a whole trace, four bytes per reference.
 
 request    0          1        2
 starts     0          3        5           8
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 
 class Paths(Sequence[list[int]]):
-    """For each request the numbers of its blocks, head first."""
+    """The block numbers of each request, head first."""
 
     def __init__(self, paths: Iterable[Sequence[int]] = ()) -> None:
         self._numbers: dict[int, int] = {}
@@ -25,29 +25,29 @@ class Paths(Sequence[list[int]]):
             self.add(path)
 
     def add(self, path: Sequence[int]) -> None:
-        """One more request, by the ids of its blocks. Not while somebody keeps `blocks` or `starts`."""
+        """Add a request by the ids of its blocks. Must not be called while a view of `blocks` or `starts` exists."""
         numbers = self._numbers
         self._blocks.extend([numbers.setdefault(block, len(numbers)) for block in path])
         self._starts.append(len(self._blocks))
 
     @property
     def blocks(self) -> npt.NDArray[np.int32]:
-        """One number per reference, requests one after the other."""
+        """One number per reference, in the order of requests."""
         return np.frombuffer(self._blocks, np.int32)
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Where each request begins in `blocks`, and the end."""
+        """Start of each request in `blocks`, and the end."""
         return np.frombuffer(self._starts, np.int64)
 
     @property
     def references(self) -> int:
-        """How many references there are."""
+        """Number of references."""
         return len(self._blocks)
 
     @property
     def unique(self) -> int:
-        """How many different blocks there are; their numbers are below it."""
+        """Number of unique blocks; block numbers are below it."""
         return len(self._numbers)
 
     def __len__(self) -> int:

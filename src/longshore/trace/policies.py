@@ -1,4 +1,4 @@
-"""The eviction policies that a replay can be given, by name: those of the cache, and those to compare with."""
+"""The eviction policies of a replay by name: those of the cache, and references for comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REFERENCES: dict[str, type[EvictionPolicy]] = {"fifo": FIFO, "lru-2": LRU2, "s3-
 
 
 def policy_named(name: str | None) -> tuple[str, type[EvictionPolicy]]:
-    """The policy called `name`, or the default one, and its name; raises `TraceError` for a name that is none."""
+    """The policy called `name`, or the default policy, and its name; raises `TraceError` for an unknown name."""
     known = POLICIES | REFERENCES
     if name is None:
         return next(each for each in known.items() if each[1] is DEFAULT_POLICY)

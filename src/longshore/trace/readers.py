@@ -1,4 +1,4 @@
-"""Any trace that Longshore reads, by its form, or by a look at its first line."""
+"""Reads traces in all formats; detects the format from the first line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longshore.trace.request import TraceRequest
 
 
 class Form(enum.StrEnum):
-    """What a trace's lines are."""
+    """Format of a trace."""
 
     MOONCAKE = "mooncake"
     SESSIONS = "sessions"
@@ -26,7 +26,7 @@ class Form(enum.StrEnum):
 
     @property
     def shows_reuse(self) -> bool:
-        """Whether such a trace says which requests share content."""
+        """Whether the format has information on shared content."""
         return self is not Form.LENGTHS
 
 
@@ -43,14 +43,14 @@ _MARKS |= {"prompt": Form.PROMPTS, "tokens": Form.PROMPTS}
 
 
 def form_of(path: str | Path) -> Form:
-    """The form of the trace at `path`, by its name and its first line. Raises `TraceError` where neither says it."""
+    """The format of the trace at `path`, by its name and its first line. Raises `TraceError` if it is unknown."""
     if Path(path).name.lower().removesuffix(".gz").endswith(".csv"):
         return Form.LENGTHS
     with opened(path) as file:
         beginnings = iter(partial(file.readline, MAX_LINE), b"")  # of a device, lines may have no end
         first = next((line for line in beginnings if line.strip()), None)
     if first is None:
-        raise TraceError(f"{path}: expected a trace, and there is nothing in it")
+        raise TraceError(f"{path}: expected a trace, but the file is empty")
     try:
         fields = Fields.parse(str(path), first)
     except TraceError:
@@ -60,7 +60,7 @@ def form_of(path: str | Path) -> Form:
     found = next((form for mark, form in _MARKS.items() if mark in fields), None)
     if found is None:
         raise TraceError(
-            f"{path}: expected the first line to have a field {', '.join(map(repr, _MARKS))}, or the form to be named: "
+            f"{path}: expected the first line to have a field {', '.join(map(repr, _MARKS))}; else name the form: "
             f"{', '.join(Form)}"
         )
     return found
@@ -73,16 +73,16 @@ def read_trace(
     block_tokens: int = TRACE_BLOCK_TOKENS,
     skip: Skip | None = None,
 ) -> Iterator[TraceRequest]:
-    """The requests of the trace at `path`, as they are asked for.
+    """The requests of the trace at `path`, as a stream.
 
     Args:
         path: The file.
-        form: What its lines are; found out where it is not said.
-        block_tokens: Tokens of one block.
-        skip: Told of lines that are no good, which are then left out; without it the first of them is an error.
+        form: The format; detected if not given.
+        block_tokens: Tokens per block.
+        skip: Called for invalid lines, which are then skipped; without it, an invalid line is an error.
 
     Raises:
-        TraceError: The file cannot be read, its form is unknown, or a line is no good; names the line.
+        TraceError: The file cannot be read, its format is unknown, or a line is invalid; names the line.
     """
     if block_tokens < 1:
         raise TraceError(f"block_tokens: expected at least 1, got {block_tokens}")

@@ -1,10 +1,10 @@
-"""Published eviction policies to compare with, behind the cache's own interface. Plain rather than fast.
+"""Published eviction policies for comparison, with the interface of the cache's policies. Simple rather than fast.
 
 | policy | idea |
 |---|---|
-| FIFO | what came first goes first |
-| LRU-2 | what was used twice the longest ago goes first; what was used once goes before all that was used twice |
-| S3-FIFO | a small queue for what is new, a main one for what was used again, and a memory of what left the small one |
+| FIFO | evicts the oldest chunk |
+| LRU-2 | evicts the chunk with the oldest second-to-last use; chunks used once first |
+| S3-FIFO | a small queue for new chunks, a main queue for chunks used again, and a ghost list |
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from longshore.errors import CacheError
 
 
 class FIFO(LRU):
-    """The chunk that came first goes first, however often it was used."""
+    """Evicts the chunk that was inserted first, however often it was used."""
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used, which changes nothing; those that were held come in afresh."""
+        """`nodes` were used, which changes nothing; held ones are inserted again."""
         check_in(self._place, nodes)
         super().touch([node for node in nodes if self.is_held(node)])
 
 
 class OneByOne(EvictionPolicy):
-    """A policy that says who goes next, and no more: what goes after that one depends on its having gone."""
+    """A policy that names one victim at a time, because the next one depends on its eviction."""
 
     def ahead(self, count: int) -> list[int]:
-        """The node that goes first."""
+        """The next victim."""
         node = self.coldest() if count else 0
         return [node] if node else []
 
     def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These, the first of all, left."""
+        """Evict these, the next victims."""
         for node, key in zip(nodes, keys, strict=True):
             self.remove(node, evicted=key)
 
     def keep(self, nodes: Sequence[int]) -> None:
-        """These, the first of all, cannot go at present."""
+        """Hold these, the next victims, which cannot be evicted at present."""
         for node in nodes:
             self.hold(node)
 
 
 class LRU2(OneByOne):
-    """The chunk whose last use but one is the oldest goes first. What was used is remembered for ever, by its key.
+    """Evicts the chunk with the oldest second-to-last use. Uses are remembered without limit, by key.
 
     After E. O'Neil, P. O'Neil and G. Weikum, "The LRU-K page replacement algorithm for database disk buffering" (SIGMOD
-    1993), K = 2, without a correlated reference period. Chunks used once go first, the least recently used of them
-    before all others. O(log n).
+    1993), K = 2, without a correlated reference period. Chunks used once are evicted first, least recently used first.
+    O(log n).
     """
 
     def __init__(self, slots: int, names: Names) -> None:
@@ -100,19 +100,19 @@ class LRU2(OneByOne):
         del self._rank[node]
 
     def coldest(self) -> int:
-        """The node whose last use but one is the oldest; 0 without one."""
+        """The node with the oldest second-to-last use; 0 if there is none."""
         heap, rank = self._heap, self._rank
         while heap and rank.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
         return heap[0][1] if heap else 0
 
     def order(self) -> Iterator[int]:
-        """Nodes by their last use but one."""
+        """Nodes by their second-to-last use."""
         ranked = [(rank, node) for node, rank in self._rank.items() if rank is not None]
         return (node for _, node in sorted(ranked))
 
     def is_held(self, node: int) -> bool:
-        """Whether `node` is in, and held."""
+        """Whether `node` is resident and held."""
         return node in self._rank and self._rank[node] is None
 
     def __contains__(self, node: object) -> bool:
@@ -122,7 +122,7 @@ class LRU2(OneByOne):
         return len(self._rank)
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where a node that may go could not be found."""
+        """Raise `CacheError` if an evictable node would not be found."""
         lost = {(rank, node) for node, rank in self._rank.items() if rank is not None}.difference(self._heap)
         if lost:
             raise CacheError(f"LRU-2 has lost {len(lost)} nodes")
@@ -146,13 +146,13 @@ class LRU2(OneByOne):
 
 
 class S3FIFO(OneByOne):
-    """New chunks wait in a small queue; those that are used there move on to the main one.
+    """New chunks enter a small queue; those used there move to the main queue.
 
     After J. Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023): the small queue has a tenth of
-    the slots, uses are counted up to three, what leaves the small queue is remembered until as many others have left it
-    as there are slots, and comes back into the main one. What has been used in the main queue goes round once more for
-    each use. The paper asks for two uses to move on; one hits more in small caches of prefixes, and less in large ones.
-    Constant time for each use, amortised.
+    the slots, and uses are counted up to three. A chunk evicted from the small queue is remembered until as many others
+    have been evicted from it as there are slots, and is inserted into the main queue if it returns. A chunk in the main
+    queue is reinserted once for each use. The paper moves chunks after two uses; one use has more hits in small prefix
+    caches, and fewer in large ones. Amortised constant time per use.
     """
 
     SMALL, MAIN = 1, 2
@@ -175,7 +175,7 @@ class S3FIFO(OneByOne):
             each.extend(bytes(max(0, nodes - len(each))))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
-        """`nodes` became resident: in the main queue if they left the small one lately."""
+        """`nodes` became resident: in the main queue if they were evicted from the small one recently."""
         check_new(self._queue, nodes)
         for node in nodes:
             key = self.names[node]
@@ -187,7 +187,7 @@ class S3FIFO(OneByOne):
                 self._enter(node, self.SMALL)
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used; those that were held come in afresh, at the end of their queue."""
+        """`nodes` were used; held ones are inserted again at the end of their queue."""
         check_in(self._queue, nodes)
         for node in nodes:
             self._uses[node] = min(self.MOST, self._uses[node] + 1)
@@ -203,7 +203,7 @@ class S3FIFO(OneByOne):
             self._held[node] = 1
 
     def release(self, nodes: Sequence[int]) -> None:
-        """Those of `nodes` that are held may go again, as the first of their queue, as if they had not been used."""
+        """Held `nodes` may be evicted again, first in their queue, as if they had not been used."""
         check_in(self._queue, nodes)
         for node in nodes:
             if self._held[node]:
@@ -221,7 +221,7 @@ class S3FIFO(OneByOne):
         self._held[node] = 0
 
     def coldest(self) -> int:
-        """The node that goes first; 0 without one. Those before it that were used have moved on, and stay so."""
+        """The next victim; 0 if there is none. Used nodes before it have been moved, and stay so."""
         if self._counts[self.SMALL] >= self._small_slots:
             return self._first_of_small() or self._first_of_main()
         return self._first_of_main() or self._first_of_small()
@@ -232,7 +232,7 @@ class S3FIFO(OneByOne):
         yield from self._chains.walk(self.MAIN)
 
     def is_held(self, node: int) -> bool:
-        """Whether `node` is in, and held."""
+        """Whether `node` is resident and held."""
         return node < len(self._held) and bool(self._held[node])
 
     def __contains__(self, node: object) -> bool:

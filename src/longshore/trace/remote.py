@@ -23,7 +23,7 @@ class RemoteStore:
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
-            raise TraceError(f"{REMOTE}: expected room for a block, got {slots}")
+            raise TraceError(f"{REMOTE}: expected room for at least one block, got {slots}")
         self.slots = slots
         self.evictions = 0
         """Images that made way."""

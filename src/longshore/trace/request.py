@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """What a trace says of one request.
+    """One request of a trace.
 
     Attributes:
         timestamp_ms: Arrival, in milliseconds since the trace began.
         input_length: Tokens of the prompt.
         output_length: Tokens of the answer.
-        hash_ids: One id per block of the prompt, in order; the last block may be partial. Equal ids stand for
-            equal content after an equal prefix.
-        assumed_time: Whether the trace does not say when it arrived.
+        hash_ids: One id per block of the prompt, in order; the last block may be partial. Equal ids mean equal content
+            after an equal prefix.
+        assumed_time: Whether the trace has no timestamp for it.
     """
 
     timestamp_ms: float

@@ -1,4 +1,4 @@
-"""What a replay in virtual time found: as JSON, and as rows to read."""
+"""Results of a replay in virtual time, as JSON and as table rows."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Row = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The figures of a replay that has ended.
+    """The figures of a finished replay.
 
     Attributes:
-        replay: Its books.
+        replay: The replay.
         policy: The eviction policy's name.
-        unique: Different blocks that were asked for.
-        optimal: Hits that one tier of the same room could have had at most, if that was asked for.
-        overload: Whether the engines were asked for too much.
-        assumption: What was assumed of the trace, in words, if anything was.
+        unique: Number of unique blocks.
+        optimal: Maximum hits of one tier of the same capacity, if computed.
+        overload: Set if the engines were overloaded.
+        assumption: Assumptions about the trace as text, if any.
     """
 
     replay: TieredReplay
@@ -53,12 +53,12 @@ class Replayed:
 
     @property
     def hits(self) -> dict[str, int]:
-        """Blocks that were loaded, by the tier that had them."""
+        """Blocks loaded, by tier."""
         return {tier: self.replay.tally.hits[tier] for tier in self.slots}
 
     @property
     def slots(self) -> dict[str, int]:
-        """Blocks that each tier has room for, warmest first."""
+        """Capacity of each tier in blocks, warmest first."""
         replay = self.replay
         return {stats.name: stats.slots for stats in replay.cache.stats()} | (
             {} if replay.remote is None else {REMOTE: replay.remote.slots}
@@ -66,7 +66,7 @@ class Replayed:
 
     @property
     def evictions(self) -> dict[str, dict[str, int]]:
-        """Copies that left each tier: a colder one has it still, none has, or its bytes were no good."""
+        """Evictions by tier: a colder tier has a copy, none has, or the bytes were unusable."""
         counters, remote = self.replay.counters, self.replay.remote
         found = {
             tier: {
@@ -82,17 +82,17 @@ class Replayed:
 
     @property
     def hit_ratio(self) -> float:
-        """Blocks that were loaded, of all that were asked for."""
+        """Blocks loaded per block reference."""
         return ratio(sum(self.hits.values()), self.replay.tally.block_refs)
 
     @property
     def optimal_hit_ratio(self) -> float | None:
-        """The most that one tier of the same room could have."""
+        """The maximum hit ratio of one tier of the same capacity."""
         return None if self.optimal is None else ratio(self.optimal, self.replay.tally.block_refs)
 
     @property
     def ttft(self) -> dict[str, float]:
-        """Seconds to the first token, with tiers and if all is computed."""
+        """Seconds to the first token, with tiers, and if everything is computed."""
         with_tiers, without = self.replay.tally.ttft, self.replay.tally.recompute
         return {
             "p50": percentile(with_tiers, 50),
@@ -103,7 +103,7 @@ class Replayed:
 
     @property
     def routes(self) -> dict[str, dict[str, float]]:
-        """Seconds that each route has moved bytes, and that transfers have waited for it."""
+        """Seconds that each route was busy, and that transfers waited for it."""
         movers = self.replay.movers
         return {
             str(route): {"moving": busy, "waiting": movers.queued[route]} for route, busy in sorted(movers.busy.items())
@@ -117,7 +117,7 @@ class Replayed:
 
     @property
     def assumptions(self) -> list[str]:
-        """What the figures rest on."""
+        """The assumptions behind the figures."""
         timing = self.replay.timing
         return [timing.geometry.source, timing.profile.source, *([self.assumption] if self.assumption else [])]
 
@@ -152,7 +152,7 @@ class Replayed:
         }
 
     def rows(self) -> list[Row]:
-        """What a table shows."""
+        """Rows of a table."""
         return [*self._cache_rows(), *self._time_rows(), *self._traffic_rows()]
 
     def _cache_rows(self) -> list[Row]:
@@ -203,14 +203,14 @@ class Replayed:
 
 
 class Overload(NamedTuple):
-    """Engines that cannot compute what a trace asks for: queues grow as long as it lasts, and so do times.
+    """Overloaded engines: queues and times grow with the length of the trace.
 
     Attributes:
-        engines: So many there were.
-        busy: How much computing there was, as a share of the time that they had.
-        enough: So many would do, as a replay with them found; or as the average says, where `ttft_p95` is `None`.
-        ttft_p95: Seconds to the first token with so many.
-        missed: The target that these are above, and that more engines do not reach.
+        engines: Number of engines.
+        busy: Computing time as a share of the engines' time.
+        enough: Number of engines that suffices, by a replay, or by the average if `ttft_p95` is `None`.
+        ttft_p95: Seconds to the first token with that number.
+        missed: The target exceeded, which more engines do not meet either.
     """
 
     engines: int
@@ -221,7 +221,7 @@ class Overload(NamedTuple):
 
     @property
     def words(self) -> str:
-        """All of it, for people."""
+        """The overload as text."""
         many = "1 engine" if self.engines == 1 else f"{self.engines:,} engines"
         words = "would do" if self.missed is None else "would keep up"
         found = "" if self.ttft_p95 is None else f": replayed with them, TTFT p95 is {brief(self.ttft_p95)}"
@@ -236,17 +236,17 @@ class Overload(NamedTuple):
         )
 
     def as_json(self) -> dict[str, object]:
-        """All of it as plain data, with `words`."""
+        """The overload as plain data, with `words`."""
         return {**self._asdict(), "words": self.words}
 
 
 def overload(
     tally: Tally, engines: int, again: Callable[[int], Tally], *, tiers: bool = True, target: float = math.inf
 ) -> Overload | None:
-    """Whether `engines` were asked for too much in a replay; `again` replays the same with so many engines.
+    """The overload of a replay with `engines`, if any; `again` replays the trace with another number of engines.
 
-    Enough are those that keep up, and that have 19 of 20 first tokens within `target` seconds, if any number of them
-    does. Without `tiers` it is asked of engines that compute all.
+    A number of engines is sufficient if they keep up and, if possible for any number, meet `target` seconds for the
+    95th percentile of the time to first token. Without `tiers`, the engines compute everything.
     """
 
     def load(tally: Tally) -> float:
@@ -275,7 +275,7 @@ def overload(
 
 
 def brief(seconds: float) -> str:
-    """Seconds in three digits, or whole ones, with their unit."""
+    """Seconds with a unit, in three digits or as a whole number."""
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 

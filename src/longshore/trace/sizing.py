@@ -1,10 +1,10 @@
-"""Sizing: which sizes of host memory and files to buy for a trace.
+"""Sizing: recommends sizes of host memory and files for a trace.
 
     estimates of all sizes that can be bought (`longshore.trace.estimates`) ──► their frontier: where to look
                                                                                    │
     replays of the choice and its neighbours, on the production control plane ◄────┘ ──► what is recommended
 
-Every figure that is reported comes from a replay, as `longshore replay` of the same size makes it.
+Every figure reported comes from a replay, as made by `longshore replay` with the same size.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ WARRANTY_YEARS = 5
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One size of both tiers, and what its replay found. Bytes, seconds, and ratios of blocks asked for.
+    """One size of both tiers and the result of its replay, in bytes, seconds and ratios of block references.
 
     Attributes:
-        busy: Computing, as a share of the time that the engines had.
+        busy: Computing time as a share of the engines' time.
         file_write_bytes_per_day: At the trace's own pace.
     """
 
@@ -66,7 +66,7 @@ class Choice:
 
     @property
     def drive_writes_per_day(self) -> float:
-        """How often the drives are written over in a day (DWPD)."""
+        """Drive writes per day (DWPD)."""
         return self.file_write_bytes_per_day / self.file_bytes if self.file_bytes else 0.0
 
 
@@ -76,12 +76,12 @@ class Plan:
 
     Attributes:
         curve: Hit ratio by bytes of one tier: (bytes, ratio).
-        estimates: All sizes that were thought of.
-        choices: Those that were replayed, and that nothing is bought; by cost.
-        frontier: Those of them that nothing cheaper beats, by cost.
-        knee: Where more money begins to buy little.
-        recommended: The cheapest that keeps the target; `None` if none does.
-        overload: Whether the engines are asked for too much with what is recommended, or else with the best there is.
+        estimates: Estimates of all sizes.
+        choices: Sizes that were replayed, and the one without any tier; by cost.
+        frontier: Choices that no cheaper choice beats, by cost.
+        knee: The choice after which additional cost improves little.
+        recommended: The cheapest choice that meets the target; `None` if none does.
+        overload: Set if the engines are overloaded with the recommended choice, or else with the best one.
     """
 
     requests: int
@@ -121,15 +121,17 @@ def plan(
     replays: int = 16,
     most_blocks: int = MOST_BLOCKS,
 ) -> Plan:
-    """The cheapest size that keeps `target`, the 95th percentile of the time to first token, in seconds.
+    """Find the cheapest size that meets `target`, the 95th percentile of the time to first token, in seconds.
 
-    `replay` replays the requests of `arrivals` with tiers of so many bytes and so many engines; at most `replays` sizes
-    are replayed, none with a tier of more than `most_blocks`. Raises `TraceError` where there is nothing to plan for.
+    `replay` replays the requests of `arrivals` with given tier sizes in bytes and number of engines. At most `replays`
+    sizes are replayed, none with a tier of more than `most_blocks`. Raises `TraceError` for a trace without requests.
     """
     if not len(arrivals.paths):
-        raise TraceError("the trace has no requests: expected one at least to plan for")
+        raise TraceError("expected a trace of at least one request, got none")
     if engines < 1 or replays < 1 or not target > 0:
-        raise TraceError(f"expected an engine, a replay and a target above zero, got {engines}, {replays}, {target}")
+        raise TraceError(
+            f"expected at least one engine, one replay and a target above zero, got {engines}, {replays}, {target}"
+        )
     distances = stack_distances(arrivals.paths)
     image = arrivals.block_tokens * timing.geometry.kv_bytes_per_token
     sizes = sizes_for(most_useful(distances, arrivals.paths.unique) * image, image, most_blocks)
@@ -242,14 +244,14 @@ class _Search:
 
 
 class Sizes:
-    """Sizes that can be bought: of host memory, and of drives, from none on."""
+    """Sizes on sale: of host memory, and of drives, including none."""
 
     def __init__(self, hosts: Sequence[int], files: Sequence[int]) -> None:
         self._hosts, self._files = list(hosts), list(files)
         self.cells: list[Size] = [(0, 0), *((host, file) for host in self._hosts for file in self._files)]
 
     def around(self, size: Size) -> list[Size]:
-        """A step more or less of either, or of one for the other."""
+        """Neighbouring sizes: a step more or less of either, or an exchange of a step."""
         host, file = self._hosts.index(size[0]), self._files.index(size[1])
         steps = ((-1, 0), (0, -1), (-1, 1), (1, -1), (1, 0), (0, 1))
         return [
@@ -260,7 +262,7 @@ class Sizes:
 
 
 def sizes_for(useful: int, image: int, most_blocks: int = MOST_BLOCKS) -> Sizes:
-    """Sizes up to those that hold `useful` bytes, in images of so many, and no more than `most_blocks` of them."""
+    """Sizes up to those that hold `useful` bytes, and at most `most_blocks` images."""
 
     def fitting(sizes: Sequence[int]) -> list[int]:
         fit = [size for size in sizes if image <= size <= image * most_blocks]
@@ -268,12 +270,12 @@ def sizes_for(useful: int, image: int, most_blocks: int = MOST_BLOCKS) -> Sizes:
 
     hosts = fitting([gib * GIB for gib in DRAM_GIB])
     if not hosts:
-        raise TraceError(f"expected a block to take at most {DRAM_GIB[-1]} GiB, and not much less, got {image} bytes")
+        raise TraceError(f"expected a block far smaller than {DRAM_GIB[-1]} GiB, got {image} bytes")
     return Sizes(hosts, [0, *(fitting([gb * 10**9 for gb in DRIVES_GB]) if hosts[0] < useful else [])])
 
 
 def frontier_of(choices: Sequence[C]) -> tuple[C, ...]:
-    """Those that are faster than all that cost no more, and by enough to be worth anything; the cheapest first."""
+    """Choices that are relevantly faster than all that cost no more; cheapest first."""
     found: list[C] = []
     for choice in sorted(choices, key=lambda each: (each.cost, each.ttft_p95)):
         if not found or choice.ttft_p95 < _WORTH_IT * found[-1].ttft_p95:

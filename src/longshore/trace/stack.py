@@ -1,16 +1,16 @@
 """Exact miss-ratio curves of LRU with tails first, for every capacity at once.
 
-A block is resident when a request comes if no more than N different blocks, itself included, were used since its own
-last use: its stack distance. The hits of any capacity follow from the distances alone, because a parent is used after
-its child, so distances never shrink along a path and what is resident is its leading run. After R. Mattson et al.,
-"Evaluation techniques for storage hierarchies" (IBM Systems Journal, 1970), for whole requests at a time.
+A block is resident when a request arrives if at most N distinct blocks, itself included, were used since its last use;
+this number is its stack distance. The hits of any capacity follow from the distances alone, because a parent is used
+after its child, so distances never shrink along a path and what is resident is its leading run. After R. Mattson et
+al., "Evaluation techniques for storage hierarchies" (IBM Systems Journal, 1970), for whole requests at a time.
 
     uses            c b a | e d | c b a         each request from its tail on
     distance of c   3 + 2: the uses since its last, less those that were followed by another of the same block
 
-How many uses of a stretch were followed by another before the request came is a count of points in a quadrant, for all
-references together: sorted runs of 1, 2, 4, ... uses, and one bisection in one run for each bit of a position. All of
-it is whole-array numpy, in O(n log n) steps of sorting.
+The number of uses in a range that were followed by another use before the request is a count of points in a quadrant.
+It is computed for all references together, with sorted runs of 1, 2, 4, ... uses and one bisection per bit of a
+position, in numpy, in O(n log n) steps of sorting.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NEVER = np.iinfo(np.int64).max
 
 
 def stack_distances(paths: Paths) -> npt.NDArray[np.int64]:
-    """For each reference, in the order of `paths.blocks`, the least capacity in blocks at which it is resident.
+    """For each reference, in the order of `paths.blocks`, the smallest capacity in blocks at which it is resident.
 
-    Raises `TraceError` for a request in which a block appears twice: it cannot come after itself.
+    Raises `TraceError` for a request with a repeated block.
     """
     starts = paths.starts
     begin = np.repeat(starts[:-1], np.diff(starts))
@@ -39,7 +39,7 @@ def stack_distances(paths: Paths) -> npt.NDArray[np.int64]:
     later = next_references(paths.blocks[use_of]).astype(np.int64)
     if ((later >= 0) & (later < end)).any():
         request = int(np.searchsorted(starts, int(((later >= 0) & (later < end)).argmax()), side="right"))
-        raise TraceError(f"request {request}: expected different blocks, got one twice")
+        raise TraceError(f"request {request}: expected distinct blocks, got one twice")
     again = np.flatnonzero(later >= 0)
     before = np.full(count, -1, np.int64)
     before[later[again]] = again
@@ -53,7 +53,7 @@ def stack_distances(paths: Paths) -> npt.NDArray[np.int64]:
 
 
 def hits_at(distances: npt.NDArray[np.int64], capacities: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The hits of LRU at each of `capacities`, which are blocks."""
+    """The hits of LRU at each of `capacities`, in blocks."""
     return np.searchsorted(np.sort(distances), capacities, side="right")
 
 

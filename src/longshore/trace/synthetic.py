@@ -1,14 +1,14 @@
-"""Made-up traffic of the kinds that caches meet, for what no recorded trace at hand shows.
+"""Synthetic traffic, for patterns that no recorded trace at hand shows.
 
     family = sources, each with the share of the requests that it makes
 
     source      somebody begins a piece of work every now and then, each piece a generator of prompts
                 work ──wait──► prompt ──wait──► prompt ──► over
 
-Lengths, waits and numbers of turns have long tails (log-normal, geometric), popularity is Zipf's. Blocks are numbered
-as they are first made. The same arguments give the same requests in every process: all chance is one seeded generator.
-The shapes are after what has been published of such services (multi-turn chats with think times, agents that work in
-quick steps behind long instructions, questions on documents); their numbers are ours, and fitted to nothing.
+Lengths, waits and numbers of turns have long tails (log-normal, geometric); popularity follows Zipf's law. Blocks are
+numbered in the order of creation. The same arguments give the same requests in every process, from one seeded
+generator. The patterns follow publications on such services (multi-turn chats with think times, agents that work in
+quick steps after long instructions, questions on documents); the parameters are not fitted to any data.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Bursts(_Source):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Sources, and how many works each begins in a second; with a `period`, they take turns of so many seconds."""
+    """Sources and their works per second; with a `period`, the sources are active in turn for that many seconds."""
 
     sources: tuple[tuple[Callable[[_World], _Source], float], ...]
     period: float = 0.0
@@ -182,24 +182,23 @@ FAMILIES = {
 def synthesize(
     family: str, *, requests: int, seed: int = 0, load: float = 1.0, block_tokens: int = TRACE_BLOCK_TOKENS
 ) -> Iterator[TraceRequest]:
-    """Requests of one of `FAMILIES`, in order of arrival, made as they are asked for.
+    """Requests of one of `FAMILIES`, in order of arrival, as a stream.
 
     Args:
         family: One of `FAMILIES`.
-        requests: How many, at least 1.
-        seed: Another one gives other traffic of the same kind.
-        load: Times as many works begin in a second, so that as much more comes between two prompts of one.
-        block_tokens: Tokens per block, at least 2. Each prompt ends with a partial block of its own, as those of
-            recorded traces do.
+        requests: Number of requests, at least 1.
+        seed: Seed of the generator.
+        load: Factor of the rate at which works begin.
+        block_tokens: Tokens per block, at least 2. Each prompt ends with a partial block, as in recorded traces.
 
     Raises:
-        TraceError: An argument is impossible.
+        TraceError: An invalid argument.
     """
     if family not in FAMILIES:
         raise TraceError(f"expected a family of {', '.join(FAMILIES)}, got {family!r}")
     if requests < 1 or block_tokens < 2 or not 0 < load < math.inf:
         raise TraceError(
-            f"expected requests, 2 tokens per block and a finite load, got {requests}, {block_tokens}, {load}"
+            f"expected a request, 2 tokens per block and a finite load, got {requests}, {block_tokens}, {load}"
         )
     world = _World(random.Random(seed))  # noqa: S311 - traffic to measure with
     return islice(_traffic(FAMILIES[family], world, load, block_tokens), requests)

@@ -37,7 +37,7 @@ class CacheReplay:
             self._move()
             outcome = cache.progress(lease).outcome
             if outcome is None or outcome.chunks < hits:
-                raise IntegrityError(f"{hits} blocks were found and not all were loaded: {outcome}")
+                raise IntegrityError(f"not all of the {hits} blocks found were loaded: {outcome}")
         if hits < len(keys):
             cache.store({0: GroupKeys(keys, hits)}, {0: range(hits, len(keys))}, turn=found.turn)
             self._move()

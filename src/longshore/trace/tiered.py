@@ -54,7 +54,7 @@ _TIERS = (HOST, FILE, REMOTE)
 
 @dataclass(slots=True)
 class Tally:
-    """What a replay has seen so far. Blocks are the whole blocks of prompts; times are seconds, one per request."""
+    """Counters of a replay. Blocks are the complete blocks of prompts; times are in seconds, one per request."""
 
     requests: int = 0
     block_refs: int = 0
@@ -122,19 +122,19 @@ class _Working:
 
 
 class TieredReplay:
-    """One cache of `engines` engines, with tiers of so many bytes.
+    """One cache shared by `engines` engines, with tiers of given sizes.
 
     Args:
-        timing: The model, on its machine.
-        block_tokens: Tokens of one block of the trace, which is one chunk here.
-        tiers: Bytes of `host`, of `file` if there is one, and of a `remote` store if there is one, in this order.
-        policy: Eviction policy of host memory and files; a remote store lets go of what was used the longest ago.
-        engines: How many prompts are computed at a time.
-        gated: Whether loading is weighed against computing; without it whatever is found is loaded.
+        timing: Timing of the model on its machine.
+        block_tokens: Tokens per block of the trace; one block is one chunk.
+        tiers: Bytes of `host`, and optionally of `file` and of a `remote` store, in this order.
+        policy: Eviction policy of host memory and files; a remote store evicts its least recently used blocks.
+        engines: Number of prompts computed at a time.
+        gated: Whether the gate decides between loading and computing; without it, all blocks found are loaded.
 
     Raises:
-        TraceError: A tier has no room for a block, or for more than `MOST_BLOCKS`; or there is no host memory, engine
-            or block.
+        TraceError: A tier is smaller than a block or larger than `MOST_BLOCKS`; no host memory, engine or token per
+            block.
     """
 
     def __init__(
@@ -149,11 +149,13 @@ class TieredReplay:
     ) -> None:
         names = list(tiers)
         if engines < 1 or block_tokens < 1 or HOST not in names or names != [n for n in _TIERS if n in names]:
-            raise TraceError(f"expected an engine, a block and host memory at least, got {engines}, {block_tokens}")
+            raise TraceError(
+                f"expected at least one engine, one token per block and host memory, got {engines}, {block_tokens}"
+            )
         image = block_tokens * timing.geometry.kv_bytes_per_token
         for name, nbytes in tiers.items():
             if nbytes < image:
-                raise TraceError(f"{name}: expected room for a block of {image} bytes, got {nbytes} bytes")
+                raise TraceError(f"{name}: expected at least the {image} bytes of one block, got {nbytes} bytes")
             if nbytes // image > MOST_BLOCKS:
                 raise TraceError(
                     f"{name}: expected at most {size(image * MOST_BLOCKS)}, {MOST_BLOCKS:,} blocks of "
@@ -184,9 +186,9 @@ class TieredReplay:
         return self.cache.counters
 
     def run(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-        """Serve `requests`, in order of arrival; yields each when it has arrived, and ends when all were served.
+        """Serve `requests`, in order of arrival; yields each at its arrival, and ends when all have been served.
 
-        `TraceError` is raised for one whose ids do not cover its tokens.
+        Raises `TraceError` for a request whose ids do not cover its tokens.
         """
         for request in requests:
             blocks = request.input_length // self.block_tokens
@@ -201,7 +203,7 @@ class TieredReplay:
             yield request
         self._advance(math.inf)
         if left := len(self._loading) + len(self._waiting):
-            raise IntegrityError(f"{left} requests of the replay were never computed: please report this")
+            raise IntegrityError(f"{left} requests of the replay were never completed: please report this")
 
     # ------------------------------------------------------------------ time
 
@@ -402,9 +404,9 @@ class TieredReplay:
 
 
 def keys_of(path: Sequence[int]) -> list[Key]:
-    """Keys of a path of ids: each names its whole prefix, so nothing needs to be remembered.
+    """Keys of a path of ids, each of which identifies its whole prefix.
 
-    Nobody outside will ever see one, so a fast hash will do, whose 16 bytes stand twice to be as long as a key is.
+    The keys are internal to the replay: a fast 16-byte hash, repeated to the length of a key.
     """
     keys, parent = [], _ROOT
     for block in path:

@@ -1,9 +1,9 @@
-"""How long things take in virtual time: prefill on the device, and copies along each route.
+"""Durations in virtual time: prefill on the device, and transfers on each route.
 
     prefill of n tokens behind c others      step + alpha * n + beta * n * (2 * c + n) / 2
     a transfer                               fixed + bytes / bandwidth, one after the other on each route
 
-A profile says what a machine can do, and where its figures come from; any of them can be replaced.
+A profile has the speeds of a machine and their source; each of them can be replaced.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from longshore.trace.remote import REMOTE
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A machine. Bandwidths are bytes per second, and of one direction.
+    """A machine. Bandwidths are in bytes per second, for one direction.
 
     Attributes:
-        flops: Operations per second that prefill reaches.
-        step: Seconds that a step takes besides.
+        flops: Operations per second of prefill.
+        step: Fixed seconds per step.
         link: Between device and host memory.
         file_read: From files to host memory.
         file_write: From host memory to files.
         remote_read: From a remote store to host memory.
         remote_write: From host memory to a remote store.
-        fixed: Seconds that each transfer takes besides.
-        remote_delay: Seconds that a remote store takes besides, to answer whatever it is asked.
+        fixed: Fixed seconds per transfer.
+        remote_delay: Latency of the remote store in seconds, for lookups and transfers.
         source: Where the figures come from.
     """
 
@@ -76,14 +76,14 @@ PROFILES = {
 
 
 def profile_named(name: str) -> Profile:
-    """A built-in profile; raises `TraceError` for a name that is none."""
+    """A built-in profile; raises `TraceError` for an unknown name."""
     if name not in PROFILES:
         raise unknown("a profile", name, PROFILES)
     return PROFILES[name]
 
 
 def with_changes(profile: Profile, changes: Mapping[str, float | None], source: str) -> Profile:
-    """`profile` with those of `changes` that are not `None`, which come from `source`."""
+    """`profile` with the `changes` that are not `None`, from `source`."""
     given = {name: value for name, value in changes.items() if value is not None}
     if not given:
         return profile
@@ -97,7 +97,7 @@ _UNITS = {"GB/s": 1e9, "TFLOPS": 1e12}
 
 
 def with_bench(profile: Profile, path: Path) -> Profile:
-    """`profile` with what `longshore bench file`, `copy` or `prefill` measured, whose JSON is in the file at `path`.
+    """`profile` with the results of `longshore bench file`, `copy` or `prefill`, whose JSON is in the file at `path`.
 
     Of several sizes the largest counts: files from the cases `read/SIZE` and `write/SIZE`, the link from `onboard/SIZE`
     or from what `copy --device cuda --calibrate` says of its own choices, operations from `prefill/TOKENS`. Raises
@@ -109,7 +109,7 @@ def with_bench(profile: Profile, path: Path) -> Profile:
     except (OSError, ValueError, RecursionError) as error:
         raise TraceError(f"{expected}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(report, dict) or not {"cases", "chosen"} & report.keys():
-        raise TraceError(f"{expected}, a JSON object with a field 'cases' or 'chosen'; it has neither")
+        raise TraceError(f"{expected}, a JSON object with a field 'cases' or 'chosen'")
     try:
         found = _measured(report)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -117,7 +117,7 @@ def with_bench(profile: Profile, path: Path) -> Profile:
         raise TraceError(f"{expected}: {least}") from error
     if not found:
         names = ", ".join(f"{name}/..." for name in _MEASURED)
-        raise TraceError(f"{path}: expected cases {names}, or a calibration; found none of them")
+        raise TraceError(f"{path}: expected cases {names}, or a calibration, found none of them")
     return with_changes(profile, found, f"by {path.name}")
 
 
@@ -135,18 +135,18 @@ def _measured(report: Any) -> dict[str, float]:
 
 
 class Pace(NamedTuple):
-    """A route: seconds that each transfer takes besides, and bytes per second."""
+    """Speed of a route: fixed seconds per transfer, and bytes per second."""
 
     fixed: float
     rate: float
 
     def seconds(self, nbytes: int) -> float:
-        """How long so many bytes take, once it is their turn."""
+        """Seconds to transfer a number of bytes, without waiting."""
         return self.fixed + nbytes / self.rate
 
 
 def prefill_operations(geometry: Geometry, context: int, tokens: int) -> float:
-    """Operations that computing `tokens` behind `context` others takes."""
+    """Operations to compute `tokens` after `context` other tokens."""
     pairs = tokens * (2 * context + tokens) / 2
     return 2 * geometry.parameters * tokens + 4 * geometry.attention_width * pairs
 
@@ -169,12 +169,12 @@ class Timing:
         return 4 * self.geometry.attention_width / self.profile.flops
 
     def prefill(self, context: int, tokens: int) -> float:
-        """Seconds to compute `tokens` behind `context` others."""
+        """Seconds to compute `tokens` after `context` other tokens."""
         return self.profile.step + prefill_operations(self.geometry, context, tokens) / self.profile.flops
 
     @property
     def paces(self) -> dict[Route, Pace]:
-        """How fast each route is."""
+        """Speed of each route."""
         of, delay = self.profile, self.profile.fixed + self.profile.remote_delay
         return {
             Route(DEVICE, HOST): Pace(of.fixed, of.link),

@@ -1,4 +1,4 @@
-"""Tokens for a hash id: a fixed run, derived from the id alone.
+"""Tokens for a hash id, derived from the id alone.
 
     digest[c]  = BLAKE2b(id, c as two little-endian uint64; person "longshore.tokens")     64 bytes: 8 words
     token[i]   = FIRST_TOKEN + word[i] mod (vocab_size - FIRST_TOKEN)                      words little-endian
@@ -29,7 +29,7 @@ _INPUT = struct.Struct("<QQ")
 
 
 def tokens_of(hash_id: int, length: int, vocab_size: int) -> tuple[int, ...]:
-    """The first `length` tokens of the run that stands for `hash_id` (0 to 2**64 - 1)."""
+    """The first `length` tokens for `hash_id` (0 to 2**64 - 1)."""
     usable = vocab_size - FIRST_TOKEN
     words: list[int] = []
     for counter in range(-(-length // 8)):
@@ -39,7 +39,7 @@ def tokens_of(hash_id: int, length: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def check_alphabet(vocab_size: int, block_tokens: int) -> None:
-    """Refuse a vocabulary, or a block, too small to tell ids apart (`ConfigError`)."""
+    """Raise `ConfigError` for a vocabulary or a block too small to distinguish ids."""
     if vocab_size < MIN_VOCAB:
         raise ConfigError(f"vocab_size: expected at least {MIN_VOCAB}, got {vocab_size}")
     bits = block_tokens * math.log2(vocab_size - FIRST_TOKEN)
@@ -47,5 +47,5 @@ def check_alphabet(vocab_size: int, block_tokens: int) -> None:
         least = math.ceil(MIN_BLOCK_BITS / math.log2(vocab_size - FIRST_TOKEN))
         raise ConfigError(
             f"block_tokens: expected at least {least} with a vocabulary of {vocab_size}, "
-            f"so that every block of the trace has tokens of its own, got {block_tokens}"
+            f"so that every block of the trace has distinct tokens, got {block_tokens}"
         )

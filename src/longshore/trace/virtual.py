@@ -1,11 +1,11 @@
-"""Movers in virtual time: they take the control plane's commands, and say what ended when.
+"""Movers in virtual time: take the commands of the control plane, and return results with their times.
 
     route host->device   ├─ job 3 ─┤├─ job 7 ─────┤              one after the other on each route
     route file->host     ├─ job 6 ───────────┤                    routes side by side
                                  job 7 waits for job 6: `after`
 
-A probe of a remote store takes no more than its delay. No bytes, no threads, no clock: whoever drives it asks for the
-next end, and calls that time now.
+A probe of a remote store takes its delay only. There are no bytes, threads or clocks: the replay asks for the next end,
+and continues at that time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FETCH = Route(REMOTE, HOST)
 
 
 class VirtualMovers:
-    """All routes of one cache, whose block images have `image_bytes`; those to and from `remote`, too, if there is one.
+    """All routes of one cache with block images of `image_bytes`, including `remote`, if there is one.
 
     Attributes:
-        busy: Seconds that each route has moved bytes.
-        queued: Seconds that transfers have waited for their turn on each route.
+        busy: Seconds that each route was busy.
+        queued: Seconds that transfers waited for each route.
     """
 
     def __init__(self, timing: Timing, image_bytes: int, remote: RemoteStore | None = None) -> None:
@@ -42,7 +42,7 @@ class VirtualMovers:
         self.queued: dict[Route, float] = {}
 
     def submit(self, commands: Iterable[Command], now: float) -> None:
-        """Begin what can begin; the rest begins when what it comes after has ended. Nothing is forgotten."""
+        """Begin commands that can begin; the others begin after the jobs they depend on."""
         for command in commands:
             if isinstance(command, Transfer):
                 self._pending.add(command.job)
@@ -60,11 +60,11 @@ class VirtualMovers:
 
     @property
     def next_end(self) -> float | None:
-        """When the next transfer or probe ends; `None` while none is under way."""
+        """Time at which the next transfer or probe ends; `None` if none is in flight."""
         return self._ends[0][0] if self._ends else None
 
     def pop(self) -> tuple[Transfer, TransferResult] | tuple[Probe, ProbeResult]:
-        """What ends next."""
+        """The next transfer or probe to end."""
         now, _, command = heapq.heappop(self._ends)
         if isinstance(command, Probe):
             if self._remote is None or now >= command.deadline:
@@ -80,7 +80,7 @@ class VirtualMovers:
         return command, result if self._remote is None else self._exchange(self._remote, command, result)
 
     def wait(self, source: str, destination: str, now: float) -> float:
-        """Seconds that a transfer would wait for its turn, ordered now."""
+        """Seconds that a transfer submitted now would wait."""
         return max(0.0, self._free_at.get(Route(source, destination), 0.0) - now)
 
     def _cancel(self, job: int) -> None:

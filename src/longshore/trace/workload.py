@@ -1,4 +1,4 @@
-"""A trace turned into prompts that a model can be asked.
+"""Turns a trace into prompts for a model.
 
     trace     hash ids   |  17   |  23   |  91   |  40 (partial)      512 tokens each
                              |       |       |       |
@@ -193,6 +193,6 @@ def _check(block: int, limit: int | None, least: int, most: int, trace_block: in
     if trace_block < 1:
         raise ConfigError(f"trace_block_tokens: expected at least 1, got {trace_block}")
     if limit is not None and limit < 1:
-        raise ConfigError(f"limit: expected at least 1 request, or none for all, got {limit}")
+        raise ConfigError(f"limit: expected at least 1 request, or None for all, got {limit}")
     if not 1 <= least <= most:
         raise ConfigError(f"min_new_tokens, max_new_tokens: expected 1 <= min <= max, got {least} and {most}")

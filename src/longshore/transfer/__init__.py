@@ -1,15 +1,15 @@
-"""The data plane at the device's edge: copies between device pages and block images in the host arena.
+"""The data plane at the device: copies between device pages and block images in the host arena.
 
-rectangles.py  a section's blocks, laid over its chunks
-selection.py   which pages of which blocks move: every id checked, before anything does
-plan.py        from there to arrays of addresses and sizes
+rectangles.py  the blocks of a section as rectangles of chunks and blocks
+selection.py   validation of all ids; which pages of which blocks move
+plan.py        arrays of addresses and sizes
 inside.py      the same for copies inside the device
-hazards.py     who must wait for whom
+hazards.py     dependencies between jobs
 engine.py      the mover: submit, wait, results
-lane.py        one direction: what is copied next, given to the device, ended in order
-job.py         a transfer in flight, and what the lanes know of each other
-driver.py      what makes the lanes go on: threads
-device/        how bytes are copied on one kind of device
+lane.py        one direction: choice of the next copy, submission to the device, completion in order
+job.py         a transfer in flight; state shared by the lanes
+driver.py      runs the lanes in threads
+device/        copies on each kind of device
 """
 
 from longshore.transfer.device import CpuDevice, Device, device_for

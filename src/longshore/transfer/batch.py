@@ -1,7 +1,7 @@
-"""What is copied together: rectangles of blocks, and how they are cut.
+"""Batches of copies: rectangles of blocks, and how they are cut.
 
-A `Part` is some chunks of one group, in each of them the same consecutive blocks, and some of their pages: what the
-arrays of a plan, or a gather on the device, are computed from without a loop over blocks or references.
+A `Part` is a number of chunks of one group, the same consecutive blocks of each chunk, and some of their pages. The
+arrays of a plan, and the gather on a device, are computed from parts without a loop over blocks or references.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
     Attributes:
         group: Index of the group.
-        first_ref: First reference that moves; `widths` says how many.
+        first_ref: First reference that moves; there are as many as `widths`.
         widths: uint64, shape `(references,)`: bytes that move of each page, from its start.
         blocks: int64, shape `(chunks, subs)`: device blocks.
         images: int64, shape `(chunks,)`: byte offset of each chunk's image in host memory.
@@ -30,7 +30,7 @@ class Part(NamedTuple):
         item: Item of the transfer that `images[0]` belongs to; the others follow.
         sources: For copies inside the device, in place of images: int64, shape `(chunks, subs)`, the blocks to copy
             from.
-        split: Whether references are pieces of pages, as in `KVLayout.table`; so they are where only tokens move.
+        split: Whether references are pieces of pages, as in `KVLayout.table`; true if only some tokens of a page move.
     """
 
     group: int
@@ -64,10 +64,10 @@ class Part(NamedTuple):
         return self.blocks.size * len(self.widths)
 
     def cut(self, max_bytes: int) -> Iterator[Part]:
-        """The same in parts of at most `max_bytes`, in order.
+        """Cut into parts of at most `max_bytes`, in order.
 
-        Cuts between chunks, and within one only where it alone is too long: then between references. A part holds at
-        least one reference's pages of one chunk.
+        Cuts between chunks; a chunk that is too long by itself is cut between references. A part has at least one
+        reference's pages of one chunk.
         """
         chunk_bytes = self.chunk_bytes
         if chunk_bytes * len(self.images) <= max_bytes:
@@ -96,7 +96,7 @@ class Part(NamedTuple):
             first = stop
 
     def between(self, first: int, stop: int) -> Part:
-        """The same with `[first, stop)` of its references."""
+        """The part with only `[first, stop)` of its references."""
         return self._replace(first_ref=self.first_ref + first, widths=self.widths[first:stop])
 
 
@@ -124,11 +124,11 @@ class Batch(NamedTuple):
 
     @property
     def inside(self) -> bool:
-        """Whether it is copied from other blocks of the device, and not between the device and the host."""
+        """Whether the copies are inside the device, and not between device and host."""
         return any(part.sources is not None for part in self.parts)
 
     def of_layer(self, layer: int) -> Batch:
-        """What belongs to one model layer, which may be nothing."""
+        """The part of the batch that belongs to one model layer; may be empty."""
         parts = (part.between(*self._refs_of(part, layer)) for part in self.parts)
         return self._replace(parts=tuple(part for part in parts if len(part.widths)))
 
@@ -138,7 +138,7 @@ class Batch(NamedTuple):
         return first, stop
 
     def cut(self, max_bytes: int) -> Iterator[Batch]:
-        """The same in batches of at most `max_bytes`, in order, cut as `Part.cut` does."""
+        """Cut into batches of at most `max_bytes`, in order, as `Part.cut` does."""
         if self.nbytes <= max_bytes:
             if self.parts:
                 yield self

@@ -1,11 +1,11 @@
-"""What makes the lanes of a transfer engine go on: threads here, a scheduler where every order is to be tried.
+"""Runs the lanes of a transfer engine: threads in production, a scheduler in tests that try every order.
 
-A lane is a generator. It yields what it must wait for, and between two yields never blocks on another's progress:
+A lane is a generator. It yields what it waits for, and does not block on another lane between two yields:
 
     lane    ──yield Gate──►  driver        sleeps until the gate is open, then resumes the lane
             ◄── next() ────
 
-The very same lanes and engine run under any driver.
+The same lanes and engine run under every driver.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from longshore.transfer.hazards import Hazards
 
 
 class Gate(NamedTuple):
-    """What a lane waits for.
+    """A condition that a lane waits for.
 
     Attributes:
-        is_open: Whether it may go on. Looks at what the lock guards, unless the gate is the device's.
-        is_device: It waits for the device, by a call that blocks by itself.
+        is_open: Whether the lane may continue. Reads state under the engine's lock, unless `is_device`.
+        is_device: Whether the wait is a blocking call of the device.
     """
 
     is_open: Callable[[], bool]
@@ -35,7 +35,7 @@ class Gate(NamedTuple):
 
 
 class Driver(ABC):
-    """The lock of one engine (used by `with`), the waits for what it guards, and the actors that run its lanes."""
+    """The lock of one engine (use `with`), waits for the state that it guards, and the threads that run its lanes."""
 
     @abstractmethod
     def __enter__(self) -> object: ...
@@ -47,22 +47,22 @@ class Driver(ABC):
 
     @abstractmethod
     def wait_for(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
-        """With the lock held, give it up until `is_met`, at most `timeout` seconds. Returns whether it is met."""
+        """With the lock held, release it until `is_met`, for at most `timeout` seconds. Returns whether it is met."""
 
     @abstractmethod
     def notify(self) -> None:
-        """With the lock held: what it guards has changed."""
+        """With the lock held: report that the guarded state has changed."""
 
     @abstractmethod
     def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
-        """Run `lane` from now on; `stop` makes it return soon."""
+        """Start to run `lane`; `stop` makes it return soon."""
 
     @abstractmethod
     def join(self) -> None:
         """Wait until all lanes have returned."""
 
     def watch(self, hazards: Hazards) -> Hazards:
-        """The hazards that the engine shall use: `hazards`, or something around it that looks on."""
+        """The hazards for the engine: `hazards`, or a wrapper that observes it."""
         return hazards
 
 
@@ -83,15 +83,15 @@ class Threads(Driver):
         self._changed.__exit__(kind, error, trace)
 
     def wait_for(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Sleep until another thread has changed it."""
+        """Sleep until another thread reports a change."""
         return self._changed.wait_for(is_met, timeout)
 
     def notify(self) -> None:
-        """Wake whoever waits."""
+        """Wake all waiting threads."""
         self._changed.notify_all()
 
     def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
-        """Start a thread called `name`. It is stopped, and waited for, when the interpreter exits."""
+        """Start a thread called `name`, which is stopped and joined when the interpreter exits."""
         self.stop = stop
         _running.add(self)
         thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)

@@ -1,6 +1,6 @@
-"""The mover at the device's edge: device <-> host, and copies inside the device.
+"""The mover at the device: device <-> host, and copies inside the device.
 
-submit()   check everything, note who must be waited for, queue        caller's thread
+submit()   validate, record dependencies, queue                        caller's thread
 ─────────────────────────────────────────────────────────────────────────────────────
 wait for the jobs that touch the same slots                            direction's thread (lane.py)
 copy       batch by batch, on the device after the compute that was
@@ -41,12 +41,12 @@ _DIRECTIONS = {HOST: 0, DEVICE: 1}
 
 
 class TransferStats(NamedTuple):
-    """How full the queues are, and what was not done as it should be.
+    """State of the queues, and counts of refusals and fallbacks.
 
     Attributes:
-        queued: Jobs that have not been given to the device whole, by the tier that they go into and their class.
-        refused: Jobs that a full queue did not take, since the start.
-        fallbacks: How often the device did something the slower way, by reason.
+        queued: Jobs not yet submitted to the device completely, by destination tier and class.
+        refused: Jobs refused because a queue was full, since the start.
+        fallbacks: Copies that used a slower fallback, by reason.
     """
 
     queued: Mapping[tuple[str, Urgency], int]
@@ -57,16 +57,17 @@ class TransferStats(NamedTuple):
 class TransferEngine:
     """Moves blocks between device and host, and inside the device; a `longshore.boundary.Mover`.
 
-    Use from one thread or several; nothing blocks except `wait`, `wait_layer`, `end_step`, `shutdown` and `close`. It
-    owns `device`. `close` or `shutdown` must be called: only they give back what the device took. An engine that is
-    dropped, or open when the interpreter exits, begins nothing more. A job in flight keeps the tensors and the host
-    memory alive until it has ended, even if the engine, the layout or the arena is dropped, freed or closed.
+    Thread-safe; only `wait`, `wait_layer`, `end_step`, `shutdown` and `close` block. The engine owns `device`. Call
+    `close` or `shutdown` to release the device's resources. An engine that is garbage-collected, or open when the
+    interpreter exits, starts no further copies. A job in flight keeps the tensors and the host memory alive until it
+    has ended, even if the engine, the layout or the arena is dropped, freed or closed.
 
-    Order among copies: those of one direction and class begin and end in the order of submission; a more urgent class
-    overtakes, unless it touches what was submitted before. Into the device go both onboards and copies inside it.
+    Order among copies: copies of one direction and class begin and end in the order of submission. A more urgent class
+    overtakes, unless it touches slots of earlier jobs. Onboards and copies inside the device share the direction into
+    the device.
 
-    Order against compute: copies submitted between `begin_step` and `end_step` wait for what was given to compute
-    before `begin_step`; copies submitted at any other time for what was given to it before `submit`. `end_step` makes
+    Order against compute: copies submitted between `begin_step` and `end_step` wait for work submitted to compute
+    before `begin_step`; copies submitted at any other time wait for work submitted before `submit`. `end_step` makes
     compute wait for copies.
     """
 
@@ -81,26 +82,26 @@ class TransferEngine:
         clock: Callable[[], float] = time.monotonic,
         driver: Driver | None = None,
     ) -> None:
-        """Take all that copying will need, and start.
+        """Allocate all resources and start.
 
         Args:
-            layout: Where pages lie.
-            device: The device that they lie on.
-            host: Where images lie.
-            max_batch_bytes: Bounds how late a cancel may be heard, or an urgent job begin.
-            max_queued: Jobs of one direction and class that may wait.
-            clock: The one that deadlines are given in, in seconds.
-            driver: What runs the lanes; `None` for threads.
+            layout: Layout of the pages.
+            device: The device of the pages.
+            host: Slots of the images.
+            max_batch_bytes: Largest batch; bounds the delay of cancellation and of urgent jobs.
+            max_queued: Largest number of waiting jobs per direction and class.
+            clock: Clock of the deadlines, in seconds.
+            driver: Runs the lanes; `None` for threads.
 
         Raises:
-            LayoutError: The host's slots are too small for an image.
-            PlanError: A bound that is not positive.
+            LayoutError: The host slots are too small for an image.
+            PlanError: A limit is not positive.
         """
         largest = max(host.slabs.image_bytes)
         if largest < layout.image_bytes:
-            raise LayoutError(f"an image has {layout.image_bytes} bytes, a host slot only {largest}")
+            raise LayoutError(f"a block image has {layout.image_bytes} bytes, the largest host slot only {largest}")
         if max_batch_bytes <= 0 or max_queued <= 0:
-            raise PlanError(f"bounds must be positive, got max_batch_bytes={max_batch_bytes}, max_queued={max_queued}")
+            raise PlanError(f"limits must be positive, got max_batch_bytes={max_batch_bytes}, max_queued={max_queued}")
         self._layout = layout
         self._device = device
         self._host = host
@@ -125,7 +126,7 @@ class TransferEngine:
         return frozenset({OFFLOAD, ONBOARD, INSIDE})
 
     def begin_step(self, compute: object = None) -> None:
-        """Copies submitted until `end_step` wait for what was given to `compute` so far.
+        """Copies submitted until `end_step` wait for work submitted to `compute` so far.
 
         `compute` is the device's own kind of stream, `None` the calling thread's. A second call adds to the first.
         """
@@ -137,10 +138,10 @@ class TransferEngine:
             self._step = (*(earlier for earlier in self._step if not earlier.passed()), event)
 
     def end_step(self, compute: object = None, jobs: Collection[int] | None = None) -> None:
-        """What is given to `compute` from here on waits for `jobs`; `None`: for all copies submitted so far.
+        """Work submitted to `compute` from now on waits for `jobs`; `None`: for all copies submitted so far.
 
-        Blocks until the last of them has been handed to the device (on the CPU: until it has ended). Whoever keeps a
-        block that is being copied from others until its result has come need not name offloads here.
+        Blocks until the last of them has been submitted to the device (on the CPU: until it has ended). An engine that
+        keeps the source blocks of offloads allocated until their results arrive need not name them.
         """
         compute = self._device.resolve(compute)
         with self._lock:
@@ -157,13 +158,13 @@ class TransferEngine:
         """Begin `transfer`.
 
         Raises:
-            PlanError: A route, id, slot or mask that does not fit, or a job that is in flight. Nothing has changed.
-            QueueFullError: Too many of its direction and class are waiting. Nothing has changed.
+            PlanError: An invalid route, id, slot or mask, or a job that is already in flight. Nothing has changed.
+            QueueFullError: The queue of its direction and class is full. Nothing has changed.
             FreedLayoutError: The device memory is gone.
             TierClosedError: The engine was closed, or the arena.
         """
         if not isinstance(transfer.deadline, int | float):
-            raise PlanError(f"a deadline is a clock reading in seconds, got {transfer.deadline!r}")
+            raise PlanError(f"expected a deadline in clock seconds, got {transfer.deadline!r}")
         selection, accesses = self._select(transfer)
         keeps = (self._layout.tensors, kept(self._host))
         direction = _DIRECTIONS[transfer.route.destination]
@@ -174,7 +175,9 @@ class TransferEngine:
                 raise PlanError(f"job {transfer.job} is already in flight")
             if lane.queued(transfer.urgency) >= self._max_queued:
                 self._refused += 1
-                raise QueueFullError(f"{self._max_queued} {transfer.urgency.name} jobs are waiting to go {lane.name}")
+                raise QueueFullError(
+                    f"{self._max_queued} {transfer.urgency.name} jobs are already queued to go {lane.name}"
+                )
             fences = self._step or (self._device.mark(self._compute),)
             ticket = self._board.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
             job = Job(transfer, selection, fences, ticket, self._board.clock(), keeps)
@@ -183,7 +186,7 @@ class TransferEngine:
             lane.put(job)
 
     def check(self, transfer: Transfer) -> None:
-        """Raise what `submit` would of what stands in `transfer`. Changes nothing."""
+        """Raise the errors that `submit` would raise for `transfer`. Changes nothing."""
         self._select(transfer)
 
     def poll(self) -> list[TransferResult]:
@@ -193,33 +196,36 @@ class TransferEngine:
         return results
 
     def wait(self, jobs: Collection[int], timeout: float | None = None) -> bool:
-        """Block until `jobs` have ended; `False` when that took longer than `timeout` seconds.
+        """Block until `jobs` have ended; returns `False` after `timeout` seconds.
 
-        Their results come out of `poll`. A job that is not in flight counts as ended.
+        `poll` returns their results. A job that is not in flight counts as ended.
         """
         with self._lock:
             return self._lock.wait_for(lambda: not any(job in self._board.jobs for job in jobs), timeout)
 
     def wait_layer(self, job: int, layer: int, timeout: float | None = None) -> Status:
-        """Make compute wait for one layer of a job that goes layer by layer.
+        """Make compute wait for one layer of a layer-wise job.
 
-        Blocks until the layer has been handed to the device; what is given afterwards to the `compute` of the last
-        `begin_step` waits for it there. May be asked until the second `end_step` after the job's end.
+        Blocks until the copies of the layer have been submitted to the device. Work submitted afterwards to the
+        `compute` of the last `begin_step` waits for them. May be called until the second `end_step` after the job's
+        end.
 
         Returns:
-            `Status.OK`: compute may read the layer. `Status.DEADLINE`: `timeout` seconds were too short; may be asked
-            again. Any other: the layer will not come, as the job ended so.
+            `Status.OK`: compute may read the layer. `Status.DEADLINE`: not submitted within `timeout` seconds; may be
+            called again. Any other status: the job ended with it, and the layer will not arrive.
 
         Raises:
-            PlanError: No such job goes layer by layer, or it does not move that layer.
+            PlanError: The job is not layer-wise, or does not copy that layer.
         """
         with self._lock:
             found = self._layered.get(job)
             if found is None:
-                raise PlanError(f"job {job} does not go layer by layer, or ended two end_steps ago")
+                raise PlanError(
+                    f"job {job} is not copied layer by layer, or ended before the last two calls of end_step"
+                )
             first, stop = found.transfer.layers or (0, self._layout.num_layers)
             if not first <= layer < stop:
-                raise PlanError(f"job {job} moves layers [{first}, {stop}), not {layer}")
+                raise PlanError(f"job {job} copies layers [{first}, {stop}), got layer {layer}")
             if not self._lock.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
             if layer not in found.layers or found.stopped is Status.IO_ERROR:
@@ -230,7 +236,7 @@ class TransferEngine:
         return Status.OK
 
     def stats(self) -> TransferStats:
-        """As things stand. Works after `close` too."""
+        """Current statistics. Works after `close` too."""
         with self._lock:
             queued = {
                 (into, urgency): lane.queued(urgency) for into, lane in self._lanes.items() for urgency in Urgency
@@ -238,16 +244,16 @@ class TransferEngine:
             return TransferStats(queued, self._refused, dict(self._device.fallbacks()))
 
     def cancel(self, job: int) -> None:
-        """What has not begun of `job` need not begin; a job that is not in flight is ignored."""
+        """Batches of `job` that have not begun need not begin; a job that is not in flight is ignored."""
         with self._lock:
             if job in self._board.jobs:
                 self._board.jobs[job].cancelled = True
                 self._lock.notify()
 
     def shutdown(self, timeout: float | None = None) -> bool:
-        """Wait until all that was submitted has ended, at most `timeout` seconds, then `close`. Idempotent.
+        """Wait for at most `timeout` seconds until all jobs have ended, then `close`. Idempotent.
 
-        Returns whether nothing was cut short.
+        Returns whether all jobs have ended by themselves.
         """
         with self._lock:
             is_drained = self._lock.wait_for(lambda: not self._board.jobs, timeout)

@@ -1,15 +1,15 @@
-"""Who must wait for whom: a slot is written after its readers and its writer are done, read after its writer is.
+"""Dependencies between jobs: a slot is written after its readers and its writer have ended, and read after its writer.
 
-A slot is (tier, pool, index), never a bare index: slot 5 of the host is not block 5 of the device. Jobs run in lanes,
-one for each direction and class; a lane ends its jobs in the order of their tickets. So per slot and lane the newest
-reader's ticket stands for all readers of that lane, and the newest writer's for all writers:
+A slot is (tier, pool, index): slot 5 of the host is not block 5 of the device. Jobs run in lanes, one per direction and
+class, and a lane ends its jobs in the order of their tickets. Per slot and lane, the ticket of the last reader
+therefore covers all readers of that lane, and that of the last writer all writers:
 
                        slot 0   slot 1   slot 2  ...
     writers   lane 0      4        0        4          "slot 0 was last written in lane 0 by ticket 4"
               lane 1      0        7        7
     readers   lane 0      ...
 
-No entry is ever removed. It stops mattering when its lane has *ended* that ticket: the only proof that there is.
+Entries are never removed. An entry is irrelevant once its lane has *ended* that ticket.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Access(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """A job's turn.
+    """The position of a job.
 
     Attributes:
-        lane: Where it runs.
-        number: Its turn there; the first is 1.
-        needs: For each lane, the turn that must have ended before the job begins.
+        lane: The lane of the job.
+        number: Position in the lane; the first is 1.
+        needs: For each lane, the position that must have ended before the job begins.
     """
 
     lane: int
@@ -51,7 +51,7 @@ class Ticket(NamedTuple):
 
 
 class Hazards:
-    """The newest reader and writer of every slot, per lane. Not thread-safe: the engine's lock guards it."""
+    """The last reader and writer of every slot, per lane. Not thread-safe: the engine's lock guards it."""
 
     def __init__(self, sizes: Mapping[Place, int], lanes: int) -> None:
         """`sizes`: slots in each place."""
@@ -61,7 +61,7 @@ class Hazards:
         self._writers = {place: np.zeros((lanes, size), dtype=np.int64) for place, size in sizes.items()}
 
     def admit(self, lane: int, accesses: Sequence[Access]) -> Ticket:
-        """Record what the next job of `lane` touches, and say what must have ended before it begins."""
+        """Record the slots of the next job of `lane`; returns its ticket, which names the jobs to wait for."""
         needs = np.zeros(len(self._given), dtype=np.int64)
         for place, slots, writes in accesses:
             if not len(slots):
@@ -76,9 +76,9 @@ class Hazards:
         return Ticket(lane, self._given[lane], tuple(needs.tolist()))
 
     def is_clear(self, ticket: Ticket) -> bool:
-        """Whether all that `ticket` must wait for has ended."""
+        """Whether all jobs that `ticket` depends on have ended."""
         return all(ended >= need for ended, need in zip(self._ended, ticket.needs, strict=True))
 
     def end(self, ticket: Ticket) -> None:
-        """The job of `ticket` touches nothing any more, nor does any before it in its lane."""
+        """Record that the job of `ticket`, and all before it in its lane, have ended."""
         self._ended[ticket.lane] = ticket.number

@@ -1,4 +1,4 @@
-"""What the engine needs of the host tier, and what it does there besides copying."""
+"""The interface of the host tier for the engine; zeroing of padding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HostSlots(Protocol):
 
     @property
     def slabs(self) -> Slabs:
-        """How they are numbered, and the bytes of their images."""
+        """Numbering and image sizes of the slots."""
 
     def offsets(self, pool: int, indices: Sequence[int], /) -> I64:
         """Bytes from the start of the arena to each of these slots; `PlanError` if one does not exist."""
@@ -46,8 +46,8 @@ class HostImages(NamedTuple):
 
     Attributes:
         offsets: int64, shape `(items,)`: bytes from the start of the arena to each image.
-        touched: int64: what they touch of the host's slots, as in `Slabs.touched`.
-        room: int64, shape `(items,)`: the bytes of the slot that each image lies in.
+        touched: int64: host slots that they overlap, as in `Slabs.touched`.
+        room: int64, shape `(items,)`: bytes of the slot of each image.
     """
 
     offsets: I64
@@ -56,7 +56,7 @@ class HostImages(NamedTuple):
 
 
 def kept(host: HostSlots) -> object:
-    """What keeps the bytes of `host` in place while it is held, even if the arena is closed meanwhile.
+    """An object that keeps the memory of `host` mapped while it is referenced, even if the arena is closed.
 
     Raises `TierClosedError` if the arena is closed already.
     """
@@ -64,7 +64,7 @@ def kept(host: HostSlots) -> object:
 
 
 def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
-    """Where each item's image lies; `PlanError` for an item that is not between a host slot and the device."""
+    """Offsets of the items' images; `PlanError` for an item that is not between a host slot and the device."""
     pools = _slots_by_pool(transfer)
     count = len(transfer.items)
     offsets, room = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -75,19 +75,19 @@ def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
         touched.append(host.slabs.touched(pool, indices))
     together = np.concatenate(touched)
     if len(pools) > 1 and repeated(together) is not None:
-        raise PlanError(f"images of several sizes in one slab: around slot {repeated(together)}")
+        raise PlanError(f"slots of different image sizes overlap in one slab, near slot {repeated(together)}")
     return HostImages(offsets, together, room)
 
 
 def check_room(layout: KVLayout, selection: Selection, images: HostImages) -> None:
-    """Raise `PlanError` unless each image is in a slot that its group's images fit in."""
+    """Raise `PlanError` unless each slot is large enough for the image of its group."""
     sizes = np.array([layout.image_bytes_of(group) for group in range(len(layout.groups))])
     if len(images.room) and images.room.min() < sizes.max():
         lacking = sizes[selection.item_groups] > images.room
         if lacking.any():
             item = int(lacking.argmax())
             raise PlanError(
-                f"item {item}: an image of {sizes[selection.item_groups[item]]} bytes, in a slot of {images.room[item]}"
+                f"item {item}: {sizes[selection.item_groups[item]]} image bytes exceed a slot of {images.room[item]}"
             )
 
 
@@ -115,7 +115,7 @@ def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Seq
 
 
 def zero_padding(selection: Selection, zero: Callable[[int, int], None]) -> None:
-    """`zero` the padding, by address and bytes, of the images that are written: a former owner may have used it."""
+    """Call `zero` (address, bytes) for the padding of the images that are written, which may have old bytes."""
     layout = selection.whole.layout
     begin = 0
     for index, items in selection.sections:

@@ -1,7 +1,7 @@
-"""Which pages a copy inside the device moves, with every id checked.
+"""Copies inside the device: validation of all ids, and the pages that move.
 
-For partial reuse: a request that shares the first tokens of another's block gets a block of its own, with those tokens'
-pages copied. The block that is copied from may itself be in flight: then the copy waits for it, like any other job.
+For partial reuse: a request that shares the first tokens of another request's block gets its own block, with the pages
+of those tokens copied. The source block may be in flight; the copy then waits for it, like any other job.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def select_inside(
     Args:
         layout: Where pages lie.
         sections: Blocks that are written, per group.
-        items: One for each of them, in order; its source is the device slot that is copied from: the group's pool, and
-            a block.
+        items: One per block, in order; its source is the device slot to copy from: the group's pool, and a block.
         layers: As for `select`.
         tokens: As for `select`.
 
@@ -43,7 +42,7 @@ def select_inside(
     check_sections(layout, sections)
     given = sum(len(section.blocks) for section in sections)
     if given != len(items):
-        raise PlanError(f"the sections have {given} blocks, got {len(items)} items: one for each block is needed")
+        raise PlanError(f"expected one item per block: the sections have {given} blocks, got {len(items)} items")
     check_layers(layout, layers)
     last = max((index for index, section in enumerate(sections) if section.blocks), default=-1)
     parts: list[Part] = []
@@ -102,7 +101,7 @@ def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
     if not isinstance(slot.index, int) or not 0 <= slot.index < layout.num_blocks:
         raise PlanError(f"item {index}: block {slot.index} does not lie in [0, {layout.num_blocks})")
     if item.valid != 1:
-        raise PlanError(f"item {index}: one block is copied, got valid={item.valid:#x}")
+        raise PlanError(f"item {index}: expected valid=0x1 for a copy of one block, got {item.valid:#x}")
     return slot.index
 
 
@@ -114,4 +113,4 @@ def _check_apart(selection: Selection) -> None:
             raise PlanError(f"block {twice} of device pool {pool} would be written twice")
         both = np.intersect1d(blocks, sources[pool])
         if len(both):
-            raise PlanError(f"block {both[0]} of device pool {pool} would be both written and copied from")
+            raise PlanError(f"block {both[0]} of device pool {pool} would be both written and read")

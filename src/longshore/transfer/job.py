@@ -1,4 +1,4 @@
-"""A transfer between `submit` and its result, and what the engine's lanes know of each other."""
+"""A transfer between `submit` and its result; state shared by the engine's lanes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longshore.transfer.selection import Selection
 
 
 class Step(NamedTuple):
-    """A piece of a job. `completes`: layers of which this is the last piece, where the job goes layer by layer."""
+    """A piece of a job. `completes`: layers whose last piece this is, in a layer-wise job."""
 
     batch: Batch | None
     completes: tuple[int, ...] = ()
@@ -28,15 +28,15 @@ class Job:
     """A transfer in flight.
 
     Attributes:
-        fences: The points of compute that its copies wait for.
-        keeps: Owners of the memory that it touches on both sides, held until it has ended.
-        steps: What comes after `ahead`.
-        ahead: What is given to the device next; `None` before the job begins, and after its last step.
-        reached: The point from which on others may use the device memory of what was given to the device so far.
-        layers: That point for each layer that has been given to the device whole; `None` where there was nothing.
-        handed: Nothing more of it will be given to the device.
-        arrived: Bytes in place on both sides, in order.
-        stopped: Why it ended before its end.
+        fences: Points of compute that its copies wait for.
+        keeps: References to the memory on both sides, kept until the job has ended.
+        steps: The steps after `ahead`.
+        ahead: The next step to submit to the device; `None` before the job begins, and after its last step.
+        reached: The point after which other work may use the device memory of the steps submitted so far.
+        layers: That point for each completely submitted layer; `None` for an empty layer.
+        handed: Whether the last step has been submitted to the device.
+        arrived: Bytes that are in place on both sides, in order.
+        stopped: Status of a job that was stopped early.
         result: Set when it has ended.
     """
 
@@ -59,17 +59,17 @@ class Job:
     result: TransferResult | None = None
 
     def begin(self, now: float, max_bytes: int) -> None:
-        """From here on it has begun: cut it into steps."""
+        """Begin the job: cut it into steps."""
         self.begun = now
         self.steps = _steps(self, max_bytes)
         self.advance()
 
     def advance(self) -> None:
-        """`ahead` was given to the device."""
+        """Record that `ahead` was submitted to the device."""
         self.ahead = next(self.steps, None)
 
     def end(self) -> TransferResult:
-        """The result, once nothing of it is under way."""
+        """The result, once no copy of the job is in flight."""
         statuses, arrived = _statuses(self)
         begun = self.submitted if self.begun is None else self.begun
         layout = self.selection.whole.layout
@@ -110,12 +110,12 @@ def _statuses(job: Job) -> tuple[tuple[Status, ...], int]:
 
 @dataclass(slots=True)
 class Board:
-    """What the lanes and the callers of one engine share; `driver` is the lock that guards it.
+    """State shared by the lanes and the callers of one engine; `driver` is its lock.
 
     Attributes:
-        jobs: Those in flight, by number.
-        results: Those that nobody has fetched.
-        closing: Nothing that has not begun shall begin.
+        jobs: Jobs in flight, by number.
+        results: Results that have not been polled.
+        closing: Whether no further step may begin.
     """
 
     driver: Driver
@@ -127,13 +127,13 @@ class Board:
     closing: bool = False
 
     def stop(self) -> None:
-        """Begin nothing more. Takes the lock, and waits for nothing."""
+        """Let no further step begin. Takes the lock; does not wait."""
         with self.driver:
             self.closing = True
             self.driver.notify()
 
     def why_stop(self, job: Job) -> Status | None:
-        """Why what has not been given to the device of `job` should not be."""
+        """The status with which the remaining steps of `job` must be stopped, if any."""
         if job.stopped is not None:
             return job.stopped
         if self.closing or job.selection.whole.generation != job.selection.whole.layout.generation:
@@ -143,18 +143,18 @@ class Board:
         return Status.DEADLINE if self.clock() > job.transfer.deadline else None
 
     def may_begin(self, job: Job) -> bool:
-        """Whether nothing that `job` conflicts with is in flight."""
+        """Whether no conflicting job is in flight."""
         return self.hazards.is_clear(job.ticket)
 
     def end(self, job: Job) -> None:
-        """Nothing of `job` is under way any more: others may touch its slots, and its result may be seen."""
+        """End `job`, which has no copy in flight: release its slots and publish its result."""
         self.hazards.end(job.ticket)
         del self.jobs[job.transfer.job]
         self.results.append(job.end())
 
 
 class Layered:
-    """Jobs that go layer by layer, for those who wait for a layer: in flight, or ended a short while ago."""
+    """Layer-wise jobs, in flight or ended recently, for `wait_layer`."""
 
     MOST = 1024
     """Ended ones that are kept where nobody ends steps."""
@@ -164,7 +164,7 @@ class Layered:
         self._old: set[int] = set()
 
     def add(self, job: Job) -> None:
-        """`job` has been submitted; whatever had its number before is forgotten."""
+        """Add a submitted `job`, in place of an earlier one with its number."""
         number = job.transfer.job
         self._jobs.pop(number, None)
         self._old.discard(number)
@@ -174,11 +174,11 @@ class Layered:
                 self._forget(self._ended()[:1])
 
     def get(self, number: int) -> Job | None:
-        """The job of that number, if it is known."""
+        """The job of that number, if known."""
         return self._jobs.get(number)
 
     def age(self) -> None:
-        """A step has ended: forget those that had ended when the step before did."""
+        """At the end of a step: forget the jobs that had ended at the end of the step before."""
         self._forget(self._old)
         self._old = set(self._ended())
 

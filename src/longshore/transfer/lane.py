@@ -1,4 +1,4 @@
-"""One direction of a transfer engine: what is copied next, given to the device, and ended in order.
+"""One direction of a transfer engine: chooses the next copy, submits it to the device, ends jobs in order.
 
     queues     demand    ■ ■            the most urgent class goes first whose job's turn has come: so an
                prefetch                 urgent job overtakes others, between two batches of a large one
@@ -9,7 +9,7 @@
                            │
     ended                  ▼            per class in the order of submission
 
-A job begins when all have ended that it conflicts with, in any direction and class.
+A job begins when all jobs that it conflicts with have ended, in any direction and class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Sent:
 
 
 class Lane:
-    """One direction. Its generator `serve` is the only one that uses the stream."""
+    """One direction. Only its generator `serve` uses the stream."""
 
     def __init__(self, name: str, stream: Stream, board: Board) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class Lane:
         self._bound = False
 
     def queued(self, urgency: Urgency) -> int:
-        """How many jobs of a class have not been handed to the device whole. With the lock held."""
+        """Number of jobs of a class not yet submitted to the device completely. With the lock held."""
         return len(self._queues[urgency])
 
     def put(self, job: Job) -> None:
@@ -62,15 +62,18 @@ class Lane:
         self._lock.notify()
 
     def close(self) -> None:
-        """Give back what the stream took, once `serve` has returned."""
+        """Release the resources of the stream, once `serve` has returned."""
         self._stream.close()
 
     def serve(self) -> Generator[Gate, None, None]:
-        """Run until the board is closing and nothing is left."""
+        """Run until the board is closing and no job is left."""
         try:
             yield from self._steps()
         except Exception:  # noqa: BLE001 - a fault of ours, or of the clock: jobs must end all the same
-            _log.exception("copies %s failed: the transfer engine is closed, nothing is stored or loaded", self.name)
+            _log.exception(
+                "transfer lane %s failed; transfer engine closed, nothing is stored or loaded; restart the engine",
+                self.name,
+            )
             self._give_up()
 
     def _steps(self) -> Iterator[Gate]:
@@ -142,11 +145,11 @@ class Lane:
         """What `error` means for `job`. When this returns, nothing that was begun is still under way."""
         is_freed = isinstance(error, FreedLayoutError)
         if not is_freed:
-            _log.error("job %d failed on %s", job.transfer.job, job.transfer.route, exc_info=error)
+            _log.error("transfer job %d (%s) failed", job.transfer.job, job.transfer.route, exc_info=error)
         try:
             self._stream.drain()
         except Exception:  # noqa: BLE001 - the job has failed anyway
-            _log.exception("the device did not say that the copies of %s have ended", job.transfer.route)
+            _log.exception("device synchronization failed after a failed copy of %s", job.transfer.route)
         return Status.TIER_OFF if is_freed else Status.IO_ERROR
 
     def _give_up(self) -> None:

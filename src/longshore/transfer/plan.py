@@ -1,15 +1,15 @@
-"""From a transfer's ids to arrays of addresses and sizes, whole arrays at a time.
+"""From the ids of a transfer to arrays of addresses and sizes.
 
-    select()      ids checked, what moves            selection.py
+    select()      validated ids, pages that move     selection.py
     describe()    device, host, size of each piece   whole-array numpy, runs merged
     plan()        both, as source, destination, size, with the bounds of each batch
 
 Pieces come in one of two orders:
 
     by image        chunk by chunk, in each chunk reference by reference, in each reference block by block: the order of
-                    bytes in the images, so that whatever can merge is adjacent, and an image is written in one go
+                    bytes in the images, so that pieces that can merge are adjacent
     by reference    reference by reference, in each reference block by block: long rows, which numpy fills several times
-                    faster; where nothing can merge, and whoever copies says that any order will do
+                    faster; used where nothing can merge and the order is not relevant
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _BUFFER_SIZE_IS_LOCAL = int(np.__version__.partition(".")[0]) >= 2  # to the con
 
 
 class Pieces(NamedTuple):
-    """What lies where: uint64 arrays of one shape `(pieces,)`, sizes in bytes.
+    """Addresses and sizes of pieces: uint64 arrays of shape `(pieces,)`, sizes in bytes.
 
-    For copies inside the device `host` are the addresses of the blocks that are copied from.
+    For copies inside the device, `host` has the addresses of the source blocks.
     """
 
     device: U64
@@ -71,9 +71,9 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Makes plans in buffers of its own, which grow to the longest plan and are kept.
+    """Makes plans in its own buffers, which grow to the longest plan.
 
-    What a call returns is overwritten by the next one. Not thread-safe: one for each thread.
+    The next call overwrites the result of a call. Not thread-safe: use one per thread.
     """
 
     def __init__(self) -> None:
@@ -103,11 +103,11 @@ class Planner:
     ) -> Plan:
         """The copies of one transfer; arguments and errors as for `select`.
 
-        The copies of a plan may be made in any order. A batch has at most `max_descriptors` of them, and at most
-        `max_bytes` unless a single page has more.
+        The copies of a plan may be made in any order. A batch has at most `max_descriptors` copies, and at most
+        `max_bytes` unless a single page is longer.
         """
         if max_descriptors <= 0 or max_bytes <= 0:
-            raise PlanError(f"a batch needs a positive size, got {max_descriptors} descriptors, {max_bytes} bytes")
+            raise PlanError(f"expected positive batch limits, got {max_descriptors} descriptors, {max_bytes} bytes")
         selection = select(
             layout,
             sections,
@@ -129,15 +129,15 @@ class Planner:
         return Plan(source, destination, size, tuple(batches))
 
     def describe(self, batch: Batch, *, any_order: bool = False) -> Pieces:
-        """Addresses and sizes of what `batch` moves, adjacent runs merged; by image, or in whatever order is quickest.
+        """Addresses and sizes of the pieces of `batch`, with adjacent pieces merged; by image, or in the fastest order.
 
         Raises:
-            FreedLayoutError: The device memory is gone, or is no longer that which the ids were checked against.
+            FreedLayoutError: The device memory was freed, or replaced since the ids were validated.
         """
         return self._describe(batch, None, any_order=any_order)[0]
 
     def merge(self, pieces: Pieces) -> Pieces:
-        """`pieces`, which may be anyone's, with each run that is adjacent on both sides as one, in the same order."""
+        """Any `pieces`, with each run that is adjacent on both sides merged, in the same order."""
         count = len(pieces.size)
         if not count:
             return pieces
@@ -151,7 +151,7 @@ class Planner:
         layout = batch.layout
         if batch.generation != layout.generation:
             raise FreedLayoutError(
-                f"planned in generation {batch.generation} of a layout that is in {layout.generation}"
+                f"batch is of layout generation {batch.generation}, the layout now in {layout.generation}"
             )
         room = self._reserve(sum([part.pieces for part in batch.parts]))
         sizes: set[int | None] = set()
@@ -259,7 +259,7 @@ def plan(
     max_descriptors: int = MAX_DESCRIPTORS,
     max_bytes: int = MAX_BYTES,
 ) -> Plan:
-    """`Planner.plan` in arrays of the plan's own."""
+    """`Planner.plan` with new arrays."""
     return Planner().plan(
         layout,
         sections,
@@ -276,7 +276,7 @@ def plan(
 
 
 def describe(batch: Batch) -> Pieces:
-    """`Planner.describe` in arrays of the pieces' own."""
+    """`Planner.describe` with new arrays."""
     return Planner().describe(batch)
 
 
@@ -353,17 +353,17 @@ def _cuts(size: U64, each: int | None, max_bytes: int) -> list[int]:
 
 
 def merge(pieces: Pieces) -> Pieces:
-    """`pieces` with each run that is adjacent on both sides as one piece, in the same order."""
+    """`pieces` with each run that is adjacent on both sides merged, in the same order."""
     return Planner().merge(pieces)
 
 
 def expand(ids: npt.ArrayLike, factor: int, skip: int = 0) -> I64:
-    """The small ids that make up large ones: `factor` consecutive ones each, without the first `skip`.
+    """Expand large block ids into `factor` consecutive small ids each, without the first `skip`.
 
-    For block tables that count in larger blocks than a tensor does: `expand([0, 1, 3], 4, skip=1)` is
+    For block tables with larger blocks than the tensor: `expand([0, 1, 3], 4, skip=1)` is
     `[1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]`. Result: int64, shape `(len(ids) * factor - skip,)`.
     """
     large = np.asarray(ids, dtype=np.int64).reshape(-1)
     if factor <= 0 or not 0 <= skip <= len(large) * factor or (large < 0).any():
-        raise PlanError(f"cannot expand {len(large)} ids (none negative) by {factor} and skip {skip} of the result")
+        raise PlanError(f"cannot expand {len(large)} ids by {factor} and skip the first {skip}: ids must be at least 0")
     return (large[:, None] * factor + np.arange(factor)).reshape(-1)[skip:]

@@ -1,4 +1,4 @@
-"""A section's blocks, laid over its chunks as rectangles.
+"""The blocks of a section as rectangles of chunks and blocks.
 
 Here 9 blocks from logical block 3 on, 4 blocks to a chunk:
 
@@ -15,7 +15,7 @@ from longshore.errors import PlanError
 
 
 class Rectangle(NamedTuple):
-    """Chunks `[first, stop)` of a section, places `[low, high)` of each; more than one chunk only when whole."""
+    """Chunks `[first, stop)` of a section, positions `[low, high)` of each; several chunks only if complete."""
 
     first: int
     stop: int
@@ -24,12 +24,12 @@ class Rectangle(NamedTuple):
 
 
 def chunks_of(count: int, skip: int, per_chunk: int) -> int:
-    """How many chunks `count` blocks take, when the first `skip` places of the first chunk are left out."""
+    """Number of chunks of `count` blocks, if the first `skip` positions of the first chunk are skipped."""
     return -(-(skip + count) // per_chunk) if count else 0
 
 
 def lay_out(count: int, skip: int, per_chunk: int) -> list[Rectangle]:
-    """`count` blocks over chunks of `per_chunk`, the first `skip` places of the first chunk left out."""
+    """Lay out `count` blocks over chunks of `per_chunk`, skipping the first `skip` positions of the first chunk."""
     if not count:
         return []
     rectangles = []
@@ -46,11 +46,11 @@ def lay_out(count: int, skip: int, per_chunk: int) -> list[Rectangle]:
 
 
 def keep_valid(rectangles: Sequence[Rectangle], valid: Sequence[int], per_chunk: int) -> list[Rectangle]:
-    """`rectangles` without the places whose bit is not set in `valid`, one mask per chunk."""
+    """`rectangles` without the positions whose bit is not set in `valid`, one mask per chunk."""
     full = (1 << per_chunk) - 1
     for mask in valid:
         if not 0 < mask <= full:
-            raise PlanError(f"valid must have a bit of the {per_chunk} sub-blocks, and no other: got {mask:#x}")
+            raise PlanError(f"expected valid to be a non-zero mask of {per_chunk} bits, got {mask:#x}")
     kept = []
     for whole in rectangles:
         first = whole.first
@@ -66,7 +66,7 @@ def keep_valid(rectangles: Sequence[Rectangle], valid: Sequence[int], per_chunk:
 
 
 def set_apart(rectangles: Sequence[Rectangle], chunk: int, place: int) -> list[Rectangle]:
-    """`rectangles` with one place of one chunk, the last that any of them has, alone in its own where it is in one."""
+    """`rectangles` with the last position of the last chunk in a rectangle of its own."""
     apart: list[Rectangle] = []
     for box in rectangles:
         if (box.stop - 1, box.high - 1) != (chunk, place):

@@ -1,9 +1,9 @@
-"""Blocks of a part that move as one, found among its blocks and not among its pages.
+"""Runs of blocks of a part that move as one piece, found among its blocks and not among its pages.
 
     blocks    8  9  20  21  22  5        two to a run, three to a run, one alone
               └──┘  └────────┘  └        the same in every reference, whose pages are as far apart as its blocks
 
-A reference more costs a row of sums, and no search.
+An additional reference costs a row of sums, and no search.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from longshore.transfer.batch import I64, Batch, Part
 
 
 class Runs(NamedTuple):
-    """Blocks of a part that follow one another on both sides, the same in every reference.
+    """Runs of blocks that are adjacent on both sides, the same in every reference.
 
     Attributes:
-        first: uint64, shape `(2, runs)`: how far the first page of each is from `RefTable.starts`, on either side.
+        first: uint64, shape `(2, runs)`: distance of the first page of each from `RefTable.starts`, on either side.
         sizes: uint64, shape `(runs,)`: bytes; `None`: each is one page.
-        size: Bytes of each of them, where that is one number.
+        size: Bytes of each run, if all are equal.
     """
 
     first: U64
@@ -70,9 +70,9 @@ def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
 
 
 def may_merge(part: Part, table: RefTable) -> Iterator[slice]:
-    """Ranges of chunks outside of which no two pieces of `part` are adjacent on both sides.
+    """Ranges of chunks outside which no two pieces of `part` are adjacent on both sides.
 
-    Looks at blocks and images, not at each piece: whoever has scattered blocks need not search for runs among them.
+    Looks at blocks and images, not at each piece, so that scattered blocks need no search for runs.
     """
     chunks, subs = part.blocks.shape
     if table.pitch is None or table.seams is None or part.sources is not None:

@@ -1,4 +1,4 @@
-"""Which pages of which blocks a transfer moves, with every id checked."""
+"""The pages and blocks of a transfer: validation of all ids."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from longshore.transfer.rectangles import chunks_of, keep_valid, lay_out, set_ap
 
 
 class Selection(NamedTuple):
-    """What one transfer moves.
+    """The pages of one transfer.
 
     Attributes:
-        whole: All of it. Bytes arrive item by item, in order.
+        whole: All pages, as one batch. Bytes arrive item by item, in order.
         images: int64, shape `(items,)`: byte offset of each item's image in host memory.
         sections: Group and number of items of each section, in order.
     """
@@ -35,7 +35,7 @@ class Selection(NamedTuple):
         return np.repeat(np.array(groups, dtype=np.int64), items)
 
     def sources(self) -> dict[int, I64]:
-        """For copies inside the device, the blocks that are copied from, by pool."""
+        """For copies inside the device, the source blocks, by pool."""
         pools: dict[int, list[I64]] = {}
         for part in self.whole.parts:
             if part.sources is not None:
@@ -74,16 +74,16 @@ def select(
 
     Args:
         layout: Where pages lie.
-        sections: Device blocks per group; empty ones and groups that are left out are fine.
+        sections: Device blocks per group; sections may be empty, and groups may be missing.
         images: Byte offset in host memory of each item's image, in the order of the sections' chunks.
-        into: The tier that is written, `DEVICE` or `HOST`: what is written must not be named twice.
-        host_address: Where the host memory starts.
+        into: The tier that is written, `DEVICE` or `HOST`; written blocks or images must be distinct.
+        host_address: Address of the host memory.
         host_bytes: Size of the host memory.
-        valid: For each item the sub-blocks that mean something, as a bit mask; other blocks are consumed, and neither
-            read nor written. `None`: all.
+        valid: For each item a bit mask of the blocks with valid bytes; other blocks are consumed, but neither read nor
+            written. `None`: all.
         layers: Half-open range of model layers; `None`: all.
-        tokens: Leading tokens that move of the last block of the last section that has one. `None`, zero or less, or
-            the block size and more mean the whole block, as do pages that cannot be split.
+        tokens: Leading tokens to move of the last block of the last non-empty section. `None`, zero or less, and the
+            block size or more mean the whole block; so do pages that cannot be split.
 
     Raises:
         PlanError: Ids out of range, repeated where written, or not consumed exactly by both sides.
@@ -91,12 +91,12 @@ def select(
     """
     layout.check_live()
     if into not in (HOST, DEVICE):
-        raise PlanError(f"bytes go into {DEVICE!r} or {HOST!r}, got {into!r}")
+        raise PlanError(f"expected destination {DEVICE!r} or {HOST!r}, got {into!r}")
     items = _items_per_section(layout, sections)
     offsets = _integers(images, "image offsets")
     if sum(items) != len(offsets) or (valid is not None and len(valid) != len(offsets)):
         got = f"{len(offsets)} items" if valid is None else f"{len(offsets)} items, {len(valid)} valid masks"
-        raise PlanError(f"the sections' blocks fill {items} chunks, {sum(items)} in all; got {got}")
+        raise PlanError(f"expected {sum(items)} items, as the sections have blocks for {items} chunks; got {got}")
     check_layers(layout, layers)
     last = -1 if tokens is None else max((index for index, count in enumerate(items) if count), default=-1)
     parts: list[Part] = []
@@ -118,7 +118,7 @@ def select(
 
 
 class PageWidths(NamedTuple):
-    """Which pages of a block move, and how much of each: from reference `first_ref` of the table on."""
+    """Bytes that move of each page of a block, from reference `first_ref` of the table on."""
 
     first_ref: int
     widths: U64
@@ -134,7 +134,7 @@ def check_layers(layout: KVLayout, layers: tuple[int, int] | None) -> None:
 
 
 def check_sections(layout: KVLayout, sections: Sequence[Section]) -> None:
-    """Raise `PlanError` unless each section is of a group of the layout, from some block on."""
+    """Raise `PlanError` unless each section has a valid group and first block."""
     for index, section in enumerate(sections):
         if not 0 <= section.group < len(layout.groups):
             raise PlanError(f"section {index}: group {section.group} does not lie in [0, {len(layout.groups)})")
@@ -154,7 +154,7 @@ def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[in
 def page_widths(
     layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None
 ) -> tuple[PageWidths, PageWidths | None]:
-    """What moves of every block of `group`, and of a partial last one if there is one; arguments as for `select`."""
+    """Bytes that move of every block of `group`, and of a partial last block; arguments as for `select`."""
     table = layout.table(group)
     first, stop = _refs_of(table.layer, layers)
     whole = PageWidths(first, table.page[first:stop])
@@ -227,14 +227,14 @@ def _integers(values: Sequence[int] | I64, what: str) -> I64:
     """`values` as int64, shape `(len(values),)`; `PlanError` for what is no integer of 64 bits."""
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iu" or values.ndim != 1:
-            raise PlanError(f"{what} must be integers in a row, got {values.dtype} of shape {values.shape}")
+            raise PlanError(f"expected {what} as a vector of integers, got {values.dtype} of shape {values.shape}")
         return np.asarray(values, dtype=np.int64)
     if not len(values):
         return np.empty(0, dtype=np.int64)
     try:
         packed = struct.pack(f"{len(values)}q", *values)  # twice as fast as numpy's own conversion
     except struct.error as error:
-        raise PlanError(f"{what} must be integers of 64 bits: {error}") from error
+        raise PlanError(f"expected {what} as 64-bit integers: {error}") from error
     return np.frombuffer(packed, dtype=np.int64)
 
 
@@ -250,8 +250,8 @@ def _check_images(images: I64, item: int, image_bytes: int, host_bytes: int) -> 
     if room < 0 or _largest(images) > room:
         bad = int(np.argmax((images < 0) | (images > room)))
         raise PlanError(
-            f"item {item + bad}: an image of {image_bytes} bytes at {images[bad]} does not lie within "
-            f"{host_bytes} bytes of host memory"
+            f"item {item + bad}: an image of {image_bytes} bytes at offset {images[bad]} does not fit "
+            f"into {host_bytes} bytes of host memory"
         )
 
 
@@ -263,7 +263,7 @@ def _check_written_once(selection: Selection, host_bytes: int) -> None:
         if not _surely_differ(selection.images >> shift, (host_bytes >> shift) + 1):
             twice = repeated(selection.images)
             if twice is not None:
-                raise PlanError(f"an image would be written twice: at offset {twice} of host memory")
+                raise PlanError(f"the image at offset {twice} of host memory would be written twice")
     else:
         for pool, blocks in selection.blocks().items():
             twice = None if _surely_differ(blocks, layout.num_blocks) else repeated(blocks)
@@ -284,7 +284,7 @@ def _surely_differ(values: I64, limit: int) -> bool:
 
 
 def repeated(values: I64) -> int | None:
-    """One of those that `values` has more than once."""
+    """A value that occurs more than once in `values`."""
     ordered = values.copy()
     ordered.sort()
     same = ordered[1:] == ordered[:-1]

@@ -123,5 +123,5 @@ def test_a_failed_self_test_turns_the_tiers_off_loudly(
     with tiered(demo.model, demo.config(tmp_path)) as tiers, _engine(demo, demo.device_blocks) as ask:
         ask(demo.workload.requests[0])
         assert tiers.stack is None
-        assert "came back wrong" in str(tiers.failure)
+        assert "of the test block were wrong when read back" in str(tiers.failure)
         assert "TIERS ARE OFF" in caplog.text

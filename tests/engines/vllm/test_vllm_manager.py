@@ -460,7 +460,7 @@ def test_an_inconsistent_cache_turns_the_tiers_off_and_nothing_else(
     rig.end_step()
     assert fired
     assert rig.manager._runtime.faults == 1
-    (told,) = [record for record in caplog.records if "the tiers are off" in record.message]
+    (told,) = [record for record in caplog.records if "all tiers disabled" in record.message]
     assert told.levelname == "ERROR"
     assert told.exc_info
     if spec is not None:  # what was promised is in place

@@ -3,11 +3,11 @@
     standard input   orders                    FD   the host arena's memory
     standard output  answers
 
-A thread of its own says that the process lives, as long as there is something to do: also while the others wait for a
-disk that is slow, or hangs.
+While there is work, a separate thread reports that the process is alive, also while the others wait for a slow or hung
+disk.
 
-The end of the orders is this process's end: it comes whoever dies, and however. Signals that are meant for the engine
-do not end it: a terminal's interrupt goes to all processes, and what the engine still wants written comes after that.
+The process ends at the end of its input, however the engine ends. It ignores signals meant for the engine: a terminal's
+interrupt goes to all processes, and the engine may still have blocks to write.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Order = Mapping[str, Any]
 
 
 class Host:
-    """Carries out orders until nobody is left to give them."""
+    """Executes requests until the end of the input."""
 
     def __init__(self, orders: int, answers: int) -> None:
         self._orders = orders
@@ -64,7 +64,7 @@ class Host:
         """Set while there is something to do, of which the other side waits to hear."""
 
     def run(self, memory: int) -> int:
-        """Open what the first order says, and serve; the exit status."""
+        """Open the tier of the first request, and serve; returns the exit status."""
         order = self._first_order()
         if order is None:
             return 0
@@ -131,7 +131,7 @@ class Host:
             case Kind.FORGET:
                 self._say(Kind.FORGOTTEN, _why_not(tier, *wire.parse_forget(body)).encode())
             case _:
-                raise TierError(f"{kind.name} is no order")
+                raise TierError(f"{kind.name} is not an order")
 
     def _report(self, tier: FileTier) -> None:
         """Tell what has ended, and what went wrong."""
@@ -159,9 +159,11 @@ class Host:
 
 
 def open_tier(order: Order, arena: Arena) -> FileTier:
-    """What OPEN asks for. Raises as `FileTier` does, and `TierError` when the other side is of another version."""
+    """The tier that OPEN describes. Raises as `FileTier` does, and `TierError` if the engine runs another version."""
     if order["version"] != __version__:
-        raise TierError(f"the engine runs Longshore {order['version']}, installed is {__version__}: restart the engine")
+        raise TierError(
+            f"the engine runs Longshore {order['version']}, but {__version__} is installed: restart the engine"
+        )
     deadline = time.monotonic() + LOCK_PATIENCE
     while True:
         try:
@@ -195,7 +197,7 @@ def _why_not(tier: FileTier, generation: int, scope: bytes) -> str:
 
 
 def main() -> int:
-    """Take over the standard streams; what others print goes to standard error, as the log does."""
+    """Entry point: uses the standard streams; other output goes to standard error, as does the log."""
     logging.basicConfig(level=logging.WARNING, format="longshore tier host: %(levelname)s: %(message)s")
     logging.getLogger("longshore.tiers.arena").setLevel(logging.ERROR)  # who made it has said what it is like
     for each in (signal.SIGINT, signal.SIGTERM):

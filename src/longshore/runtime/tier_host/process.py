@@ -1,8 +1,8 @@
-"""One tier host as its engine sees it: a process, orders to it, answers from it. Nothing here waits, but where it says.
+"""A tier host's process, seen from its engine: requests and answers. Only `wait` and `wait_reaped` block.
 
     running ──(its end of the answers is closed)──► hung up ──kill, reap──► reaped
 
-Only a process that was reaped is known to touch no memory any more: until then a read that it had begun may still land.
+Only a reaped process writes no memory any more; until then, a read in progress may still complete.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 class HostProcess:
-    """A tier host that was just started. Raises `OSError` when that cannot be done; nothing stays behind then.
+    """Start a tier host. Raises `OSError`, with nothing left behind, if that fails.
 
     Attributes:
-        pid: Of the process.
-        hung_up: Whether nothing will be heard from it any more.
+        pid: Process id.
+        hung_up: Whether no more answers will arrive.
     """
 
     def __init__(self, program: Sequence[str], memory: int) -> None:
@@ -67,12 +67,12 @@ class HostProcess:
 
     @property
     def ending(self) -> str:
-        """How a process that was reaped has ended."""
+        """How a reaped process ended, as text."""
         status = self._popen.returncode
         return f"by signal {-status}" if status is not None and status < 0 else f"with status {status}"
 
     def send(self, data: bytes) -> None:
-        """Give an order; what the pipe does not take now goes with the next `receive`."""
+        """Send a request; bytes that the pipe does not take now are sent by the next `receive`."""
         self._unsent += data
         self._flush()
 
@@ -93,12 +93,12 @@ class HostProcess:
         return heard
 
     def distrust(self, error: Exception) -> None:
-        """It has said what no tier host says: nothing more is heard from it, and whoever watches it ends it."""
+        """Ignore the process after an invalid message; the watch kills it."""
         _log.error("tier host (process %d) killed: invalid message: %s", self.pid, error)
         self.hung_up = True
 
     def wait(self, timeout: float | None) -> None:
-        """Block until there is something to hear, or an order can go on, at most `timeout` seconds."""
+        """Block for at most `timeout` seconds until an answer arrives, or unsent bytes can be sent."""
         either = select.poll()  # unlike `select`, whatever the numbers of the descriptors
         either.register(self._answers, select.POLLIN)
         if self._unsent:
@@ -106,24 +106,24 @@ class HostProcess:
         either.poll(None if timeout is None else 1000 * timeout)
 
     def hang_up(self) -> None:
-        """No more orders, nor those that have not gone: it ends when it has finished what it has begun."""
+        """Close the pipe of requests, dropping unsent ones; the process finishes what it has begun and ends."""
         self._unsent.clear()
         if self._orders >= 0:
             os.close(self._orders)
             self._orders = -1
 
     def kill(self) -> None:
-        """End it, unless it has ended."""
+        """Kill the process, unless it has ended."""
         self._popen.kill()
 
     def wait_reaped(self, timeout: float) -> bool:
-        """Block until the process has ended, at most `timeout` seconds; says whether it has."""
+        """Block for at most `timeout` seconds until the process has ended; returns whether it has."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
         return self.reaped
 
     def close(self) -> None:
-        """Give the pipes back. Idempotent."""
+        """Close the pipes. Idempotent."""
         self.hang_up()
         if self._answers >= 0:
             os.close(self._answers)

@@ -1,14 +1,14 @@
-"""`HostedFileTier`: a file tier whose files another process reads and writes. To the runtime it is any other tier.
+"""`HostedFileTier`: a file tier whose I/O is done by another process, with the interface of any other tier.
 
     opening ──OPENED──► open ──(it dies)──► ending ──(reaped)──► away ──(pause)──► opening ...
 
-Whatever was under way when the process died ends as `Status.AWAY`, but only once the process is reaped: until then its
-reads may still land in the arena. While there is no process that has opened the files, so does whatever is ordered: a
-miss, or no copy, and never a wait. Chunks in the files stay where the control plane knows them to be, and are read
-again later; every read verifies everything, so what was torn is found then.
+When the process dies, its operations end as `Status.AWAY`, but only once it is reaped: until then, its reads may still
+write to the arena. Until another process has opened the files, new operations end as `AWAY` at once: misses and skipped
+copies, never a wait. Records in the files remain known to the control plane and are read again later; every read is
+verified, so torn records are detected.
 
-A process whose disk hangs is stalled, and left alone: another one would wait for that disk as well. It keeps the slots
-of what it has begun; what is ordered ends as `AWAY` until something else has ended.
+A process whose disk hangs is stalled and is not killed, because another one would wait for the disk as well. It keeps
+the slots of its operations; new operations end as `AWAY` until one has ended.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class HostedFileTier(Tier):
         program: Sequence[str] = PROGRAM,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As for `FileTier`, whose errors this raises, and `TierError` when there can be no process.
+        """As for `FileTier`, with its errors, and `TierError` if the process cannot be started.
 
-        `arena` must be shared. With `fixed_weights` what is written after a reset may be served to a later engine. Else
-        the reset may have come with other weights, of which a later engine cannot know: what is written is under a
+        `arena` must be shared. With `fixed_weights`, records written after a reset may be served to a later engine.
+        Otherwise the reset may mean other weights, which a later engine cannot detect, and records are written under a
         scope of this tier alone. `program` runs as the tier host, for tests.
         """
         check_digest("a scope", scope)
@@ -130,18 +130,18 @@ class HostedFileTier(Tier):
 
     @property
     def troubles(self) -> Mapping[str, int]:
-        """The file tier's, of all processes; how many of these have died, or could not open the files; and stalled."""
+        """Failures of the file tier over all processes, deaths and failed starts of processes, and stalls."""
         added = {reason: count + self._past[reason] for reason, count in self._troubles.items()}
         return {**added, _DEATHS: self._watch.deaths, _STALLS: self._stalls}
 
     @property
     def is_away(self) -> bool:
-        """Whether no process has opened the files, or it is stalled or silent: all that is ordered is a miss."""
+        """Whether no process has opened the files, or it is stalled or silent. All operations are misses then."""
         return not self._is_open or self.is_stalled
 
     @property
     def is_stalled(self) -> bool:
-        """Whether nothing that was begun has ended for `STALLED` seconds, or the process gives no sign of life."""
+        """Whether no operation has ended for `STALLED` seconds, or the process sends no message."""
         return self._is_stalled or self._watch.quiet
 
     @property
@@ -149,13 +149,13 @@ class HostedFileTier(Tier):
         return self._standstill.seconds >= STALLED
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
-        """Order `batch`. Generations above `generation` are refused, as by `FileTier`."""
+        """Begin `batch`. Generations above `generation` are refused, as by `FileTier`."""
         self._check_open()
         arena_bytes = self._arena.array.nbytes  # raises when the arena was closed under us
         check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         newest = max((op.generation for op in batch), default=0)
         if newest > self._generation:
-            raise TierError(f"generation {newest} was never given to forget(), which knows {self._generation}")
+            raise TierError(f"generation {newest} is newer than the last reset, generation {self._generation}")
         ticket, self._tickets = self._tickets, self._tickets + 1
         self._under_way[ticket] = len(batch)
         if self.is_away or not self._tell(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
@@ -163,7 +163,7 @@ class HostedFileTier(Tier):
         return ticket
 
     def poll(self) -> list[TierResult]:
-        """Results since the last call. Looks after the process, too: it is reaped, and started, here."""
+        """Results since the last call. Also reaps and restarts the process."""
         self._check_process()
         if not self._closed:
             self._listen()
@@ -177,7 +177,7 @@ class HostedFileTier(Tier):
             self._tell(Kind.CANCEL, wire.pack_cancel(ticket))
 
     def recover(self) -> list[StoredChunk]:
-        """What was found at start. Once: the control plane knows from then on."""
+        """Chunks recovered at the first start. Returned once."""
         self._check_open()
         found, self._found = self._found, []
         return found
@@ -188,17 +188,17 @@ class HostedFileTier(Tier):
         return self._others
 
     def discard(self, slots: Sequence[int]) -> None:
-        """Nobody wants what is in `slots` any more; a process that is away is not told of it."""
+        """Discard the content of `slots`. Has no effect while the process is away."""
         self._check_open()
         check_slots(slots, self.slabs)
         self._tell(Kind.DISCARD, wire.pack_discard(slots))
 
     def forget(self, generation: int) -> None:
-        """Serve nothing older than `generation`; that is on the medium when this returns, whatever the process does.
+        """Serve no record from before `generation`. The reset is durable when this returns, whatever the process does.
 
-        A reset that no process has confirmed is written from here, beside the files (`PendingReset`), for the next one
-        to find. Raises `TierError` when it cannot be stored, as `FileTier` does; a second try may succeed, and `close`
-        is one.
+        A reset that no process has confirmed is written by the engine's process, next to the files (`PendingReset`),
+        for the next tier host. Raises `TierError` if that fails, as `FileTier` does. A second call may succeed; `close`
+        tries again as well.
         """
         self._check_open()
         check_generation(generation)
@@ -218,13 +218,13 @@ class HostedFileTier(Tier):
             raise TierError(self._forgotten)
 
     def weights_changed(self) -> None:
-        """Weights did change: what is written after the next reset is for this engine alone, `fixed_weights` or not."""
+        """Report changed weights: records written after the next reset are for this engine alone."""
         self._fixed_weights = False
 
     def close(self) -> None:
-        """End what has not begun, wait for what has, and for the process. Idempotent.
+        """End operations that have not begun, wait for the others, and for the process. Idempotent.
 
-        In a forked child, whose process it is not, only the copies of its pipes go.
+        In a forked child, closes only the child's copies of the pipes.
         """
         process = self._watch.process
         if not self._closed and process is not None:
@@ -265,7 +265,7 @@ class HostedFileTier(Tier):
                     if kind is not Kind.ALIVE:
                         raise _error(body)
                 if died:
-                    raise TierError(f"the tier host ended {process.ending}, before it had opened the files")
+                    raise TierError(f"the tier host ended {process.ending} before it opened the files")
         except BaseException as error:
             process.kill()
             process.wait_reaped(_KILL_PATIENCE)
@@ -348,7 +348,7 @@ class HostedFileTier(Tier):
             case Kind.ALIVE:
                 self._ended = wire.parse_alive(body)
             case _:
-                raise WireError(f"{kind.name} is no answer")
+                raise WireError(f"{kind.name} is not an answer")
 
     def _wait_until_forgotten(self) -> None:
         deadline = time.monotonic() + (0.0 if self.is_stalled else FORGET_PATIENCE)  # it has had its time
@@ -368,7 +368,11 @@ class HostedFileTier(Tier):
             return
         _log.error("%s; discarding all records, so that none from before the reset is served", self._forgotten)
         if worse := self._write_down(PendingReset.drop):
-            _log.error("%s; remove %s before the next start", worse, self._order["directory"])
+            _log.error(
+                "%s; remove %s before the next start, or records from before the reset may be served",
+                worse,
+                self._order["directory"],
+            )
 
     def _write_down(self, order: Callable[[PendingReset], None]) -> str:
         """Write a reset beside the files, for the next process to find; why that could not be done, or nothing.
@@ -377,7 +381,7 @@ class HostedFileTier(Tier):
         """
         pending, outcome = self._pending, queue.SimpleQueue[str]()
         if pending is None:
-            return f"{self._order['directory']}: there is no file to write a reset to"
+            return f"{self._order['directory']}: the reset cannot be written: the tier host never opened the directory"
 
         def write() -> None:
             try:
@@ -394,7 +398,7 @@ class HostedFileTier(Tier):
         try:
             return outcome.get(timeout=FORGET_PATIENCE)
         except queue.Empty:
-            return f"{self._order['directory']}: a reset was not written within {FORGET_PATIENCE:.0f} s"
+            return f"{self._order['directory']}: the reset was not written to disk within {FORGET_PATIENCE:.0f} s"
 
     def _see_off(self, process: HostProcess) -> None:
         """The process finishes what it has begun, and ends; if it does not, it is killed."""
@@ -420,7 +424,7 @@ class HostedFileTier(Tier):
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise TierClosedError("the tier host belongs to the process that forked this one")
+            raise TierClosedError("the file tier belongs to the parent of this forked process")
 
     def _check_open(self) -> None:
         self._check_process()

@@ -1,10 +1,9 @@
-"""`Watch`: there is a tier host, or there will be one again. What dies is reaped, and started anew after a pause.
+"""`Watch`: keeps a tier host running. A tier host that dies is reaped and restarted after a delay.
 
     none ──begin──► running ──(it hangs up, or is silent)──► killed, reaped ──pause──► running ...
 
-A tier host that has something to do says each second that it lives, whatever its disk does. So one that is silent for
-`SILENCE` seconds is stopped, or stuck in itself, and is ended. Pauses double from one death to the next, so that a disk
-that ends every process costs next to nothing.
+A tier host with work sends a message each second, whatever its disk does. One that is silent for `SILENCE` seconds is
+stopped or deadlocked, and is killed. Delays double from one death to the next, to limit the cost of repeated deaths.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ _log = logging.getLogger(__name__)
 
 
 class Heard(NamedTuple):
-    """Answers since the last look, and whether the process that gave them was reaped since."""
+    """Answers since the last look, and whether the process was reaped."""
 
     frames: list[tuple[Kind, bytes]]
     died: bool
 
 
 class Silence:
-    """Seconds that something has been waited for, as far as somebody looked.
+    """Seconds waited for an event, as observed by calls of `look`.
 
-    A look stands for a second at most: whoever was suspended, with what it waits for, has not waited meanwhile.
+    Each call adds at most one second, so that the time of a suspended process does not count.
     """
 
     MOST = 1.0
@@ -52,18 +51,18 @@ class Silence:
         self._last = clock()
 
     def look(self, *, over: bool) -> None:
-        """Somebody looks. It is `over` if what is waited for has come, or nothing is."""
+        """Update the time. `over`: the event has occurred, or nothing is expected."""
         now = self._clock()
         self.seconds = 0.0 if over else self.seconds + min(now - self._last, self.MOST)
         self._last = now
 
 
 class Watch:
-    """Over the processes that `start` starts, one after the other; it raises `OSError` when it cannot.
+    """Watches the processes that `start` starts, one at a time; `start` raises `OSError` if it fails.
 
     Attributes:
-        process: The one that there is; `None` in between.
-        deaths: Processes that ended without being asked to, or could not be started.
+        process: The current process; `None` between two.
+        deaths: Processes that ended unexpectedly, or could not be started.
     """
 
     def __init__(self, start: Callable[[], HostProcess], clock: Callable[[], float]) -> None:
@@ -77,7 +76,7 @@ class Watch:
 
     @property
     def quiet(self) -> bool:
-        """Whether the process has something to do, and has given no sign of life for `QUIET` seconds."""
+        """Whether the process has work and has sent no message for `QUIET` seconds."""
         return self._silence.seconds >= QUIET
 
     def begin(self) -> HostProcess:
@@ -88,9 +87,9 @@ class Watch:
         return self.process
 
     def look(self, *, owed: bool) -> Heard:
-        """What there is to hear. Starts a process when there is none and the pause is over.
+        """Receive answers. Starts a process if there is none and the delay is over.
 
-        Nothing needs to be heard of one that is not `owed` an answer.
+        `owed`: whether answers are expected.
         """
         if self.process is None:
             self._begin_if_due()
@@ -105,7 +104,7 @@ class Watch:
         return Heard(frames, died=False)
 
     def end_if_silent(self, process: HostProcess, *, over: bool) -> None:
-        """Kill a process that has been silent for too long; the silence is `over` if it has spoken, or need not."""
+        """Kill a process that has been silent for too long; `over`: it has sent a message, or none is expected."""
         self._silence.look(over=over)
         if self._silence.seconds >= SILENCE:
             _log.error("tier host (process %d) killed: no message for %.0f s", process.pid, SILENCE)

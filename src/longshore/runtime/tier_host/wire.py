@@ -1,4 +1,4 @@
-"""What the engine's process and its tier host say to each other: frames of packed numbers, a few of them JSON.
+"""Messages between the engine's process and its tier host: frames of packed numbers, a few of them JSON.
 
     engine                                            tier host
     OPEN       what to open (JSON)             ──►
@@ -13,8 +13,8 @@
                                                ◄──    ALIVE      operations carried out until now; each second, if busy
     end of file                                ──►    it finishes what it has begun, and ends
 
-Nothing is ordered before OPENED. Both sides are of one version, which OPEN names. Clocks are `CLOCK_MONOTONIC`, which
-all processes share. Nothing is pickled, and no answer is believed before it is checked: `WireError`.
+No request is sent before OPENED. Both sides run the same version, which OPEN names. Clocks are `CLOCK_MONOTONIC`, which
+all processes share. Nothing is pickled, and every answer is validated: `WireError`.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _NO_PARENT = bytes(32)
 
 
 class WireError(ValueError):
-    """Bytes that no tier host of this version says."""
+    """Invalid bytes from a tier host."""
 
 
 class Kind(enum.IntEnum):
-    """What a frame says."""
+    """Kind of a frame."""
 
     OPEN = 1
     SUBMIT = 2
@@ -78,7 +78,7 @@ _MOST = 1 << 40
 
 
 class Opened(NamedTuple):
-    """What a tier host has opened: as in `Tier`, what was found there, and the slots of other scopes' records."""
+    """A tier host's tier: as in `Tier`, with the chunks found and the slots with records of other scopes."""
 
     slabs: Slabs
     generation: int
@@ -89,19 +89,19 @@ class Opened(NamedTuple):
 
 
 class Frames:
-    """Takes bytes as they come, and gives whole frames."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
-        """The frames that `data` completes. Raises `WireError` for a kind that there is not."""
+        """The frames that `data` completes. Raises `WireError` for an unknown kind."""
         self._pending += data
         begin, frames = 0, []
         while len(self._pending) - begin >= _HEAD.size:
             kind, length = _HEAD.unpack_from(self._pending, begin)
             if kind not in _KINDS or length > _MOST:
-                raise WireError(f"a frame of kind {kind} with {length} bytes")
+                raise WireError(f"invalid frame of kind {kind} with {length} bytes")
             end = begin + _HEAD.size + length
             if len(self._pending) < end:
                 break
@@ -113,7 +113,7 @@ class Frames:
 
 @contextlib.contextmanager
 def checked(what: str) -> Iterator[None]:
-    """Within it, whatever is wrong with what a tier host said (`what`) becomes a `WireError`."""
+    """Context manager that turns parsing errors in a message (`what`) into `WireError`."""
     try:
         yield
     except (struct.error, ValueError, TypeError, LookupError, OverflowError, RecursionError, LayoutError) as error:
@@ -136,7 +136,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def pack_submit(ticket: int, deadline: float, ops: Sequence[TierOp]) -> bytes:
-    """The body of SUBMIT; the operations have been checked."""
+    """The body of SUBMIT, for validated operations."""
     parts = [_SUBMIT.pack(ticket, deadline)]
     for op, slot, key, parent, offset, length, generation, pool in ops:
         above, has_parent = (_NO_PARENT, 0) if parent is None else (parent, 1)
@@ -183,13 +183,13 @@ def pack_alive(ended: int) -> bytes:
 
 
 def parse_alive(body: bytes) -> int:
-    """Operations that were carried out."""
+    """The number of operations completed."""
     with checked("ALIVE"):
         return int(_ALIVE.unpack(body)[0])
 
 
 def parse_counts(body: bytes, known: Iterable[str]) -> dict[str, int]:
-    """The counts in TROUBLES, of all that is `known`, and of nothing else."""
+    """The counts in TROUBLES, for exactly the `known` reasons."""
     with checked("TROUBLES"):
         return _counts(parse_json(body), known)
 
@@ -236,7 +236,7 @@ def parse_result(body: bytes) -> TierResult:
 
 
 def pack_opened(opened: Opened) -> bytes:
-    """The body of OPENED: a JSON object, and behind it a table of the chunks."""
+    """The body of OPENED: a JSON object, followed by a table of the chunks."""
     slabs = opened.slabs
     about = pack_json(
         {
@@ -252,7 +252,7 @@ def pack_opened(opened: Opened) -> bytes:
 
 
 def parse_opened(body: bytes, known: Iterable[str]) -> Opened:
-    """What a tier host has opened; its troubles are those that are `known`."""
+    """The content of OPENED; its counts are for the `known` reasons."""
     with checked("OPENED"):
         (length,) = _LENGTH.unpack_from(body)
         end = _LENGTH.size + length

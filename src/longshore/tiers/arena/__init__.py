@@ -1,14 +1,14 @@
-"""The host arena: one mapping that holds block images, placed, touched and registered before its first use.
+"""The host arena: one mapping for block images, placed, touched and registered before its first use.
 
-arena.py         Arena: its start, its end, and what is in between
+arena.py         Arena: the whole life cycle
 memory.py        the mapping: exact, aligned, guarded; private, or shared with other processes
-numa.py          which node a device hangs on; a mapping on one node
-huge_pages.py    huge pages: asked for, and counted
-populate.py      all pages touched, by several threads
-registration.py  pieces that no slot straddles, made known to a device
-cuda.py          the CUDA runtime's side of that
-report.py        what was had, and every fallback
-system.py        the calls of the operating system, in one place
+numa.py          the NUMA node of a device; binding of a mapping
+huge_pages.py    huge pages: request and verification
+populate.py      touching all pages with several threads
+registration.py  registration with a device, in pieces that no slot straddles
+cuda.py          registration with CUDA
+report.py        the result, and every fallback
+system.py        operating system calls
 """
 
 from longshore.tiers.arena.arena import Arena, ArenaSettings

@@ -1,11 +1,11 @@
-"""`Arena`: host memory for block images. Everything below the device reads and writes through it, by byte offset: the
-transfer engine at one edge, tiers at the other.
+"""`Arena`: host memory for block images. The transfer engine and the tiers read and write it by byte offset.
 
     map ─► bind to a node ─► ask for huge pages ─► touch every page ─► look what came of it ─► register, piece by piece
                                                                                                        │
     unmap ◄─────────────────────────────────── unregister ◄─────────────────────── close, never a finaliser
 
-Nothing in this chain but the memory itself is worth a failure: what cannot be had is counted, logged, and done without.
+Only a failed allocation is an error. Everything else that is not available is counted and logged, and the arena works
+without it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ArenaSettings:
-    """How an arena is to be. Raises `TierError` for a node or a number of threads that cannot be.
+    """Settings of an arena. Raises `TierError` for an invalid node or number of threads.
 
     Attributes:
-        numa_node: The node to take memory from: a number, `"auto"` for that of the device, or `None` for any.
-        pci_address: Of the device that `"auto"` means, such as `0000:3b:00.0`; `None` when no device is near or far.
-        huge_pages: Whether to use huge pages where they can be had.
-        shared: Whether other processes can attach to it; private memory is given huge pages more readily.
-        threads: How many touch its pages; by default one for each core, at most 16.
+        numa_node: NUMA node of the memory: a number, `"auto"` for the device's node, or `None` for any.
+        pci_address: PCI address of the device for `"auto"`, such as `0000:3b:00.0`; `None` without a device.
+        huge_pages: Whether to use huge pages where available.
+        shared: Whether other processes can attach; private memory gets huge pages more easily.
+        threads: Number of threads that touch its pages; by default one per core, at most 16.
     """
 
     numa_node: int | Literal["auto"] | None = "auto"
@@ -53,13 +53,13 @@ class ArenaSettings:
     def __post_init__(self) -> None:
         node = self.numa_node
         if node is not None and node != "auto" and (not isinstance(node, int) or node < 0):
-            raise TierError(f"numa_node is the number of a node, 'auto' or None, got {node!r}")
+            raise TierError(f"expected numa_node to be a node number, 'auto' or None, got {node!r}")
         if self.threads is not None and self.threads < 1:
-            raise TierError(f"an arena's pages are touched by at least one thread, got {self.threads}")
+            raise TierError(f"expected at least one thread, got {self.threads}")
 
 
 class Arena:
-    """`nbytes` of host memory, rounded up to a page, zeroed, page-aligned; every page of it is there.
+    """`nbytes` of host memory, rounded up to a page, zeroed, page-aligned, with all pages allocated.
 
     Attributes:
         nbytes: Size in bytes.
@@ -74,12 +74,12 @@ class Arena:
         system: System | None = None,
         shared_fd: int | None = None,
     ) -> None:
-        """`shared_fd` is memory that exists already, and becomes the arena's own: `attach` is the way to that.
+        """`shared_fd` is existing shared memory, which the arena then owns; see `attach`.
 
-        Raises `TierError` when the memory cannot be had; nothing stays behind then.
+        Raises `TierError` if the memory cannot be allocated; nothing is left behind.
         """
         if nbytes <= 0:
-            raise TierError(f"an arena needs a positive number of bytes, got {nbytes}")
+            raise TierError(f"expected a positive arena size in bytes, got {nbytes}")
         settings = settings or ArenaSettings()
         self.nbytes = align(nbytes)
         self._system = system or System()
@@ -105,11 +105,11 @@ class Arena:
 
     @classmethod
     def attach(cls, source: int | str | Path, nbytes: int, *, system: System | None = None) -> Self:
-        """The same memory as a shared arena of `nbytes` in another process; each registers and closes for itself.
+        """Map a shared arena of `nbytes` in another process, which registers and closes it separately.
 
-        `source` is the other one's `path`, or a file descriptor that came over a socket or by inheritance (the caller
-        closes that). Where the memory is was settled by who made it. Raises `TierError` when nothing is there, when
-        it is not an arena's memory, or when it has another size.
+        `source` is the other arena's `path`, or a file descriptor received over a socket or by inheritance, which the
+        caller closes. The creator decided the placement of the memory. Raises `TierError` if the source does not exist,
+        is not an arena, or has another size.
         """
         fd = memory.open_shared(source, nbytes)
         return cls(nbytes, ArenaSettings(numa_node=None, shared=True), system=system, shared_fd=fd)
@@ -133,12 +133,12 @@ class Arena:
 
     @property
     def path(self) -> Path:
-        """Where another process of this user finds the memory, as long as this one has it."""
+        """Path under which other processes of this user can open the memory while this process has it."""
         return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
 
     @property
     def report(self) -> ArenaReport:
-        """What was had of what was asked for. After `close` nothing is registered, and the rest is as it was."""
+        """The result of the allocation. After `close`, nothing is registered; the rest stays as it was."""
         return ArenaReport(
             nbytes=self.nbytes,
             shared=self._shared,
@@ -151,16 +151,16 @@ class Arena:
         )
 
     def view(self, offset: int, length: int) -> memoryview[Any]:
-        """Writable bytes `[offset, offset + length)`; raises `TierError` when they do not lie within the arena."""
+        """Writable bytes `[offset, offset + length)`; raises `TierError` if they are outside the arena."""
         if offset < 0 or length < 0 or offset + length > self.nbytes:
-            raise TierError(f"bytes [{offset}, {offset + length}) do not lie within an arena of {self.nbytes}")
+            raise TierError(f"bytes [{offset}, {offset + length}) are outside an arena of {self.nbytes} bytes")
         return self.array.data[offset : offset + length]
 
     def register(self, registrar: Registrar, slot_bytes: int, largest: int = LARGEST_PIECE) -> None:
-        """Make the arena known to a device, in pieces of at most `largest` bytes that no slot straddles.
+        """Register the arena with a device, in pieces of at most `largest` bytes that no slot straddles.
 
-        Slots of `slot_bytes`, a multiple of `PAGE`, lie one after the other from the start. What the device does not
-        take is counted, and is no error. Raises `TierError` for impossible sizes and for a second registration.
+        Slots of `slot_bytes`, a multiple of `PAGE`, are adjacent from the start. A piece that the device refuses is
+        counted and is not an error. Raises `TierError` for impossible sizes and for a second registration.
         """
         pieces = cut(self.array.nbytes, slot_bytes, largest)
         if self._registration is not None:
@@ -170,22 +170,22 @@ class Arena:
             try:
                 registration.add(offset, length)
             except RegistrationError as error:
-                self._fall_back(Fallback.REGISTRATION, f"bytes [{offset}, {offset + length}): {error}")
+                self._fall_back(Fallback.REGISTRATION, f"bytes [{offset}, {offset + length}) cannot be pinned: {error}")
 
     def in_one_piece(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Whether each `[offset, offset + length)` lies within one registered piece, so that a device copies directly.
+        """Whether each `[offset, offset + length)` is within one registered piece, for direct copies.
 
-        Integers of any shape, which are broadcast together; the result has that shape, bool.
+        Arguments are integers of any shape, broadcast together; the result is bool, of the broadcast shape.
         """
         if self._registration is None:
             return np.zeros(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
         return self._registration.covers(offsets, lengths)
 
     def close(self) -> None:
-        """Unregister, then give the memory back. Idempotent. No device may be copying any more.
+        """Unregister and free the memory. Idempotent. No device may be copying.
 
-        Views that are still held keep the mapping alive until they go. Raises `RegistrationError` when the device
-        does not let go of a piece; the memory is given back all the same.
+        Existing views keep the mapping alive. Raises `RegistrationError` if a piece cannot be unregistered; the memory
+        is freed all the same.
         """
         try:
             if self._registration is not None:
@@ -200,7 +200,7 @@ class Arena:
             return None
         node = numa.node_of_device(settings.pci_address, self._system.sysfs)
         if node is None:
-            self._fall_back(Fallback.NUMA_UNKNOWN, f"of the device at {settings.pci_address}")
+            self._fall_back(Fallback.NUMA_UNKNOWN, f"the NUMA node of the device at {settings.pci_address} is unknown")
         return node
 
     def _bind(self) -> None:
@@ -210,7 +210,7 @@ class Arena:
             numa.bind(self._system, self.address, self.nbytes, self._numa_node)
             self._numa_bound = True
         except OSError as error:
-            self._fall_back(Fallback.NUMA_REFUSED, f"node {self._numa_node}: {error}")
+            self._fall_back(Fallback.NUMA_REFUSED, f"memory cannot be bound to NUMA node {self._numa_node}: {error}")
 
     def _ask_for_huge_pages(self, settings: ArenaSettings) -> None:
         if settings.huge_pages:
@@ -225,8 +225,8 @@ class Arena:
             if populate.populate(self._system, self.address, self.nbytes, threads):
                 return
         except OSError as error:
-            raise TierError(f"an arena of {self.nbytes} bytes cannot be had: {error}") from error
-        self._fall_back(Fallback.POPULATE, "the kernel does not know MADV_POPULATE_WRITE")
+            raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
+        self._fall_back(Fallback.POPULATE, "this kernel has no MADV_POPULATE_WRITE, so pages are touched one by one")
         if fresh:  # a zero written into memory that others use would be a wrong byte
             populate.touch(self.array, threads)
 
@@ -236,20 +236,24 @@ class Arena:
         try:
             strays = numa.count_strays(self._system, self.address, self.nbytes, self._numa_node)
         except OSError as error:
-            self._fall_back(Fallback.NUMA_UNVERIFIED, f"node {self._numa_node}: {error}")
+            self._fall_back(
+                Fallback.NUMA_UNVERIFIED, f"cannot check which pages are on NUMA node {self._numa_node}: {error}"
+            )
             return
         if strays:
-            self._fall_back(Fallback.NUMA_STRAYS, f"{strays} of the pages looked at are not on node {self._numa_node}")
+            self._fall_back(
+                Fallback.NUMA_STRAYS, f"{strays} of the pages sampled are not on NUMA node {self._numa_node}"
+            )
 
     def _count_huge_pages(self, possible: int) -> None:
         if possible:  # the system takes its time to say
             self._huge_bytes = huge_pages.count(self._system, self.address, self.nbytes)
         if self._huge_bytes < possible:
-            self._fall_back(Fallback.HUGE_PAGES, f"{self._huge_bytes} of {possible} bytes")
+            self._fall_back(Fallback.HUGE_PAGES, f"only {self._huge_bytes} of {possible} bytes are on huge pages")
 
     def _fall_back(self, reason: Fallback, about: str) -> None:
         self._fallbacks[reason] += 1
-        _log.warning("host arena: %s: %s", reason.value, about)
+        _log.warning("host arena: %s (%s); copies may be slower", about, reason.value)
 
 
 def _map(nbytes: int, alignment: int, fd: int | None, *, shared: bool) -> Memory:
@@ -260,4 +264,4 @@ def _map(nbytes: int, alignment: int, fd: int | None, *, shared: bool) -> Memory
     except (OSError, OverflowError) as error:
         if fd is not None:
             os.close(fd)
-        raise TierError(f"an arena of {nbytes} bytes cannot be had: {error}") from error
+        raise TierError(f"cannot allocate {nbytes} bytes of host memory: {error}") from error

@@ -1,9 +1,9 @@
 """`CudaRegistrar`: host memory for CUDA devices, through the runtime that torch has loaded.
 
-A call of the runtime that fails leaves its error behind, for whoever asks next: torch would raise it from an unrelated
-kernel launch. So each failure is taken back at once, in the thread that had it. torch has no function for that, nor
-for a device's address; these two come from the same library by ctypes. A second copy of the library would have a
-second last error.
+A failed call leaves its error in the CUDA runtime, and torch would raise it from an unrelated kernel launch. Each
+failure is therefore cleared at once, in the same thread. torch has no function for that, nor for a device's address;
+both are called with ctypes in the library that torch has loaded, because a second copy of the library would have its
+own last error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FLAGS = 1 | 2
 
 
 class CudaRuntime(Protocol):
-    """The calls of the CUDA runtime that are needed here. A code of 0 is success. Any may raise `RegistrationError`."""
+    """The calls of the CUDA runtime that are used here. Code 0 is success. Each may raise `RegistrationError`."""
 
     def host_register(self, address: int, nbytes: int, flags: int) -> int:
         """`cudaHostRegister`."""
@@ -29,7 +29,7 @@ class CudaRuntime(Protocol):
         """`cudaHostUnregister`."""
 
     def take_last_error(self) -> int:
-        """`cudaGetLastError`: the error that was left behind, which is then forgotten."""
+        """`cudaGetLastError`: the last error, which is then cleared."""
 
     def error_name(self, code: int) -> str:
         """`cudaGetErrorName`."""
@@ -39,24 +39,24 @@ class CudaRuntime(Protocol):
 
 
 class CudaRegistrar:
-    """Registers host memory with one CUDA device, in a way that all of them may use."""
+    """Registers host memory with one CUDA device, for use by all of them."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
 
     def pci_address(self) -> str:
-        """Where the device is, such as `0000:3B:00.0`; `unknown` when the runtime does not say."""
+        """PCI address of the device, such as `0000:3B:00.0`; `unknown` if the runtime does not report it."""
         try:
             return self._runtime.pci_address()
         except RegistrationError:
             return "unknown"
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin `nbytes` at `address`. Raises `RegistrationError`, with the runtime's error taken back."""
+        """Pin `nbytes` at `address`. Raises `RegistrationError`, with the runtime's last error cleared."""
         self._check(self._runtime.host_register(address, nbytes, FLAGS), f"cudaHostRegister of {nbytes} bytes")
 
     def unregister(self, address: int) -> None:
-        """Undo `register` at `address`. Raises `RegistrationError`, with the runtime's error taken back."""
+        """Undo `register` at `address`. Raises `RegistrationError`, with the runtime's last error cleared."""
         self._check(self._runtime.host_unregister(address), "cudaHostUnregister")
 
     def _check(self, code: int, call: str) -> None:
@@ -79,7 +79,7 @@ class TorchCudaRuntime:
         self._found = _loaded_library(torch.version.cuda or "")
 
     def host_register(self, address: int, nbytes: int, flags: int) -> int:
-        """Without the interpreter lock; the device gets its context, if it had none."""
+        """Releases the interpreter lock; creates the device's context if there is none."""
         _ = self._library  # an error that nobody could take back must not come into being
         with self._device:
             return int(self._torch.cudaHostRegister(address, nbytes, flags))
@@ -110,7 +110,7 @@ class TorchCudaRuntime:
     @property
     def _library(self) -> Any:
         if self._found is None:
-            raise RegistrationError("the CUDA runtime that torch uses was not found in this process")
+            raise RegistrationError("cannot find the CUDA runtime that torch uses in this process")
         return self._found
 
 

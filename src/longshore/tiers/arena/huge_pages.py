@@ -1,7 +1,7 @@
-"""Huge pages: asked for before the first touch, counted after it.
+"""Huge pages: requested before the first touch, counted after it.
 
-The kernel takes the advice and promises nothing: huge pages may be switched off, memory may be in pieces, the mapping
-may be misaligned. So what counts is what `smaps` shows afterwards.
+A request does not guarantee huge pages: they may be disabled, memory may be fragmented, or the mapping misaligned. The
+pages are therefore counted in `smaps` afterwards.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def size(system: System) -> int:
 
 
 def ask(system: System, address: int, nbytes: int) -> None:
-    """Let this range have huge pages where they can be had. Raises `OSError` when the kernel knows none."""
+    """Request huge pages for this range. Raises `OSError` if the kernel does not support them."""
     system.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
 
 
 def refuse(system: System, address: int, nbytes: int) -> None:
-    """Let this range have none."""
+    """Disable huge pages for this range."""
     with contextlib.suppress(OSError):  # a kernel that knows none
         system.madvise(address, nbytes, mmap.MADV_NOHUGEPAGE)
 
 
 def possible(address: int, nbytes: int, page: int) -> int:
-    """How many bytes of this range whole huge pages of `page` bytes can cover."""
+    """Bytes of this range that whole huge pages of `page` bytes can cover."""
     return max(0, (address + nbytes) // page - -(-address // page)) * page
 
 
 def count(system: System, address: int, nbytes: int) -> int:
-    """How many bytes of this range, mapped by itself, are on huge pages now; zero when the system does not say."""
+    """Bytes of this range, a mapping of its own, that are on huge pages; zero if the system does not report it."""
     try:
         with system.process.joinpath("smaps").open() as lines:
             return _count(lines, address, address + nbytes)

@@ -1,12 +1,12 @@
-"""The mapping behind an arena: of the exact size asked for, aligned for huge pages, with forbidden memory around it.
+"""The mapping behind an arena: of exactly the requested size, aligned for huge pages, between inaccessible guard pages.
 
                  multiple of `alignment`
     ┌─────────────┬──────────────────────────┬─────────────┐
     │  forbidden  │  nbytes                  │  forbidden  │      one address range, given back as one
     └─────────────┴──────────────────────────┴─────────────┘
 
-What runs over an end of it stops there, instead of writing into somebody else's memory. Shared memory is a memfd, whose
-size is sealed: no process can shrink it under another that copies into it.
+An overrun faults instead of writing to other memory. Shared memory is a memfd with a sealed size: no process can shrink
+it while another copies into it.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def create_shared(nbytes: int) -> int:
 
 
 def open_shared(source: int | str | Path, nbytes: int) -> int:
-    """A file descriptor of our own for the shared memory of another arena.
+    """A new file descriptor for the shared memory of another arena.
 
-    `source` is a descriptor that came over a socket or by inheritance (it stays the caller's), or the path of one,
-    `/proc/PID/fd/N`. Raises `TierError` when there is nothing to open, when it is not an arena's memory, or when that
-    has another size than `nbytes` rounded up to a page.
+    `source` is a descriptor received over a socket or by inheritance (which the caller keeps), or its path,
+    `/proc/PID/fd/N`. Raises `TierError` if it cannot be opened, is not an arena, or has another size than `nbytes`
+    rounded up to a page.
     """
     try:
         fd = os.dup(source) if isinstance(source, int) else os.open(source, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise TierError(f"no arena to attach to at {source}: {error.strerror}") from error
+        raise TierError(f"cannot open the arena at {source}: {error.strerror}") from error
     try:
         _check_shared(fd, source, align(nbytes))
     except TierError:
@@ -72,19 +72,19 @@ def _check_shared(fd: int, source: int | str | Path, nbytes: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise TierError(f"{source} is not the memory of an arena: expected a memfd ({error.strerror})") from error
+        raise TierError(f"{source} is not an arena: expected a memfd ({error.strerror})") from error
     if seals & _SEALS != _SEALS:
-        raise TierError(f"{source} is not the memory of an arena: its size is not sealed (seals {seals:#x})")
+        raise TierError(f"{source} is not an arena: its size is not sealed (seals {seals:#x})")
     found = os.fstat(fd).st_size
     if found != nbytes:
         raise TierError(f"the arena at {source} has {found} bytes, expected {nbytes}")
 
 
 class Memory:
-    """`nbytes` at `address`, a multiple of `alignment`; private and zeroed, or those of the shared memory `fd`.
+    """`nbytes` at `address`, a multiple of `alignment`; private and zeroed, or the shared memory `fd`.
 
-    `fd` belongs to the memory from then on. Raises `OSError`, or `OverflowError` for a size that no address range has;
-    nothing is left behind then but `fd`.
+    `fd` belongs to the memory from then on. Raises `OSError`, or `OverflowError` for a size beyond the address space;
+    only `fd` is left then.
     """
 
     def __init__(self, nbytes: int, alignment: int, fd: int | None = None) -> None:
@@ -115,7 +115,7 @@ class Memory:
         return self._array
 
     def close(self) -> None:
-        """Give it all back. Idempotent. Views that are still held keep the mapping alive until they go."""
+        """Free the mapping. Idempotent. Existing views keep it alive."""
         self._array = None
         mapping, self._mapping = self._mapping, None
         if mapping is not None:

@@ -1,10 +1,10 @@
-"""Memory on the NUMA node that a device hangs on: a copy to another node's memory shares the link between the sockets.
+"""Memory on the NUMA node of a device. Copies to the memory of another node use the link between the sockets.
 
     /sys/bus/pci/devices/0000:3b:00.0/numa_node ─► 1 ─► mbind(address, nbytes, MPOL_PREFERRED, {1}) ─► pages on node 1
 
-The node is preferred, not required. Required memory (`MPOL_BIND`) that the node does not have ends the process, through
-the out-of-memory killer, while other nodes have plenty; and an arena is often larger than one node. What the node
-could not give is then elsewhere, and slower: `count_strays` says so.
+The node is preferred, not required. With `MPOL_BIND`, the out-of-memory killer ends the process when the node is full,
+even if other nodes have free memory, and an arena is often larger than one node. Pages that the node has no room for
+are on other nodes, and slower; `count_strays` counts them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PCI_ADDRESS = re.compile(r"0*([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
 
 
 def node_of_device(pci_address: str, sysfs: Path) -> int | None:
-    """The node of the device at `pci_address`, such as `0000:3B:00.0`; `None` when the machine does not say."""
+    """The node of the device at `pci_address`, such as `0000:3B:00.0`; `None` if the machine does not report it."""
     match = _PCI_ADDRESS.fullmatch(pci_address.lower())
     if match is None:
         return None
@@ -51,7 +51,7 @@ def node_of_device(pci_address: str, sysfs: Path) -> int | None:
 
 
 def bind(system: System, address: int, nbytes: int, node: int) -> None:
-    """Let what is not yet touched of this range come from `node`, as long as that has memory. Raises `OSError`."""
+    """Allocate untouched pages of this range on `node` while it has free memory. Raises `OSError`."""
     words = node // _BITS + 1
     mask = (ctypes.c_uint64 * words)()
     mask[-1] = 1 << node % _BITS
@@ -67,7 +67,7 @@ def bind(system: System, address: int, nbytes: int, node: int) -> None:
 
 
 def count_strays(system: System, address: int, nbytes: int, node: int) -> int:
-    """Of about a thousand touched pages, evenly spread, those that are not on `node`. Raises `OSError`."""
+    """Number of pages not on `node`, of about a thousand evenly spread touched pages. Raises `OSError`."""
     pages = -(-nbytes // PAGE)
     samples = np.unique(np.linspace(0, pages - 1, min(pages, _SAMPLES)).astype(np.uint64))
     addresses = samples * np.uint64(PAGE) + np.uint64(address)
@@ -90,4 +90,4 @@ def _numbers() -> _Numbers:
     try:
         return _NUMBERS[platform.machine()]
     except KeyError:
-        raise OSError(errno.ENOSYS, f"no system call numbers for {platform.machine()}") from None
+        raise OSError(errno.ENOSYS, f"NUMA system calls are not supported on {platform.machine()}") from None

@@ -1,5 +1,6 @@
-"""All pages of an arena come into being before its first use: a copy into one that does not exist yet runs at a
-fraction of memory speed. Several threads do it, range by range, outside the interpreter lock.
+"""Allocates all pages of an arena before its first use, in several threads without the interpreter lock.
+
+A copy into a page that is not allocated runs at a fraction of memory speed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _MOST_THREADS = 16
 
 
 def default_threads() -> int:
-    """One for each core that this process may use, up to what a memory controller has use for."""
+    """One per core that this process may use, up to the number that saturates a memory controller."""
     return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def populate(system: System, address: int, nbytes: int, threads: int) -> bool:
-    """Let the kernel make all pages; what they hold stays. Says whether this kernel can (Linux 5.14 and newer).
+    """Have the kernel allocate all pages; their content stays. Returns whether the kernel can (Linux 5.14 and newer).
 
-    Raises `OSError` when there is no memory left.
+    Raises `OSError` if there is not enough memory.
     """
 
     def work(start: int, stop: int) -> None:
@@ -46,7 +47,7 @@ def populate(system: System, address: int, nbytes: int, threads: int) -> bool:
 
 
 def touch(array: npt.NDArray[np.uint8], threads: int) -> None:
-    """Write a zero into every page of `array`, which nobody else may be using yet."""
+    """Write a zero into every page of `array`, which must not be in use."""
 
     def work(start: int, stop: int) -> None:
         array[start:stop:PAGE] = 0

@@ -1,10 +1,10 @@
-"""Pieces of an arena that are registered with a device, so that it copies from and to them directly.
+"""Pieces of an arena registered with a device, which copies from and to them directly.
 
     slots    │ 0 │ 1 │ 2 │ 3 │ 4 │ 5 │ 6 │ 7 │
     pieces   ├─── 0 ─────┼─── 1 ─────┼── 2 ──┤      each boundary between two slots and between two pages
 
-One registration of everything fails on some systems (above 64 GiB), and a copy that spans two of them fails everywhere.
-So there are several, and no slot straddles two. A piece that the device does not take leaves the others usable.
+A single registration fails on some systems (above 64 GiB), and a copy across two registrations fails on all. There are
+therefore several, and no slot straddles two. If the device refuses a piece, the others remain usable.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ LARGEST_PIECE = 16 << 30
 
 
 class Registrar(Protocol):
-    """A device that takes host memory."""
+    """A device that host memory can be registered with."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Make `nbytes` at `address` directly reachable. Raises `RegistrationError`; no trace of a failure stays."""
+        """Register `nbytes` at `address`. Raises `RegistrationError`, after clearing the error state."""
 
     def unregister(self, address: int) -> None:
-        """Take back what was registered at `address`. Raises `RegistrationError`; no trace of a failure stays."""
+        """Unregister the memory at `address`. Raises `RegistrationError`, after clearing the error state."""
 
 
 def cut(nbytes: int, slot_bytes: int, largest: int = LARGEST_PIECE) -> list[tuple[int, int]]:
     """`(offset, length)` of pieces of at most `largest` bytes that cover `[0, nbytes)` exactly, in order.
 
-    Slots of `slot_bytes` lie one after the other from 0; none straddles two pieces. All but the last piece are equally
-    long. Raises `TierError` for impossible sizes, or when not even one slot fits into a piece.
+    Slots of `slot_bytes` are adjacent from 0; none straddles two pieces. All pieces but the last have equal length.
+    Raises `TierError` for impossible sizes, or when not even one slot fits into a piece.
     """
     if nbytes <= 0 or slot_bytes <= 0 or slot_bytes % PAGE:
         raise TierError(
@@ -45,13 +45,13 @@ def cut(nbytes: int, slot_bytes: int, largest: int = LARGEST_PIECE) -> list[tupl
         )
     step = math.lcm(slot_bytes, mmap.PAGESIZE)
     if step > largest:
-        raise TierError(f"a piece of at most {largest} bytes cannot hold a slot and whole pages: {step} bytes")
+        raise TierError(f"a registered piece is at most {largest} bytes, but a slot and its pages need {step}")
     length = largest // step * step
     return [(offset, min(length, nbytes - offset)) for offset in range(0, nbytes, length)]
 
 
 class Registration:
-    """The pieces of the memory at `address` that `registrar` took. One thread changes it, any may ask."""
+    """The registered pieces of the memory at `address`. One thread may change it; any thread may query it."""
 
     def __init__(self, registrar: Registrar, address: int) -> None:
         self._registrar = registrar
@@ -61,22 +61,22 @@ class Registration:
 
     @property
     def pieces(self) -> int:
-        """How many there are."""
+        """Number of pieces."""
         return len(self._bounds[0])
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all of them."""
+        """Bytes in all pieces."""
         starts, ends = self._bounds
         return int((ends - starts).sum())
 
     def add(self, offset: int, length: int) -> None:
-        """Register the next piece, behind all others. Raises `RegistrationError`; nothing has changed then."""
+        """Register the next piece, behind all others. Raises `RegistrationError` with nothing changed."""
         self._registrar.register(self._address + offset, length)
         self._bounds = np.column_stack([self._bounds, (offset, offset + length)])
 
     def covers(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Whether each `[offset, offset + length)` lies within one piece; the arguments are broadcast together."""
+        """Whether each `[offset, offset + length)` is within one piece; the arguments are broadcast together."""
         starts, ends = self._bounds
         first = np.asarray(offsets, dtype=np.int64)
         size = np.asarray(lengths, dtype=np.int64)
@@ -85,7 +85,7 @@ class Registration:
         return np.asarray((piece >= 0) & (size >= 0) & (size <= end - first))
 
     def close(self) -> None:
-        """Take all pieces back, also when one fails; raises `RegistrationError` then, at the end. Idempotent."""
+        """Unregister all pieces. If some fail, raises `RegistrationError` after the last. Idempotent."""
         starts = self._bounds[0].tolist()
         self._bounds = self._bounds[:, :0]
         failures = []
@@ -95,4 +95,6 @@ class Registration:
             except RegistrationError as error:
                 failures.append(str(error))
         if failures:
-            raise RegistrationError(f"{len(failures)} of {len(starts)} pieces stay registered: {failures[0]}")
+            raise RegistrationError(
+                f"{len(failures)} of {len(starts)} pieces of host memory could not be unregistered: {failures[0]}"
+            )

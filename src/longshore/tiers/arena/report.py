@@ -1,4 +1,4 @@
-"""What an arena was to be and what it is: every fallback has a name and a count."""
+"""The result of an arena's allocation: every fallback has a name and a count."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from enum import Enum
 
 
 class Fallback(Enum):
-    """Why an arena is less than it was asked to be. The bytes are right all the same; copies may be slower."""
+    """Reasons for which an arena has less than requested. It works all the same; copies may be slower."""
 
     NUMA_UNKNOWN = "numa_unknown"
-    """The machine does not say which node the device hangs on: memory is taken wherever it is."""
+    """The NUMA node of the device is unknown; memory is allocated on any node."""
 
     NUMA_REFUSED = "numa_refused"
-    """The system did not let the memory be bound to the node."""
+    """The system refused to bind the memory to the node."""
 
     NUMA_STRAYS = "numa_strays"
-    """The node had too little memory: some pages are on another one."""
+    """The node had too little memory; some pages are on another node."""
 
     NUMA_UNVERIFIED = "numa_unverified"
-    """Bound, but the system does not say where the pages are."""
+    """The memory is bound, but the system does not report where its pages are."""
 
     HUGE_PAGES = "huge_pages"
-    """Not all that could be on huge pages is."""
+    """Only part of the memory is on huge pages."""
 
     POPULATE = "populate"
-    """The kernel cannot make pages ahead: ours were touched one by one, another process's come at their first use."""
+    """The kernel cannot allocate pages ahead: they were touched one by one, or are allocated at their first use."""
 
     REGISTRATION = "registration"
-    """The device did not take a piece; counted once for each: its copies go through a staging buffer."""
+    """The device refused a piece (counted once per piece); its copies use a staging buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaReport:
-    """An arena at one moment; after its end, as it was.
+    """State of an arena; after `close`, the last state.
 
     Attributes:
         nbytes: Its size in bytes.
         shared: Whether other processes can attach to it.
-        numa_node: The node that was asked for, or found to be the device's; `None` for none.
-        numa_bound: Whether its memory is bound to that node.
-        huge_bytes: Bytes on huge pages, when it was made.
-        registered_pieces: Pieces that the device reaches directly.
-        registered_bytes: Bytes in them.
-        fallbacks: How often each fallback was taken; every member of `Fallback` is there.
+        numa_node: The node configured, or found for the device; `None` for none.
+        numa_bound: Whether the memory is bound to that node.
+        huge_bytes: Bytes on huge pages at creation.
+        registered_pieces: Pieces registered with the device.
+        registered_bytes: Bytes in these pieces.
+        fallbacks: Count of each fallback; every member of `Fallback` is present.
     """
 
     nbytes: int

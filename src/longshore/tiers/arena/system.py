@@ -1,4 +1,4 @@
-"""The calls of the operating system that an arena makes and Python has no function for, in one replaceable object."""
+"""Operating system calls of an arena that Python has no function for, in one replaceable object."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def syscall(number: int, *arguments: object) -> int:
 
 
 def madvise(address: int, nbytes: int, advice: int) -> None:
-    """Like `mmap.madvise`, but for any range, and other threads of the interpreter run meanwhile. Raises `OSError`."""
+    """Like `mmap.madvise`, but for any range, and without the interpreter lock. Raises `OSError`."""
     if _libc.madvise(address, nbytes, advice):
         raise _last_error()
 
 
 def forbid(address: int, nbytes: int) -> None:
-    """Let no access to this range pass. Raises `OSError`."""
+    """Make this range inaccessible. Raises `OSError`."""
     if _libc.mprotect(address, nbytes, _PROT_NONE):
         raise _last_error()
 
 
 def map_over(address: int, nbytes: int, fd: int) -> None:
-    """Put the first `nbytes` of file `fd`, shared, in place of what is mapped at `address`. Raises `OSError`."""
+    """Map the first `nbytes` of file `fd`, shared, over the mapping at `address`. Raises `OSError`."""
     flags = _MAP_SHARED | _MAP_FIXED
     if _libc.mmap(address, nbytes, _PROT_READ | _PROT_WRITE, flags, fd, 0) == _MAP_FAILED:
         raise _last_error()
@@ -54,10 +54,10 @@ def _last_error() -> OSError:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What an arena asks of the machine.
+    """The system calls and paths that an arena uses.
 
     Attributes:
-        syscall: `syscall` above; for calls that the C library has no function for.
+        syscall: `syscall` above, for calls without a function in the C library.
         madvise: `madvise` above.
         sysfs: Where sysfs is mounted.
         process: The directory of this process in procfs.

@@ -35,7 +35,11 @@ def device_for(layout: KVLayout, calibration: Path | None = None) -> Device:
         try:
             return CudaDevice(layout.device, calibration=calibration)
         except DeviceError as error:  # a build of torch for another maker's GPUs calls them cuda, too
-            _log.warning("copies to %s go through torch alone: %s", layout.device, error)
+            _log.warning(
+                "CUDA driver cannot be used for %s, copying through torch instead, which is slower: %s",
+                layout.device,
+                error,
+            )
     from longshore.transfer.device.torch_streams import TorchDevice  # noqa: PLC0415
 
     return TorchDevice(layout.device)

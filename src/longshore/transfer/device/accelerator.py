@@ -110,7 +110,7 @@ class Point(Event):
         """By the device's clock. Both have passed, and neither was released."""
         with self._pool.lock:
             if self._event is None or later._event is None:
-                raise RuntimeError("expected two points that were kept, got one that was released")
+                raise RuntimeError("expected two points that are still held, got one that was released")
             return float(self._event.elapsed_time(later._event)) / 1000
 
     def _has_passed(self) -> bool:
@@ -185,6 +185,10 @@ def pinned_or_pageable(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: i
     try:
         return accelerator.pinned_bytes(nbytes)
     except RuntimeError:
-        _log.warning("no pinned memory for a stage of %d bytes: copies to %s will be slow", nbytes, accelerator.device)
+        _log.warning(
+            "cannot allocate %d bytes of pinned memory; copies to %s use pageable memory, which is slower",
+            nbytes,
+            accelerator.device,
+        )
         fallbacks.count("unpinned_stage")
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -155,7 +155,9 @@ class Device(ABC):
 
         Raises `DeviceError` where there is none. It is the device's to give back.
         """
-        raise DeviceError(f"{type(self).__name__} keeps no images: expected a device that GPUDirect Storage reaches")
+        raise DeviceError(
+            f"{type(self).__name__} cannot hold block images: expected a device that GPUDirect Storage supports"
+        )
 
     def fallbacks(self) -> Mapping[str, int]:
         """How often something was done the slower way, by reason."""

@@ -198,7 +198,9 @@ class StagedStream(Stream):
     def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
         """Send `batch` through the stages; the stream waits for `after`, this thread does not."""
         if batch.generation != batch.layout.generation:
-            raise FreedLayoutError(f"planned in generation {batch.generation}, now it is {batch.layout.generation}")
+            raise FreedLayoutError(
+                f"batch is of layout generation {batch.generation}, the layout now in {batch.layout.generation}"
+            )
         for event in after:
             cast(Point, event).hold(self._stream)
         begun = self._record()

@@ -102,7 +102,9 @@ class CudaDevice(Device):
     def take_images(self, nbytes: int) -> CudaImages:
         """Memory of the GPU. Kernels gather pages into it and scatter them from it: for DMA it is on the wrong side."""
         if not self._has_kernels():
-            raise DeviceError(f"no images on {self._accelerator.device}: they need kernels, which cannot be compiled")
+            raise DeviceError(
+                f"{self._accelerator.device} cannot hold block images: the copy kernels cannot be compiled"
+            )
         self._images = CudaImages(self._accelerator, nbytes, self._driver)
         self._tools = replace(self._tools, ways=(Way.ZERO_COPY,))
         self._chooses = calibrate.Always(Way.ZERO_COPY)
@@ -115,13 +117,17 @@ class CudaDevice(Device):
         Raises `DeviceError` where kernels cannot be had: there is only one way then.
         """
         if not self._has_kernels():
-            raise DeviceError(f"nothing to calibrate on {self._accelerator.device}: kernels cannot be compiled")
+            raise DeviceError(f"cannot calibrate {self._accelerator.device}: the copy kernels cannot be compiled")
         curves = calibrate.measure(self._tools, self._staging_bytes, effort)
         self._chooses = found = Calibration(*self._key[:2], curves, self._link)
         try:
             found.save(self._path)
         except OSError as error:
-            _log.warning("the calibration of %s is not kept: %s", self._accelerator.name, error)
+            _log.warning(
+                "calibration of %s could not be saved, and is measured again at the next start: %s",
+                self._accelerator.name,
+                error,
+            )
         return found
 
     def resolve(self, compute: object) -> object:

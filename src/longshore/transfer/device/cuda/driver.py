@@ -79,7 +79,7 @@ def load() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise DeviceError(f"there is no CUDA driver: {error}") from error
+        raise DeviceError(f"cannot load the CUDA driver: {error}") from error
 
 
 class Driver:
@@ -221,7 +221,7 @@ class Driver:
     def _function(self, name: str, prototype: Any) -> Any:
         function = getattr(self._library, name, None)
         if function is None:
-            raise DeviceError(f"the CUDA driver has no {name}")
+            raise DeviceError(f"the CUDA driver has no function {name}; update the driver")
         return prototype(ctypes.cast(function, ctypes.c_void_p).value)
 
     def _check(self, result: int, call: str) -> None:
@@ -233,7 +233,7 @@ class Driver:
 
 def _check_stream(stream: int) -> None:
     if stream in _NULL_STREAMS:
-        raise DeviceError("expected a stream of our own, got the legacy null stream")
+        raise DeviceError("expected a stream created by Longshore, got the legacy null stream")
 
 
 def _address(array: U64) -> int:

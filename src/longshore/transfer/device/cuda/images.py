@@ -31,7 +31,9 @@ class CudaImages:
         try:
             whole = accelerator.device_bytes(nbytes + _PAGE)
         except RuntimeError as error:
-            raise DeviceError(f"no {nbytes} bytes for images on {accelerator.device}: {error}") from error
+            raise DeviceError(
+                f"cannot allocate {nbytes} bytes for block images on {accelerator.device}: {error}"
+            ) from error
         first = -whole.data_ptr() % _PAGE
         self._accelerator = accelerator
         self._driver = driver
@@ -86,7 +88,7 @@ class CudaImages:
             try:
                 self._accelerator.give_back_stream(self._driver, stream)
             except DeviceError as error:
-                _log.warning("a stream of %s was not given back: %s", self._accelerator.device, error)
+                _log.warning("a CUDA stream of %s could not be destroyed: %s", self._accelerator.device, error)
 
     def _piece(self, offset: int, length: int) -> torch.Tensor:
         return self._memory[offset : offset + length]
@@ -103,4 +105,4 @@ class CudaImages:
             with self._accelerator.on(stream):
                 yield
         except RuntimeError as error:
-            raise DeviceError(f"the GPU failed: {error}") from error
+            raise DeviceError(f"GPU operation failed: {error}") from error

@@ -78,7 +78,12 @@ def take_ring(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int, large
         try:
             return Ring(accelerator, nbytes // part, largest_page)
         except RuntimeError as error:
-            _log.warning("no %d bytes to stage in on %s: %s", nbytes // part, accelerator.device, error)
+            _log.warning(
+                "cannot allocate a staging buffer of %d bytes on %s; copies may be slower: %s",
+                nbytes // part,
+                accelerator.device,
+                error,
+            )
             fallbacks.count("smaller_ring" if part < 4 else "no_ring")
     return None
 
@@ -113,7 +118,7 @@ class Paths:
             try:
                 self._accelerator.give_back_stream(self._driver, stream)
             except DeviceError as error:
-                _log.warning("a stream of %s was not given back: %s", self._accelerator.device, error)
+                _log.warning("a CUDA stream of %s could not be destroyed: %s", self._accelerator.device, error)
 
 
 class Kernels:
@@ -143,8 +148,8 @@ class Kernels:
         except Exception as error:  # noqa: BLE001 - a compiler fails in many ways; copies then go without kernels
             self._broken = True
             _log.warning(
-                "no kernels on %s, so small pages go one by one, slowly: %s. They need Triton, gcc (or CC) "
-                "and Python.h; install what is missing and restart",
+                "copy kernels for %s cannot be compiled; small pages are copied one by one, which is slow: %s. "
+                "Install Triton, gcc (or set CC) and Python.h, and restart",
                 self._accelerator.device,
                 error,
             )

@@ -134,7 +134,9 @@ class CudaStream(Stream):
     def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
         """Give `batch` to the device the fastest way; the streams wait for `after`, this thread does not."""
         if batch.generation != batch.layout.generation:
-            raise FreedLayoutError(f"planned in generation {batch.generation}, now it is {batch.layout.generation}")
+            raise FreedLayoutError(
+                f"batch is of layout generation {batch.generation}, the layout now in {batch.layout.generation}"
+            )
         for event in after:
             for stream in (self._kernels, self._link):
                 cast(Point, event).hold(stream)

@@ -92,7 +92,7 @@ def explore(make: Callable[[World], Story], *, max_runs: int = 200_000) -> Explo
     todo: list[list[int]] = [[]]
     while todo:
         if explored.runs == max_runs:
-            raise WrongError(f"more than {max_runs} runs: the story is too long to be told in every order")
+            raise WrongError(f"more than {max_runs} runs: the test case has too many interleavings to try them all")
         path = _Path(todo.pop(), seen)
         world = World(path.choose)
         path.story = make(world)

@@ -207,7 +207,7 @@ class World(Driver):
         names = [name for name, _ in options] + ([other] if other else [])
         if not names:
             raise StuckError(
-                f"{self.actor} waits, and nothing can go on: {', '.join(lane.name for lane in self.lanes)}"
+                f"deadlock: {self.actor} waits, and no lane can proceed: {', '.join(lane.name for lane in self.lanes)}"
             )
         index = self._choose(len(names)) if len(names) > 1 else 0
         self.schedule.append(names[index])
