@@ -14,11 +14,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from longshore.boundary import FILE, HOST, Mover
 from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
-from longshore.cache.eviction import POLICIES
+from longshore.cache.eviction import POLICIES, EvictionPolicy
 from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError, DeviceError
 from longshore.keys import Scope
@@ -255,19 +255,31 @@ def _make_runtime(
     probers: Sequence[ForeignMover] = (),
 ) -> Runtime:
     foreign = [prober.tier for prober in probers]
-    cache = _make_cache(config, layout, scope, grouping, host, file, [tier.name for tier in foreign])
+    cache = make_cache(
+        config,
+        None if host is None else host.slabs,
+        file,
+        foreign=[tier.name for tier in foreign],
+        groups=tuple(grouping.groups),
+        partial=grouping.partial,
+        ranks=layout.ranks,
+        events=KEPT if config.events_path is not None else 0,
+        max_writes=config.max_writes,
+        device_blocks=layout.num_blocks,
+        self_test_key=scope.self_test_key,
+        pools=grouping.pools,
+    )
     tiers = [*([] if file is None else [file]), *foreign]
-    weighing = _make_weighing(config, layout, host, file)
+    weighing = None
+    if file is not None and len(layout.groups) == 1:  # chunks of several groups differ
+        tokens = layout.groups[0].block_size * config.blocks_per_chunk
+        weighing = make_weighing(config, [level.name for level in cache.stats()], tokens, layout.image_bytes)
     return Runtime(cache, [*movers, *probers], tiers, probers=probers, weighing=weighing)
 
 
-def _make_weighing(config: Config, layout: KVLayout, host: HostTier | None, file: Tier | None) -> Weighing | None:
-    """A gate, where something has to be read first, and all chunks are alike."""
-    if not config.gate or file is None or len(layout.groups) > 1:
-        return None
-    tiers = [FILE] if host is None else [HOST, FILE]
-    gate = Gate(tiers, layout.groups[0].block_size * config.blocks_per_chunk, layout.image_bytes)
-    return Weighing(gate, config.prefill_speed)
+def make_weighing(config: Config, tiers: Sequence[str], chunk_tokens: int, chunk_bytes: int) -> Weighing | None:
+    """A gate for loads of chunks of this size from `tiers`, unless `config` has none."""
+    return Weighing(Gate(tiers, chunk_tokens, chunk_bytes), config.prefill_speed) if config.gate else None
 
 
 def _open_file(
@@ -296,28 +308,29 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
         )
 
 
-def _make_cache(
+def make_cache(
     config: Config,
-    layout: KVLayout,
-    scope: Scope,
-    grouping: _Grouping,
-    host: HostTier | None,
+    host: Slabs | None,
     file: Tier | None,
-    foreign: Sequence[str],
+    *,
+    foreign: Sequence[str] = (),
+    policy: type[EvictionPolicy] | None = None,
+    **of_engine: Any,
 ) -> TieredCache:
-    tiers = []
-    if host is not None:
-        tiers.append(TierSpec(HOST, host.slabs, policy=POLICIES[config.eviction]))
+    """The control plane over a host tier of these slots, over `file`, and beside `foreign` tiers.
+
+    It has the settings of `config`, and the `CacheSettings` of its engine. `policy` takes the place of the eviction
+    policy of `config`. What `file` recovered at its start is adopted.
+    """
+    policy = policy or POLICIES[config.eviction]
+    tiers = [] if host is None else [TierSpec(HOST, host, policy=policy)]
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs, policy=POLICIES[config.eviction], outlives=True, moves=False))
-    daily, policy = config.file_daily_writes, config.offload if host is None else config.backup
-    into = {FILE: WriteRule(policy, config.threshold, daily / 86_400)} if file is not None and daily else {}
+        tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True, moves=False))
+    daily, rule = config.file_daily_writes, config.offload if host is None else config.backup
+    into = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
     settings = CacheSettings(
         into=into,
         blocks_per_chunk=config.blocks_per_chunk,
-        groups=tuple(grouping.groups),
-        partial=grouping.partial,
-        ranks=layout.ranks,
         offload=config.offload,
         backup=config.backup,
         threshold=config.threshold,
@@ -325,13 +338,9 @@ def _make_cache(
         priority_floor=config.priority_floor,
         prefetch=config.prefetch,
         prefetch_timeout=config.prefetch_timeout,
-        events=KEPT if config.events_path is not None else 0,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
-        max_writes=config.max_writes,
-        device_blocks=layout.num_blocks,
-        self_test_key=scope.self_test_key,
-        pools=grouping.pools,
+        **of_engine,
     )
     cache = TieredCache(tiers, settings, foreign=foreign, generation=file.generation if file is not None else 0)
     if file is not None:

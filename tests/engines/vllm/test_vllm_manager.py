@@ -451,8 +451,9 @@ def test_an_inconsistent_cache_turns_the_tiers_off_and_nothing_else(
         fired.append(verb)
         raise IndexError("damaged by the test")
 
-    broken = {"lookup": "peek", "prepare_load": "lend", "prepare_store": "offer", "complete_store": "apply"}
-    monkeypatch.setattr(rig.cache, broken.get(verb, "end_step"), damaged)
+    broken = {"lookup": "lookup", "prepare_load": "load", "prepare_store": "store", "complete_store": "apply"}
+    method = broken.get(verb, "end_step")
+    monkeypatch.setattr(rig.cache, method, rig.manager._runtime._calls._watched(method, damaged))
     assert verb != "lookup" or rig.manager.lookup(keys[0], second) is MISS
     spec = rig.manager.prepare_load(keys, second) if verb == "prepare_load" else None
     rig.manager.prepare_store(keys_of(2, name="new"), first)

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from longshore.boundary import FILE, HOST, Mover
-from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
-from longshore.cache.eviction import POLICIES, EvictionPolicy
+from longshore.cache import CacheGroup, TieredCache
+from longshore.cache.eviction import EvictionPolicy
 from longshore.config import Config
 from longshore.engines.vllm.meeting import Note, attach
 from longshore.errors import TierError
 from longshore.keys import Scope
 from longshore.runtime.background import BackgroundLoop
 from longshore.runtime.loop import Runtime
-from longshore.runtime.stack import adopt_found
+from longshore.runtime.stack import make_cache as make_tiers
+from longshore.runtime.stack import make_weighing
 from longshore.runtime.stamps import Stamps
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.runtime.tier_mover import TierMover
-from longshore.runtime.weighing import Weighing
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.opening import slabs_within
@@ -87,7 +87,8 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
         cache = make_cache(config, note, file, groups, events)
         movers: list[Mover] = [] if file is None else [TierMover(file, host)]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
-        weighing = _make_weighing(config, note, sizes[0]) if config.gate and file is not None else None
+        of_all_groups = sum(note.image_bytes[pool] for pool in note.pools)
+        weighing = None if file is None else make_weighing(config, [HOST, FILE], sizes[0], of_all_groups)
         runtime = Runtime(cache, movers, [] if file is None else [file], weighing=weighing)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
@@ -119,19 +120,6 @@ def _open_file_tier(config: Config, path: Path, note: Note, arena: Arena, scope:
         return None
 
 
-def _make_weighing(config: Config, note: Note, tokens: int) -> Weighing:
-    """A gate for chunks of so many tokens, which stand for those of all groups."""
-    of_all_groups = sum(note.image_bytes[pool] for pool in note.pools)
-    return Weighing(Gate([HOST, FILE], tokens, of_all_groups), config.prefill_speed)
-
-
-def _budget(config: Config, file: Tier | None) -> dict[str, WriteRule]:
-    """How much may be written to the file tier."""
-    if file is None or not config.file_daily_writes:
-        return {}
-    return {FILE: WriteRule(config.backup, config.threshold, config.file_daily_writes / 86_400)}
-
-
 def make_cache(
     config: Config,
     note: Note,
@@ -144,28 +132,14 @@ def make_cache(
 
     Its tiers have the eviction policy of `config`, or `policy`.
     """
-    policy = policy or POLICIES[config.eviction]
-    tiers = [TierSpec(HOST, note.layout, policy=policy)]
-    if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True))
-    settings = CacheSettings(
-        blocks_per_chunk=config.blocks_per_chunk,
+    windows = zip(groups, note.model.windows, strict=True)
+    return make_tiers(
+        config,
+        note.layout,
+        file,
+        policy=policy,
         events=events,
-        offload=config.offload,
-        backup=config.backup,
-        threshold=config.threshold,
-        priority_floor=config.priority_floor,
-        into=_budget(config, file),
-        load_timeout=config.load_timeout,
-        write_timeout=config.write_timeout,
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,
-        groups=tuple(
-            CacheGroup(block_size=group.tokens_per_block, window=window)
-            for group, window in zip(groups, note.model.windows, strict=True)
-        ),
+        groups=tuple(CacheGroup(block_size=group.tokens_per_block, window=window) for group, window in windows),
         pools=note.pools,
     )
-    cache = TieredCache(tiers, settings, generation=0 if file is None else file.generation)
-    if file is not None:
-        adopt_found(cache, file)
-    return cache
