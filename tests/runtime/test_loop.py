@@ -836,6 +836,43 @@ def test_a_mover_that_cannot_be_polled_is_no_fault() -> None:
     assert [result.job for result in cache.results] == [1]
 
 
+def test_a_mover_that_cannot_be_polled_in_the_background_turns_the_tiers_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is there to see its exception: what waits ends all the same."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache, mover, polled = host_cache(), Scripted(Route(DEVICE, HOST)), threading.Event()
+    runtime = Runtime(cache, [mover])
+
+    def fail() -> list[TransferResult]:
+        polled.set()
+        raise OSError("failed by the test")
+
+    mover.poll = fail  # type: ignore[method-assign]
+    loop = BackgroundLoop(runtime)
+    try:
+        assert polled.wait(10)
+        assert until(lambda: runtime.fault is not None)
+        assert isinstance(runtime.fault, OSError)
+        with pytest.raises(TierClosedError), runtime.control():
+            pass
+    finally:
+        loop.close()
+
+
+def test_a_mover_that_cannot_be_closed_leaves_no_other_open(caplog: pytest.LogCaptureFixture) -> None:
+    movers = [Scripted(Route(DEVICE, HOST)), Scripted(Route(HOST, FILE))]
+
+    def fail() -> None:
+        raise OSError("failed by the test")
+
+    movers[0].close = fail  # type: ignore[method-assign]
+    runtime = Runtime(host_cache(), movers)
+    assert runtime.close(0.0)
+    assert movers[1].closed
+    assert "Scripted could not be closed" in caplog.text
+
+
 WAITS: dict[str, Callable[[Rig, Lease], Any]] = {
     "progress of a lease": lambda rig, lease: rig.runtime.wait_over(lease),
     "progress of a job": lambda rig, lease: rig.runtime.wait_ended([rig.files.submitted[0].job], 0.0),

@@ -11,7 +11,10 @@ _NAP_SECONDS = 1e-3
 
 
 class BackgroundLoop:
-    """Pumps a runtime in a separate thread, which sleeps while nothing is in flight."""
+    """Pumps a runtime in a separate thread, which sleeps while nothing is in flight.
+
+    A mover that raises there disables the tiers: nobody else would learn of it, and what waits for it would wait on.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -30,4 +33,7 @@ class BackgroundLoop:
         while not self._stopping:
             self._runtime.wakeup.wait(_NAP_SECONDS if busy else None)
             self._runtime.wakeup.clear()
-            busy = self._runtime.pump()
+            try:
+                busy = self._runtime.pump()
+            except Exception as error:  # noqa: BLE001 - of a mover: here is no caller to see it, and requests wait
+                self._runtime.fail(error)

@@ -267,7 +267,12 @@ class Runtime:
             for probe in list(self._probing):
                 self._end_probe(probe, Status.TIER_OFF)
         for mover in self._movers:
-            mover.close()
+            try:
+                mover.close()
+            except Exception:  # noqa: BLE001 - the others are to be closed all the same
+                _log.exception(
+                    "%s could not be closed; what it holds is freed when the process ends", type(mover).__name__
+                )
         self.pump()
         self.wakeup.set()
         return flushed
