@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from longshore.boundary import DEVICE
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, tiered
+from longshore.errors import HintError
 
 README = Path(__file__).parents[3] / "README.md"
 PROMPTS = [[number, *range(2, 100)] for number in (200, 201, 202)]
@@ -56,9 +57,10 @@ def close(outputs: list[Any], others: list[Any]) -> bool:
 
 
 def sources(tiers: Tiers) -> list[tuple[str, ...]]:
-    """Of the prompts of the last call."""
+    """Of the prompts of the last call, in their order."""
     call = tiers.records[-1].request.partition("@")[2]
-    return [record.sources for record in tiers.records if record.request.partition("@")[2] == call]
+    mine = [record for record in tiers.records if record.request.partition("@")[2] == call]
+    return [record.sources for record in sorted(mine, key=lambda record: record.request)]
 
 
 @pytest.fixture
@@ -100,6 +102,13 @@ def test_any_number_of_calls_and_kinds_of_managers(files: Config) -> None:
             assert not call or all(len(each) == 6 for each in sources(tiers)[-3:])
         assert len(opened) == 1
         model.destroy_cached_continuous_batching_manager()
+
+
+def test_the_model_has_the_same_scope_in_every_process_while_tiers_are_open(files: Config) -> None:
+    with tiered(make_model(), files) as tiers:
+        generate(tiers.model)
+        assert tiers.stack is not None
+        assert "in process" not in tiers.stack.scope.attention
 
 
 def test_a_kept_manager_goes_on_without_tiers_after_the_block(memory: Config) -> None:
@@ -365,3 +374,63 @@ def test_a_damaged_policy_in_the_middle_of_a_batch_costs_time_only(
         assert tiers.stack.runtime.fault is None
         assert "host" in sources(tiers)[0]
         assert registry.get_sample_value("longshore_control_plane_faults_total") == 1
+
+
+def stored_keys(tiers: Tiers) -> set[bytes]:
+    assert tiers.stack is not None
+    with tiers.stack.runtime.observe() as cache:
+        return {each.key for each in cache.residents()}
+
+
+def test_hints_say_which_request_is_stored() -> None:
+    model, expected = make_model(), generate(make_model())
+    with tiered(model, Config.make(host_size="4MiB", gate=False)) as tiers:
+        tiers.hint("req_0", {"store": False})
+        assert close(generate(model), expected)
+        assert len(stored_keys(tiers)) == 2 * 6, "of the other two requests"
+        assert close(generate(model, num_blocks=32), expected)
+        assert len(stored_keys(tiers)) == 3 * 6, "the names of requests begin anew, and their hints do not"
+
+
+def test_hints_in_the_settings_are_for_all_requests() -> None:
+    model, expected = make_model(), generate(make_model())
+    with tiered(model, Config.make(host_size="4MiB", gate=False, request_hints={"store": False})) as tiers:
+        assert close(generate(model), expected)
+        tiers.hint("req_1", {})
+        assert close(generate(model, num_blocks=32), expected)
+        assert len(stored_keys(tiers)) == 6
+
+
+def test_hints_say_which_tiers_are_loaded_from(files: Config) -> None:
+    model = make_model()
+    expected = generate(model)
+    with tiered(model, files):
+        assert close(generate(model), expected)
+    with tiered(model, files) as tiers:  # which has them in files
+        tiers.hint("req_0", {"load": []})
+        tiers.hint("req_1", {"load": ["host"]})
+        assert close(generate(model), expected)
+        assert [set(each) for each in sources(tiers)] == [set(), set(), {"file"}]
+        tiers.hint("req_0", {"load": []})
+        tiers.hint("req_1", {"load": ["host"]})
+        assert close(generate(model, num_blocks=32), expected)
+        assert [set(each) for each in sources(tiers)] == [set(), set(), {"host"}], (
+            "only what was loaded is in host memory"
+        )
+
+
+def test_hints_keep_a_prefix_when_room_runs_out() -> None:
+    model = make_model()
+    with tiered(model, Config.make(host_size="128KiB", gate=False, eviction="lru")) as tiers:
+        tiers.hint("req_0", {"retention": [{"priority": 90}]})
+        generate(model, PROMPTS[:1])
+        kept = stored_keys(tiers)
+        assert len(kept) == 6
+        for number in range(203, 206):
+            generate(model, [[number, *range(2, 100)]], num_blocks=number)
+        assert kept < stored_keys(tiers)
+
+
+def test_hints_that_cannot_be_read_are_refused(memory: Config) -> None:
+    with tiered(make_model(), memory) as tiers, pytest.raises(HintError, match="priority"):
+        tiers.hint("req_0", {"retention": [{"priority": 101}]})

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -223,6 +223,21 @@ def test_what_is_opaque_is_private_to_this_process_and_named_once(caplog: pytest
     (record,) = [record for record in caplog.records if "cannot be digested" in record.message]
     assert "model.model.layers.0.mlp.counter" in record.message
     assert "after a restart" in record.message
+
+
+class Scales(NamedTuple):
+    keys: float
+
+
+def scaled_by_a_named_tuple(module: Any, args: Any, output: Any) -> None:
+    assert Scales(1.0).keys
+
+
+def test_code_that_names_a_named_tuple_is_digested() -> None:
+    model = make_model()
+    layer(model).register_forward_hook(scaled_by_a_named_tuple)
+    found = ModelScope(model, "").of(from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16))
+    assert "in process" not in found.attention
 
 
 def test_cycles_end() -> None:

@@ -20,12 +20,13 @@ import torch
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
-from longshore.boundary import DEVICE, Key
-from longshore.cache import GroupKeys, Lease, TieredCache, Until
+from longshore.boundary import DEVICE, FILE, HOST, Key
+from longshore.cache import GroupKeys, Lease, Retention, TieredCache, Until
 from longshore.engines.transformers.contract import check_allocator
 from longshore.engines.transformers.ledger import TieredLedger
 from longshore.engines.transformers.lookups import Lookup, PromptRecord
 from longshore.errors import DeviceError, EngineError, QueueFullError, TierError, TokenError
+from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain
 from longshore.runtime.containment import contained
 from longshore.runtime.guard import BlockGuard
@@ -38,12 +39,16 @@ _EXPECTED = (TokenError, TierError, DeviceError, QueueFullError)
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk on the device: the path of keys that ends with it, `prompt` of them a prompt's; and its blocks."""
+    """A chunk on the device: the path of keys that ends with it, `prompt` of them a prompt's; and its blocks.
+
+    `retention` is what its request says of the path.
+    """
 
     path: Sequence[Key]
     position: int
     prompt: int
     blocks: tuple[int, ...]
+    retention: tuple[Retention, ...]
 
 
 class Owner(Protocol):
@@ -60,6 +65,9 @@ class Owner(Protocol):
 
     def record(self, prompt: PromptRecord) -> None:
         """A prompt of an admitted cache was looked up."""
+
+    def hints_for(self, request: str) -> RequestHints:
+        """The hints of a request that begins, by the engine's name; asked for once."""
 
 
 class TieredAllocator(FullAttentionCacheAllocator):
@@ -145,7 +153,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
         sources = [DEVICE] * len(blocks)
         request, self.asking = self.asking or f"prompt-{next(self._unnamed)}", None
         name = request if self._number < 2 else f"{request}@{self._number}"  # transformers names begin anew
-        lookup = self._lookups.setdefault(request, Lookup(name))
+        if request not in self._lookups:
+            self._lookups[request] = Lookup(name, self.owner.hints_for(request))
+        lookup = self._lookups[request]
         if self._stack is not None:
             self._stack.runtime.asked.attempts += 1
             onboarded, tiers = self._onboard(self._stack, lookup, prompt_ids, blocks)
@@ -231,7 +241,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         """Device blocks for what follows `present`, filled and registered, and the tier that each came from."""
         per_chunk = stack.config.blocks_per_chunk
         limit = (len(prompt) - 1) // self.tokens_per_page  # the last token is always computed
-        if len(present) >= limit:
+        if len(present) >= limit or not lookup.hints.load:
             return [], []
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
         start, skip = divmod(len(present), per_chunk)
@@ -246,6 +256,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
         filled: list[str] = []
         try:
             chunks = stack.runtime.worth_loading(lease, len(present) * self.tokens_per_page)
+            if FILE not in lookup.hints.load:
+                with stack.runtime.control() as cache:
+                    chunks = min(chunks, cache.progress(lease).leading(HOST))
             wanted = min(chunks * per_chunk - skip, limit - len(present))
             blocks = self._take_blocks(wanted, reserve=self._blocks_for(len(prompt)) - len(present), keep=present)
             if not blocks:
@@ -314,17 +327,21 @@ class TieredAllocator(FullAttentionCacheAllocator):
             prompt = self._begin(stack, request_id, token_ids, complete) // chunk_tokens
             self._chains[request_id] = KeyChain(stack.scope.root, chunk_tokens), prompt
         keys, prompt = self._chains[request_id]
-        known = len(keys.keys)
+        lookup = self._lookups.get(request_id)
+        hints = stack.config.request_hints if lookup is None else lookup.hints
+        if not hints.store:
+            return
+        known, retention = len(keys.keys), hints.chunks(chunk_tokens)
         whole = complete // per_chunk
         if whole <= known:
             return
         keys.extend(token_ids[known * chunk_tokens : whole * chunk_tokens])
         for position in range(known, whole):
             blocks = tuple(table[position * per_chunk : (position + 1) * per_chunk])
-            self._remember(_Chunk(keys.keys, position, prompt, blocks))
-        lookup = self._lookups.get(request_id)
+            self._remember(_Chunk(keys.keys, position, prompt, blocks, retention))
         turn = None if lookup is None else lookup.turn
-        self._commit(stack, keys.keys[:whole], table[: whole * per_chunk], 0, prompt, evicting=False, turn=turn)
+        path = GroupKeys(keys.keys[:whole], prompt=prompt, retention=retention)
+        self._store(stack, path, table[: whole * per_chunk], evicting=False, turn=turn)
 
     def _begin(self, stack: Stack, request_id: str, token_ids: list[int], complete: int) -> int:
         """The first blocks of a request are complete; returns how many of its tokens are its prompt.
@@ -367,24 +384,16 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 first -= 1
             done.update(tail.path[first : tail.position + 1])
             blocks = [block for chunk in run for block in chunk.blocks]
-            self._commit(stack, tail.path[: tail.position + 1], blocks, first, tail.prompt, evicting=True)
+            path = GroupKeys(tail.path[: tail.position + 1], first, prompt=tail.prompt, retention=tail.retention)
+            self._store(stack, path, blocks, evicting=True)
 
-    def _commit(
-        self,
-        stack: Stack,
-        keys: Sequence[Key],
-        blocks: Sequence[int],
-        first: int,
-        prompt: int,
-        *,
-        evicting: bool,
-        turn: int | None = None,
+    def _store(
+        self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, evicting: bool, turn: int | None = None
     ) -> None:
-        per_chunk = stack.config.blocks_per_chunk
+        per_chunk, first = stack.config.blocks_per_chunk, path.first
         stack.engine.begin_step(self._compute)
         with stack.runtime.control() as cache:
-            path = {0: GroupKeys(keys, first, prompt=prompt)}
-            offload = cache.store(path, {0: blocks}, evicting=evicting, turn=turn)[0]
+            offload = cache.store({0: path}, {0: blocks}, evicting=evicting, turn=turn)[0]
             if offload.job is not None:
                 taken = [placement.position - first for placement in offload.accepted]
                 read = [b for i in taken for b in blocks[i * per_chunk : (i + 1) * per_chunk]]

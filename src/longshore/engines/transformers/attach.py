@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +21,7 @@ from longshore.engines.transformers.registry import informed_allocators, replace
 from longshore.engines.transformers.rows import RowBlocks
 from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import EngineError, LongshoreError, SelfTestError
+from longshore.hints import RequestHints
 from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
 from longshore.runtime.selftest import self_test
@@ -83,6 +84,8 @@ class Tiers:
         self._opened = self._closed = False
         self._caches = self.lookups = 0
         self._records: deque[PromptRecord] = deque(maxlen=4096)
+        self._hints: dict[str, RequestHints] = {}
+        """Of requests that have not begun."""
 
     def admit(self, config: Any) -> int:
         """The number of a cache of this model, from 1; 0 for another's.
@@ -101,6 +104,19 @@ class Tiers:
         """A prompt was looked up in a device cache of this model."""
         self.lookups += 1
         self._records.append(prompt)
+
+    def hint(self, request: str, hints: RequestHints | Mapping[str, Any]) -> None:
+        """Say what is known of a request that is about to begin: `longshore.hints` has the fields and their meaning.
+
+        `request` is the engine's name of it: that of `add_request`, or `req_0`, `req_1`, ... for the prompts of a
+        `generate_batch`, in their order. Hints are used once; requests without any have those of the setting
+        `request_hints`. Raises `HintError` for hints that cannot be read.
+        """
+        self._hints[request] = hints if isinstance(hints, RequestHints) else RequestHints.parse(hints)
+
+    def hints_for(self, request: str) -> RequestHints:
+        """The hints of a request that begins."""
+        return self._hints.pop(request, self.config.request_hints)
 
     @property
     def records(self) -> tuple[PromptRecord, ...]:

@@ -6,8 +6,8 @@
     other objects                       by class and attributes
     anything else                       opaque: by identity, which means nothing in another process
 
-Code of torch and of the standard library, and the base classes of transformers, count by name, as their versions are
-part of the scope; what other packages have put into them counts by content.
+Code of torch, of the standard library and of Longshore, and the base classes of transformers, count by name, as their
+versions are part of the scope; what other packages have put into them counts by content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
@@ -32,12 +32,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-_VERSIONED = sys.stdlib_module_names | {"builtins", "torch"}
-"""Packages whose code counts by name."""
+_VERSIONED = sys.stdlib_module_names | {"builtins", "torch", "longshore"}
+"""Packages whose code counts by name; ours is in the model's reach while its cache has tiers, and computes nothing."""
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype)
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, np.generic, PurePath, re.Pattern)
-_STATELESS = (logging.Logger, type(threading.Lock()), type(threading.RLock()), ContextVar, object, types.EllipsisType)
+_STATELESS = (logging.Logger, type(threading.Lock()), type(threading.RLock()), ContextVar, object, types.EllipsisType,
+    type(namedtuple("_Named", "field").field))  # fmt: skip
 _CACHED = type(functools.lru_cache(lambda: None))
 _CODE = (types.FunctionType, type, _CACHED, staticmethod, classmethod, property, functools.cached_property,
     functools.partial)  # fmt: skip

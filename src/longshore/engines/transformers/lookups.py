@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longshore.cache import GroupKeys
+from longshore.hints import RequestHints
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,12 @@ class PromptRecord:
 class Lookup:
     """The latest lookup for a request: transformers repeats it while the request waits, and it is counted once.
 
-    `context` of the prompt's `tokens` were on the device at time `at`. `path` is what the tiers were asked for, `turn`
-    that of the request in the cache, once it was looked up.
+    `hints` are what the request says of its blocks. `context` of the prompt's `tokens` were on the device at time `at`.
+    `path` is what the tiers were asked for, `turn` that of the request in the cache, once it was looked up.
     """
 
     request: str
+    hints: RequestHints
     tokens: int = 0
     context: int = 0
     at: float = 0.0
