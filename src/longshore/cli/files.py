@@ -1,4 +1,4 @@
-"""`longshore fsck`, `inspect` and `gc`: what is in the directories of file tiers, and what may go."""
+"""`longshore fsck`, `inspect` and `gc`: inspect, verify and clean up directories of file tiers."""
 
 from __future__ import annotations
 
