@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 SOURCES = ("device", "host", "file", "computed")
-"""Where a prompt's tokens can come from, warmest first."""
+"""Sources of a prompt's tokens, warmest first."""
 
 RESTORING = ("host", "file")
 """The tiers that blocks are restored from."""

@@ -100,7 +100,7 @@ class _Guarded:
     def __init__(self, stream: Any, *, failing: bool = True) -> None:
         self._stream, self._raises = stream, failing
         self._failure: BaseException | None = None
-        """Raised again by all that follows: whoever tries out what a stream can do passes over it."""
+        """Raised again by all later calls, because callers that probe the stream ignore it."""
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _ADVANCE = 50
 _READ_INTENSIVE, _MIXED_USE = 1, 3
-"""Drive writes a day that such drives are warranted for."""
+"""Drive writes per day in the warranty of such drives."""
 
 
 def plan(

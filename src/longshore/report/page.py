@@ -26,7 +26,7 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""The browser itself refuses whatever would come from, or go to, anywhere else."""
+"""Makes the browser block all network access."""
 
 Cell = str | int
 

@@ -32,7 +32,7 @@ from longshore.trace.request import TraceRequest
 _ROOT = hashlib.sha256(b"longshore trace 1").digest()
 
 MAX_BLOCKS = 1 << 22
-"""Blocks of one prompt, where a few digits of a line stand for all of them."""
+"""Largest number of blocks of one prompt in formats that give only its length."""
 
 
 def read_sessions(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:

@@ -26,7 +26,7 @@ class RemoteStore:
             raise TraceError(f"{REMOTE}: expected room for at least one block, got {slots}")
         self.slots = slots
         self.evictions = 0
-        """Images that made way."""
+        """Number of evicted images."""
         self._keys: OrderedDict[Key, None] = OrderedDict()
 
     def __len__(self) -> int:

@@ -20,15 +20,15 @@ from longshore.trace.tiered import Tally, TieredReplay
 _DAY = 86_400.0
 
 _COMFORTABLE = 0.7
-"""Share of their time that engines are busy where queues stay short."""
+"""Utilisation of engines at which queues stay short."""
 
 _MORE, _BETTER = 1.25, 0.99
-"""How many times as many engines are tried next, and how much shorter times must be then."""
+"""Factor of engines for the next try, and the relative improvement required."""
 
 MOST_ENGINES = 10_000
 
 Row = tuple[str, str, str]
-"""What, how much, and a note."""
+"""Name, value, note."""
 
 
 @dataclass(frozen=True, slots=True)

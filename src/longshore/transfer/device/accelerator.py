@@ -19,7 +19,7 @@ import torch
 from longshore.transfer.device.base import Event
 
 EVENTS = 128
-"""Events that a device takes at start."""
+"""Events that a device allocates at start."""
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from longshore.transfer.device.cuda.streams import CudaStream, Tools
 from longshore.transfer.device.torch_streams import with_index
 
 STAGING_BYTES = 64 << 20
-"""Device memory that is taken for each direction."""
+"""Device memory for staging, per direction."""
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ _NO_INDEX = ctypes.c_size_t(-1).value
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
 RELAXED = 2
-"""`CU_STREAM_CAPTURE_MODE_RELAXED`: the thread's calls never end another thread's capture of a graph."""
+"""`CU_STREAM_CAPTURE_MODE_RELAXED`: the thread's calls do not invalidate another thread's graph capture."""
 
 _HOST_POINTERS_SERVE = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 

@@ -27,7 +27,7 @@ import triton.language as tl
 from longshore.transfer.device.cuda.shape import COLUMNS, Shape
 
 PROGRAMS = 16
-"""Programs of a kernel: each is on a multiprocessor of its own, and about 12 of those saturate the link."""
+"""Programs of a kernel, one per multiprocessor; about 12 saturate the link."""
 
 _WARPS = 8
 

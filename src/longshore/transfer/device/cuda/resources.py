@@ -33,7 +33,7 @@ Descriptors = tuple[U64, U64, U64]
 """Destinations, sources and sizes of copies."""
 
 Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a kernel reads: int64, on the device."""
+"""Arguments of a kernel: int64, on the device."""
 
 _ALIGNMENT = 256
 _NUMBERS = 64 << 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 COLUMNS = 5
-"""Columns of a kernel's table: base, stride, width, offset, step; int64, one line for each reference."""
+"""Columns of a kernel's table: base, stride, width, offset, step; int64, one row per reference."""
 
 WIDEST_WORD = 16
 """Bytes of the widest access."""
