@@ -19,19 +19,19 @@ XXH3_64 = 1
 MIX64 = 2
 
 ALGORITHMS = (XXH3_64, MIX64)
-"""Numbers that a record may name."""
+"""Algorithm numbers that a record may name."""
 
 STEP = 0x9E3779B97F4A7C15
-"""What a word's place is multiplied by, modulo 2**64: 2**64 over the golden ratio, odd."""
+"""Factor of a word's position, modulo 2**64: 2**64 divided by the golden ratio, odd."""
 
 FACTOR = 0xD6E8FEB86659FD93
-"""What the mixing step multiplies by."""
+"""Factor of the mixing step."""
 
 _MASK = 2**64 - 1
 _WORD = 8
 _SHORT = 4096  # bytes that take less time than to hand over the interpreter lock
 _AT_ONCE = 1 << 15
-"""Words that are mixed together: they, and what is made of them, stay in a core's cache."""
+"""Words that are mixed at a time; they and the intermediate results fit a core's cache."""
 
 _PLACES: npt.NDArray[np.uint64] = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(STEP)
 

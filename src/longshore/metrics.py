@@ -73,7 +73,7 @@ class FollowingCollector(Collector):
         self._lock = threading.Lock()
         self._stack: Stack | None = None
         self._before: dict[str, Metric] = {}
-        """Counters of stacks that are closed, by name."""
+        """Counters of closed stacks, by name."""
 
     def follow(self, stack: Stack | None) -> None:
         """Export the metrics of `stack` from now on; `None`: counters keep their values."""

@@ -25,10 +25,10 @@ from longshore.errors import LayoutError, PlanError
 I64 = npt.NDArray[np.int64]
 
 _LOSS = 1 / 16
-"""What part of a slab may be lost at its end, if slabs of some size lose less."""
+"""Largest acceptable waste at the end of a slab, as a share."""
 
 _LEAST_SLABS = 16
-"""Slabs that a tier has at least for each image size, if there is any choice."""
+"""Least number of slabs per image size, if possible."""
 
 
 @dataclass(frozen=True, slots=True)

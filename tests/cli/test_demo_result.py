@@ -161,7 +161,7 @@ def shown(found: DemoResult) -> str:
 
 def test_table_shows_the_facts() -> None:
     text = shown(result(request(0, 10.0), request(1, 30.0), request(2, 500.0, returning=False)))
-    assert "the 2 prompts (of 3) that return" in text
+    assert "the 2 returning prompts (of 3)" in text
     assert "p50 80.0 ms 20.0 ms 4.0\u00d7" in text
     assert "p95 116 ms 29.0 ms 4.0\u00d7" in text
     assert "host 48 16.0 % 7" in text
@@ -196,7 +196,7 @@ def test_verdict_of_an_answer_that_is_missing_or_ended_early() -> None:
 def test_verdict_warns_of_equality_that_shows_nothing() -> None:
     found = result(request(0))
     idle = dataclasses.replace(found, tiered=dataclasses.replace(found.tiered, restored_blocks={}))
-    assert "no block was restored: this shows nothing" in shown(idle)
+    assert "no block was restored, so the comparison is meaningless" in shown(idle)
     assert "Nothing was generated" in shown(result())
 
 
@@ -235,6 +235,6 @@ def test_figures_of_the_report_show_the_requests(tmp_path: Path) -> None:
     }
     points = {t.get("name"): t["y"] for t in ttft["data"]}
     assert points["recompute"] == [40.0]
-    assert points["tiered, first visit"] == [30.0]
+    assert points["tiered, first request"] == [30.0]
     assert {t["name"]: t["y"] for t in occupancy["data"]} == {"device": [1, 1], "host": [2, 0], "file": [3, 0]}
     assert occupancy["data"][0]["x"] == [0.5, 1.5]

@@ -27,7 +27,7 @@ def test_the_answer_is_said_in_words_with_its_assumptions() -> None:
     table = run(EXCERPT, *MODEL, "--ttft-p95", "3600s")
     assert "Nothing needs to be bought" in table
     assert "Assumed:" in table
-    assert "No size keeps" in run(EXCERPT, *MODEL, "--ttft-p95", "0.1ms")
+    assert "No size meets a TTFT p95 of" in run(EXCERPT, *MODEL, "--ttft-p95", "0.1ms")
 
 
 def test_json_and_a_page(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_json_and_a_page(tmp_path: Path) -> None:
     assert found["prices"]["currency"] == "EUR"
     assert found["target"] == 0.6
     page = (tmp_path / "page" / "index.html").read_text()
-    for words in ("What a budget gives", "EUR", "What was replayed", "16 GiB of DRAM"):
+    for words in ("Time to first token by cost", "EUR", "Sizes replayed", "16 GiB of DRAM"):
         assert words in page
     assert "<script src" not in page
 
@@ -90,7 +90,7 @@ def test_a_plan_with_drives_keeps_its_promise_and_says_their_endurance(tmp_path:
     assert found["recommended"]["file_bytes"] == 960 * 10**9
     endurance = next(line for line in found["words"] if line.startswith("Endurance"))
     assert "over a warranty of 5 years" in endurance
-    assert f"{found['recommended']['drive_writes_per_day']:.2g} drive writes a day (DWPD)" in endurance
+    assert f"{found['recommended']['drive_writes_per_day']:.2g} drive writes per day (DWPD)" in endurance
     assert "16 GiB of DRAM and 0.96 TB of NVMe" in found["words"][0]
     check_promise(found)
 
@@ -139,11 +139,11 @@ def test_traces_in_which_nothing_comes_back_get_an_honest_answer(tmp_path: Path)
     lengths = tmp_path / "t.csv"
     lengths.write_text("timestamp,input_length,output_length\n1,900,5\n2,900,5\n")
     told = " ".join(run(str(lengths), *MODEL, "--ttft-p95", "1us").split())
-    assert "to compute all, as nothing that is worth keeping comes back" in told
+    assert "without tiers, because too few blocks are used again" in told
     assert "The knee is" not in told
     assert "on one engine computing one prompt at a time" in told
     kept = json.loads(run(str(lengths), *MODEL, "--ttft-p95", "3600s", "--json"))
-    assert kept["words"][0].startswith("Nothing needs to be bought: all computed, 0.04")
+    assert kept["words"][0].startswith("Nothing needs to be bought: without tiers, TTFT p95 is 0.04")
     assert (kept["recommended"]["host_bytes"], kept["recommended"]["file_bytes"], len(kept["frontier"])) == (0, 0, 1)
 
 

@@ -77,7 +77,7 @@ def test_a_replay_in_virtual_time(tmp_path: Path) -> None:
     assert evictions["host"]["demoted"] > 0
     assert set(evictions["file"]) == {"demoted", "forgotten", "unusable"}
     page = (tmp_path / "page" / "index.html").read_text()
-    for figure in ("Time to first token", "Blocks found", "Blocks that left", "Routes"):
+    for figure in ("Time to first token", "Hits by tier", "Evictions", "Routes"):
         assert figure in page
     assert "demoted" in page
     assert "http-equiv" in page
@@ -101,7 +101,7 @@ def test_overload_is_a_banner_with_engines_that_a_replay_found_enough(tmp_path: 
     done = CliRunner().invoke(app, ["replay", *slow, *page, "--json"], catch_exceptions=False)
     overload = json.loads(done.stdout)["overload"]
     assert overload["busy"] > 1
-    assert f"--engines {overload['enough']} would do" in overload["words"]
+    assert f"--engines {overload['enough']} would suffice" in overload["words"]
     assert overload["words"] in done.stderr
     assert overload["words"] in (tmp_path / "page" / "index.html").read_text()
     assert run(*slow).startswith(f"Overload. {overload['words']}\n")

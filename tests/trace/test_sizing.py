@@ -221,7 +221,7 @@ def test_under_overload_one_size_is_replayed_and_the_engines_keep_the_target() -
     assert out_of_reach.ttft_p95 is not None
     assert out_of_reach.ttft_p95 <= alone
     assert "would keep up" in out_of_reach.words
-    assert "not reached with more of them" in out_of_reach.words
+    assert "needs faster engines, not more of them" in out_of_reach.words
 
 
 def test_more_engines_are_faster_and_the_plan_is_deterministic() -> None:

@@ -1,4 +1,4 @@
-"""`longshore demo`: a model whose KV cache outgrows its device cache, with tiers and without."""
+"""`longshore demo`: a model whose KV cache exceeds its device cache, with tiers and without."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeviceChoice(enum.StrEnum):
 
 
 class DtypeChoice(enum.StrEnum):
-    """Of weights and KV cache."""
+    """Dtype of weights and KV cache."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -133,7 +133,7 @@ def demo(
 
 
 def check_report(directory: Path) -> None:
-    """Raise before the work, not after it, if no report could be written."""
+    """Raise an error before the runs if the report could not be written."""
     from longshore.report import plotly_javascript  # noqa: PLC0415 - plotly is an extra
 
     plotly_javascript()

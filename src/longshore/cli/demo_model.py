@@ -13,7 +13,7 @@ from longshore.errors import ConfigError, EngineError
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What `longshore demo` was asked for; see its `--help`."""
+    """Options of `longshore demo`; see its `--help`."""
 
     model: Path | None = None
     device: str = "auto"

@@ -22,39 +22,38 @@ def write_report(result: DemoResult, directory: Path) -> Path:
         ReportError: Plotly is missing, or the directory cannot be written.
     """
     page = Page(
-        "A KV cache that outgrows its device",
+        "A KV cache larger than the device cache",
         f"{len(result.tiered.requests)} prompts of a chat service, served three times: with a host and a file tier "
         "behind a small device cache, with the small cache alone, and with a cache that never evicts.",
-        footer="Made by longshore demo. Times are of this machine and this run. Drag across a figure to look closer; "
-        "double-click to see all of it again.",
+        footer="Made by longshore demo. Times are of this machine and this run. Drag across a figure to zoom in; "
+        "double-click to zoom out.",
     )
     page.verdict(result.bit_exact, verdict_sentence(result), word="Bit-exact" if result.bit_exact else "Not equal")
     page.facts(_headline(result))
-    page.figure("Where each prompt\u2019s tokens came from", _SOURCES_CAPTION, _sources_figure(result))
-    page.figure("Time to first token, request by request", _ttft_caption(result), _ttft_figure(result))
-    page.figure("How full each tier was", _OCCUPANCY_CAPTION, _occupancy_figure(result))
+    page.figure("Prompt tokens by source", _SOURCES_CAPTION, _sources_figure(result))
+    page.figure("Time to first token by request", _ttft_caption(result), _ttft_figure(result))
+    page.figure("Bytes used by tier", _OCCUPANCY_CAPTION, _occupancy_figure(result))
     _tables(page, result)
     return page.write(directory / "index.html")
 
 
 _SOURCES_CAPTION = (
-    "One bar per request of the tiered run, in order of arrival; its height is the length of the prompt. Blue is what "
-    "the device cache still had, light blue came back from host memory, orange from the file tier. Only grey had to "
-    "be computed."
+    "One bar per request of the tiered run, in order of arrival; its height is the prompt length. Blue: found in "
+    "the device cache; light blue: restored from host memory; orange: restored from the file tier; grey: computed."
 )
 
 _OCCUPANCY_CAPTION = (
-    "Bytes held during the tiered run. The dashed line is a tier\u2019s capacity, a bound that is never crossed. "
-    "Blocks pushed out of one tier are still found in the next."
+    "Bytes used during the tiered run. The dashed line is the capacity of the tier, which is never exceeded. "
+    "Blocks evicted from one tier are still found in the next."
 )
 
 
 def _ttft_caption(result: DemoResult) -> str:
     returning = sum(request.returning for request in result.tiered.requests)
     return (
-        f"Strong points are the {returning} requests that return: their prompt begins with blocks of an earlier one. A "
-        "line joins the same request in both runs; green below orange is time that the tiers saved. Pale points are "
-        "first visits, which have nothing to bring back. Dotted lines are the medians of the strong points."
+        f"Strong points are the {returning} returning requests, whose prompt begins with blocks of an earlier one. A "
+        "line joins the same request in both runs; green below orange is time saved by the tiers. Pale points are "
+        "first requests, which have no stored blocks. Dotted lines are the medians of the strong points."
     )
 
 
@@ -68,7 +67,7 @@ def _headline(result: DemoResult) -> list[tuple[str, str, str]]:
         (
             "Faster to the first token (p50)",
             times(before, after),
-            f"{milliseconds(after)} instead of {milliseconds(before)} when a prompt returns",
+            f"{milliseconds(after)} instead of {milliseconds(before)} for returning prompts",
         ),
         (
             "Faster to the first token (p95)",
@@ -117,7 +116,7 @@ def _ttft_figure(result: DemoResult) -> Any:
         [request.returning for request in requests],
         x_title="request, in order of arrival",
         y_title="time to first token, ms",
-        rest="first visit",
+        rest="first request",
         marks={name: level for name, level in medians.items() if level is not None},
     )
 
@@ -138,19 +137,19 @@ def _occupancy_figure(result: DemoResult) -> Any:
 
 def _tables(page: Page, result: DemoResult) -> None:
     page.table(
-        "What moved",
-        ("route", "moved", "time moving", "GB/s"),
+        "Bytes transferred",
+        ("route", "bytes", "time", "GB/s"),
         [
             (name, size(total.bytes), milliseconds(1000 * total.seconds), f"{total.gbps:.2f}")
             for name, total in result.tiered.routes.items()
         ],
-        "Payload of the tiered run by route. The rate counts the time a route spent moving, not the time it waited.",
+        "Payload of the tiered run by route. The rate is over the time spent transferring, without waiting.",
     )
     page.table(
         "Misses",
         ("reason", "count"),
         [(reason, f"{count:,}") for reason, count in result.tiered.misses.items()] or [("none", "0")],
-        "Lookups that a tier could not serve, by reason. A miss costs time, never a wrong token.",
+        "Blocks that no tier could serve, by reason. A miss costs time, but never changes a token.",
     )
     page.table(
         "Three runs",

@@ -1,4 +1,4 @@
-"""What the three runs of `longshore demo` found, as plain data, and what follows from it.
+"""Results of the three runs of `longshore demo`, as plain data.
 
 tiered      small device cache, host and file tiers
 resident    a device cache that never evicts, matches cut to tiered's lengths: what tiered must equal
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 SOURCES = ("device", "host", "file", "computed")
-"""Where a prompt's tokens can come from, warmest first."""
+"""Sources of a prompt's tokens, warmest first."""
 
 RESTORING = ("host", "file")
 """The tiers that blocks are restored from."""
@@ -72,7 +72,7 @@ class OccupancySample:
 
 @dataclass(frozen=True, slots=True)
 class RouteTotal:
-    """Everything that one route moved, and the seconds it spent moving."""
+    """Bytes transferred on one route, and seconds spent transferring."""
 
     bytes: int
     seconds: float
@@ -119,7 +119,7 @@ class DemoResult:
     """The three runs.
 
     Attributes:
-        setup: What a reader wants to know of machine, model and workload, in the order to show it.
+        setup: Facts about machine, model and workload, in display order.
         tiered: With tiers.
         resident: What `tiered` must equal.
         recompute: What `tiered` must beat.
@@ -136,7 +136,7 @@ class DemoResult:
     def first_difference(self) -> tuple[int, int] | None:
         """Request index and position in its answer where tiered and resident first differ.
 
-        A token without a log-probability counts as a difference: it cannot be shown to be equal.
+        A token without a log-probability counts as a difference.
         """
         for number, (ours, theirs) in enumerate(zip_longest(self.tiered.requests, self.resident.requests)):
             if ours is None or theirs is None:
@@ -161,7 +161,7 @@ class DemoResult:
     def bit_exact(self) -> bool:
         """Whether every token and log-probability of tiered equals resident's, to the bit.
 
-        Runs that generated nothing show nothing, and are not equal.
+        Runs without generated tokens are not equal.
         """
         return any(request.tokens for request in self.tiered.requests) and self.first_difference is None
 

@@ -1,4 +1,4 @@
-"""What `longshore demo` prints at its end."""
+"""The output of `longshore demo`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def render(result: DemoResult, console: Console) -> None:
     """Print TTFT, tokens by source, routes, misses and the verdict."""
     returning = sum(request.returning for request in result.tiered.requests)
     sections = {
-        f"Time to first token of the {returning} prompts (of {len(result.tiered.requests)}) that return": _ttft(result),
+        f"Time to first token of the {returning} returning prompts (of {len(result.tiered.requests)})": _ttft(result),
         "Prompt tokens by source, tiered run": _tokens(result),
-        "Moved, tiered run": _routes(result),
+        "Bytes transferred, tiered run": _routes(result),
         "Misses by reason, tiered run": _misses(result),
     }
     for title, table in sections.items():
@@ -31,7 +31,7 @@ def render(result: DemoResult, console: Console) -> None:
 
 
 def verdict(result: DemoResult) -> Text:
-    """One or two lines that say whether the tiers changed anything."""
+    """One or two lines on whether the tiers changed any output."""
     text = Text()
     if result.bit_exact:
         text.append("\u2713 bit-exact", style="bold green")
@@ -42,12 +42,12 @@ def verdict(result: DemoResult) -> Text:
 
 
 def verdict_sentence(result: DemoResult) -> str:
-    """The comparison of tiered and resident, in words."""
+    """The comparison of tiered and resident as text."""
     restored = sum(result.restored.values())
     if result.bit_exact:
         compared = f"{result.generated_tokens:,} tokens and log-probabilities of {len(result.tiered.requests)} requests"
         if not restored:
-            return f"{compared} equal the resident run, but no block was restored: this shows nothing."
+            return f"{compared} equal the resident run, but no block was restored, so the comparison is meaningless."
         return f"All {compared} equal the resident run bit for bit, with {restored:,} blocks restored."
     difference = result.first_difference
     if difference is None:

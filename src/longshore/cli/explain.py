@@ -52,7 +52,7 @@ def _print(
 
 
 def _time(at: object) -> str:
-    """Seconds since 1970 as people read them."""
+    """Seconds since 1970 as date and time."""
     if not isinstance(at, float):
         return ""
     return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")

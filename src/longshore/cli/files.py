@@ -1,4 +1,4 @@
-"""`longshore fsck`, `inspect` and `gc`: what is in the directories of file tiers, and what may go."""
+"""`longshore fsck`, `inspect` and `gc`: inspect, verify and clean up directories of file tiers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from longshore.tiers.file.superblock import COPIES
 T = TypeVar("T")
 
 _SCOPE_DIGITS = 8
-"""The fewest hexadecimal digits that name a scope."""
+"""Least number of hexadecimal digits that name a scope."""
 
 _SHOWN = 20
-"""Damaged slots that are listed one by one."""
+"""Largest number of damaged slots listed one by one."""
 
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a file tier (`file_path`).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]

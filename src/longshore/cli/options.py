@@ -1,4 +1,4 @@
-"""Values that options are given: sizes, rates, times, numbers; and whether the machine has what they ask for."""
+"""Parsing of option values (sizes, rates, times, numbers), and checks against the machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def size_of(text: str, option: str, least: int = 1) -> int:
 
 
 def rate_of(text: str, option: str) -> int:
-    """Bytes a second of a rate such as `50GB/s`; one without a unit is refused. Raises `ConfigError`."""
+    """Bytes per second of a rate with a unit, such as `50GB/s`. Raises `ConfigError`."""
     given = text.strip()
     if re.fullmatch(r"[0.]+[^0-9]*", given):
         raise ConfigError(f"{option}: expected a rate above zero, such as 50GB/s, got {text[:80]!r}")
@@ -67,7 +67,7 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def counts_of(text: str, option: str, least: int) -> list[int]:
-    """Whole numbers of at least `least` with commas between them, such as `10000,1000000`; raises `ConfigError`."""
+    """Comma-separated whole numbers of at least `least`, such as `10000,1000000`; raises `ConfigError`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and len(part) < 20 and least <= int(part) < _MOST for part in parts):
         raise ConfigError(
@@ -89,15 +89,15 @@ def settings_of(texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_memory(needed: float, option: str, given: object, count: int, unit: str = "") -> None:
-    """Raise `ConfigError` if the machine has not `needed` bytes of memory.
+    """Raise `ConfigError` if the machine does not have `needed` bytes of memory.
 
-    They grow with `count`, which `option` says, as `given`, in numbers or in a `unit` of sizes.
+    `needed` is proportional to `count`, the value `given` for `option`, as a number or in a `unit` of sizes.
     """
     _check(needed, available_memory(), "of memory", "available", option, given, count, unit)
 
 
 def check_room(needed: float, directory: Path, option: str, given: object, count: int, unit: str = "") -> None:
-    """Raise `ConfigError` if the file system of `directory` has not `needed` bytes free; else as `check_memory`."""
+    """Raise `ConfigError` if the file system of `directory` does not have `needed` bytes free; as `check_memory`."""
     free = shutil.disk_usage(directory).free
     _check(needed, free, "on disk", f"free at {directory}", option, given, count, unit)
 

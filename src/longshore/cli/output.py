@@ -39,7 +39,7 @@ class OutputError(LongshoreError):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on standard output or error. Where that is no terminal, lines are as long as what stands in them."""
+    """A console on standard output or error. If it is not a terminal, lines are not wrapped."""
     piped = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
     return Console(stderr=stderr, width=_WIDE if piped else None, highlight=False)
 
@@ -50,7 +50,7 @@ def write_json(content: object) -> None:
 
 
 def run(command: Callable[[], object]) -> int:
-    """Run `command`, and return the process's exit status; what goes wrong is said in one line, without a traceback."""
+    """Run `command`; returns the exit status. Errors are printed in one line, without a traceback."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
     if threading.current_thread() is threading.main_thread():
@@ -100,7 +100,7 @@ class _Guarded:
     def __init__(self, stream: Any, *, failing: bool = True) -> None:
         self._stream, self._raises = stream, failing
         self._failure: BaseException | None = None
-        """Raised again by all that follows: whoever tries out what a stream can do passes over it."""
+        """Raised again by all later calls, because callers that probe the stream ignore it."""
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 

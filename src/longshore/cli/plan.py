@@ -1,4 +1,4 @@
-"""`longshore plan`: how much host memory and how many drives to buy for a trace, and what replays of them found."""
+"""`longshore plan`: recommends host memory and drives for a trace, by replays."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _ADVANCE = 50
 _READ_INTENSIVE, _MIXED_USE = 1, 3
-"""Drive writes a day that such drives are warranted for."""
+"""Drive writes per day in the warranty of such drives."""
 
 
 def plan(
@@ -157,7 +157,7 @@ def _replay(
 
 
 def replay_command(found: Plan, arguments: Sequence[str]) -> list[str]:
-    """Arguments of `longshore` that replay what is recommended, or the best there is; none where that is nothing."""
+    """Arguments of `longshore` that replay the recommended size, or else the best; none without tiers."""
     choice = found.recommended or found.frontier[-1]
     if not choice.host_bytes:
         return []
@@ -167,73 +167,71 @@ def replay_command(found: Plan, arguments: Sequence[str]) -> list[str]:
 
 
 def recommendation(found: Plan, command: Sequence[str]) -> tuple[str, ...]:
-    """What to buy, in plain words."""
+    """The recommendation as text."""
     from longshore.trace.result import brief  # noqa: PLC0415
 
     nothing, best, knee = found.choices[0], found.frontier[-1], found.knee
     against = "more than the engines can compute" if nothing.busy > 1 else f"{brief(nothing.ttft_p95)}"
     lines = [] if found.overload is None else [f"Overload. {found.overload.words}"]
     if found.recommended is None:
-        way = (
-            f"with {amount(best)}" if best != nothing else "to compute all, as nothing that is worth keeping comes back"
-        )
+        way = f"with {amount(best)}" if best != nothing else "without tiers, because too few blocks are used again"
         lines.append(
-            f"No size keeps {brief(found.target)} for 19 of 20 requests, {len(found.choices) - 1} replayed: the best "
+            f"No size meets a TTFT p95 of {brief(found.target)}, {len(found.choices) - 1} replayed: the best "
             f"reaches {brief(best.ttft_p95)}, {way}. More engines, faster ones, or shorter prompts "
-            "would be needed."
+            "are needed."
         )
     elif found.recommended == nothing:
-        lines.append(f"Nothing needs to be bought: all computed, {brief(nothing.ttft_p95)} is kept already.")
+        lines.append(f"Nothing needs to be bought: without tiers, TTFT p95 is {brief(nothing.ttft_p95)} already.")
     else:
         choice = found.recommended
         lines.append(
-            f"Buy {amount(choice)}: {cost(found, choice)}. In its replay 19 of 20 requests have their first token "
-            f"within {brief(choice.ttft_p95)}, against {against} if all is computed; "
-            f"{100 * choice.hit_ratio:.1f} % of the blocks are found."
+            f"Buy {amount(choice)}: {cost(found, choice)}. In its replay, TTFT p95 is {brief(choice.ttft_p95)}, "
+            f"against {against} without tiers; "
+            f"{100 * choice.hit_ratio:.1f} % of the blocks are hits."
         )
         lines += [endurance(choice)] if choice.file_write_bytes_per_day else []
     if nothing not in (best, knee):
         lines.append(
-            f"The knee is at {amount(knee)} ({cost(found, knee)}, {brief(knee.ttft_p95)}): beyond it, more buys "
-            f"little. The fastest that was replayed is {amount(best)}, with {brief(best.ttft_p95)}."
+            f"The knee is at {amount(knee)} ({cost(found, knee)}, {brief(knee.ttft_p95)}): beyond it, larger sizes "
+            f"improve little. The fastest size replayed is {amount(best)}, with {brief(best.ttft_p95)}."
         )
     if command:
-        lines.append(f"The same again: {shlex.join(['longshore', *command])}")
+        lines.append(f"To reproduce: {shlex.join(['longshore', *command])}")
     return tuple(lines)
 
 
 def endurance(choice: Choice) -> str:
-    """What is written to the drives, and which drives are warranted for that."""
+    """Bytes written to the drives, and the drives whose warranty covers them."""
     from longshore.trace.sizing import WARRANTY_YEARS  # noqa: PLC0415
 
     daily, writes = choice.file_write_bytes_per_day, choice.drive_writes_per_day
     if writes > _MIXED_USE:
         kind = (
-            f"more than mixed-use drives ({_MIXED_USE} DWPD) are warranted for; file_daily_writes would bound it, "
+            f"more than the warranty of mixed-use drives ({_MIXED_USE} DWPD); file_daily_writes can limit it, "
             "which was not replayed"
         )
     elif writes > _READ_INTENSIVE:
-        kind = f"take mixed-use drives ({_MIXED_USE} DWPD)"
+        kind = f"mixed-use drives ({_MIXED_USE} DWPD) are needed"
     else:
-        kind = f"read-intensive drives ({_READ_INTENSIVE} DWPD) will do"
+        kind = f"read-intensive drives ({_READ_INTENSIVE} DWPD) suffice"
     return (
-        f"Endurance: {daily / 1e12:.3g} TB are written a day at the trace's own pace, {writes:.2g} drive writes a day "
+        f"Endurance: {daily / 1e12:.3g} TB written per day at the rate of the trace, {writes:.2g} drive writes per day "
         f"(DWPD), {daily * 365 * WARRANTY_YEARS / 1e15:.3g} PB over a warranty of {WARRANTY_YEARS} years: {kind}."
     )
 
 
 def assumptions(found: Plan, timing: Timing, engines: int, assumed: str = "") -> tuple[str, ...]:
-    """What the answer rests on."""
+    """The assumptions."""
     geometry = timing.geometry
     many = "one engine computing" if engines == 1 else f"{engines:,} engines, each computing"
     return (
-        f"Assumed: the next weeks look like these {found.requests:,} requests, on {many} one "
-        "prompt at a time and keeping nothing on the device; decoding takes no time.",
-        f"Assumed: {geometry.name} has {geometry.kv_bytes_per_token:,} bytes of KV cache for each token "
+        f"Assumed: future traffic is like these {found.requests:,} requests, on {many} one "
+        "prompt at a time, without a device cache; decoding takes no time.",
+        f"Assumed: {geometry.name} has {geometry.kv_bytes_per_token:,} bytes of KV cache per token "
         f"({geometry.source}).",
         f"Assumed: {timing.profile.source}.",
-        "Assumed: all of a size is there for blocks; what the system, the engine and the file system take comes "
-        "besides. Several drives are as fast as the profile says, all together.",
+        "Assumed: the whole size is used for blocks; memory and disk space for system, engine and file system are "
+        "additional. Several drives together have the speed of the profile.",
         *([f"Assumed: {assumed}."] if assumed else []),
     )
 

@@ -18,19 +18,19 @@ _GIB = 1 << 30
 def write_report(found: Plan, words: Sequence[str], directory: Path) -> Path:
     """Write `index.html` into `directory` and return its path. Raises `ReportError` if that cannot be done."""
     page = Page(
-        "How much DRAM and NVMe",
-        f"{found.requests:,} requests, {found.unique_blocks:,} different blocks; 19 of 20 requests are to have their "
-        f"first token within {found.target:.3g} s.",
-        footer="Made by longshore plan. Times are those of a model of the machine, whose assumptions stand below.",
+        "DRAM and NVMe sizing",
+        f"{found.requests:,} requests, {found.unique_blocks:,} unique blocks; target for "
+        f"TTFT p95: {found.target:.3g} s.",
+        footer="Made by longshore plan. Times are those of a model of the machine, with the assumptions below.",
     )
     if found.overload is not None:
         page.verdict(False, found.overload.words, word="Overload")
     first, *others = (line for line in words if not line.startswith(("Overload", "Assumed")))
     page.verdict(found.recommended is not None, first, word="Recommended" if found.recommended else "Out of reach")
-    page.text("What was found", *others)
+    page.text("Results", *others)
     page.figure(
-        "What a budget gives",
-        "Each point is the fastest replay that can be had for its price. Where the line turns flat, more buys little.",
+        "Time to first token by cost",
+        "Each point is the fastest size replayed for its cost. Where the line is flat, larger sizes improve little.",
         curves(
             [
                 Curve(
@@ -47,8 +47,8 @@ def write_report(found: Plan, words: Sequence[str], directory: Path) -> Path:
         ),
     )
     page.figure(
-        "What one tier of a size would hit",
-        "The share of blocks that LRU with tails first finds, for every capacity: exact, from stack distances.",
+        "Hit ratio by capacity of one tier",
+        "Share of blocks that LRU with tails first hits, for every capacity; exact, from stack distances.",
         curves(
             [
                 Curve(
@@ -63,7 +63,7 @@ def write_report(found: Plan, words: Sequence[str], directory: Path) -> Path:
             logarithmic=True,
         ),
     )
-    page.table("What was replayed", COLUMNS, rows(found), "Sizes that can be bought, by cost.")
+    page.table("Sizes replayed", COLUMNS, rows(found), "By cost.")
     page.text("Assumptions", *(line.removeprefix("Assumed: ") for line in words if line.startswith("Assumed: ")))
     return page.write(directory / "index.html")
 

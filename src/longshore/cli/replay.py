@@ -57,7 +57,7 @@ class Through(StrEnum):
 _SAY_EVERY = 500
 
 _MUCH = 100_000_000
-"""Blocks asked for, of which the optimum remembers each, that take memory enough to speak of."""
+"""Block references above which the memory for the optimum is mentioned."""
 
 
 def replay(

@@ -20,38 +20,38 @@ def write_report(found: Replayed, directory: Path) -> Path:
     """Write `index.html` into `directory` and return its path. Raises `ReportError` if that cannot be done."""
     ttft = found.ttft
     page = Page(
-        "A trace, replayed",
+        "Replay of a trace",
         f"{found.replay.tally.requests:,} requests through the control plane, in virtual time.",
-        footer="Made by longshore replay. Times are those of a model of the machine, whose figures stand below.",
+        footer="Made by longshore replay. Times are those of a model of the machine, described below.",
     )
     if found.overload is not None:
         page.verdict(False, found.overload.words, word="Overload")
     page.facts(
         [
-            ("Blocks hit", f"{100 * found.hit_ratio:.1f} %", "of all whole blocks of prompts"),
-            ("TTFT p50", f"{ttft['p50']:.2f} s", f"{ttft['recompute_p50']:.2f} s if all is computed"),
-            ("TTFT p95", f"{ttft['p95']:.2f} s", f"{ttft['recompute_p95']:.2f} s if all is computed"),
+            ("Blocks hit", f"{100 * found.hit_ratio:.1f} %", "of all complete blocks of prompts"),
+            ("TTFT p50", f"{ttft['p50']:.2f} s", f"{ttft['recompute_p50']:.2f} s without tiers"),
+            ("TTFT p95", f"{ttft['p95']:.2f} s", f"{ttft['recompute_p95']:.2f} s without tiers"),
         ]
     )
-    caption = "The share of requests that had their first token by then. Further left is better."
+    caption = "Share of requests with a first token by that time. Further left is better."
     page.figure("Time to first token", caption, _ttft(found))
     hits = {tier: [100 * count / max(1, found.replay.tally.block_refs)] for tier, count in found.hits.items()}
     page.figure(
-        "Blocks found",
-        "Of all blocks of prompts, by the tier that they were loaded from.",
+        "Hits by tier",
+        "Share of all blocks of prompts, by the tier they were loaded from.",
         stacked_bars(["all requests"], hits, SOURCES, x_title="", y_title="blocks, %"),
     )
     page.figure(
-        "Blocks that left",
-        "Demoted ones are in a colder tier still, forgotten ones in none; the bytes of the unusable were not there.",
+        "Evictions",
+        "A colder tier has a copy of demoted blocks, no tier of forgotten ones; unusable blocks could not be read.",
         _by(found.evictions, y_title="blocks"),
     )
     page.figure(
         "Routes",
-        "How long bytes were moved on each route, and how long transfers waited for their turn, all of them together.",
+        "Seconds that each route was busy, and seconds that transfers waited for it, in total.",
         _by(found.routes, y_title="seconds"),
     )
-    page.table("What was found", ("", "", ""), found.rows())
+    page.table("Results", ("", "", ""), found.rows())
     page.text("Assumptions", *found.assumptions)
     return page.write(directory / "index.html")
 

@@ -81,10 +81,10 @@ Engines = Annotated[
 ]
 
 SLOT_BYTES = 80
-"""Of memory, for each block that a tier of a replay has room for, filled or not."""
+"""Memory per block of a replay tier's capacity, in bytes."""
 
 _SHOWN = 3
-"""Bad lines that are shown; of more there is the number."""
+"""Largest number of invalid lines shown."""
 
 
 class Trace:
@@ -97,7 +97,7 @@ class Trace:
         self, path: Path, form: FormChoice, block_tokens: int, bad_lines: BadLines, limit: int | None, console: Console
     ) -> None:
         self.assumed = 0
-        """Requests whose time of arrival the trace does not say."""
+        """Requests without a timestamp."""
         self.requests = 0
         self._path, self._form, self._block_tokens = path, form, block_tokens
         self._skips, self._limit, self._console = bad_lines is BadLines.SKIP, limit, console

@@ -1,10 +1,10 @@
-"""From an engine's tensors to a `KVLayout`: where each page lies on the device, and where in a block image.
+"""From an engine's tensors to a `KVLayout`: the position of each page on the device and in a block image.
 
 model.py     PageRef, KVGroup, KVLayout: the layout itself and its block image
-overlap.py   which pages share bytes: refused, or what makes groups share a pool
-tensors.py   what is asked of a tensor; no torch
+overlap.py   pages that share bytes: refused, or the groups share a pool
+tensors.py   the interface of a tensor, without torch
 builders.py  layouts from rows, and from named axes
-backend.py   layouts from an attention back end that tells its cache's shape
+backend.py   layouts from an attention back end that reports its cache's shape
 """
 
 from longshore.layout.backend import AttentionBackend, axes_of_backend, from_backend

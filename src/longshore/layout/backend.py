@@ -1,7 +1,7 @@
-"""Layouts from an attention back end that tells its cache's shape, but not what the axes mean.
+"""Layouts from an attention back end that reports the shape of its cache, but not the meaning of the axes.
 
-A shape alone is ambiguous: is a 2 two blocks, two heads, or K and V? So the back end is asked several times, with one
-argument changed each time, and an axis is what it answers to:
+A shape alone is ambiguous: a 2 may be two blocks, two heads, or K and V. The back end is therefore called several times
+with one argument changed, and an axis is named after the argument that changes it:
 
     get_kv_cache_shape(1009, 16, 8, 128)  ->  (2, 1009, 16, 8, 128)
     get_kv_cache_shape(2003, 16, 8, 128)  ->  (2, 2003, 16, 8, 128)     axis 1 is `block`
@@ -36,9 +36,9 @@ _REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError, Attribu
 
 
 class AttentionBackend(Protocol):
-    """What is asked of a back end. `get_kv_cache_stride_order(include_num_layers_dimension)` may be there too.
+    """The interface of a back end. `get_kv_cache_stride_order(include_num_layers_dimension)` is optional.
 
-    Where a cache's dtype is given, `get_kv_cache_shape` is passed it as `cache_dtype_str`.
+    If the cache's dtype is given, it is passed to `get_kv_cache_shape` as `cache_dtype_str`.
     """
 
     def get_kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Sequence[int]:
@@ -62,14 +62,14 @@ def from_backend(
 ) -> KVLayout:
     """A layout of one group whose tensors all come from `backend`.
 
-    `cache_dtype` is the cache's dtype as the back end calls it, such as `fp8_ds_mla`: some have their own shape.
+    `cache_dtype` is the back end's name of the cache's dtype, such as `fp8_ds_mla`: some have their own shape.
 
-    `kernel_block_size` is what the back end was given as its block size, for all layers; `block_size` (by default
-    the same) is what the block table counts in. For several groups, or back ends, in one layout: `axes_of_backend` and
+    `kernel_block_size` is the block size given to the back end, for all layers; `block_size` (by default the same) is
+    the block size of the block table. For several groups, or back ends, in one layout: `axes_of_backend` and
     `group_from_axes`.
 
     Raises:
-        LayoutError: A shape whose axes cannot be told apart, or that is not the tensor's.
+        LayoutError: An ambiguous shape, or one that is not the tensor's.
     """
     axes = [
         axes_of_backend(
@@ -106,7 +106,7 @@ def axes_of_backend(
 ) -> tuple[str, ...]:
     """Name of each axis of `tensor`. One axis more than the back end's shape means a tensor across layers.
 
-    The tensor may have the axes in the back end's order, over any strides, or in the order of memory. Where scales of
+    The tensor may have the axes in the back end's order, with any strides, or in the order of memory. If scales of
     several tokens may be interleaved, as in NVFP4 or in bytes of an unknown format, no axis is `token`, and pages move
     whole.
     """

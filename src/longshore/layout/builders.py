@@ -1,14 +1,14 @@
 """Layouts from an engine's tensors: one row per block, or named axes.
 
-`from_axes` looks at where elements really lie (the strides), not at the order of the axes, so that blocks first, K and
-V apart in front, permuted heads and tokens, and one tensor across all layers are one case:
+`from_axes` uses the strides, not the order of the axes. Blocks first, K and V in front, permuted heads and tokens, and
+one tensor across all layers are therefore one case:
 
     axes after `block`, by stride, largest first
     layer  kv  head  token  dim
     └ one reference each ┘ └ dense from here on: the page ┘
 
-`layer` and `kv` never stay in a page: then the tokens are the outermost of it in most layouts, and two engines that
-hold K and V in another order produce the same image.
+`layer` and `kv` are never part of a page. In most layouts, tokens are then the outermost axis of a page, and engines
+with different orders of K and V produce the same image.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def from_rows(
 ) -> KVLayout:
     """A layout of one row per block: `tensor` has shape `(num_blocks, bytes)`, each row `pages_per_block` equal pages.
 
-    A row holds, layer after layer, `pages_per_layer` pages (K, then V). Rows may be padded (a larger stride).
-    `tokens_outermost` says that a page is `block_size` tokens one after another.
+    A row has `pages_per_layer` pages per layer (K, then V). Rows may be padded (a larger stride). With
+    `tokens_outermost`, a page is `block_size` consecutive tokens.
 
     Raises:
         LayoutError: Not two axes, rows that are not contiguous, or sizes that do not divide.
@@ -105,21 +105,21 @@ def group_from_axes(
 
     Args:
         tensors: The group's tensors, of any strides.
-        axes: Name of each axis, one list for all tensors or one per tensor. `block` must be there; `layer`, `kv` and
-            `token` have a meaning; other names only mark what is in a page. Where scales of several tokens are
-            interleaved with values, name that axis `interleaved` and none `token`: such pages move whole, and so does a
-            group in which values are packed in four bits.
+        axes: Name of each axis, one list for all tensors or one per tensor. `block` is required; `layer`, `kv` and
+            `token` have a meaning; other names only mark the content of a page. If scales of several tokens are
+            interleaved with values, name that axis `interleaved` and none `token`: such pages move whole, as do groups
+            with values packed in four bits.
         block_size: Tokens per block, as the block table counts them.
         blocks_per_chunk: Blocks per chunk.
-        kernel_block_size: Tokens per position of the `block` axis, by default the length of the `token` axis. Where it
-            is shorter than `block_size`, consecutive kernel blocks make a block.
-        layers: Model layer of each tensor (of its first one where it has a `layer` axis); by default one after another.
+        kernel_block_size: Tokens per position of the `block` axis, by default the length of the `token` axis. If it is
+            less than `block_size`, consecutive kernel blocks form a block.
+        layers: Model layer of each tensor (of its first layer if it has a `layer` axis); consecutive by default.
         name: The group's name.
         first_tensor: Index of `tensors[0]` among the layout's tensors.
 
     Raises:
-        LayoutError: Axes that do not fit the shape, a `token` axis beside an `interleaved` one, sizes that do not
-            divide, tensors of unequal numbers of blocks.
+        LayoutError: Axes that do not fit the shape, both a `token` and an `interleaved` axis, sizes that do not divide,
+            tensors with different numbers of blocks.
     """
     named = _axes_per_tensor(tensors, axes)
     if layers is None:

@@ -1,4 +1,4 @@
-"""`KVLayout`: where the pages of a block lie on the device, and where in the block image.
+"""`KVLayout`: the positions of the pages of a block, on the device and in the block image.
 
     on the device, per reference             in the image of a chunk of 2 blocks
 
@@ -7,8 +7,8 @@
     └ stride ─┘                              │ blk 0  blk 1 │ blk 0  blk 1 │   0││
                                              └ 4 KiB-aligned ──────────────────┘└─────────
 
-A rank's part holds each reference's pages of the chunk together, without padding, in the order of the references, so
-that a range of layers is a range of bytes. It is filled up with zeros to a multiple of 4 KiB.
+A rank's part has the pages of each reference together, without padding, in the order of the references, so that a range
+of layers is a range of bytes. It is padded with zeros to a multiple of 4 KiB.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class PageRef(NamedTuple):
         offset: Bytes from the tensor's element 0 to block 0's page.
         stride: Bytes between the pages of consecutive blocks.
         page_bytes: Bytes of a page, without padding.
-        token_bytes: Bytes per token where the first tokens of a block can be copied alone: in each of `pieces` the
-            token axis is the outermost. `None` where only whole pages can.
-        layer: Model layer, the unit of layer ranges; never decreasing within a group. `None`: its position there.
-        inner: What lies in the page in memory order, for instance `token:16,head:8,dim:128`. Part of the fingerprint,
-            so that pages of one size and another inner order are told apart.
-        pieces: Equal parts of a page, one after the other, each of all tokens: the heads, where they are outermost.
+        token_bytes: Bytes per token, if the first tokens of a block can be copied alone: the token axis is the
+            outermost of each piece. `None` if only whole pages can be copied.
+        layer: Model layer, the unit of layer ranges; not decreasing within a group. `None`: its position in the group.
+        inner: Axes of the page in memory order, for instance `token:16,head:8,dim:128`. Part of the fingerprint, to
+            distinguish pages of one size with different orders.
+        pieces: Number of equal consecutive parts of a page, each with all tokens: the heads, if they are outermost.
     """
 
     tensor: int
@@ -104,16 +104,16 @@ class RefTable(NamedTuple):
         stride: uint64, bytes between the pages of consecutive blocks.
         page: uint64, bytes of a page.
         image: uint64, bytes from the start of the image to the reference's first page, in this rank's part.
-        token: uint64, bytes per token; 0 where a page cannot be split.
+        token: uint64, bytes per token; 0 if pages cannot be split.
         layer: int64, model layer, never decreasing.
         places: uint64, shape `(references, blocks_per_chunk)`: bytes from the start of the image to each page.
-        starts: uint64, shape `(2, references, blocks_per_chunk)`: `base`, again and again, above `places`, for the two
-            sides of a copy to be computed in one go.
-        pitch: The stride of all references; `None` where they differ.
-        seams: Every `a - b` for which block a's page in one reference may end where block b's begins in the next.
-            `None` where that is not known.
+        starts: uint64, shape `(2, references, blocks_per_chunk)`: `base`, repeated, and `places`, to compute both sides
+            of a copy at once.
+        pitch: The stride of all references; `None` if they differ.
+        seams: Every `a - b` for which block a's page in one reference may end where block b's page in the next begins.
+            `None` if unknown.
         alignment: The largest power of two that divides every address of a page, on the device and in an image.
-        token_alignment: The same where only the first tokens of pages move.
+        token_alignment: The same if only the first tokens of pages move.
         longest: Bytes of the longest page.
     """
 
@@ -137,15 +137,15 @@ class KVLayout:
 
     Attributes:
         groups: The KV cache groups; their order is the `group` of a `Section`.
-        num_blocks: Blocks that exist; ids are `[0, num_blocks)` in every group.
-        ranks: Ranks whose parts make an image.
-        rank: Which of them this is.
-        device: Where the tensors are, as text.
-        image_bytes: Bytes of the largest group's image: a slot of this size serves every group.
-        least_image_bytes: Bytes of the smallest group's image: images are at least so far apart.
+        num_blocks: Number of blocks; ids are in `[0, num_blocks)` in every group.
+        ranks: Number of ranks with a part of an image.
+        rank: The number of this rank.
+        device: Device of the tensors, as text.
+        image_bytes: Bytes of the largest group's image: a slot of this size fits every group.
+        least_image_bytes: Bytes of the smallest group's image: the least distance between images.
         pools: Pool of each group. Groups whose pages share bytes share a pool, in which a block id names a slot.
-        fingerprint: SHA-256 (hexadecimal) of what decides an image's bytes: sizes, order and dtypes, never addresses,
-            strides or the number of blocks. Layouts with one fingerprint read each other's images.
+        fingerprint: SHA-256 (hexadecimal) of everything that determines an image's bytes: sizes, order and dtypes, but
+            not addresses, strides or the number of blocks. Layouts with equal fingerprints have compatible images.
 
     Raises:
         LayoutError: Sizes that are not positive or do not divide, references outside their tensor, overlapping
@@ -178,12 +178,12 @@ class KVLayout:
 
     @property
     def generation(self) -> int:
-        """Changes each time the device memory goes or comes: what was planned in another one must not run."""
+        """Changes each time device memory is freed or bound: plans of another generation must not run."""
         return self._generation
 
     @property
     def freed(self) -> bool:
-        """Whether the device memory is gone."""
+        """Whether the device memory was freed."""
         return self._tensors is None
 
     @property
@@ -201,7 +201,7 @@ class KVLayout:
     def table(self, group: int, *, split: bool = False) -> RefTable:
         """The references of `group` as arrays; `FreedLayoutError` after `free`.
 
-        With `split`, each piece of a page is a reference: what pages are of which only the first tokens move.
+        With `split`, each piece of a page is a reference, for copies of only the first tokens.
         """
         tables = self._tables  # another thread may free them after any check
         if not tables:
@@ -209,17 +209,17 @@ class KVLayout:
         return self._split[group][1] if split else tables[group]
 
     def refs(self, group: int, *, split: bool = False) -> tuple[PageRef, ...]:
-        """The references that the lines of `table` are of."""
+        """The references of the rows of `table`."""
         return self._split[group][0] if split else self.groups[group].refs
 
     def check_live(self) -> None:
-        """Raise `FreedLayoutError` when the device memory is gone."""
+        """Raise `FreedLayoutError` if the device memory was freed."""
         _ = self.tensors
 
     def free(self) -> None:
-        """Let go of the tensors; plans are refused from now on. Idempotent.
+        """Release the tensors; plans are refused from now on. Idempotent.
 
-        What is being copied is not waited for: jobs in flight hold the tensors until they have ended.
+        Does not wait for copies: jobs in flight keep the tensors alive until they have ended.
         """
         if self._tensors is not None:
             self._tensors = None
@@ -227,7 +227,7 @@ class KVLayout:
             self._generation += 1
 
     def take_back(self, tensors: Sequence[DeviceTensor]) -> None:
-        """Describe new tensors of the same geometry after `free`. What was planned before stays refused."""
+        """Bind new tensors of the same geometry after `free`. Earlier plans remain refused."""
         if self._tensors is not None:
             raise LayoutError("the layout is still bound to device memory: call free() first")
         self._place(tuple(tensors), expected=self.fingerprint)

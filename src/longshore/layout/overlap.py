@@ -1,8 +1,8 @@
-"""Which pages share bytes.
+"""Detects pages that share bytes.
 
-Two pages of one group must never share a byte. Pages of two groups may, when an engine lays several groups over one
-physical pool; then only pages of the *same* block may, so that a block id names the bytes. Groups that share
-bytes are one pool, and share the identity of their slots.
+Two pages of one group must never share a byte. Pages of two groups may, if an engine uses one physical pool for several
+groups, but only pages of the *same* block, so that a block id identifies the bytes. Groups that share bytes have one
+pool, and a common numbering of slots.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Shared(NamedTuple):
 
 
 def pools_of(pages: PagesOf, num_blocks: int, names: Sequence[str]) -> tuple[int, ...]:
-    """The pool of each group; `LayoutError` when pages overlap that must not.
+    """The pool of each group; `LayoutError` for invalid overlaps.
 
     `names` are the groups' names. Pools are numbered from 0 in the order of their first group.
     """

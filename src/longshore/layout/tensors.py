@@ -1,4 +1,4 @@
-"""What a layout asks of an engine's tensor, duck-typed: this package imports no torch."""
+"""The interface of an engine's tensor for a layout, as protocols: this package does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Storage(Protocol):
 
 
 class DeviceTensor(Protocol):
-    """What `torch.Tensor` offers and a layout needs."""
+    """The part of `torch.Tensor` that a layout needs."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -39,7 +39,7 @@ class DeviceTensor(Protocol):
 
     @property
     def device(self) -> object:
-        """Where the memory is."""
+        """Device of the memory."""
 
     def data_ptr(self) -> int:
         """Address of element 0."""
@@ -55,7 +55,7 @@ class DeviceTensor(Protocol):
 
 
 def dtype_name(tensor: DeviceTensor) -> str:
-    """Name of the tensor's element type, for instance `bfloat16`; `LayoutError` for one that cannot be placed."""
+    """Name of the tensor's element type, for instance `bfloat16`; `LayoutError` if it is not byte-addressable."""
     name = str(tensor.dtype).removeprefix("torch.")
     if _UNPLACEABLE.fullmatch(name) or tensor.element_size() <= 0:
         raise LayoutError(f"elements of dtype {name} are not byte-addressable; pass a view as torch.uint8")
@@ -63,7 +63,7 @@ def dtype_name(tensor: DeviceTensor) -> str:
 
 
 def splits_by_token(tensor: DeviceTensor) -> bool:
-    """Whether a page of this dtype may be copied up to a token, and no further."""
+    """Whether the first tokens of a page of this dtype can be copied alone."""
     return not _UNSPLITTABLE.fullmatch(dtype_name(tensor))
 
 

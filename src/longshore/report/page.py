@@ -6,7 +6,7 @@
     page.table("Title", ("column", ...), rows)
     page.write(path)
 
-Everything passed in is text, and is escaped; nothing is taken for HTML.
+All arguments are text and are escaped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""The browser itself refuses whatever would come from, or go to, anywhere else."""
+"""Makes the browser block all network access."""
 
 Cell = str | int
 
@@ -52,7 +52,7 @@ class Page:
         self._add("facts", f'<dl class="facts">{"".join(tiles)}</dl>')
 
     def verdict(self, passed: bool, text: str, *, word: str = "") -> None:
-        """One sentence that says whether what had to hold did."""
+        """One sentence on whether the expected result was reached."""
         word = word or ("Passed" if passed else "Failed")
         mark = "\u2713" if passed else "\u2717"
         tone = "passed" if passed else "failed"
@@ -80,7 +80,7 @@ class Page:
         )
 
     def table(self, title: str, header: Sequence[str], rows: Iterable[Sequence[Cell]], caption: str = "") -> None:
-        """A table; columns whose cells all begin with a digit are flush right, an empty header is left out."""
+        """A table; columns whose cells all begin with a digit are right-aligned; an empty header is omitted."""
         cells = [[str(cell) for cell in row] for row in rows]
         for row in cells:
             if len(row) != len(header):
@@ -115,9 +115,9 @@ class Page:
         )
 
     def write(self, path: Path) -> Path:
-        """Write the page to `path`, whole or not at all, making its directory; `path` again comes back.
+        """Write the page to `path` atomically, creating its directory; returns `path`.
 
-        Raises `ReportError`; a page that was there before is there still.
+        Raises `ReportError`; an existing page is then unchanged.
         """
         content = self.html()
         half = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""The few kinds of figure that reports need, in one look. Plotly is imported when the first one is made."""
+"""The figures of reports. Plotly is imported for the first one."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SOURCES: Final[dict[str, Colour]] = {
     "remote": Colour("#cc79a7", "#dd9abf"),
     "computed": Colour("#b9bec5", "#59616c"),
 }
-"""Where a prompt's tokens came from; the tiers' own colours everywhere."""
+"""Colours of sources of tokens, and of tiers."""
 
 REASONS: Final[dict[str, Colour]] = {
     "demoted": Colour("#b9bec5", "#59616c"),
@@ -43,14 +43,14 @@ REASONS: Final[dict[str, Colour]] = {
     "moving": Colour("#56b4e9", "#8ccdf3"),
     "waiting": Colour("#d55e00", "#f0803c"),
 }
-"""Why something left, and what time was spent on."""
+"""Colours of eviction reasons, and of times."""
 
 RUNS: Final[dict[str, Colour]] = {
     "tiered": Colour("#009e73", "#22b88c"),
     "recompute": Colour("#d55e00", "#f0803c"),
     "resident": Colour("#6f4e9c", "#a98bd6"),
 }
-"""Which run a figure belongs to."""
+"""Colours of runs."""
 
 INK: Final = Colour("#1b1f24", "#e6e8eb")
 MUTED: Final = Colour("#606872", "#9aa3ad")

@@ -1,4 +1,4 @@
-"""Quantities as people read them."""
+"""Formatting of quantities."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import threading
 from longshore.runtime.loop import Runtime
 
 _NAP_SECONDS = 1e-3
-"""How long it sleeps between two looks, while anything is in flight."""
+"""Seconds between two polls while anything is in flight."""
 
 
 class BackgroundLoop:

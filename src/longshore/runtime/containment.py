@@ -35,10 +35,10 @@ _KEPT = 512
 _KEPT_BYTES = 16 << 20
 _READ_ONLY = frozenset({"stats", "residents", "check_integrity", "progress"})
 LOOPS_OWN = frozenset({"apply", "take", "end_step", "flush", "reset", "check_integrity"})
-"""Methods of which every exception is a fault."""
+"""Methods whose every exception is a fault."""
 
 _IDLE = frozenset({"apply", "take", "end_step", "flush", "events"})
-"""Methods that are called again and again, whether there is anything to do or not: `apply` of no results, too."""
+"""Methods that are also called when there is nothing to do, such as `apply` without results."""
 
 _IDLE_BYTES = 64
 _OF_ITERABLES = frozenset({"adopt", "discard"})
@@ -52,7 +52,7 @@ class _Call(NamedTuple):
     arguments: tuple[Any, ...]
     named: dict[str, Any]
     bytes: int = 0
-    """About how much memory the arguments keep alive: a list counts as its first element, so many times."""
+    """Approximate memory of the arguments: the elements of a list count as the first one."""
 
     def written(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """Name and arguments, without the tokens of any prompt."""
@@ -79,7 +79,7 @@ class CallLog:
     def __init__(self, cache: TieredCache, on_fault: Callable[[BaseException], None]) -> None:
         self._kept: deque[_Call] = deque()
         self._idle: dict[str, _Call] = {}
-        """Calls after those that are kept, each idle unless it is the one that runs."""
+        """Idle calls after the recorded ones, except the call in progress."""
         self._made_of = cache.made_of
         self._bytes = 0
         self._is_whole = not any(tier.used for tier in cache.stats())

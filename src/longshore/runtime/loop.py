@@ -45,7 +45,7 @@ from longshore.tiers.base import Tier
 _log = logging.getLogger(__name__)
 _OFF = "all tiers disabled: the control plane failed, see the log; restart the engine to re-enable them"
 _NAP_SECONDS = (20e-6, 1e-3)
-"""How long a waiting thread sleeps between two polls: from, and growing to."""
+"""Seconds between two polls of a waiting thread: first, and maximum."""
 
 
 @dataclass(slots=True)
@@ -115,13 +115,13 @@ class Runtime:
         self._probing: dict[int, Probe] = {}
         self._results: list[Result] = []
         self._failures: dict[int, dict[Slot, Status]] = {}
-        """Slots that were not filled, by job; kept until the cache knows that the job has ended."""
+        """Slots that were not filled, by job, until the cache has been told of the job's end."""
         self._closed = False
         self._silent: list[Mover] = []
         """Movers that could not be polled after a fault."""
         self._calls = CallLog(cache, self.fail)
         self.fault: BaseException | None = None
-        """What the control plane failed with; the tiers are off from then on."""
+        """The exception of the control plane's first fault, which disabled the tiers."""
         self.faults = 0
 
     def fail(self, error: BaseException) -> None:

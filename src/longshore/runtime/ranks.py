@@ -27,10 +27,10 @@ from longshore.tiers.host import HostTier
 _log = logging.getLogger(__name__)
 
 CLOSE_PATIENCE = 60.0
-"""Seconds that `RankMover.close` waits for ranks that are there and say nothing."""
+"""Seconds that `RankMover.close` waits for the stamps of living ranks."""
 
 _AWAY = GOOD + 1
-"""What is written down for a rank that was lost, and has said nothing."""
+"""Entry for a lost rank without a stamp."""
 
 _NAP = 0.001
 

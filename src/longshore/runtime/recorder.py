@@ -25,13 +25,13 @@ from longshore.cache.explain import former
 from longshore.runtime.loop import Runtime
 
 BATCH = 4096
-"""Events that are pulled at once, and written at once."""
+"""Events per batch."""
 
 INTERVAL = 0.25
-"""Seconds between two looks at the cache."""
+"""Seconds between two reads of the cache's events."""
 
 KEPT = 1 << 16
-"""Events that a cache keeps for its recorder."""
+"""Events that the cache keeps for the recorder."""
 
 _KEY_BYTES = 8
 _log = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ class EventRecorder:
     ) -> None:
         self.path = path
         self.written = 0
-        """Events in the file, or in those before it."""
+        """Events written."""
         self.missed = 0
-        """Events that were not pulled in time, or could not be written."""
+        """Events that were not collected in time, or could not be written."""
         self.failure: Exception | None = None
-        """Why nothing is written any more."""
+        """The exception that stopped the recording."""
         self._runtime = runtime
         self._limit = max(1, limit // 2)
         self._began = runtime.clock()

@@ -40,7 +40,7 @@ from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
 
 RING_BYTES = 64 << 20
-"""Device memory for images on their way to the file tier and back, where they do not stop in host memory."""
+"""Device memory of the staging ring with `file_mode` gds."""
 
 _LEAST_RING = 4  # images: two on each side
 

@@ -20,7 +20,7 @@ from longshore.errors import PlanError
 from longshore.tiers.arena import Arena, ArenaSettings
 
 SILENT, BAD, GOOD = range(3)
-"""What a rank has said of a slot, or of a load."""
+"""Stamp of a rank on a slot or a load."""
 
 U64 = npt.NDArray[np.uint64]
 

@@ -10,7 +10,7 @@ from longshore.tiers.base import BY_KEY, ForeignTier, Op, Tier, TierOp
 from longshore.tiers.host import HostTier
 
 _PROBES = 1024
-"""Probes whose answers are waited for; those asked before them are given up."""
+"""Largest number of pending probes; the oldest are abandoned."""
 
 
 class TierMover:

@@ -1,9 +1,9 @@
 """Readers of trace formats other than Mooncake's.
 
-sessions   one session per line: {"turns": [{"timestamp", "input_length", "output_length", "hashes"}]}; hashes are
-chained lengths    CSV: time, input tokens, output tokens; every block is new, so there is no reuse events
-Longshore's own event file: its requests and their keys prompts    {"prompt": text} or {"tokens": [ids]}, "timestamp",
-"output_length"; keys of Longshore
+sessions   {"turns": [{"timestamp", "input_length", "output_length", "hashes"}]}, one session per line; chained hashes
+lengths    CSV: time, input tokens, output tokens; every block is new, so there is no reuse
+events     Longshore's own event file: its requests and their keys
+prompts    {"prompt": text} or {"tokens": [ids]}, "timestamp", "output_length"; keys of Longshore
 
 Times are milliseconds, except in CSV (seconds, or dates). An id is 64 bits of a digest over the whole prefix: equal ids
 mean equal content after an equal prefix, for any hashes in the trace.
@@ -32,7 +32,7 @@ from longshore.trace.request import TraceRequest
 _ROOT = hashlib.sha256(b"longshore trace 1").digest()
 
 MAX_BLOCKS = 1 << 22
-"""Blocks of one prompt, where a few digits of a line stand for all of them."""
+"""Largest number of blocks of one prompt in formats that give only its length."""
 
 
 def read_sessions(path: str | Path, *, block_tokens: int, skip: Skip | None = None) -> Iterator[TraceRequest]:

@@ -22,12 +22,12 @@ T = TypeVar("T")
 R = TypeVar("R", bound=TraceRequest | None)
 
 Skip = Callable[[TraceError], None]
-"""Told of each line that is left out."""
+"""Called for each skipped line."""
 
 _GZIP = b"\x1f\x8b"
 
 MAX_LINE = 64 << 20
-"""Bytes; a longer line is no line of a trace."""
+"""Largest length of a line in bytes."""
 
 
 def parse_lines(

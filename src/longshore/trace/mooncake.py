@@ -19,7 +19,7 @@ from longshore.trace.lines import Skip, in_order, parse_lines, read_lines
 from longshore.trace.request import TraceRequest
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens behind one hash id."""
+"""Tokens per hash id."""
 
 EXCERPT = "conversation_excerpt.jsonl"
 """The excerpt inside the package: lines of Mooncake's conversation trace (see `data/NOTICE`)."""

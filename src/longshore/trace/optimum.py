@@ -29,13 +29,13 @@ from longshore.errors import TraceError
 from longshore.trace.paths import Paths
 
 BYTES_PER_REFERENCE = 9
-"""The number of its block, that of its next reference, and whether it is kept."""
+"""Memory per reference: number of its block, number of its next reference, and a flag."""
 
 _AT_ONCE = 1 << 18
 """References that are sorted together."""
 
 _FEW = 64
-"""So many that were used since are not worth sweeping out."""
+"""Stale entries below this number are not removed."""
 
 
 def optimal_hits(paths: Paths, slots: int) -> int:

@@ -1,9 +1,10 @@
-"""A store elsewhere, in virtual time: what it has by key, and no more than so many images of it.
+"""A remote store in virtual time: a bounded number of images by key.
 
     probe    which of these are there          write    they are now; what was used the longest ago makes way
     read     those that are still there; the others have lapsed
 
-It is a foreign tier to the cache: asked by `Probe`, and free to forget. Other machines that share it are not modelled.
+To the cache it is a foreign tier, asked by `Probe`, which may drop images. Other machines that share it are not
+modelled.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ REMOTE = "remote"
 
 
 class RemoteStore:
-    """A store of `slots` images, empty at the start, that forgets what was written or read the longest ago."""
+    """A store of `slots` images, empty at the start, with LRU eviction."""
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
             raise TraceError(f"{REMOTE}: expected room for at least one block, got {slots}")
         self.slots = slots
         self.evictions = 0
-        """Images that made way."""
+        """Number of evicted images."""
         self._keys: OrderedDict[Key, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -34,15 +35,15 @@ class RemoteStore:
         return len(self._keys)
 
     def probe(self, keys: Iterable[Key]) -> tuple[bool, ...]:
-        """Which of `keys` are there; no use of them."""
+        """Which of `keys` the store has; does not count as a use."""
         return tuple(key in self._keys for key in keys)
 
     def read(self, keys: Iterable[Key]) -> tuple[Status, ...]:
-        """Those that are there are used, the last the last."""
+        """Read `keys`; those in the store are used in this order."""
         return tuple(Status.OK if self._use(key) else Status.LAPSED for key in keys)
 
     def write(self, keys: Iterable[Key]) -> None:
-        """These are there now, the last used the last."""
+        """Store `keys`, used in this order."""
         for key in keys:
             self._keys[key] = None
             self._use(key)

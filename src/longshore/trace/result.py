@@ -20,15 +20,15 @@ from longshore.trace.tiered import Tally, TieredReplay
 _DAY = 86_400.0
 
 _COMFORTABLE = 0.7
-"""Share of their time that engines are busy where queues stay short."""
+"""Utilisation of engines at which queues stay short."""
 
 _MORE, _BETTER = 1.25, 0.99
-"""How many times as many engines are tried next, and how much shorter times must be then."""
+"""Factor of engines for the next try, and the relative improvement required."""
 
 MOST_ENGINES = 10_000
 
 Row = tuple[str, str, str]
-"""What, how much, and a note."""
+"""Name, value, note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Replayed:
 
     @property
     def file_write_bytes_per_day(self) -> float:
-        """At the trace's own pace."""
+        """Bytes written to files per day, at the rate of the trace."""
         written = sum(t.bytes for route, t in self.replay.counters.routes.items() if route.endswith(f"->{FILE}"))
         return _DAY * ratio(written, self.replay.tally.seconds)
 
@@ -160,44 +160,44 @@ class Replayed:
         each, found = replay.timing.geometry.kv_bytes_per_token, self.hits
         rows = [
             ("requests", f"{tally.requests:,}", f"{tally.prompt_tokens:,} tokens in {tally.seconds:,.0f} s"),
-            ("blocks", f"{tally.block_refs:,}", f"asked for, {self.unique:,} different ones"),
-            ("KV cache", f"{each:,} B", f"for each token; {size(replay.image_bytes)} for a block"),
+            ("blocks", f"{tally.block_refs:,}", f"references, {self.unique:,} unique"),
+            ("KV cache", f"{each:,} B", f"per token; {size(replay.image_bytes)} per block"),
             ("policy", self.policy, ""),
         ]
         for tier, slots in self.slots.items():
-            note = f"of all blocks; room for {slots:,}"
+            note = f"of all block references; capacity {slots:,} blocks"
             rows.append((f"hits, {tier}", share(found[tier], tally.block_refs), note))
         tokens = share(sum(found.values()) * replay.block_tokens, tally.prompt_tokens)
-        rows.append(("hits in all", share(self.hit_ratio, 1), f"{tokens} of all prompt tokens"))
+        rows.append(("hits, total", share(self.hit_ratio, 1), f"{tokens} of all prompt tokens"))
         best = self.optimal_hit_ratio
         if best is not None:
-            rows.append(("best possible", share(best, 1), "in one tier of the same room, knowing the future"))
+            rows.append(("best possible", share(best, 1), "Belady's optimum for one tier of the same capacity"))
         return rows
 
     def _time_rows(self) -> list[Row]:
         replay, tally, ttft = self.replay, self.replay.tally, self.ttft
         rows = [
-            (f"TTFT {name}", f"{ttft[name]:.3f} s", f"{ttft[f'recompute_{name}']:.3f} s if all is computed")
+            (f"TTFT {name}", f"{ttft[name]:.3f} s", f"{ttft[f'recompute_{name}']:.3f} s without tiers")
             for name in ("p50", "p95")
         ]
         room = tally.seconds * replay.engines
-        busy = f"of their time; {share(tally.recomputing, room)} if all is computed"
+        busy = f"of their time; {share(tally.recomputing, room)} without tiers"
         rows.append(("engines busy", share(tally.computing, room), busy))
-        note = "blocks that were there, and slower to load than to compute"
+        note = "blocks found, but faster to compute than to load"
         rows.append(("computed by choice", f"{tally.computed_by_choice:,}", note))
         return rows
 
     def _traffic_rows(self) -> list[Row]:
         replay = self.replay
-        rows = [("file writes", size(self.file_write_bytes_per_day), "a day, at the trace's own pace")]
+        rows = [("file writes", size(self.file_write_bytes_per_day), "per day, at the rate of the trace")]
         for tier, gone in self.evictions.items():
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in gone.items() if count)
-            rows.append((f"left {tier}", reasons or "none", "blocks: demoted ones are in a colder tier still"))
+            rows.append((f"left {tier}", reasons or "none", "blocks; a colder tier still has demoted ones"))
         for tier, drops in replay.counters.drops.items():
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in _counted(drops).items())
             rows.append((f"not taken, {tier}", reasons or "none", "blocks, by reason"))
         for route, seconds in self.routes.items():
-            note = f"of the time at work; transfers waited {seconds['waiting']:,.1f} s in all"
+            note = f"busy; transfers waited {seconds['waiting']:,.1f} s in total"
             rows.append((route, share(seconds["moving"], replay.tally.seconds), note))
         return rows
 
@@ -223,16 +223,16 @@ class Overload(NamedTuple):
     def words(self) -> str:
         """The overload as text."""
         many = "1 engine" if self.engines == 1 else f"{self.engines:,} engines"
-        words = "would do" if self.missed is None else "would keep up"
-        found = "" if self.ttft_p95 is None else f": replayed with them, TTFT p95 is {brief(self.ttft_p95)}"
+        words = "would suffice" if self.missed is None else "would keep up"
+        found = "" if self.ttft_p95 is None else f"; in a replay with them, TTFT p95 is {brief(self.ttft_p95)}"
         if self.missed is not None:
-            found += f", and {brief(self.missed)} are not reached with more of them, only with faster ones"
+            found += f", and {brief(self.missed)} needs faster engines, not more of them"
         enough = f"--engines {self.enough} {words}{found}"
         if self.enough > MOST_ENGINES:
             enough = f"{self.enough:,} such engines would be needed; no more than {MOST_ENGINES:,} can be replayed"
         return (
-            f"The trace asks {many} for {100 * self.busy:,.0f} % of what they can compute, so queues grow as long as "
-            f"it lasts, and times to first token say how long that was. {enough}."
+            f"The trace needs {100 * self.busy:,.0f} % of the capacity of {many}, so queues and times to first token "
+            f"grow with the length of the trace. {enough}."
         )
 
     def as_json(self) -> dict[str, object]:

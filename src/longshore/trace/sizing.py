@@ -26,18 +26,18 @@ from longshore.trace.timing import Timing
 _WORTH_IT = 0.99
 
 Replay = Callable[[int, int, int], TieredReplay]
-"""A replay that has ended, with so many bytes of host memory and of files, and so many engines."""
+"""Replays with given bytes of host memory and of files, and a number of engines."""
 
 
 DRAM_GIB = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Host memory that can be bought for one machine, as DIMMs come."""
+"""Sizes of host memory for one machine, in GiB."""
 
 DRIVES_GB = (960, 1920, 3840, 7680, 15360, 2 * 15360, 4 * 15360, 8 * 15360)
-"""Capacities of data-centre NVMe drives; from 15.36 TB on there are several drives."""
+"""Capacities of data-centre NVMe drives in GB; above 15.36 TB, several drives."""
 
 LARGEST_DRIVE = 15_360 * 10**9
 WARRANTY_YEARS = 5
-"""Over which a drive's endurance is promised, in drive writes a day (DWPD)."""
+"""Warranty period for a drive's endurance in drive writes per day (DWPD)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from longshore.trace.optimum import next_references
 from longshore.trace.paths import Paths
 
 NEVER = np.iinfo(np.int64).max
-"""The distance of what was not used before."""
+"""The distance of a block that was not used before."""
 
 
 def stack_distances(paths: Paths) -> npt.NDArray[np.int64]:

@@ -26,7 +26,7 @@ from longshore.trace.mooncake import TRACE_BLOCK_TOKENS
 from longshore.trace.request import TraceRequest
 
 Work = Generator[tuple[float, list[int]], None, None]
-"""Prompts of one piece of work: seconds to wait before each, and its whole blocks."""
+"""Prompts of one piece of work: seconds to wait before each, and its complete blocks."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from longshore.errors import IntegrityError
 from longshore.trace.tiered import keys_of
 
 _MAX_WRITES = 1 << 14
-"""Chunks in flight to the tier: no request is longer, so that none loses its tail to this limit."""
+"""Chunks in flight to the tier: more than any request has, so that the limit has no effect."""
 
 
 class CacheReplay:

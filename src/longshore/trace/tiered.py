@@ -47,7 +47,7 @@ from longshore.trace.virtual import VirtualMovers
 _ROOT = xxh3_128_digest(b"longshore replay 2")
 
 MOST_BLOCKS = 1 << 28
-"""Of each tier: what is known of a slot takes memory, whether or not it is ever filled."""
+"""Largest number of blocks of a tier, because each slot takes memory even if it is never filled."""
 
 _TIERS = (HOST, FILE, REMOTE)
 

@@ -91,7 +91,7 @@ def with_changes(profile: Profile, changes: Mapping[str, float | None], source: 
 
 
 _MEASURED = {"read": "file_read", "write": "file_write", "onboard": "link", "prefill": "flops"}
-"""What a case's name begins with, and what of a profile it measures."""
+"""Prefix of a case's name, and the field of a profile that it measures."""
 
 _UNITS = {"GB/s": 1e9, "TFLOPS": 1e12}
 

@@ -16,13 +16,13 @@ import struct
 from longshore.errors import ConfigError
 
 FIRST_TOKEN = 8
-"""Token ids below this one are left out: they are where vocabularies keep padding, begin, end and unknown."""
+"""Smaller token ids are not used: vocabularies have padding, begin, end and unknown there."""
 
 MIN_VOCAB = 64
-"""The smallest vocabulary in which runs of tokens are worth anything as content."""
+"""The smallest supported vocabulary."""
 
 MIN_BLOCK_BITS = 48
-"""Two ids must not meet in the same tokens by chance: the least information a block has to hold."""
+"""Least information of a block in bits, so that two ids do not have the same tokens by chance."""
 
 _WORDS = struct.Struct("<8Q")
 _INPUT = struct.Struct("<QQ")

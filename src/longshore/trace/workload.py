@@ -4,8 +4,8 @@
                              |       |       |       |
     workload  tokens     | run17 | run23 | run91 | run4               `block_tokens` each, the last one cut
 
-Every id becomes the same run of tokens wherever it appears (`longshore.trace.tokens`), so prompts share prefixes
-exactly where the trace's did. Lengths shrink by `block_tokens` / 512.
+Every id becomes the same tokens wherever it appears (`longshore.trace.tokens`), so prompts share prefixes exactly as in
+the trace. Lengths shrink by `block_tokens` / 512.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from longshore.trace.tokens import check_alphabet, tokens_of
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One prompt, and what a cache that loses nothing could serve of it.
+    """One prompt, with the blocks that an unlimited cache could serve.
 
     Attributes:
         index: Position in the workload.
         prompt: Token ids, at least one.
-        output_tokens: How many to generate.
+        output_tokens: Number of tokens to generate.
         hash_ids: The trace's ids, one per block of the prompt.
-        full_blocks: Whole blocks of the prompt; a partial last one is not counted.
+        full_blocks: Number of complete blocks of the prompt.
         reusable_blocks: Leading full blocks seen in earlier prompts. The block that ends with the prompt never
             counts, because a prompt's last token is always computed.
-        returning: Whether those reach beyond the prefix that all requests of the workload share.
+        returning: Whether these are more than the prefix that all requests of the workload share.
     """
 
     index: int
@@ -51,8 +51,8 @@ class Workload:
     Attributes:
         requests: At least one.
         block_tokens: Tokens per block.
-        vocab_size: All token ids are below it.
-        unique_blocks: Different full blocks (content and prefix): the working set.
+        vocab_size: Upper bound (exclusive) of token ids.
+        unique_blocks: Number of distinct full blocks (content and prefix): the working set.
         common_blocks: Leading full blocks that all prompts share.
     """
 
@@ -79,16 +79,16 @@ class Workload:
         Args:
             trace: Read lazily, in order of arrival.
             vocab_size: Of the model.
-            block_tokens: Tokens that one block of the trace becomes.
-            limit: How many requests to take; `None` takes all.
-            min_new_tokens: The least to generate. An engine may keep nothing of a request that ends with its first
-                token; 2 avoids that.
-            max_new_tokens: The most to generate.
-            trace_block_tokens: Tokens behind one hash id of the trace.
+            block_tokens: Tokens generated per block of the trace.
+            limit: Number of requests to take; `None` for all.
+            min_new_tokens: Least number of tokens to generate. Engines may store nothing of a request that ends with
+                its first token; 2 avoids that.
+            max_new_tokens: Largest number of tokens to generate.
+            trace_block_tokens: Tokens per hash id of the trace.
 
         Raises:
-            ConfigError: An argument is impossible.
-            TraceError: The trace has no request, or one whose ids do not cover its input.
+            ConfigError: An invalid argument.
+            TraceError: The trace has no requests, or a request whose ids do not cover its input.
         """
         _check(block_tokens, limit, min_new_tokens, max_new_tokens, trace_block_tokens)
         check_alphabet(vocab_size, block_tokens)

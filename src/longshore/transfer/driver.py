@@ -115,7 +115,7 @@ class Threads(Driver):
 
 
 _EXIT_PATIENCE = 30.0
-"""Seconds that the interpreter's exit waits for one thread."""
+"""Seconds that the interpreter waits for one thread at exit."""
 
 _running: weakref.WeakSet[Threads] = weakref.WeakSet()
 

@@ -35,7 +35,7 @@ ONBOARD = Route(HOST, DEVICE)
 INSIDE = Route(DEVICE, DEVICE)
 
 MAX_QUEUED = 1024
-"""Jobs of one direction and class that wait to be handed to the device; one more is refused."""
+"""Largest number of waiting jobs of one direction and class; further jobs are refused."""
 
 _DIRECTIONS = {HOST: 0, DEVICE: 1}
 

@@ -157,7 +157,7 @@ class Layered:
     """Layer-wise jobs, in flight or ended recently, for `wait_layer`."""
 
     MOST = 1024
-    """Ended ones that are kept where nobody ends steps."""
+    """Largest number of ended jobs kept if `end_step` is not called."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}

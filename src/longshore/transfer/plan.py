@@ -32,7 +32,7 @@ MAX_DESCRIPTORS = 4096
 """Descriptors per batch: a driver crashed at more than about 50,000 in one call."""
 
 MAX_BYTES = 32 << 20
-"""Bytes per batch: what a more urgent copy may have to wait for."""
+"""Bytes per batch, which bound the delay of a more urgent copy."""
 
 _LONG_ROW = 64
 

@@ -173,7 +173,7 @@ def test_copies_that_go_wrong_are_found_at_start(monkeypatch: pytest.MonkeyPatch
         ctypes.c_uint8.from_address(int(destination[0])).value += 1
 
     monkeypatch.setattr("longshore.transfer.device.cpu.copy_pieces", careless)
-    with pytest.raises(SelfTestError, match="1 of 192 bytes came back wrong"):
+    with pytest.raises(SelfTestError, match="1 of 192 bytes of the test block were wrong when read back"):
         Rig(world=world, groups=(Group(layers=1),), page=200)
     assert set(note_path("any").parent.iterdir()) == notes
 

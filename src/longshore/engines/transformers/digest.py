@@ -38,7 +38,7 @@ _VERSIONED = sys.stdlib_module_names | {"builtins", "torch", "longshore"}
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype)
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, np.generic, PurePath, re.Pattern)
 _STATELESS = (logging.Logger, type(threading.Lock()), type(threading.RLock()), ContextVar, object, types.EllipsisType,
-    type(namedtuple("_Named", "field").field))  # fmt: skip
+    type(vars(namedtuple("_Named", "field"))["field"]))  # fmt: skip
 _CACHED = type(functools.lru_cache(lambda: None))
 _CODE = (types.FunctionType, type, _CACHED, staticmethod, classmethod, property, functools.cached_property,
     functools.partial)  # fmt: skip

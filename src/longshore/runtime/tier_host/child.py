@@ -33,13 +33,13 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier
 
 LOCK_PATIENCE = 10.0
-"""Seconds to wait for the directory: the tier host of an engine that was killed may still be closing it."""
+"""Seconds to wait for the directory's lock: the tier host of a killed engine may still have it."""
 
 _LOOK = 0.02
-"""Seconds between two looks at what has missed its deadline, while anything is under way."""
+"""Seconds between two checks of deadlines while anything is in flight."""
 
 BEAT = 1.0
-"""Seconds from one sign of life to the next."""
+"""Seconds between two ALIVE messages."""
 
 _AT_ONCE = 1 << 20
 
@@ -54,14 +54,14 @@ class Host:
         self._answers = answers
         self._frames = wire.Frames()
         self._tickets: dict[int, int] = {}
-        """Theirs, by the file tier's."""
+        """The engine's tickets, by the file tier's."""
         self._told: dict[str, int] = {}
         self._tier: FileTier | None = None
         self._ended = os.eventfd(0)
         """Counts batches that have ended."""
         self._saying = threading.Lock()
         self._busy = threading.Event()
-        """Set while there is something to do, of which the other side waits to hear."""
+        """Set while there is work whose result the engine waits for."""
 
     def run(self, memory: int) -> int:
         """Open the tier of the first request, and serve; returns the exit status."""

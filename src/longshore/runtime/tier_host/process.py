@@ -21,12 +21,12 @@ import longshore
 from longshore.runtime.tier_host.wire import Frames, Kind, WireError
 
 PROGRAM = (sys.executable, "-P", "-m", "longshore.runtime.tier_host.child")
-"""What is started; the descriptor of the arena's memory is its argument."""
+"""The program of a tier host; its argument is the descriptor of the arena's memory."""
 
 _AT_ONCE = 1 << 20
 
 _NOT_MEANT_FOR_IT = (signal.SIGINT, signal.SIGTERM)
-"""A tier host ignores these; they are blocked from its first instruction until it says so."""
+"""Signals that a tier host ignores; they are blocked until it has set that up."""
 
 _log = logging.getLogger(__name__)
 

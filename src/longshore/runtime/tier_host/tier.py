@@ -40,19 +40,19 @@ from longshore.tiers.ops import check_batch, check_digest, check_generation, che
 _DEATHS, _STALLS = "tier_host", "stalled"
 
 TROUBLES = (*OF_FILES, _DEATHS, _STALLS)
-"""All that `HostedFileTier.troubles` counts."""
+"""The reasons counted in `HostedFileTier.troubles`."""
 
 STALLED = 10.0
-"""Seconds in which nothing has ended of what is under way, after which no more is ordered until something has."""
+"""Seconds without a completed operation after which no operation is submitted until one completes."""
 
 CLOSE_PATIENCE = 60.0
-"""Seconds that a process has to finish what it has begun when the tier is closed."""
+"""Seconds that the tier host has to finish its operations when the tier is closed."""
 
 FORGET_PATIENCE = 10.0
-"""Seconds to wait until a reset is on the medium. A process that takes longer is ended; the reset is written here."""
+"""Seconds to wait until the tier host has stored a reset. Then it is killed, and this process writes the reset."""
 
 _KILL_PATIENCE = 10.0
-"""Seconds to wait for a process that was killed: one that is stuck in the device does not end before that answers."""
+"""Seconds to wait for a killed process, which does not end while it is blocked in the kernel."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,11 +96,11 @@ class HostedFileTier(Tier):
         self._fixed_weights = fixed_weights
         self._generation = 0
         self._forgotten: str | None = None
-        """Why the last reset could not be made durable; nothing if it was; `None` while that is not known."""
+        """Error of the last reset; empty if it is durable; `None` while that is unknown."""
         self._pending: PendingReset | None = None
-        """Where resets are written that no process has written."""
+        """File for resets that no tier host has confirmed."""
         self._under_way: dict[int, int] = {}
-        """How many operations each ticket has whose result has not come."""
+        """Number of operations of each ticket in flight."""
         self._results: list[TierResult] = []
         self._tickets = 0
         self._is_open = False
@@ -109,14 +109,14 @@ class HostedFileTier(Tier):
         self._watch = Watch(self._start, clock)
         self._standstill = Silence(clock)
         self._ended = self._ended_before = 0
-        """Operations that the process has carried out, as it said; and had, when somebody looked the last time."""
+        """Operations completed by the process, as reported; and the number at the last look."""
         self._stalls = 0
         opened = self._open_first()
         self.slabs, self._generation = opened.slabs, opened.generation
         self._others = opened.others
         self._fallbacks, self._troubles, self._found = opened.fallbacks, opened.troubles, opened.found
         self._past: Counter[str] = Counter()
-        """Troubles of the processes that have died."""
+        """Failures counted by earlier processes."""
 
     @property
     def generation(self) -> int:

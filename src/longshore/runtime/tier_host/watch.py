@@ -16,16 +16,16 @@ from longshore.runtime.tier_host.process import HostProcess
 from longshore.runtime.tier_host.wire import Kind
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
-"""Seconds from a death to the next start: at first, and growing to."""
+"""Seconds from a death to the next start: first, and maximum."""
 
 SILENCE = 30.0
-"""Seconds without a sign of life from a process that has something to do: then it is ended."""
+"""Seconds without a message after which a process with work is killed."""
 
 QUIET = 5.0
-"""Seconds of that after which nothing more is ordered."""
+"""Seconds without a message after which no operation is submitted."""
 
 STABLE = 60.0
-"""Seconds that a process lives to count as good: after it the pauses begin anew."""
+"""Lifetime in seconds after which delays start again at the first one."""
 
 _log = logging.getLogger(__name__)
 

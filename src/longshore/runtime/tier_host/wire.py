@@ -74,7 +74,7 @@ class Kind(enum.IntEnum):
 _KINDS = frozenset(Kind)
 
 _MOST = 1 << 40
-"""Bytes of a frame: of OPENED, which lists all chunks."""
+"""Largest frame in bytes; OPENED lists all chunks."""
 
 
 class Opened(NamedTuple):

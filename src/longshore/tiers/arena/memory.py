@@ -24,7 +24,7 @@ from longshore.errors import TierError
 from longshore.tiers.arena import system
 
 PAGE = 4096
-"""Alignment of every image, in bytes: what direct I/O asks for."""
+"""Alignment of every image in bytes, as required by direct I/O."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

@@ -18,7 +18,7 @@ from longshore.tiers.arena.system import System
 
 MADV_POPULATE_WRITE = 23
 _RANGE = 64 << 20
-"""Bytes that one thread does at a time: a multiple of the usual huge page, and much more than a thread costs."""
+"""Bytes that one thread touches at a time: a multiple of the usual huge page."""
 
 _MOST_THREADS = 16
 

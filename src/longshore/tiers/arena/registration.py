@@ -20,7 +20,7 @@ from longshore.errors import RegistrationError, TierError
 from longshore.tiers.arena.memory import PAGE
 
 LARGEST_PIECE = 16 << 30
-"""Bytes of the largest piece: well below what was seen to fail, and few enough pieces for a terabyte."""
+"""Bytes of the largest piece: well below sizes that were seen to fail."""
 
 
 class Registrar(Protocol):
@@ -57,7 +57,7 @@ class Registration:
         self._registrar = registrar
         self._address = address
         self._bounds: npt.NDArray[np.int64] = np.zeros((2, 0), dtype=np.int64)
-        """First offset of each piece, and the offset behind it; replaced as a whole."""
+        """First offset of each piece, and the offset after its end; replaced as a whole."""
 
     @property
     def pieces(self) -> int:

@@ -1,10 +1,10 @@
-"""How bytes are copied on one kind of device, behind one small seam.
+"""Copies on each kind of device, behind one small interface.
 
-base.py           Device, Stream, Copy, Event: the seam
-cpu.py            the engine's tensors are in host memory
-torch_streams.py  any accelerator that torch knows, through streams and events
+base.py           Device, Stream, Copy, Event: the interface
+cpu.py            tensors in host memory
+torch_streams.py  any accelerator of torch, with streams and events
 cuda/             NVIDIA GPUs: batched DMA, kernels, and a choice between them by measurement
-accelerator.py    what the last two share: pooled events, counted fallbacks
+accelerator.py    shared by the last two: pooled events, counted fallbacks
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 def device_for(layout: KVLayout, calibration: Path | None = None) -> Device:
-    """The device that the tensors of `layout` are on. Imports torch when it is not the CPU.
+    """The device of the tensors of `layout`. Imports torch if it is not the CPU.
 
-    `calibration` is the file that says which way of copying is the fastest on a CUDA device.
+    `calibration` is the calibration file of a CUDA device.
     """
     if layout.device == "cpu":
         return CpuDevice()

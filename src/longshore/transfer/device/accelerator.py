@@ -1,7 +1,7 @@
-"""What every device behind torch shares: the calls that need an accelerator, pooled events, counted fallbacks.
+"""Shared by all devices of torch: calls that need an accelerator, pooled events, counted fallbacks.
 
-Events are taken at start and used again. Who holds a point of the past need not give it back: an event is recorded
-anew only once it has passed, and whoever still holds the old point is told so.
+Events are allocated at start and reused. Holders of a point need not return it: an event is recorded again only after
+it has passed, and the old point then reports that it has passed.
 
     record ──► Point ──► event ··· passed ──► recorded again, as another Point
                  └─────────────────────────── from here on: passed, without looking
@@ -19,7 +19,7 @@ import torch
 from longshore.transfer.device.base import Event
 
 EVENTS = 128
-"""Events that a device takes at start."""
+"""Events that a device allocates at start."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Accelerator:
         return torch.accelerator.current_stream(self.device)
 
     def new_stream(self) -> torch.Stream:
-        """A stream of our own."""
+        """A new stream."""
         return torch.Stream(device=self.device)
 
     def use(self, stream: torch.Stream) -> None:
@@ -44,7 +44,7 @@ class Accelerator:
         torch.accelerator.set_stream(stream)
 
     def new_event(self) -> torch.Event:
-        """An event that keeps time."""
+        """An event with timing."""
         return torch.Event(device=self.device, enable_timing=True)
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
@@ -52,30 +52,30 @@ class Accelerator:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device reaches directly, uint8, shape `(nbytes,)`; `RuntimeError` if there is none."""
+        """Pinned host memory, uint8, shape `(nbytes,)`; `RuntimeError` if it cannot be allocated."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 class Fallbacks:
-    """How often something was done the slower way, by reason. Any thread may count."""
+    """Counts of slower fallbacks, by reason. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def count(self, reason: str) -> None:
-        """One more."""
+        """Count one fallback."""
         with self._lock:
             self._counts[reason] += 1
 
     def counts(self) -> Mapping[str, int]:
-        """All so far."""
+        """All counts."""
         with self._lock:
             return dict(self._counts)
 
 
 class Point(Event):
-    """A point on a stream: after all that had been given to it. Made by `Events.record`."""
+    """A point on a stream, after all work submitted to it so far. Made by `Events.record`."""
 
     def __init__(self, pool: Events, event: torch.Event) -> None:
         self._pool = pool
@@ -88,7 +88,7 @@ class Point(Event):
             return self._has_passed()
 
     def wait(self) -> None:
-        """Block the calling thread until then."""
+        """Block the calling thread until the point has passed."""
         with self._pool.lock:
             event = self._event
             if event is None:
@@ -101,13 +101,13 @@ class Point(Event):
                 self._waiting -= 1
 
     def hold(self, stream: torch.Stream) -> None:
-        """`stream` waits until then; the calling thread does not."""
+        """Make `stream` wait for the point; the calling thread does not wait."""
         with self._pool.lock:
             if self._event is not None:
                 self._event.wait(stream)
 
     def seconds_until(self, later: Point) -> float:
-        """By the device's clock. Both have passed, and neither was released."""
+        """Seconds between two points by the device's clock. Both have passed and are not released."""
         with self._pool.lock:
             if self._event is None or later._event is None:
                 raise RuntimeError("expected two points that are still held, got one that was released")
@@ -125,7 +125,7 @@ class Point(Event):
 
 
 class Events:
-    """A bounded stock of events. Any thread may use it."""
+    """A bounded pool of events. Thread-safe."""
 
     def __init__(self, accelerator: Accelerator, fallbacks: Fallbacks, count: int = EVENTS) -> None:
         self.lock = threading.Lock()
@@ -136,7 +136,7 @@ class Events:
         self._loose: deque[Point] = deque()  # recorded, not kept: used again as soon as they have passed
 
     def record(self, stream: torch.Stream, *, keep: bool = False) -> Point:
-        """The point after all that was given to `stream` so far; with `keep`, its event is its own until `release`."""
+        """The point after all work on `stream` so far; with `keep`, its event is not reused until `release`."""
         with self.lock:
             event = self._take()
             try:
@@ -150,12 +150,12 @@ class Events:
             return point
 
     def release(self, *points: Point) -> None:
-        """`points`, which were kept, are used again once they have passed. Each only once."""
+        """Return kept `points` to the pool, once each; they are reused after they have passed."""
         with self.lock:
             self._loose.extend(points)
 
     def close(self) -> None:
-        """Let go of all events that are not in use."""
+        """Release all events that are not in use."""
         with self.lock:
             self._count = 0
             self._idle.clear()
@@ -181,7 +181,7 @@ class Events:
 
 
 def pinned_or_pageable(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int) -> torch.Tensor:
-    """Pinned host memory where it can be had, else any: said once here, and counted."""
+    """Pinned host memory if available, else pageable memory, which is logged and counted."""
     try:
         return accelerator.pinned_bytes(nbytes)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The seam between the transfer engine and a device.
+"""The interface between the transfer engine and a device.
 
     engine's thread of one direction                      the thread that computes
 
@@ -7,8 +7,8 @@
     copy.reached ──────────── event ────────────────────► device.hold(compute, event)
     copy.finish()         block until both sides are in place
 
-Several copies may be under way at once, `Stream.depth` of them; they reach and finish in the order of their calls. To
-serve a new kind of device, subclass `Device`, `Stream` and `Copy`.
+At most `Stream.depth` copies are in flight at once; they complete in the order of their calls. For a new kind of
+device, subclass `Device`, `Stream` and `Copy`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from longshore.transfer.batch import Batch
 
 
 class Event(Protocol):
-    """A point in the order of work on a device. Only the device that made it knows what is inside."""
+    """A point in the order of work on a device. Opaque except to the device that made it."""
 
     def passed(self) -> bool:
         """Whether everything before this point has ended."""
@@ -37,17 +37,17 @@ class Event(Protocol):
 
 
 class InOnePiece(Protocol):
-    """What is registered of the host memory; `longshore.tiers.arena.Arena.in_one_piece` is one."""
+    """Which host memory is registered; `longshore.tiers.arena.Arena.in_one_piece` is an implementation."""
 
     def __call__(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike, /) -> npt.NDArray[np.bool_]:
         """Whether each `[offset, offset + length)` lies within one piece that is registered with the device."""
 
 
 class ImageMemory(Protocol):
-    """One piece of a device's memory, for images that never stop in host memory.
+    """A range of device memory for images that bypass host memory.
 
-    Any thread may call. Nothing here waits for a stream: whoever calls has waited for the copies of those bytes, and
-    begins others when the call has returned.
+    Thread-safe. Calls do not wait for streams: the caller must wait for copies of the bytes before, and start others
+    only after the call has returned.
     """
 
     @property
@@ -59,35 +59,35 @@ class ImageMemory(Protocol):
         """Its size in bytes."""
 
     def bind(self) -> Callable[[], None]:
-        """Make the device the calling thread's own, for libraries that ask the thread; returns what undoes it."""
+        """Make the device current in the calling thread, for libraries that need it; returns its undo function."""
 
     def mix64(self, offset: int, length: int) -> int:
         """`longshore.checksums.mix64` of a range, computed on the device. Both are multiples of 8."""
 
     def load(self, offset: int, host: memoryview) -> None:
-        """Copy from `offset` on into host memory."""
+        """Copy from `offset` to host memory."""
 
     def store(self, offset: int, host: memoryview) -> None:
         """Copy host memory to `offset`."""
 
     def zero(self, offset: int, length: int) -> None:
-        """Make a range zero."""
+        """Zero a range."""
 
 
 class Copy(Protocol):
-    """A batch that was given to the device."""
+    """A batch submitted to the device."""
 
     @property
     def reached(self) -> Event:
-        """The point from which on others may use the device memory of the batch."""
+        """The point after which other work may use the device memory of the batch."""
 
     def passed(self) -> bool:
         """Whether `finish` would return without waiting for the device."""
 
     def finish(self) -> float:
-        """Block until the batch is in place on both sides. Returns seconds on its way, by the device's clock.
+        """Block until the batch is in place on both sides. Returns its duration in seconds, by the device's clock.
 
-        Called once, by the thread of the stream, in the order of the copies. May raise what the device raises.
+        Called once, by the thread of the stream, in the order of the copies. May raise errors of the device.
         """
 
 
@@ -95,74 +95,74 @@ class Stream(ABC):
     """Copies in one direction, in order. Used by one thread.
 
     Attributes:
-        depth: How many copies may be unfinished at once: as many as there are resources taken for.
+        depth: Largest number of unfinished copies, for which resources are allocated.
     """
 
     depth: int = 1
 
     @abstractmethod
     def bind(self) -> None:
-        """Make the calling thread the one that uses this stream. Called once, before anything else."""
+        """Bind the stream to the calling thread. Called once, before any other method."""
 
     @abstractmethod
     def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
-        """Give `batch` to the device, to be copied once `after` have passed and all earlier copies have.
+        """Submit `batch` to the device, to be copied after the points `after` and all earlier copies.
 
-        May return before that. May raise what the device raises; some of the batch may be under way then, and `drain`
-        is called before anything else.
+        May return earlier. May raise errors of the device; part of the batch may then be in flight, and `drain` is
+        called next.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until nothing that was given to the device is still being copied, finished or not. May raise."""
+        """Block until no submitted copy is in flight. May raise."""
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Zero bytes of an image that nothing is copying. Images are in host memory, unless the device says so."""
+        """Zero bytes of an image that no copy uses. Images are in host memory, unless the device keeps them."""
         ctypes.memset(address, 0, nbytes)
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what was taken at start. Nothing is being copied then."""
+        """Release the resources. No copy may be in flight."""
 
 
 class Device(ABC):
-    """One kind of device. `compute` is whatever the engine computes on: a stream, or `None` for the one at hand."""
+    """One kind of device. `compute` is the stream on which the engine computes, or `None` for the current one."""
 
     @abstractmethod
     def stream(self, layout: KVLayout, into: str) -> Stream:
-        """A stream for copies of `layout` into the tier `into`. All that it will need is taken here.
+        """A stream for copies of `layout` into the tier `into`. Allocates all its resources.
 
-        Into the device come copies from the host and, where `Batch.inside`, from other blocks of the device.
+        Copies into the device are from the host, or, with `Batch.inside`, from other blocks of the device.
         """
 
     def resolve(self, compute: object) -> object:
-        """What `compute` means in the calling thread: something that means the same in any other."""
+        """Resolve `compute` in the calling thread to a value that is valid in every thread."""
         return compute
 
     @abstractmethod
     def mark(self, compute: object) -> Event:
-        """The point after all that was given to `compute` so far."""
+        """The point after all work submitted to `compute` so far."""
 
     @abstractmethod
     def hold(self, compute: object, event: Event) -> None:
-        """What is given to `compute` from here on waits for `event`."""
+        """Make work submitted to `compute` from now on wait for `event`."""
 
     def reach(self, in_one_piece: InOnePiece) -> None:  # noqa: B027 - most devices need not know
-        """Say what of the host memory is registered with the device, before any stream is made."""
+        """Set which host memory is registered with the device. Called before any stream is made."""
 
     def take_images(self, nbytes: int) -> ImageMemory:
-        """Memory of the device for images, in place of host memory, before any stream is made.
+        """Device memory for images, in place of host memory. Called before any stream is made.
 
-        Raises `DeviceError` where there is none. It is the device's to give back.
+        Raises `DeviceError` if there is none. The device frees it.
         """
         raise DeviceError(
             f"{type(self).__name__} cannot hold block images: expected a device that GPUDirect Storage supports"
         )
 
     def fallbacks(self) -> Mapping[str, int]:
-        """How often something was done the slower way, by reason."""
+        """Counts of slower fallbacks, by reason."""
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what was taken at start, once all streams are closed. Idempotent."""
+        """Release the resources, after all streams are closed. Idempotent."""

@@ -1,14 +1,14 @@
-"""Copies where the engine's tensors are in host memory: no streams, no temporaries of the size of the data.
+"""Copies for tensors in host memory: no streams, no temporaries of the size of the data.
 
-Pages of medium size are moved many at a time, by one numpy call for each run of bytes that is contiguous on one side,
-an image say. The other side is seen as an array of words, a word being the largest power of two that divides every
-address there and every size:
+Pages of medium size are moved many at a time, with one numpy call per run of bytes that is contiguous on one side, for
+example an image. The other side is viewed as an array of words, whose size is the largest power of two that divides
+every address and every size:
 
     memory  ├ word ┼ word ┼ word ┼ word ┼      gather    run = take(words, indices)
                 ▲             ▲                scatter   words[indices] = run
 
-Large pieces are moved one by one by `memmove`; both ways leave the interpreter lock to others. Small pieces of one size
-are moved together, as elements of an array that has one starting at every byte:
+Large pieces are moved one by one with `memmove`; both ways release the interpreter lock. Small pieces of one size are
+moved together, as elements of an array with an element at every byte:
 
     memory  ┌───────────────────────────────
     view[0] ├ width ┤
@@ -64,22 +64,22 @@ class _Done(Event, Copy):
 
 
 class CpuDevice(Device):
-    """Host memory. The compute side is the calling thread: what it has done is done."""
+    """Host memory. Compute is the calling thread, whose work is complete when it returns."""
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         """A stream that copies in the calling thread."""
         return CpuStream()
 
     def mark(self, compute: object) -> Event:
-        """A point that has passed."""
+        """A passed point."""
         return _Done()
 
     def hold(self, compute: object, event: Event) -> None:
-        """Wait here: what this thread does next comes after."""
+        """Wait in the calling thread."""
         event.wait()
 
     def take_images(self, nbytes: int) -> CpuImages:
-        """Host memory, which is the device's here."""
+        """Host memory, which is the device memory."""
         return CpuImages(nbytes)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class CpuDevice(Device):
 
 
 class CpuImages:
-    """An `ImageMemory` in the memory that the engine's tensors are in."""
+    """An `ImageMemory` in host memory, for tensors in host memory."""
 
     def __init__(self, nbytes: int) -> None:
         array = np.zeros(nbytes + _PAGE, dtype=np.uint8)
@@ -121,7 +121,7 @@ class CpuImages:
 
 
 class CpuStream(Stream):
-    """Copies when `copy` is called, in the calling thread."""
+    """Copies in the calling thread, during `copy`."""
 
     def __init__(self) -> None:
         self._planner = Planner()
@@ -139,7 +139,7 @@ class CpuStream(Stream):
         return _Done(time.perf_counter() - begun)
 
     def drain(self) -> None:
-        """Nothing is ever under way."""
+        """No copy is ever in flight."""
 
     def close(self) -> None:
         """Nothing was taken."""

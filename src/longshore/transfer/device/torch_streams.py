@@ -1,8 +1,8 @@
-"""Any accelerator that torch knows, with torch's own means: streams, events, `index_select`, `index_copy_`, `copy_`.
+"""Any accelerator of torch, with torch's functions: streams, events, `index_select`, `index_copy_`, `copy_`.
 
-One stream for each direction, and for each a ring of two stages, a stage being a piece of device memory and a piece of
-pinned host memory of one size. Pages are gathered on the device, so that the link carries one long copy and not many
-short ones. While the device fills one stage, this thread empties the other:
+Each direction has a stream and a ring of two stages. A stage is a piece of device memory and a piece of pinned host
+memory of the same size. Pages are gathered on the device, so that the link has one long copy instead of many short
+ones. While the device fills one stage, this thread empties the other:
 
     offload    pages ──gather──► stage.device ──link──► stage.host ──memmove──► images
                └──────── on the stream ─────────────────────────┘  └ this thread ┘
@@ -40,10 +40,10 @@ class TorchDevice(Device):
     def __init__(
         self, device: torch.device | str, *, staging_bytes: int = 64 << 20, accelerator: Accelerator | None = None
     ) -> None:
-        """`staging_bytes` of pinned and of device memory are taken for each direction.
+        """Allocates `staging_bytes` of pinned and of device memory per direction.
 
-        Draws one of torch's streams for each direction, once, whatever number of layouts is served. torch hands out a
-        bounded number of them in turn, and an engine may be given the same one: copies then wait for its work.
+        Takes one of torch's streams per direction, once for all layouts. torch has a bounded number of streams and uses
+        them in turn; an engine may get the same stream, and copies then wait for its work.
         """
         self._streams: dict[str, torch.Stream] = {}
         self._accelerator = accelerator or Accelerator(with_index(torch.device(device)))
@@ -72,7 +72,7 @@ class TorchDevice(Device):
         cast(Point, event).hold(self._compute(compute))
 
     def fallbacks(self) -> Mapping[str, int]:
-        """`new_event`: more events were needed at once than were taken; `unpinned_stage`: no pinned memory."""
+        """`new_event`: more events were in use than allocated at start; `unpinned_stage`: no pinned memory."""
         return self._fallbacks.counts()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class TorchDevice(Device):
 
 
 def with_index(device: torch.device) -> torch.device:
-    """`device`, with the index of the current one where it has none."""
+    """`device` with an index, by default that of the current device."""
     if device.index is not None:
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
@@ -99,7 +99,7 @@ def stream_into(
     layout: KVLayout,
     staging_bytes: int,
 ) -> StagedStream:
-    """Copies of `layout` into the tier `into`, on `stream`, through stages that are taken here."""
+    """Copies of `layout` into the tier `into`, on `stream`; allocates the stages."""
     kind = _Offload if into == HOST else _Onboard
     return kind(accelerator, events, fallbacks, stream, layout, staging_bytes)
 
@@ -158,7 +158,7 @@ class _Through(Copy):
 
 
 class StagedStream(Stream):
-    """What both directions share. Every method runs in the thread that called `bind`."""
+    """Base of both directions. Every method runs in the thread that called `bind`."""
 
     depth = 2
 
@@ -192,11 +192,11 @@ class StagedStream(Stream):
         self._turn = 0
 
     def bind(self) -> None:
-        """From now on, what this thread gives to torch goes to our stream."""
+        """Make this stream current in the calling thread."""
         self._accelerator.use(self._stream)
 
     def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
-        """Send `batch` through the stages; the stream waits for `after`, this thread does not."""
+        """Copy `batch` through the stages; the stream waits for `after`, the calling thread does not."""
         if batch.generation != batch.layout.generation:
             raise FreedLayoutError(
                 f"batch is of layout generation {batch.generation}, the layout now in {batch.layout.generation}"
@@ -215,7 +215,7 @@ class StagedStream(Stream):
         return copy
 
     def finish(self, copy: _Through) -> float:
-        """Carry to the images what the stages still hold of `copy`, and wait for it."""
+        """Copy the remaining data of `copy` from the stages to the images, and wait for it."""
         try:
             for stage in self._by_age():
                 if stage.of is copy:
@@ -227,7 +227,7 @@ class StagedStream(Stream):
         return seconds
 
     def drain(self) -> None:
-        """Carry what the stages still hold, and wait for the stream."""
+        """Empty the stages and wait for the stream."""
         try:
             for stage in self._by_age():
                 self._empty(stage)
@@ -235,7 +235,7 @@ class StagedStream(Stream):
             self._events.record(self._stream).wait()
 
     def close(self) -> None:
-        """Give the stages back."""
+        """Free the stages."""
         self._stages = []
 
     def _record(self) -> Point:

@@ -30,17 +30,17 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.current_stream(self.device)
 
     def own_stream(self, driver: Driver) -> torch.Stream:
-        """A stream that nobody else has, never the null stream; `give_back_stream` ends it."""
+        """A stream of its own, never the null stream; `give_back_stream` destroys it."""
         handle = driver.new_stream(self.ordinal)
         stream: torch.Stream = torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]
         return stream
 
     def give_back_stream(self, driver: Driver, stream: torch.Stream) -> None:
-        """End a stream of `own_stream`, once nothing holds memory that was taken on it."""
+        """Destroy a stream of `own_stream`, once no memory allocated on it is in use."""
         driver.destroy_stream(self.handle(stream))
 
     def empty_cache(self) -> None:
-        """Give memory back that torch keeps for later and that nothing uses, on the device and pinned."""
+        """Free unused memory in torch's caches, on the device and pinned."""
         torch.cuda.empty_cache()
         empty_pinned = getattr(torch._C, "_host_emptyCache", None)  # as of torch 2.7
         if empty_pinned is not None:

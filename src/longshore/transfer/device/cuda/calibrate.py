@@ -1,7 +1,7 @@
-"""Measures each way of copying on the device at hand: what any copy costs, and what a byte costs, by size of page.
+"""Measures each way of copying on the device: fixed cost per copy and cost per byte, by page size.
 
-Blocks are in scrambled order, so that no two pages merge; images are as long as a stage, so that how they are cut does
-not matter. Two loads, a small and a large one, give the two figures; the best of several runs counts.
+Blocks are in random order, so that no two pages merge; images are as long as a stage, so that cuts do not matter. A
+small and a large load give the two figures; the best of several runs counts.
 """
 
 from __future__ import annotations

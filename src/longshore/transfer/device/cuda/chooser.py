@@ -1,11 +1,11 @@
-"""Which way a batch goes, by what was measured on the device at hand.
+"""Chooses the way of copying for a batch, from measurements on the device.
 
     direct      pages ◄──── batched DMA, one piece each ────► images           large pieces
     staged      pages ◄─ kernel ─► stage ◄─ batched DMA ────► images           small pages, long runs in the images
     zero copy   pages ◄──── kernel on host addresses ───────► images           small pages, few bytes or short runs
 
-For each direction, way and size of page a measurement gives two figures: seconds that any copy takes, and seconds for
-each byte. Between sizes the latter is interpolated; nothing here knows a threshold.
+For each direction, way and page size, a measurement gives two figures: fixed seconds per copy and seconds per byte. The
+latter is interpolated between sizes; there are no fixed thresholds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Way(StrEnum):
-    """How a batch can go."""
+    """A way of copying a batch."""
 
     DIRECT = "direct"
     STAGED = "staged"
@@ -41,9 +41,9 @@ class Load(NamedTuple):
     Attributes:
         into: The tier that is written.
         nbytes: Bytes of all pages.
-        pages: Pages, which kernels move one by one.
-        pieces: Pages with adjacent ones as one, which the driver is given for the direct way.
-        runs: Contiguous ranges of the images, which it is given for the staged way.
+        pages: Number of pages; kernels move each.
+        pieces: Number of pieces after merging adjacent pages, for the direct way.
+        runs: Number of contiguous ranges of the images, for the staged way.
     """
 
     into: str
@@ -54,7 +54,7 @@ class Load(NamedTuple):
 
 
 class Chooses(Protocol):
-    """Whatever says which way a batch goes."""
+    """Chooses the way of copying a batch."""
 
     def choose(self, load: Load, ways: Collection[Way]) -> Way:
         """One of `ways`, of which there is at least one."""
@@ -70,13 +70,13 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured on one device.
+    """Measurements on one device.
 
     Attributes:
         device: Its name.
         driver: The driver's version.
-        curves: For each tier that is written, for each way, samples in ascending order of page size.
-        link: Width and speed of the link, as `link_of` says.
+        curves: Samples by destination tier and way, in ascending order of page size.
+        link: Width and speed of the link, from `link_of`.
     """
 
     device: str
@@ -99,7 +99,7 @@ class Calibration:
         return min(ways, key=lambda way: self.seconds(load, way))
 
     def crossovers(self, into: str, nbytes: int) -> list[tuple[int, Way]]:
-        """From which size of scattered pages on which way is the fastest for `nbytes`, in images of many pages."""
+        """Page sizes from which each way is the fastest for `nbytes` of scattered pages."""
         sizes = sorted({sample.page_bytes for samples in self.curves[into].values() for sample in samples})
         found: list[tuple[int, Way]] = []
         for size in sizes:
@@ -129,7 +129,7 @@ class Calibration:
         return {"format": _FORMAT, "device": self.device, "driver": self.driver, "link": self.link, "curves": curves}
 
     def save(self, path: Path) -> None:
-        """Write it to `path`, whole or not at all; raises `OSError`."""
+        """Write it to `path` atomically; raises `OSError`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
         beside.write_text(json.dumps(self.as_json()))
@@ -137,7 +137,7 @@ class Calibration:
 
 
 def load(path: Path, device: str, driver: int, link: str = _UNKNOWN) -> Calibration | None:
-    """What `path` says of this device, driver and link; `None` when it is not there, or of others, or damaged."""
+    """The calibration in `path`; `None` if it does not exist, is invalid, or is of another device, driver or link."""
     try:
         found: Any = json.loads(path.read_text())
         if found["format"] != _FORMAT or (found["device"], found["driver"], found["link"]) != (device, driver, link):
@@ -155,14 +155,14 @@ def load(path: Path, device: str, driver: int, link: str = _UNKNOWN) -> Calibrat
 
 
 def default_path(device: str, driver: int, link: str = _UNKNOWN) -> Path:
-    """Where the calibration of a device is kept: in the user's cache directory."""
+    """Default path of a device's calibration, in the user's cache directory."""
     root = os.environ.get("XDG_CACHE_HOME")
     name = "".join(letter if letter.isalnum() else "-" for letter in f"{device}-{driver}-{link}".lower())
     return (Path(root) if root else Path.home() / ".cache") / "longshore" / f"copy-{name}.json"
 
 
 def link_of(pci_address: str, sysfs: Path = Path("/sys")) -> str:
-    """Width and speed of a device's link, such as `x16 32.0 GT/s PCIe`; `unknown` where the system does not say.
+    """Width and speed of a device's link, such as `x16 32.0 GT/s PCIe`; `unknown` if the system does not report it.
 
     The speed is the lower maximum of the device and of the bridge above it: the current one falls when the GPU idles.
     """

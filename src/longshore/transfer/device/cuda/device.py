@@ -1,4 +1,4 @@
-"""`CudaDevice`: NVIDIA GPUs, by torch's streams, the driver's batched copies, and kernels of our own."""
+"""`CudaDevice`: NVIDIA GPUs, with torch's streams, batched copies of the driver, and Triton kernels."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from longshore.transfer.device.cuda.streams import CudaStream, Tools
 from longshore.transfer.device.torch_streams import with_index
 
 STAGING_BYTES = 64 << 20
-"""Device memory that is taken for each direction."""
+"""Device memory for staging, per direction."""
 
 _log = logging.getLogger(__name__)
 
 
 class CudaDevice(Device):
-    """One GPU. `compute` is a stream of torch's, of either class, or `None` for the calling thread's current one."""
+    """One GPU. `compute` is a torch stream of either class, or `None` for the calling thread's current stream."""
 
     def __init__(
         self,
@@ -44,20 +44,19 @@ class CudaDevice(Device):
         accelerator: CudaAccelerator | None = None,
         library: object | None = None,
     ) -> None:
-        """Take the events; streams take the rest.
+        """Allocate the events; streams allocate the rest.
 
         Args:
             device: Which GPU.
-            in_one_piece: What of the host memory is registered with CUDA; without it, nothing is. `reach` gives it
-                later.
-            staging_bytes: Device memory for each direction, to gather pages in.
-            calibration: File that says which way is the fastest; by default one in the user's cache directory.
-            chooses: Says so in place of it.
+            in_one_piece: Which host memory is registered with CUDA; none by default. `reach` sets it later.
+            staging_bytes: Device memory for staging, per direction.
+            calibration: Calibration file; by default one in the user's cache directory.
+            chooses: Chooses the way instead of a calibration.
             accelerator: Calls of torch and Triton.
             library: The driver's functions; by default those of `libcuda`.
 
         Raises:
-            DeviceError: There is no driver, or it refused a call.
+            DeviceError: There is no driver, or a call failed.
         """
         self._accelerator = accelerator or CudaAccelerator(with_index(torch.device(device)))
         self._driver = Driver(driver.load() if library is None else library)
@@ -84,12 +83,12 @@ class CudaDevice(Device):
         return self._path
 
     def reach(self, in_one_piece: InOnePiece) -> None:
-        """What is not registered will go through pinned stages. Images that the device keeps are not in host memory."""
+        """Set which host memory is registered; other memory is copied through pinned stages."""
         if self._images is None:
             self._in_one_piece = in_one_piece
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
-        """Two streams of the GPU, and the memory to stage in. Measures which way is the fastest if nobody has."""
+        """Two streams of the GPU and staging memory. Calibrates the device if there is no calibration."""
         if self._chooses is None:
             if self._has_kernels():
                 self._chooses = chooser.load(self._path, *self._key) or self.calibrate(calibrate.QUICK)
@@ -100,7 +99,7 @@ class CudaDevice(Device):
         )
 
     def take_images(self, nbytes: int) -> CudaImages:
-        """Memory of the GPU. Kernels gather pages into it and scatter them from it: for DMA it is on the wrong side."""
+        """Device memory for images. Kernels gather pages into it and scatter them from it."""
         if not self._has_kernels():
             raise DeviceError(
                 f"{self._accelerator.device} cannot hold block images: the copy kernels cannot be compiled"
@@ -112,9 +111,9 @@ class CudaDevice(Device):
         return self._images
 
     def calibrate(self, effort: calibrate.Effort = calibrate.THOROUGH) -> Calibration:
-        """Measure every way, keep what came out, and use it for streams that are made from here on.
+        """Measure every way, save the result, and use it for streams made from now on.
 
-        Raises `DeviceError` where kernels cannot be had: there is only one way then.
+        Raises `DeviceError` if kernels cannot be compiled, because there is only one way then.
         """
         if not self._has_kernels():
             raise DeviceError(f"cannot calibrate {self._accelerator.device}: the copy kernels cannot be compiled")
@@ -145,16 +144,16 @@ class CudaDevice(Device):
     def fallbacks(self) -> Mapping[str, int]:
         """What was done the slower way, by reason.
 
-        `no_batched_copy`: the driver has no batched call. `host_unregistered`: a batch went through pinned stages.
-        `late_bounce`: these were taken only then. `straddling_piece`: images side by side are registered apart.
-        `smaller_ring`, `no_ring`: less device memory to stage in. `longer_slip`: more orders for kernels than was taken
-        room for. `no_kernels`: they cannot be compiled, so pages went one by one. `new_event`, `unpinned_stage`: as
-        elsewhere.
+        `no_batched_copy`: the driver has no batched call. `host_unregistered`: a batch was copied through pinned
+        stages. `late_bounce`: these were allocated only then. `straddling_piece`: adjacent images are in different
+        registrations. `smaller_ring`, `no_ring`: less device memory for staging. `longer_slip`: more kernel arguments
+        than allocated for. `no_kernels`: kernels cannot be compiled, so pages were copied one by one. `new_event`,
+        `unpinned_stage`: as for other devices.
         """
         return self._fallbacks.counts()
 
     def close(self) -> None:
-        """Let go of the events, and of the streams of images."""
+        """Release the events and the streams of images."""
         self._tools.events.close()
         if self._images is not None:
             self._images.close()

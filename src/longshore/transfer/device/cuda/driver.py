@@ -1,9 +1,9 @@
-"""Copies handed to the CUDA driver by ctypes, many in one call.
+"""Batched copies of the CUDA driver, with ctypes.
 
     Driver.copy(stream, destination, source, size)       arrays of addresses, as numpy has them
         └─ at most 4,096 at a time ─► cuMemcpyBatchAsync as of CUDA 12.8, or 13.0, else cuMemcpyAsync one by one
 
-The functions come from a library object, so that all of this runs against a stand-in where there is no driver. Layouts
+The functions come from a library object, so that tests can use a stand-in without a driver. Layouts
 and rules are those of `cuda.h` (CUDA 12.8 and 13.0): the stream must not be the legacy null stream, a source order of 0
 is invalid, the indices of attributes are as many as the attributes, and no two copies of a call may depend on another.
 """
@@ -29,7 +29,7 @@ _NO_INDEX = ctypes.c_size_t(-1).value
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
 RELAXED = 2
-"""`CU_STREAM_CAPTURE_MODE_RELAXED`: the thread's calls never end another thread's capture of a graph."""
+"""`CU_STREAM_CAPTURE_MODE_RELAXED`: the thread's calls do not invalidate another thread's graph capture."""
 
 _HOST_POINTERS_SERVE = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
@@ -75,7 +75,7 @@ PCI_ADDRESS = ctypes.CFUNCTYPE(_Result, _Address, ctypes.c_int, ctypes.c_int)
 
 
 def load() -> Any:
-    """The driver's library, `libcuda.so.1`; `DeviceError` where there is none."""
+    """The driver's library, `libcuda.so.1`; `DeviceError` if it cannot be loaded."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -83,14 +83,14 @@ def load() -> Any:
 
 
 class Driver:
-    """The driver's calls, on one library. Any thread that has a context may use it.
+    """The driver's calls. Any thread with a context may use it.
 
     Attributes:
-        batch_version: Version of the batched call, in CUDA's numbering (12080); `None` where copies go one by one.
+        batch_version: Version of the batched call, in CUDA's numbering (12080); `None` if copies are made one by one.
         version: Newest CUDA version that the driver serves (13000).
 
     Raises:
-        DeviceError: From every method: the driver refused a call. Names the call and the error.
+        DeviceError: From every method, if a call failed; names the call and the error.
     """
 
     def __init__(self, library: Any) -> None:
@@ -110,7 +110,7 @@ class Driver:
         self._attributes = MemcpyAttributes(SOURCE_IN_STREAM_ORDER, MemLocation(), MemLocation(), PREFER_OVERLAP)
 
     def make_current(self, ordinal: int) -> int | None:
-        """Give the calling thread the primary context of device `ordinal`. Returns the one that it had."""
+        """Set the primary context of device `ordinal` in the calling thread. Returns the previous context."""
         before, context = ctypes.c_void_p(), ctypes.c_void_p()
         self._check(self._function("cuCtxGetCurrent", GET_CONTEXT)(ctypes.byref(before)), "cuCtxGetCurrent")
         if ordinal not in self._contexts:  # retained once, for as long as the process lives: torch has it as well
@@ -122,13 +122,13 @@ class Driver:
         return before.value
 
     def set_context(self, context: int | None) -> None:
-        """Make `context`, of `make_current`, the calling thread's."""
+        """Set `context`, from `make_current`, in the calling thread."""
         self._check(self._function("cuCtxSetCurrent", SET_CONTEXT)(context), "cuCtxSetCurrent")
 
     def new_stream(self, ordinal: int) -> int:
-        """Handle of a new stream on device `ordinal`, which `destroy_stream` gives back. Nobody else has it.
+        """Handle of a new stream on device `ordinal`; free it with `destroy_stream`.
 
-        torch's own streams are 32 for each device, handed out in turn: an engine's streams are among them.
+        torch has 32 streams per device, used in turn, and an engine's streams are among them.
         """
         before = self.make_current(ordinal)
         try:
@@ -140,35 +140,35 @@ class Driver:
         return cast(int, handle.value)
 
     def destroy_stream(self, stream: int) -> None:
-        """Give back a stream of `new_stream`. What it still has to do ends first."""
+        """Destroy a stream of `new_stream`, after its work has ended."""
         self._check(self._function("cuStreamDestroy_v2", DESTROY_STREAM)(stream), "cuStreamDestroy")
 
     def exchange_capture_mode(self, mode: int) -> int:
-        """Set what the calling thread may call while any thread captures a graph. Returns what was set before."""
+        """Set the capture mode of the calling thread. Returns the previous mode."""
         value = ctypes.c_int(mode)
         exchange = self._function("cuThreadExchangeStreamCaptureMode", CAPTURE_MODE)
         self._check(exchange(ctypes.byref(value)), "cuThreadExchangeStreamCaptureMode")
         return value.value
 
     def pci_address(self, ordinal: int) -> str:
-        """Where device `ordinal` is, such as `0000:3b:00.0`."""
+        """PCI address of device `ordinal`, such as `0000:3b:00.0`."""
         text = ctypes.create_string_buffer(32)
         get = self._function("cuDeviceGetPCIBusId", PCI_ADDRESS)
         self._check(get(ctypes.addressof(text), len(text), ordinal), "cuDeviceGetPCIBusId")
         return text.value.decode().lower()
 
     def reaches_host_pointers(self, ordinal: int) -> bool:
-        """Whether kernels on device `ordinal` reach registered host memory by its host address."""
+        """Whether kernels on device `ordinal` can use host addresses of registered memory."""
         value = ctypes.c_int()
         get = self._function("cuDeviceGetAttribute", GET_ATTRIBUTE)
         self._check(get(ctypes.byref(value), _HOST_POINTERS_SERVE, ordinal), "cuDeviceGetAttribute")
         return bool(value.value)
 
     def copy(self, stream: int, destination: U64, source: U64, size: U64) -> None:
-        """Give copies between host and device to `stream`, not the null stream, by handle. They end in any order.
+        """Submit copies between host and device to `stream`, not the null stream. They end in any order.
 
         The arrays, uint64 of one shape `(copies,)` and contiguous, must stay as they are until the copies have ended.
-        No one copy may leave what was registered as one. Between two places on the device they would be slow.
+        No copy may span two registrations. Copies inside the device would be slow.
         """
         if self.batch_version is None:
             self.copy_each(stream, destination, source, size)
@@ -181,7 +181,7 @@ class Driver:
             self._copy_batch(arrays, min(MOST, len(size) - first), stream)
 
     def copy_each(self, stream: int, destination: U64, source: U64, size: U64) -> None:
-        """As `copy`, by a call for each; the arrays are not needed afterwards."""
+        """As `copy`, with one call per copy; the arrays are not needed afterwards."""
         _check_stream(stream)
         for to, at, nbytes in zip(destination.tolist(), source.tolist(), size.tolist(), strict=True):
             self._check(self._copy_one(to, at, nbytes, stream), "cuMemcpyAsync")

@@ -1,4 +1,4 @@
-"""Memory of a GPU for images that go to files and come back without a stop in host memory."""
+"""GPU memory for images that are copied directly to and from files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 class CudaImages:
     """An `ImageMemory` on one GPU.
 
-    Each calling thread has a stream of its own, so that nothing waits for what an engine computes. Calls return when
-    the bytes are there: nothing here is in order with any other stream, which is why nobody may call while a copy of
-    those bytes is under way. They raise `DeviceError` when the GPU fails.
+    Each calling thread has its own stream, so that calls do not wait for compute. Calls return when the bytes are in
+    place. They are not ordered with other streams, so no copy of the bytes may be in flight during a call. They raise
+    `DeviceError` if the GPU fails.
     """
 
     def __init__(self, accelerator: CudaAccelerator, nbytes: int, driver: Driver) -> None:
-        """Take the memory; `DeviceError` when it cannot be had."""
+        """Allocate the memory; `DeviceError` on failure."""
         try:
             whole = accelerator.device_bytes(nbytes + _PAGE)
         except RuntimeError as error:
@@ -47,7 +47,7 @@ class CudaImages:
         self.nbytes = nbytes
 
     def bind(self) -> Callable[[], None]:
-        """Make the GPU's context the calling thread's, and its calls harmless to captures of graphs."""
+        """Set the GPU's context in the calling thread, and relax its capture mode."""
         driver = self._driver
         context = driver.make_current(self._accelerator.ordinal)
         mode = driver.exchange_capture_mode(RELAXED)
@@ -81,7 +81,7 @@ class CudaImages:
             self._accelerator.wait()
 
     def close(self) -> None:
-        """Give the streams back. Nobody calls any more."""
+        """Destroy the streams. No call may be in progress."""
         with self._lock:
             streams, self._streams = self._streams, []
         for stream in streams:

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
 """Kernels that move pages between blocks and rows of bytes, and from block to block.
 
-A `row` is where the pages of one chunk lie densely: a piece of the staging ring, or an image in host memory that the
-device reaches. Block ids come as they are; what is known of a reference stands in a table on the device:
+A `row` has the pages of one chunk densely: a piece of the staging ring, or an image in registered host memory. Block
+ids are passed as they are; attributes of references are in a table on the device:
 
     page of (chunk, ref, sub)     base[ref] + blocks[chunk, sub] * stride[ref]
     its place in the row          rows[chunk] + offset[ref] + sub * step[ref]
 
-Each kernel moves `width[ref]` bytes of each page, in words of the widest size that divides all addresses, 16 bytes at
-most, and what is left of a page byte by byte. A program takes `PIECES` times `SPAN` words at a time, of one page or of
-several; few programs saturate the link, and more would take multiprocessors from the engine. Nothing is read twice, so
-everything is the first to be evicted from the cache.
+Each kernel moves `width[ref]` bytes of each page, in words of the largest size that divides all addresses, at most 16
+bytes, and the remainder of a page byte by byte. A program moves `PIECES` times `SPAN` words at a time, of one page or
+of several; few programs saturate the link, and more would take multiprocessors from the engine. Data is read once, so
+it is evicted first from the cache.
 
-Beside each kernel stands its reference, with the same arguments, in plain torch for tensors in host memory.
+Each kernel has a reference implementation with the same arguments, in plain torch for tensors in host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton.language as tl
 from longshore.transfer.device.cuda.shape import COLUMNS, Shape
 
 PROGRAMS = 16
-"""Programs of a kernel: each is on a multiprocessor of its own, and about 12 of those saturate the link."""
+"""Programs of a kernel, one per multiprocessor; about 12 saturate the link."""
 
 _WARPS = 8
 
@@ -162,7 +162,7 @@ def gather(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape:
         blocks: int64, shape `(chunks * subs,)`, on the device.
         rows: int64, shape `(chunks,)`, on the device: address of each row.
         table: int64, shape `(refs * COLUMNS,)`, on the device.
-        shape: What there is to do.
+        shape: Numbers of chunks, references and blocks, and launch parameters.
     """
     _launch(gather_kernel, (blocks, rows, table), shape)
 
@@ -198,7 +198,7 @@ def shift_reference(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Te
 
 
 def constants(shape: Shape) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """The compile-time constants of a kernel."""
     return {"WORD": shape.word, "SPAN": shape.span, "PIECES": shape.rows_at_once, "TAIL": shape.tail}
 
 

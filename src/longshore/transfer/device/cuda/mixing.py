@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator"
-"""mix64 of device memory, where it is: the sum of its 8-byte words, each mixed with its place.
+"""mix64 of device memory, computed on the GPU: the sum of its 8-byte words, each mixed with its position.
 
-Programs take `SPAN` words each, and add what they have to one number; addition comes out the same in any order. The
-twin on the CPU, and the last step, are `longshore.checksums`; exact in docs/file-format.md.
+Each program adds `SPAN` mixed words to one sum; the order of additions does not matter. The CPU version and the last
+step are in `longshore.checksums`; docs/file-format.md is the specification.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a direction takes at start: streams, a ring of device memory to stage in, kernels, and what describes each copy
-under way.
+"""Resources of one direction: streams, a staging ring in device memory, kernels, and descriptors of copies in flight.
 
-A place in the ring, and a slip, is used again only when its last use has ended: who takes it has the stream wait, or
-waits itself, for the point after that.
+A place in the ring, or a slip, is reused only after its last use has ended: the stream, or the thread, waits for the
+point after it.
 
     ring    │ place 0 │ place 1 │ ... │      a kernel fills one while the link empties another
     slips   │ slip 0 │ ... │                 descriptors, and a kernel's orders in pinned memory and on the device
@@ -34,7 +33,7 @@ Descriptors = tuple[U64, U64, U64]
 """Destinations, sources and sizes of copies."""
 
 Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a kernel reads: int64, on the device."""
+"""Arguments of a kernel: int64, on the device."""
 
 _ALIGNMENT = 256
 _NUMBERS = 64 << 10
@@ -58,7 +57,7 @@ class Ring:
     """
 
     def __init__(self, accelerator: Accelerator, nbytes: int, largest_page: int) -> None:
-        """Take `nbytes`, or more where `PLACES` largest pages are more; `RuntimeError` when they cannot be had."""
+        """Allocate `nbytes`, or `PLACES` largest pages if that is more; `RuntimeError` on failure."""
         self.room = max(nbytes // PLACES // _ALIGNMENT, -(-largest_page // _ALIGNMENT)) * _ALIGNMENT
         self._memory = accelerator.device_bytes(PLACES * self.room)
         address = self._memory.data_ptr()
@@ -66,14 +65,14 @@ class Ring:
         self._turn = 0
 
     def next(self) -> Place:
-        """The one that was used longest ago."""
+        """The place used least recently."""
         place = self._places[self._turn]
         self._turn = (self._turn + 1) % PLACES
         return place
 
 
 def take_ring(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int, largest_page: int) -> Ring | None:
-    """A ring of `nbytes`, else of a half or a quarter, else none; what was not had is counted, and logged."""
+    """A ring of `nbytes`, else of a half or a quarter, else none; failures are counted and logged."""
     for part in (1, 2, 4):
         try:
             return Ring(accelerator, nbytes // part, largest_page)
@@ -89,18 +88,18 @@ def take_ring(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int, large
 
 
 class Paths:
-    """The two streams of one direction, which are nobody else's, and the ring between them.
+    """The two streams of one direction, and the ring between them.
 
     Attributes:
         kernels: Runs kernels.
         link: Runs copies over the link.
-        ring: Device memory to stage in; `None` where there was none.
+        ring: Device memory for staging; `None` if it could not be allocated.
     """
 
     def __init__(
         self, accelerator: CudaAccelerator, driver: Driver, fallbacks: Fallbacks, nbytes: int, largest_page: int
     ) -> None:
-        """Take all of it; arguments as for `take_ring`. Raises `DeviceError` with nothing taken."""
+        """Allocate all; arguments as for `take_ring`. Raises `DeviceError` with nothing allocated."""
         self._accelerator = accelerator
         self._driver = driver
         self.kernels = accelerator.own_stream(driver)
@@ -112,7 +111,7 @@ class Paths:
         self.ring = take_ring(accelerator, fallbacks, nbytes, largest_page)
 
     def close(self) -> None:
-        """Give it back, the memory first. Nothing is under way then."""
+        """Free the memory, then the streams. No copy may be in flight."""
         self.ring = None
         for stream in (self.kernels, self.link):
             try:
@@ -122,7 +121,7 @@ class Paths:
 
 
 class Kernels:
-    """Whether kernels can be had: Triton compiles them, and a launcher for each, with a C compiler at run time."""
+    """Compiles kernels. Triton compiles a launcher for each at run time, with a C compiler."""
 
     def __init__(self, accelerator: CudaAccelerator, fallbacks: Fallbacks) -> None:
         self._accelerator = accelerator
@@ -132,7 +131,7 @@ class Kernels:
         self._broken = False
 
     def prepare(self, shapes: Iterable[Shape]) -> bool:
-        """Compile what `shapes` need, unless it is compiled. Once something cannot be, nothing is any more: `False`."""
+        """Compile the kernels for `shapes`. Returns `False` if any compilation has ever failed."""
         for shape in shapes:
             with self._lock:
                 if not self._broken and shape.compiled not in self._ready:
@@ -158,7 +157,7 @@ class Kernels:
 
 
 class Slip:
-    """What describes one copy, in buffers that nothing else writes until it has ended."""
+    """Descriptors of one copy, in buffers that are not reused until the copy has ended."""
 
     def __init__(self, accelerator: Accelerator, fallbacks: Fallbacks) -> None:
         self.planner = Planner()
@@ -169,7 +168,7 @@ class Slip:
         self._take(_NUMBERS)
 
     def begin(self) -> None:
-        """Wait until the last copy that this described has ended, and forget it."""
+        """Wait until the last copy described here has ended."""
         if self.used is not None:
             self.used.wait()
         self._kept.clear()
@@ -181,7 +180,7 @@ class Slip:
         return to, at, size
 
     def write(self, orders: list[Orders]) -> tuple[Descriptors, list[Arguments]]:
-        """Write down `orders`. Returns the copy that brings them to the device, and where each will be there."""
+        """Write kernel arguments `orders`. Returns the copy of them to the device, and their addresses there."""
         columns = [column for order in orders for column in (order.blocks, order.rows, order.table)]
         # A kernel is compiled anew for pointers that are aligned otherwise: so all are multiples of 16 bytes.
         ends = list(itertools.accumulate((column.size + column.size % 2 for column in columns), initial=0))

@@ -1,4 +1,4 @@
-"""What kernels and the driver are told about a part: tables for the one, runs of an image for the other.
+"""Arguments for kernels and the driver for a part: tables for kernels, runs of an image for the driver.
 
 one chunk of a part, staged     │ ref 0: sub, sub │ ref 1: sub, sub │        dense, each chunk 16-byte aligned
 the same in its image         ··│ ref 0: sub, sub │ ref 1: sub, sub │··      one run, if whole references move
@@ -35,7 +35,7 @@ class Runs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where the pages of each chunk of a part lie densely, for a kernel.
+    """Positions of the dense pages of each chunk of a part, for a kernel.
 
     Attributes:
         starts: int64, shape `(chunks,)`: address of each row.
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """What a kernel is told: int64 arrays for the device, and how to go about it."""
+    """Arguments of a kernel: int64 arrays for the device, and the shape."""
 
     blocks: I64
     rows: I64
@@ -58,7 +58,7 @@ class Orders(NamedTuple):
 
 
 def shapes_of(layout: KVLayout) -> set[Shape]:
-    """Whatever kernels a layout can ask for: for whole pages, and for those of which only the first tokens move."""
+    """All kernel shapes of a layout: for whole pages, and for pages of which only the first tokens move."""
     found: set[Shape] = set()
     for group in range(len(layout.groups)):
         for split in (False, True):

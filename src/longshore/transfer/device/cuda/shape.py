@@ -1,11 +1,11 @@
-"""How a kernel goes about a rectangle of pages; known without Triton."""
+"""Launch parameters of a kernel for a rectangle of pages; does not need Triton."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 COLUMNS = 5
-"""Columns of a kernel's table: base, stride, width, offset, step; int64, one line for each reference."""
+"""Columns of a kernel's table: base, stride, width, offset, step; int64, one row per reference."""
 
 WIDEST_WORD = 16
 """Bytes of the widest access."""
@@ -40,9 +40,9 @@ class Shape(NamedTuple):
     def of(
         cls, chunks: int, refs: int, subs: int, *, widest: int, alignment: int, tail: bool, longest: int | None = None
     ) -> Shape:
-        """For pages of at most `widest` bytes, all addresses being multiples of `alignment`, a power of two.
+        """The shape for pages of at most `widest` bytes at multiples of `alignment`, a power of two.
 
-        `longest` is the longest page that the same kernel shall serve, by default `widest`.
+        `longest` is the longest page for the same kernel, by default `widest`.
         """
         word = min(alignment, WIDEST_WORD)
         words = max(1, widest // word)
@@ -51,12 +51,12 @@ class Shape(NamedTuple):
 
     @property
     def rows_at_once(self) -> int:
-        """Segments that a program takes at a time, a power of two."""
+        """Segments per program iteration, a power of two."""
         return min(max(1, _WORDS_AT_ONCE // self.span), _MOST_TAILS if self.tail else _WORDS_AT_ONCE)
 
     @property
     def compiled(self) -> tuple[int, int, bool]:
-        """What of it a kernel is compiled for."""
+        """The attributes that a kernel is compiled for."""
         return self.word, self.span, self.tail
 
     @property

@@ -1,10 +1,10 @@
-"""Copies in one direction of an NVIDIA GPU: a stream for kernels, a stream for the link, and three ways through them.
+"""Copies in one direction of an NVIDIA GPU: a stream for kernels, a stream for the link, and three ways of copying.
 
     staged offload     kernels   gather 0 │ gather 1 │ gather 2 │          reached: after the last gather
                        link               │ run 0 ──── │ run 1 ──── │      in place: after the last run
 
-What is given to one stream waits for the other only where a place of the ring, or the order of the ways, asks for it:
-copies by kernel on host addresses, inside the device, or straight by DMA come after all that went before, on both.
+Work on one stream waits for the other stream only if a place of the ring or the order of ways requires it: copies by
+kernel on host addresses, inside the device, or directly by DMA wait for all earlier work on both streams.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from longshore.transfer.plan import Pieces
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the streams of a device share.
+    """State shared by the streams of a device.
 
     Attributes:
-        ways: Which ways the device has, where kernels can be had.
+        ways: Ways of copying available with kernels.
     """
 
     accelerator: CudaAccelerator
@@ -95,7 +95,7 @@ class CudaStream(Stream):
         images: ImageMemory | None = None,
         paths: Paths | None = None,
     ) -> None:
-        """`images` is where they are kept, if not in host memory. `paths` is lent by the caller, who closes it."""
+        """`images`: device memory of the images, if they are there. `paths` belongs to the caller."""
         self._tools = tools
         self._images = images
         self._into = into
@@ -126,13 +126,13 @@ class CudaStream(Stream):
             raise
 
     def bind(self) -> None:
-        """From now on, this thread's kernels go to our stream, on our device, and it ends no capture of a graph."""
+        """Make this stream and its device current in the calling thread, and relax its capture mode."""
         self._tools.accelerator.use(self._kernels)
         self._tools.driver.make_current(self._tools.accelerator.ordinal)
         self._tools.driver.exchange_capture_mode(RELAXED)
 
     def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
-        """Give `batch` to the device the fastest way; the streams wait for `after`, this thread does not."""
+        """Submit `batch` by the fastest way; the streams wait for `after`, the calling thread does not."""
         if batch.generation != batch.layout.generation:
             raise FreedLayoutError(
                 f"batch is of layout generation {batch.generation}, the layout now in {batch.layout.generation}"
@@ -170,7 +170,7 @@ class CudaStream(Stream):
             self._images.zero(address - self._images.address, nbytes)
 
     def drain(self) -> None:
-        """Wait for both streams, and carry what the bounce stages still hold."""
+        """Wait for both streams, and empty the bounce stages."""
         try:
             if self._bounce is not None:
                 self._bounce.drain()
@@ -179,7 +179,7 @@ class CudaStream(Stream):
                 self._tools.events.record(stream).wait()
 
     def close(self) -> None:
-        """Give memory and streams back."""
+        """Free memory and streams."""
         self._bounce = self._ring = None
         self._slips = []
         if not self._lent:

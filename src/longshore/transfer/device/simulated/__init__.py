@@ -1,11 +1,11 @@
-"""A device without hardware: streams and events on which copies run when a scheduler says so.
+"""A simulated device: a scheduler decides when copies on its streams run.
 
-clocks.py   what is ordered: vector clocks, and accesses that nothing orders
+clocks.py   vector clocks, and detection of accesses without an order
 world.py    the scheduler: script, lanes and queues, one step of one of them at a time
 streams.py  the device: real bytes of a real layout, copied in two halves
-explore.py  every order of a small story, or many by chance
+explore.py  all orders of a small test case, or random ones
 
-The engine, its lanes and its hazards are those of production; only what drives them differs.
+The engine, its lanes and its hazards are those of production; only the driver differs.
 """
 
 from longshore.transfer.device.simulated.explore import Explored, Story, WrongError, explore, sample

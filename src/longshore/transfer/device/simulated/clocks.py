@@ -1,6 +1,6 @@
-"""Who knows of what: vector clocks over streams and host threads, and the accesses that no knowledge orders.
+"""Vector clocks over streams and host threads, and detection of accesses without an order.
 
-A clock says, for each actor, up to which of its operations everything is known to have ended:
+A clock has, for each actor, the number of operations that are known to have ended:
 
     host     {compute: 3}                   "the third operation of the compute stream, and all before it, have ended"
     copies   {compute: 3, copies: 1}        an operation knows what its stream knew, what whoever gave it knew, and the
@@ -21,14 +21,14 @@ Clock = dict[str, int]
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """Let `clock` know all that `other` does, too."""
+    """Merge `other` into `clock`."""
     for actor, number in other.items():
         if clock.get(actor, 0) < number:
             clock[actor] = number
 
 
 class Conflict(NamedTuple):
-    """Two accesses that nothing orders. `kind`: `RAW`, `WAR` or `WAW`, the later one first."""
+    """Two accesses without an order. `kind`: `RAW`, `WAR` or `WAW`, the later access first."""
 
     kind: str
     earlier: str
@@ -52,7 +52,7 @@ class _Cell:
 
 
 class Checker:
-    """All accesses so far, cell by cell. A cell is anything that is read or written as one."""
+    """All accesses so far, by cell. A cell is read or written as a unit."""
 
     def __init__(self) -> None:
         self.conflicts: list[Conflict] = []
@@ -61,7 +61,7 @@ class Checker:
     def access(
         self, actor: str, clock: Clock, label: str, *, reads: Iterable[Hashable], writes: Iterable[Hashable]
     ) -> None:
-        """Operation `clock[actor]` of `actor`, which knows `clock`, touches these cells."""
+        """Record that operation `clock[actor]` of `actor`, with the knowledge `clock`, accesses these cells."""
         entry = _Entry(clock[actor], label)
         for name in reads:
             cell = self._cell(name)

@@ -1,8 +1,7 @@
-"""Tries orders of one small story: each that differs, or as many as asked by chance.
+"""Runs a small test case (a story) in all orders, or in random ones.
 
 Exhaustive: depth first, each run from the start with other choices (stateless search, as in Godefroid, "Model Checking
-for Programming Languages using VeriSoft", POPL 1997), except that a run stops where it comes to a state that was seen
-before: what can happen from there has been tried.
+for Programming Languages using VeriSoft", POPL 1997). A run stops at a state that was reached before.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ class Story(Protocol):
     """One run in a world."""
 
     def play(self) -> None:
-        """Do all of it."""
+        """Run the story."""
 
     def verify(self) -> None:
-        """Raise if it ended otherwise than it should."""
+        """Raise if the result is wrong."""
 
     def state(self) -> int:
-        """Tells the state that the world is in from any other."""
+        """A value that identifies the state of the world."""
 
 
 @dataclass(slots=True)
 class Explored:
-    """What was tried.
+    """Statistics of an exploration.
 
     Attributes:
-        runs: Times that the story was told, or begun.
-        orders: Distinct orders in which it came to its end.
-        states: Distinct states in which there was a choice; 0 where the orders were drawn by chance.
-        steps: Steps of all runs.
+        runs: Number of runs, complete or not.
+        orders: Number of distinct complete orders.
+        states: Number of distinct states with a choice; 0 for random orders.
+        steps: Number of steps of all runs.
     """
 
     runs: int = 0
@@ -48,7 +47,7 @@ class Explored:
 
 
 class WrongError(LongshoreError):
-    """A story went wrong; says in which order."""
+    """A story failed; the message has the order."""
 
 
 class _SeenError(BaseException):
@@ -82,10 +81,10 @@ class _Path:
 
 
 def explore(make: Callable[[World], Story], *, max_runs: int = 200_000) -> Explored:
-    """Try every order of the story that `make` tells.
+    """Try every order of the story that `make` creates.
 
     Raises:
-        WrongError: In one of them something went wrong, or there are more than `max_runs`.
+        WrongError: An order failed, or there are more than `max_runs`.
     """
     explored = Explored()
     seen: set[int] = set()
@@ -107,10 +106,10 @@ def explore(make: Callable[[World], Story], *, max_runs: int = 200_000) -> Explo
 
 
 def sample(make: Callable[[World, random.Random], Story], seeds: range) -> Explored:
-    """Tell the story once for each seed, in an order that the seed decides.
+    """Run the story once per seed, in an order that depends on the seed.
 
     Raises:
-        WrongError: In one of them something went wrong; names the seed.
+        WrongError: A run failed; the message has the seed.
     """
     explored = Explored()
     orders: set[int] = set()

@@ -1,4 +1,4 @@
-"""A device of the simulated world: the engine's copies and the marks of its compute are operations of queues."""
+"""The simulated device: copies and marks of compute are operations on queues."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ CELL = 8
 
 
 class SimulatedEvent(Event):
-    """A mark; whoever sees that it has passed knows what came before it."""
+    """A mark; an actor that sees it as passed knows the operations before it."""
 
     def __init__(self, world: World, mark: Mark) -> None:
         self.mark = mark
         self._world = world
 
     def passed(self) -> bool:
-        """Whether it has passed: then the actor at hand knows."""
+        """Whether it has passed; the current actor then knows."""
         has_passed = self.mark.has_passed()
         if has_passed:
             self._world.knows(self.mark.clock)
         return has_passed
 
     def wait(self) -> None:
-        """Let others go on until it has."""
+        """Let other actors run until it has passed."""
         self._world.wait_for(self.passed)
 
 
 class SimulatedCopy(Copy):
-    """A copy that was given to a queue."""
+    """A copy submitted to a queue."""
 
     def __init__(self, event: SimulatedEvent) -> None:
         self._event = event
@@ -51,24 +51,24 @@ class SimulatedCopy(Copy):
         return self._event.passed()
 
     def finish(self) -> float:
-        """Nothing is left to wait for: the lane has done so."""
+        """Does not wait: the lane has done so."""
         if not self.passed():
             raise BlockedError("finish would have blocked")
         return 0.0
 
 
 class SimulatedDevice(Device):
-    """Queues of a world. `compute` is a `Queue`; `None` is the one that the device was made with."""
+    """Queues of a world. `compute` is a `Queue`; `None` is the default queue of the device."""
 
     def __init__(self, world: World, compute: Queue, *, depth: int = 2, name: str = "copies") -> None:
-        """`depth`: copies that may be under way in each direction, hence descriptor buffers."""
+        """`depth`: largest number of copies in flight per direction, and of descriptor buffers."""
         self._world = world
         self._compute = compute
         self._depth = depth
         self._name = name
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
-        """A queue, and a descriptor buffer for each copy that may be under way."""
+        """A queue, with a descriptor buffer per copy in flight."""
         return SimulatedStream(self._world, self._world.queue(f"{self._name} into {into}"), self._depth)
 
     def resolve(self, compute: object) -> object:
@@ -76,7 +76,7 @@ class SimulatedDevice(Device):
         return self._queue(compute)
 
     def mark(self, compute: object) -> Event:
-        """The end of what was given to `compute`."""
+        """The end of the work submitted to `compute`."""
         return SimulatedEvent(self._world, self._world.mark(self._queue(compute)))
 
     def hold(self, compute: object, event: Event) -> None:
@@ -93,9 +93,9 @@ class SimulatedDevice(Device):
 
 
 class PlannerRing:
-    """As many planners as there may be copies under way, taken in turn.
+    """One planner per copy in flight, used in turn.
 
-    A device may read the arrays of a copy until that has finished: they must not be rewritten for the next one before.
+    A device may read the arrays of a copy until it has finished, so they must not be overwritten earlier.
     """
 
     def __init__(self, depth: int) -> None:
@@ -103,14 +103,14 @@ class PlannerRing:
         self._turn = 0
 
     def take(self) -> tuple[int, Planner]:
-        """The next one, and its number."""
+        """The next planner, and its number."""
         turn = self._turn
         self._turn = (turn + 1) % len(self._planners)
         return turn, self._planners[turn]
 
 
 class SimulatedStream(Stream):
-    """Copies real bytes, in two halves, when the world says so."""
+    """Copies real bytes in two halves, when the world schedules them."""
 
     def __init__(self, world: World, queue: Queue, depth: int) -> None:
         self.depth = depth
@@ -121,11 +121,11 @@ class SimulatedStream(Stream):
         self._user: str | None = None
 
     def bind(self) -> None:
-        """From now on the actor at hand is the only user."""
+        """Make the current actor the only user."""
         self._user = self._world.actor
 
     def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
-        """Describe the batch in the next buffer, and give the copy to the queue."""
+        """Describe the batch in the next buffer, and submit the copy to the queue."""
         if self._world.actor != self._user:
             raise BlockedError(f"{self._queue.name} belongs to {self._user}, and is used by {self._world.actor}")
         turn, planner = self._planners.take()
@@ -145,7 +145,7 @@ class SimulatedStream(Stream):
         return SimulatedCopy(SimulatedEvent(self._world, mark))
 
     def drain(self) -> None:
-        """Let others go on until all has been copied."""
+        """Let other actors run until all copies have ended."""
         self._world.wait_for(SimulatedEvent(self._world, self._world.mark(self._queue)).passed)
 
     def close(self) -> None:

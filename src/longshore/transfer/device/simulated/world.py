@@ -1,10 +1,10 @@
-"""One thread in which everything that could happen at the same time happens one after the other, in an order to choose.
+"""Runs concurrent actors in one thread, one step at a time, in a chosen order.
 
-    script     a plain function: before each thing it does, and wherever it waits, others may go on
-    lanes      the engine's own generators: each goes on when its gate is open
-    queues     streams of the device: nothing runs when it is given; copies run in two halves
+    script     a plain function; other actors may run before each of its actions, and while it waits
+    lanes      the engine's own generators; each continues when its gate is open
+    queues     streams of the device; operations run later than submitted, copies in two halves
 
-Whenever more than one could go on, `choose(count)` says which: a seeded choice, or each in turn (`explore.py`).
+If several actors can continue, `choose(count)` selects one: at random, or each in turn (`explore.py`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SCRIPT = "script"
 
 
 class StuckError(LongshoreError):
-    """Someone waits, and nothing can go on."""
+    """Deadlock: an actor waits, and no actor can continue."""
 
 
 class BlockedError(LongshoreError):
-    """A lane would have blocked without having said so."""
+    """A lane would have blocked outside a gate."""
 
 
 class Operation(NamedTuple):
-    """What a queue runs: `parts` one by one, once `after` have ended."""
+    """An operation of a queue: `parts` run one by one, after `after` have ended."""
 
     label: str
     after: tuple[Mark, ...]
@@ -53,7 +53,7 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """A stream of the device. `given` and `ended` count operations; `half` the parts of the first that have run."""
+    """A stream of the device. `given` and `ended` count operations; `half` counts executed parts of the first one."""
 
     name: str
     waiting: deque[Operation] = field(default_factory=deque)
@@ -64,7 +64,7 @@ class Queue:
     holds: list[Mark] = field(default_factory=list)
 
     def can_run(self) -> bool:
-        """Whether its first operation, or the rest of it, may run."""
+        """Whether its first operation, or the rest of it, can run."""
         return bool(self.waiting) and all(mark.has_passed() for mark in self.waiting[0].after)
 
     def run(self) -> None:
@@ -87,7 +87,7 @@ class _Lane:
 
 
 class World(Driver):
-    """The scheduler, and the checker of what it sees. It drives one engine."""
+    """The scheduler and the checker. Drives one engine."""
 
     def __init__(self, choose: Callable[[int], int]) -> None:
         """`choose(count)` picks one of `[0, count)`."""
@@ -117,7 +117,7 @@ class World(Driver):
         reads: Collection[Hashable] = (),
         writes: Collection[Hashable] = (),
     ) -> Mark:
-        """The actor at hand gives an operation to `queue`; what it touches is checked now."""
+        """Submit an operation of the current actor to `queue`; its accesses are checked now."""
         holds = (*queue.holds, *after)
         queue.holds.clear()
         queue.given += 1
@@ -129,21 +129,21 @@ class World(Driver):
         return self.mark(queue)
 
     def mark(self, queue: Queue) -> Mark:
-        """The end of all that was given to `queue`."""
+        """The end of all work submitted to `queue`."""
         return Mark(queue, queue.given, dict(queue.clock))
 
     def touch(self, label: str, *, reads: Collection[Hashable] = (), writes: Collection[Hashable] = ()) -> None:
-        """The actor at hand reads or writes by itself."""
+        """Record an access of the current actor."""
         self.clock[self.actor] = self.clock.get(self.actor, 0) + 1
         self.checker.access(self.actor, self.clock, label, reads=reads, writes=writes)
 
     def knows(self, clock: Clock) -> None:
-        """The actor at hand has learned of all that `clock` says."""
+        """Merge `clock` into the knowledge of the current actor."""
         join(self.clock, clock)
 
     @property
     def clock(self) -> Clock:
-        """What the actor at hand knows."""
+        """The knowledge of the current actor."""
         return self._clocks[self.actor]
 
     # Driver: the engine's side
@@ -157,38 +157,38 @@ class World(Driver):
         """Only one runs at a time."""
 
     def wait_for(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Let others go on until `is_met`; with a timeout, that may pass at any moment."""
+        """Let other actors run until `is_met`; a timeout may expire at any moment."""
         while not is_met():
             if not self._step(None if timeout is None else "time passes"):
                 return False
         return True
 
     def notify(self) -> None:
-        """Gates are looked at all the time."""
+        """No effect: gates are checked at every step."""
 
     def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
-        """One more actor."""
+        """Add an actor."""
         self._check_new(name)
         self.lanes.append(_Lane(name, lane))
         self._clocks[name] = {}
 
     def join(self) -> None:
-        """Let others go on until no lane is left."""
+        """Let other actors run until no lane is left."""
         self.wait_for(lambda: not self.lanes)
 
     def watch(self, hazards: Hazards) -> Hazards:
-        """The same, and what it tells an actor is knowledge."""
+        """`hazards`, wrapped so that its answers add to the knowledge of the actor."""
         return WatchedHazards(hazards, self)
 
     # The scheduler
 
     def pause(self) -> None:
-        """The script is about to do something: others may go on first."""
+        """Let other actors run before the next action of the script."""
         while self._step(SCRIPT):
             pass
 
     def settle(self) -> None:
-        """Let all go on until nothing can."""
+        """Run all actors until none can continue."""
         while self._options():
             self._step(None)
 
@@ -245,11 +245,11 @@ class _Turn:
 
 
 class WatchedHazards(Hazards):
-    """An engine's hazards, looked at: an actor that is told of an end knows what whoever ended it knew.
+    """An engine's hazards: an actor that is told of a job's end learns what the ending actor knew.
 
     Attributes:
-        newest: The ticket given last.
-        waits: How many jobs were admitted that had to wait for others.
+        newest: The last ticket.
+        waits: Number of admitted jobs with dependencies.
     """
 
     def __init__(self, hazards: Hazards, world: World) -> None:
@@ -261,7 +261,7 @@ class WatchedHazards(Hazards):
         self._ends: dict[tuple[int, int], Clock] = {}
 
     def admit(self, lane: int, accesses: Sequence[Access]) -> Ticket:
-        """As the engine's own; who runs the job will know what who gave it knows."""
+        """As `Hazards.admit`; the actor that runs the job learns what the submitting actor knows."""
         self.newest = self._inner.admit(lane, accesses)
         self._told[self.newest] = dict(self._world.clock)
         self.waits += not self._inner.is_clear(self.newest)
@@ -282,10 +282,10 @@ class WatchedHazards(Hazards):
         self._ends[ticket.lane, ticket.number] = dict(self._world.clock)
 
     def learn(self, ticket: Ticket) -> None:
-        """The actor at hand was told that the job of `ticket` has ended."""
+        """Record that the current actor was told of the end of `ticket`."""
         self._world.knows(self._ends[ticket.lane, ticket.number])
 
     def learn_all(self) -> None:
-        """The actor at hand sees which jobs are in flight, hence that the others have ended."""
+        """Record that the current actor sees the jobs in flight, and thus that the others have ended."""
         for clock in self._ends.values():
             self._world.knows(clock)
