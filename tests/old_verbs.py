@@ -79,7 +79,7 @@ def match(
 ) -> Match:
     path = {group: GroupKeys(keys, start, text=text)}
     found = self.lookup(path, now, request=request, count=count, turn=turn)
-    return Match(start, found.chunks, found.lease, found.foreign, found.probes, found.partial, found.turn)
+    return Match(start, found.chunks, found.lease, found.foreign, found.probes, found.partial, found.turn or 0)
 
 
 def begin(self: Any, keys: Any) -> int:
@@ -149,8 +149,11 @@ def knows(self: Any, key: Key) -> bool:
 
 
 def onboard(self: Any, hold: Lease, blocks: Sequence[int], *, group: int = 0, **how: Any) -> LoadOrder:
-    if self._leases.get(hold).joint:
+    record = self._leases.get(hold)
+    if record.joint:
         raise LeaseError("the lease is of several groups")
+    if not record.parts[0].alone:
+        record.parts[0].group = group  # a match did not name it
     order: LoadOrder = self.load(hold, {group: blocks}, **how)
     return order
 

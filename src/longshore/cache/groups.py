@@ -13,7 +13,7 @@ rules out every length that needs it, so the next length to try ends before it, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import NamedTuple
@@ -63,8 +63,8 @@ class GroupKeys(NamedTuple):
     """Chunks of one KV cache group of a request, as the verbs of `TieredCache` take them.
 
     Attributes:
-        keys: The path from the first chunk of the prompt on; or single chunks, where a lookup or a load says so, of
-            which a former `Residency` saves the search.
+        keys: The path from the first chunk of the prompt on; or single chunks, where a lookup or a load says so. The
+            `Residency` of a lookup saves a load without a lease the search.
         first: Chunks before this position are the engine's own: it has them, and they are not asked for or stored.
         device: Of a lookup for all groups: whether the device has each chunk, from the first on (a numpy array is
             fastest). Those that are left out it does not have.
@@ -219,3 +219,33 @@ def runs_of(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
     ends = np.flatnonzero(np.diff(positions) != 1) + 1
     starts = [0, *ends.tolist(), len(positions)]
     yield from pairwise(starts)
+
+
+def check_paths(paths: Mapping[int, GroupKeys]) -> None:
+    """Raise `CacheError` unless `paths` are `GroupKeys` by number of group, with keys in order."""
+    if not isinstance(paths, Mapping) or any(type(group) is not int for group in paths):
+        raise CacheError(f"expected keys by number of KV cache group, got {_brief(paths)}")
+    for group, path in paths.items():
+        if not isinstance(path, GroupKeys) or not isinstance(path.keys, Sequence | Residency):
+            raise CacheError(f"expected GroupKeys of a sequence of keys for group {group}, got {_brief(path)}")
+        if type(path.first) is not int or not (path.prompt is None or type(path.prompt) is int):
+            raise CacheError(f"positions are whole numbers, got first {path.first!r} and prompt {path.prompt!r}")
+
+
+def check_blocks(blocks: Mapping[int, Sequence[int]], groups: Iterable[int]) -> Mapping[int, Sequence[int]]:
+    """`blocks`, which are of `groups`. Raises `CacheError` for others, and for what are no sequences."""
+    if not isinstance(blocks, Mapping) or not all(isinstance(each, Sequence) for each in blocks.values()):
+        raise CacheError(f"expected sequences of device blocks by number of KV cache group, got {_brief(blocks)}")
+    if unknown := set(blocks).difference(groups):
+        raise CacheError(f"there are blocks of groups {list(unknown)}, of which there are no chunks")
+    return blocks
+
+
+def check_distinct(keys: Sequence[Key]) -> None:
+    """Raise `CacheError` unless all keys of a request differ."""
+    if len(set(keys)) != len(keys):
+        raise CacheError(f"the groups of a request have different keys, only {len(set(keys))} of {len(keys)} are")
+
+
+def _brief(value: object) -> str:
+    return f"{value!r:.60}"

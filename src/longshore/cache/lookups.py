@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import has_twins, leading, marks
+from longshore.cache.columns import has_twins, leading, marks, numbers
 from longshore.cache.events import EventKind
 from longshore.cache.exchange import Exchange
 from longshore.cache.flow import Flow
-from longshore.cache.groups import GroupKeys, GroupSearch, Need, longest_served, runs_of
+from longshore.cache.groups import GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
 from longshore.cache.jobs import Held
 from longshore.cache.jobs import LeaseRecord as Record
 from longshore.cache.leases import Leases
@@ -67,11 +67,15 @@ class Lookups:
         """The longest run of ready chunks of one `path` of `group`, from its `first` on. As `TieredCache.lookup`."""
         keys, start, text, index = path.names, path.first, path.text, self._store.index
         check_first(keys, start)
+        self._flow.settings.pool_of(group)
+        if self._flow.settings.groups:
+            self._flow.settings.group(group)
         size = 0 if text is None else self._flow.settings.group(group)[1]
         if text is not None and self._flow.settings.stands_alone(group):
             raise CacheError(f"chunks of group {group} stand alone: none of them follows a path")
         text = text and text.checked()
         end = index.reachable_prefix(keys, start)
+        index.find(keys[start - 1 : start] if start else ())
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
         # Foreign tiers are asked for each key behind these; else looking at some of them is enough here, too.
@@ -89,7 +93,9 @@ class Lookups:
                 self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
         leased = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
         lease = None
-        if leased and asks:
+        if until is Until.STEP:
+            self._leases.protect(numbers(index.find(leased)))
+        elif leased and asks:
             if self._exchange:
                 self._exchange.found(keys[start:end])
             pins = (self._store.pin(index.get(leased[-1])),)
@@ -112,7 +118,7 @@ class Lookups:
                 parts.append((group, here, there))
         self._advance(now)
         if until is Until.NOTHING:
-            return Found(turn=turn or 0, residency=found)
+            return Found(turn=turn, residency=found)
         if turn is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
@@ -193,8 +199,7 @@ class Lookups:
         """
         plan = self._plan(self._paths(wanted))
         self._check(plan)
-        if self._exchange:  # which is asked for all that our tiers lack, not only for what is needed
-            self._check_all(wanted)
+        self._check_all(wanted)  # what is not found is looked at, too, as a miss
         return plan
 
     def _check_all(self, wanted: Sequence[GroupKeys]) -> None:
@@ -206,7 +211,7 @@ class Lookups:
             nodes = index.find_alone(path.keys) if path.group.alone else index.follow(path.keys, ready)
             head = [index.get(path.keys[ready - 1])] if ready else []
             self._store.check_pool([*head, *nodes], self._flow.settings.pool_of(group))
-        self._check_distinct(keys)
+        check_distinct(keys)
 
     def _paths(self, wanted: Sequence[GroupKeys], *, abroad: bool = False) -> list[GroupSearch]:
         store, settings = self._store, self._flow.settings
@@ -226,7 +231,14 @@ class Lookups:
         return self._plan(self._paths([each._replace(text=None) for each in wanted], abroad=True))
 
     def _found(
-        self, plan: Plan, wanted: Sequence[GroupKeys], request: str | None, turn: int, until: Until, *, count: bool
+        self,
+        plan: Plan,
+        wanted: Sequence[GroupKeys],
+        request: str | None,
+        turn: int | None,
+        until: Until,
+        *,
+        count: bool,
     ) -> Found:
         """The prefix of `plan`, and a lease on what it needs."""
         paths, tokens, needs = plan
@@ -235,12 +247,18 @@ class Lookups:
             for group, (path, need) in enumerate(zip(paths, needs, strict=True))
             for probe in self._note(request and f"{request}/{group}", path, need, until, count=count)
         )
-        parts = [
-            self._hold(group, path, need)
+        needed = [
+            (group, path, need)
             for group, (path, need) in enumerate(zip(paths, needs, strict=True))
-            if until is not Until.NOTHING and (need.load or (need.partial and not need.partial.device))
+            if need.load or (need.partial and not need.partial.device)
         ]
-        lease = self._leases.take(self._flow.new_id(), parts, request, joint=True) if parts else None
+        lease = None
+        if until is Until.STEP:
+            for _, path, need in needed:
+                self._leases.protect(numbers(self._store.index.find(self._leased(path, need)[0])))
+        elif until is Until.RELEASE and needed:
+            parts = [self._hold(*each) for each in needed]
+            lease = self._leases.take(self._flow.new_id(), parts, request, joint=True)
         more = self._could_be(wanted).tokens if self._exchange else 0
         foreign = max(0, more - tokens)
         return Found(lease, tokens=tokens, needs=needs, foreign=foreign, probes=probes, turn=turn)
@@ -306,21 +324,22 @@ class Lookups:
                     index.check_link(path.keys, at)
                 index.known_prefix(path.keys, need.end)  # as for the misses
         keys = [path.keys[at] for path, need in zip(paths, needs, strict=True) for at in need.load]
-        self._check_distinct([*keys, *(n.partial.key for n in needs if n.partial and not n.partial.device)])
+        check_distinct([*keys, *(n.partial.key for n in needs if n.partial and not n.partial.device)])
 
-    @staticmethod
-    def _check_distinct(keys: Sequence[Key]) -> None:
-        if len(set(keys)) != len(keys):
-            raise CacheError(f"the groups of a request have different keys, only {len(set(keys))} of {len(keys)} are")
-
-    def _hold(self, group: int, path: GroupSearch, need: Need) -> Held:
-        store, positions = self._store, list(need.load)
+    def _leased(self, path: GroupSearch, need: Need) -> tuple[list[Key], list[int]]:
+        """The chunks that a lease keeps for `need`, and their positions."""
+        positions = list(need.load)
         in_a_row = bool(positions) and positions[-1] - positions[0] < len(positions)
         keys = list(path.keys[positions[0] : positions[-1] + 1]) if in_a_row else [path.keys[at] for at in positions]
-        blocks = len(keys) * self._flow.settings.blocks_per_chunk
         if need.partial and not need.partial.device:
             keys.append(need.partial.key)
             positions.append(need.end)
+        return keys, positions
+
+    def _hold(self, group: int, path: GroupSearch, need: Need) -> Held:
+        store, (keys, positions) = self._store, self._leased(path, need)
+        blocks = len(need.load) * self._flow.settings.blocks_per_chunk
+        if need.partial and not need.partial.device:
             blocks += -(-need.partial.tokens // path.group.block_size)
         pinned = keys if path.group.alone else keys[-1:]
         pins: list[Pin] = [store.pin(store.index.get(key)) for key in pinned]
@@ -351,7 +370,7 @@ class Lookups:
 
     # ------------------------------------------------------------------ inside
 
-    def _serve(self, turn: int | None, keys: Sequence[Key], until: Until, known: int | None = None) -> int:
+    def _serve(self, turn: int | None, keys: Sequence[Key], until: Until, known: int | None = None) -> int | None:
         """What follows is for the request of `turn`; without one, a request for `keys` begins, unless it is a probe."""
         if turn is None and until is not Until.NOTHING:
             if known is None:
@@ -359,7 +378,7 @@ class Lookups:
             turn = self._store.begin(keys, known)
         if until is not Until.NOTHING:
             self._store.serve(turn)
-        return turn or 0
+        return turn
 
     def _residency(self, keys: Sequence[Key] | Residency) -> Residency:
         if isinstance(keys, Residency):

@@ -23,7 +23,7 @@ from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event
 from longshore.cache.exchange import Exchange
 from longshore.cache.flow import Flow
-from longshore.cache.groups import GroupKeys
+from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
 from longshore.cache.jobs import Load
 from longshore.cache.leases import Leases
 from longshore.cache.loading import Loading
@@ -147,6 +147,9 @@ class TieredCache:
         """
         self._check_time(now)
         self._store.check_turn(turn)
+        check_paths(paths)
+        if not isinstance(until, Until):
+            raise CacheError(f"a lookup keeps what it found for one of {list(Until)}, got {until!r}")
         if each:
             return self._lookups.chunks(paths, now, until, request, turn)
         if len(paths) == 1 and next(iter(paths.values())).device is None:
@@ -177,7 +180,12 @@ class TieredCache:
         self._check_time(now)
         if not isinstance(what, Mapping):
             record = self._leases.get(what)
-            return tuple(sorted(self._prefetching.prefetch(record, policy, timeout).jobs))
+            policy, longest = self._prefetching.check(policy, timeout)
+            self._advance(now)
+            return tuple(sorted(self._prefetching.prefetch(record, policy, longest).jobs))
+        if policy is not None or timeout is not None:
+            raise CacheError("a policy and a timeout are of the prefetch of a lease")
+        check_paths(what)
         if len(what) == 1 and next(iter(what.values())).device is None:
             ((group, path),) = what.items()
             return self._lookups.fetch_path(group, path, now)
@@ -216,23 +224,30 @@ class TieredCache:
         all groups it is all or nothing.
         """
         if isinstance(what, Mapping):
+            if skip or tokens is not None or by_layer or timeout is not None:
+                raise CacheError("`skip`, `tokens`, `by_layer` and `timeout` are of the load of a lease")
             copies = {group: copy for group, copy in what.items() if isinstance(copy, DeviceCopy)}
-            wanted = {group: path for group, path in what.items() if isinstance(path, GroupKeys)}
-            if copies and wanted:
-                raise CacheError("a load is of chunks, or of device blocks, not of both")
             if copies:
-                return self._copy_inside(copies, blocks or {})
+                if len(copies) < len(what):
+                    raise CacheError("a load is of chunks, or of device blocks, not of both")
+                return self._copy_inside(copies, check_blocks({} if blocks is None else blocks, copies))
+            paths = cast("Mapping[int, GroupKeys]", what)
+            check_paths(paths)
+            if blocks is not None or any(path.first for path in paths.values()):
+                raise CacheError("chunks without a lease are read by the host: they have no blocks, and no `first`")
             self._device.check(())
             self._store.check_turn(turn)
-            warm = [self._lookups.warm(path.keys, group) for group, path in wanted.items()]
+            warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
             lent = [(len(keys), self._loading.lend(keys, at, turn)) for keys, at in warm]
             return LoadOrder(sum(count for count, _ in lent), tuple(Part(job, n, slots) for n, (job, slots) in lent))
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
-        blocks = {} if blocks is None else blocks
+        blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.joint:
+            if skip or tokens is not None:
+                raise CacheError(
+                    "`skip` and `tokens` are of the load of one group; `Need` says what to load of several"
+                )
             mine = [blocks.get(group, ()) for group in range(len(self.settings.groups))]
-            if unknown := sorted(set(blocks).difference(range(len(mine)))):
-                raise CacheError(f"there are {len(mine)} groups, got blocks of groups {unknown}")
             sections = self._lookups.sections(record, mine)
             for each in mine:
                 self._device.check(each)
@@ -243,9 +258,7 @@ class TieredCache:
             record.load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
             return self._ordered(record.load)
         (part,), per_chunk = record.parts, self.settings.blocks_per_chunk
-        if len(blocks) != 1:
-            raise CacheError(f"the lease is on chunks of one group, got blocks of groups {sorted(blocks)}")
-        ((group, into),) = blocks.items()
+        group, into = part.group, blocks.get(part.group, ())
         chunks, held = -(-(skip + len(into)) // per_chunk), len(part.keys)
         if not 0 <= skip < per_chunk or not into or chunks > held:
             raise CacheError(f"{len(into)} blocks after {skip} of {per_chunk} do not lie within {held} leased chunks")
@@ -339,6 +352,8 @@ class TieredCache:
             turn: Of the request; without one it is that of the last request that began.
         """
         self._store.check_turn(turn)
+        check_paths(paths)
+        blocks = None if blocks is None else check_blocks(blocks, paths)
         for group, path in paths.items():
             check_retention(path.retention)
             check_first(path.names, path.first)
@@ -350,14 +365,16 @@ class TieredCache:
             if len(mine) != expected:
                 raise CacheError(f"{len(path.names) - path.first} chunks have {expected} blocks, got {len(mine)}")
             self._device.check(mine)
-            nodes = self._storing.check(path, group)
+        if len(paths) > 1:
+            check_distinct([key for path in paths.values() for keys in (path.names, path.slid) for key in keys])
+        nodes = {group: self._storing.check(path, group) for group, path in paths.items()}
         orders = dict[int, StoreOrder]()
         for group, path in paths.items():
             if orders:  # which may have evicted some
-                nodes = self._storing.check(path, group)
+                nodes[group] = self._storing.check(path, group)
             into = None if blocks is None else blocks.get(group, ())
             orders[group] = self._storing.store(
-                path, nodes, into, group, evicting=evicting or blocks is None, patient=patient, turn=turn
+                path, nodes[group], into, group, evicting=evicting or blocks is None, patient=patient, turn=turn
             )
             if path.slid and not orders[group].again:
                 self._store.sliding.slide([node for node in self._store.index.find_alone(path.slid) if node])
@@ -410,11 +427,12 @@ class TieredCache:
         Chunks whose parents are gone cannot be reached: their slots stay free. Two chunks in one slot, or two of one
         key, are a `CacheError`, and nothing is taken in.
         """
-        chunks = list(found)
+        at, chunks = self._tier(tier), list(found)
+        self._store.pools[at].check_slots(others)
         named = set(map(len, chunks)) <= {4}  # as from a tier, where there may be half a million of them
         whole = cast("list[Chunk]", chunks) if named else [Adopted(*each) for each in chunks]
-        adopted = adopt(self._store, self._tier(tier), whole)
-        self._store.pools[self._tier(tier)].give_last(others)
+        adopted = adopt(self._store, at, whole)
+        self._store.pools[at].give_last(others)
         return adopted
 
     def sleep(self) -> bool:
@@ -429,7 +447,7 @@ class TieredCache:
     def wake(self, blocks: int | None = None) -> None:
         """The device's memory is back, and empty: a pool of so many `blocks`, or of as many as before.
 
-        Raises `CacheError` for another number while a job works on the pool before it.
+        Raises `CacheError` if `blocks` are named while a job works on the pool before it.
         """
         if blocks is not None:
             routes = [job.transfer.route for job in self._flow.jobs.values()]
@@ -554,5 +572,5 @@ class TieredCache:
     @staticmethod
     def _check_time(now: float) -> None:
         """Raise `CacheError` for what is no clock's reading: time never comes back from infinity."""
-        if not math.isfinite(now):
-            raise CacheError(f"a time is a finite number of seconds, got {now}")
+        if not isinstance(now, int | float) or not math.isfinite(now):
+            raise CacheError(f"a time is a finite number of seconds, got {now!r}")

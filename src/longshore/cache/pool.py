@@ -101,11 +101,15 @@ class SlotPool:
         """Take these very slots of `pools`, which a start found whole, the one used last at the end; all or none."""
         self._take_these(indices, pools, READY)
 
-    def give_last(self, indices: Sequence[int]) -> None:
-        """Of the free slots, give these out after all others, the first of them first. `CacheError` if out of range."""
+    def check_slots(self, indices: Sequence[int]) -> None:
+        """Raise `CacheError` unless these are slots."""
         bad = [index for index in indices if not 0 <= index < self.capacity]
         if bad:
             raise CacheError(f"slots lie in [0, {self.capacity}), got {bad[0]}")
+
+    def give_last(self, indices: Sequence[int]) -> None:
+        """Of the free slots, give these out after all others, the first of them first. `CacheError` if out of range."""
+        self.check_slots(indices)
         self._give_last([index for index in indices if self.state[index] == FREE])
 
     def reserve(self, indices: Sequence[int], pools: Sequence[int]) -> None:

@@ -40,8 +40,8 @@ class Prefetching:
         self._seen = 0
         """`Store.changes` before `proceed` last looked for room: what it changes itself has it look once more."""
 
-    def prefetch(self, hold: LeaseRecord, policy: PrefetchPolicy | None, timeout: float | None) -> Wait:
-        """Have `hold` wait for what it lacks in the warmest tier; a wait of an earlier prefetch is over.
+    def check(self, policy: PrefetchPolicy | None, timeout: float | None) -> tuple[PrefetchPolicy, float]:
+        """The policy, and for how many seconds.
 
         Raises `CacheError` for a timeout that is none, or that the policy does not have.
         """
@@ -50,7 +50,10 @@ class Prefetching:
         if timeout is not None and policy is not PrefetchPolicy.TIMEOUT:
             raise CacheError(f"only a prefetch by {PrefetchPolicy.TIMEOUT} has a timeout, not one by {policy}")
         timed = policy is PrefetchPolicy.TIMEOUT
-        longest = seconds(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
+        return policy, seconds(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
+
+    def prefetch(self, hold: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
+        """Have `hold` wait for what it lacks in the warmest tier; a wait of an earlier prefetch is over."""
         patient = policy is not PrefetchPolicy.BEST_EFFORT
         former, wait = hold.prefetch, Wait(self._flow.new_id(), self._flow.now + longest, None, patient=patient)
         self._order(hold, wait, waits_its_turn=patient and any(before.lacks for _, before in self._queue.values()))

@@ -55,12 +55,19 @@ class Residency:
         here = slice(begin, end)
         return Residency(self.keys[here], self.presences[here], self.at[here], self.index, self.pool, self.gone)
 
+    def pick(self, positions: Sequence[int]) -> Residency:
+        """The same of the keys at `positions`."""
+        keys, presences = [self.keys[at] for at in positions], [self.presences[at] for at in positions]
+        return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.gone)
+
     def slots(self) -> list[int] | None:
         """The slots of the warmest tier that the chunks are ready in now; `None` unless all books agree on each.
 
         For reading what was found before the control plane failed: nothing is written there since.
         """
         index, pool, slots = self.index, self.pool, list[int]()
+        if index.gone < 0:
+            return None  # all was forgotten since
         for key in self.keys:
             node = index.get(key)
             slot = index.slot[0][node] if node else -1

@@ -318,6 +318,7 @@ class Store:
             for pin in pins:
                 pin.node = ROOT
         self.pins.clear()
+        self.index.gone = -1  # nothing that was seen in it is there any more
         self._begin()
 
     # ------------------------------------------------------------------ use
@@ -400,8 +401,8 @@ class Store:
 
     def check_turn(self, turn: int | None) -> None:
         """Raise `CacheError` for a turn that was not drawn."""
-        if turn is not None and not 0 < turn <= self.turn:
-            raise CacheError(f"expected a turn of `begin` or `match`, of which {self.turn} were drawn, got {turn}")
+        if turn is not None and not (isinstance(turn, int) and 0 < turn <= self.turn):
+            raise CacheError(f"expected a turn that a lookup has said, of which {self.turn} were drawn, got {turn!r}")
 
     def serve(self, turn: int | None) -> None:
         """What follows is done for the request of this turn, or for the last one that began."""

@@ -99,7 +99,7 @@ class Found(NamedTuple):
         foreign: How much more foreign tiers are known to have behind that, for `prefetch`: chunks, or tokens for all
             groups; what is on its way already is included for all groups.
         probes: Questions to foreign tiers that are under way, for `progress`; their answers may make `foreign` more.
-        turn: The turn of the request: its other calls name it.
+        turn: The turn of the request, which its other calls name; `None` for `Until.NOTHING`.
         residency: Of a lookup of single chunks: where each of them is, by group.
     """
 
@@ -110,7 +110,7 @@ class Found(NamedTuple):
     partial: Partial | None = None
     foreign: int = 0
     probes: tuple[int, ...] = ()
-    turn: int = 0
+    turn: int | None = None
     residency: Mapping[int, Residency] = {}
 
 

@@ -16,7 +16,7 @@ import logging
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from pickle import PicklingError, dump  # nothing is ever loaded here
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Proto
 
 import numpy as np
 
-from longshore.cache import GroupKeys, Residency, TieredCache
+from longshore.cache import DeviceCopy, GroupKeys, Residency, TieredCache, Until
 from longshore.errors import IntegrityError, LongshoreError
 
 if TYPE_CHECKING:
@@ -53,11 +53,6 @@ class _Call(NamedTuple):
     named: dict[str, Any]
     bytes: int = 0
     """Approximate memory of the arguments: the elements of a list count as the first one."""
-
-    def written(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """Name and arguments, without the tokens of any prompt."""
-        named = {name: _without_text(value) for name, value in self.named.items()}
-        return self.name, tuple(map(_without_text, self.arguments)), named
 
 
 class WrittenCalls(NamedTuple):
@@ -102,7 +97,7 @@ class CallLog:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:  # a method that calls another
                 return method(*args, **kwargs)
-            if is_kept:
+            if is_kept and not (name == "lookup" and kwargs.get("each") and kwargs.get("until") is Until.NOTHING):
                 if reads_once:  # an iterator cannot be logged and read
                     args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
                 self._note(name, args, kwargs)
@@ -147,7 +142,7 @@ class CallLog:
     def write(self) -> Path | None:
         """Write the calls, without prompt tokens, to a new file for replay; returns its path, `None` on failure."""
         with contextlib.suppress(OSError, PicklingError, TypeError, AttributeError):
-            written = WrittenCalls(self._made_of, [each.written() for each in self.calls], self._is_whole)
+            written = WrittenCalls(self._made_of, [each[:3] for each in self.calls], self._is_whole)
             number, name = tempfile.mkstemp(prefix="longshore-calls-", suffix=".pickle")
             with os.fdopen(number, "wb") as file:
                 dump(tuple(written), file)
@@ -158,15 +153,16 @@ class CallLog:
 def _copied(value: Any) -> Any:
     """A copy that no caller changes; a `Residency` is as good as its keys."""
     kind = type(value)
-    if kind is dict:
+    if isinstance(value, Mapping):
         return {key: _copied(each) for key, each in value.items()}
     if kind is list:
         return value.copy()
     if kind is Residency:
         return list(value.keys)
     if kind is GroupKeys:
-        keys, device, slid = (_copied(each) for each in (value.keys, value.device, value.slid))
-        return value._replace(keys=keys, device=device, slid=slid)
+        return GroupKeys(*map(_copied, value._replace(text=None)))  # no tokens of prompts are kept
+    if kind is DeviceCopy:
+        return DeviceCopy(_copied(value.sources), value.tokens)
     return value.copy() if kind is np.ndarray else value
 
 
@@ -183,12 +179,6 @@ def _bytes(value: Any) -> int:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return 56 + (len(value) * (8 + _bytes(value[0])) if len(value) else 0)
     return int(getattr(value, "nbytes", 0)) or 64 + 8 * len(getattr(value, "statuses", ()))
-
-
-def _without_text(value: Any) -> Any:
-    if isinstance(value, GroupKeys):
-        return value._replace(text=None)
-    return {key: _without_text(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 class _HasRuntime(Protocol):

@@ -194,7 +194,7 @@ class Runtime:
     def worth_loading(self, lease: Lease, context: int) -> int:
         """Number of leading chunks of `lease` to load; computing the rest is faster.
 
-        `context`: number of tokens before them, which are on the device.
+        `context`: number of tokens before them, which are on the device. A prefetch of `lease` must be over.
         """
         with self._lock, self._watched():
             runs = self._cache.progress(lease).runs

@@ -155,7 +155,7 @@ class PrefixStore:
     def _keys(self, tokens: Sequence[int]) -> list[bytes]:
         return chain(self._stack.scope.root, tokens, self._chunk * self._block_size)
 
-    def _restore_window(self, keys: Sequence[bytes], start: int, turn: int | None) -> tuple[int, int]:
+    def _restore_window(self, keys: Sequence[bytes], start: int, turn: int | None) -> tuple[int, int | None]:
         """Load what follows `start` into the window; how many chunks arrived, and the turn of the restore."""
         runtime = self._stack.runtime
         self._wait_idle()

@@ -196,7 +196,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 patient = comes_again and rest == tokens - 1 and not ticket.jobs and self._may_wait(request)
                 try:
                     retention = request.hints.chunks(tokens, max(0, begin) - first)
-                    slid = self._slid(request, group, mine, req_context)
+                    slid, window = self._slid(request, group, mine, req_context)
                     whole = GroupKeys(path, first, retention=retention, slid=slid)
                     order = cache.store({group: whole}, patient=patient, turn=request.turn)[group]
                 except IntegrityError:
@@ -206,6 +206,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     continue
                 if order.again:
                     return None
+                request.windows[group] = window
                 if order.job is not None:
                     ticket.keys += [mine[position - first] for position in order.positions]
                     ticket.jobs.append((order.job, order.slots.of))
@@ -484,14 +485,15 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.held.update(there)
         request.origin.update(request.colder.intersection(there))
 
-    def _slid(self, request: Request, group: int, keys: list[OffloadKey], context: ReqContext) -> Sequence[Key]:
-        """What the last window of `request` leaves as it slides on to `keys`, which are offered."""
+    def _slid(
+        self, request: Request, group: int, keys: list[OffloadKey], context: ReqContext
+    ) -> tuple[Sequence[Key], list[OffloadKey]]:
+        """What the last window of `request` leaves as it slides on to the offered `keys`; and that window then."""
         window, before = self._store.windows[group], request.windows.get(group, [])
         if window is None or (before and position(keys[0], context) <= position(before[-1], context)):
-            return ()  # offered once more, when the request ends
+            return (), before  # offered once more, when the request ends
         path = before + keys
-        request.windows[group] = path[-window:]
-        return request.ours(before[: max(0, len(path) - window)])
+        return request.ours(before[: max(0, len(path) - window)]), path[-window:]
 
     def _may_wait(self, request: Request) -> bool:
         """Whether the chunks of `request` may be offered once more: not for longer than a load may take."""

@@ -140,6 +140,9 @@ class Request:
             end = begin + len(theirs)
             if self.told[begin:end] == theirs:
                 return self.sight.part(begin, end)
+            if all(map(self.answers.__contains__, theirs)):
+                at = {key: position for position, key in enumerate(self.told)}
+                return self.sight.pick([at[key] for key in theirs])
         return self.ours(theirs)
 
     def end_step(self) -> None:

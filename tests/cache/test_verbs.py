@@ -1,0 +1,228 @@
+"""The verbs of `TieredCache`: what they refuse changes nothing, and what they take of several groups is of each."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from longshore.boundary import DEVICE, HOST, Slot, Status, Transfer, TransferResult
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    DeviceCopy,
+    GroupKeys,
+    Lease,
+    PrefetchPolicy,
+    Presence,
+    TieredCache,
+    TierSpec,
+    Until,
+)
+from longshore.errors import CacheError, LongshoreError
+
+GROUPS = (CacheGroup(block_size=16), CacheGroup(block_size=16))
+FILE = "file"
+
+
+def keys(name: str, count: int = 3) -> list[bytes]:
+    return [f"{name}{position}".encode().ljust(32, b".") for position in range(count)]
+
+
+def made(groups: tuple[CacheGroup, ...] = GROUPS, slots: int = 16, **settings: Any) -> TieredCache:
+    return TieredCache([TierSpec(HOST, slots), TierSpec(FILE, 64)], CacheSettings(groups=groups, **settings))
+
+
+def carry(cache: TieredCache, now: float = 0.0) -> list[Any]:
+    """All that was ordered succeeds."""
+    seen = []
+    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
+        seen += orders
+        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], now)
+    return seen
+
+
+def stored(cache: TieredCache, *names: str) -> None:
+    for group, name in enumerate(names):
+        cache.store({group: GroupKeys(keys(name))}, {group: [10 * group + each for each in range(3)]})
+    carry(cache)
+
+
+def books(cache: TieredCache) -> tuple[Any, ...]:
+    cache.check_integrity()
+    return cache.stats(), cache.held, cache.jobs_in_flight, cache.residents(), cache.counters.copy()
+
+
+def test_there_are_twenty_verbs() -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "from longshore.cache import TieredCache as T\n"
+        "print(len([n for n in dir(T) if n[0] != '_' and callable(getattr(T, n))]))"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True)
+    assert int(said.stdout) <= 20
+
+
+@pytest.mark.parametrize("known", list(itertools.product((0, 1, 2, 3), repeat=2)))
+def test_a_store_of_several_groups_is_one_of_each(known: tuple[int, int]) -> None:
+    cache, apart = made(), made()
+    for each in (cache, apart):
+        for group, count in enumerate(known):
+            path = keys("ab"[group], count)
+            each.store({group: GroupKeys(path)}, {group: range(count)})
+        carry(each)
+    paths, blocks = {0: GroupKeys(keys("a")), 1: GroupKeys(keys("b"))}, {0: [0, 1, 2], 1: [3, 4, 5]}
+    orders = cache.store(paths, blocks)
+    assert [list(order.positions) for order in orders.values()] == [list(range(count, 3)) for count in known]
+    for group, path in paths.items():
+        apart.store({group: path}, {group: blocks[group]})
+    carry(cache)
+    carry(apart)
+    assert {(each.key, each.parent) for each in cache.residents()} == {
+        (each.key, each.parent) for each in apart.residents()
+    }
+    cache.check_integrity()
+
+
+WRONG_STORES: dict[str, tuple[Any, Any]] = {
+    "keys of both groups": ({0: GroupKeys(keys("x")), 1: GroupKeys(keys("x"))}, {0: [0, 1, 2], 1: [3, 4, 5]}),
+    "a path of two": (
+        {0: GroupKeys(keys("x")), 1: GroupKeys([keys("a")[1], keys("b")[0]])},
+        {0: [0, 1, 2], 1: [3, 4]},
+    ),
+    "a prompt of a half": (
+        {0: GroupKeys(keys("x")), 1: GroupKeys(keys("y"), prompt=1.5)},
+        {0: [0, 1, 2], 1: [3, 4, 5]},
+    ),  # type: ignore[arg-type]
+    "blocks of no group": ({0: GroupKeys(keys("x"))}, {0: [0, 1, 2], 1: [3]}),
+    "too few blocks": ({0: GroupKeys(keys("x")), 1: GroupKeys(keys("y"))}, {0: [0, 1, 2], 1: [3, 4]}),
+    "no blocks": ({0: GroupKeys(keys("x")), 1: GroupKeys(keys("y"))}, {0: [0, 1, 2]}),
+    "half blocks": ({0: GroupKeys(keys("x"))}, {0: [0.5, 1, 2]}),
+    "a group that is none": ({0: GroupKeys(keys("x")), 7: GroupKeys(keys("y"))}, {0: [0, 1, 2], 7: [3, 4, 5]}),
+    "a group by name": ({"a": GroupKeys(keys("x"))}, {"a": [0, 1, 2]}),
+    "plain keys": ({0: keys("x")}, {0: [0, 1, 2]}),
+    "no keys": ({0: GroupKeys(None)}, {0: []}),  # type: ignore[arg-type]
+    "a list of paths": ([GroupKeys(keys("x"))], [[0, 1, 2]]),
+    "no mapping of blocks": ({0: GroupKeys(keys("x"))}, [[0, 1, 2]]),
+    "a first of a half": ({0: GroupKeys(keys("x"), 0.5)}, {0: [0, 1, 2]}),  # type: ignore[arg-type]
+    "slid past a path": ({0: GroupKeys(keys("x"), slid=keys("a"))}, {0: [0, 1, 2]}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STORES)
+def test_a_store_that_is_refused_changes_nothing(wrong: str) -> None:
+    cache = made(prompt_only=True)
+    stored(cache, "a", "b")
+    before, (paths, blocks) = books(cache), WRONG_STORES[wrong]
+    with pytest.raises(CacheError):
+        cache.store(paths, blocks)
+    assert books(cache) == before
+
+
+WRONG_LOADS: dict[str, Any] = {
+    "blocks for what the host reads": lambda cache, lease: cache.load({0: GroupKeys(keys("a"))}, {0: [7, 8, 9]}),
+    "plain keys": lambda cache, lease: cache.load({0: keys("a")}),
+    "nothing of a group": lambda cache, lease: cache.load({0: None, 1: GroupKeys(keys("b"))}),
+    "a first": lambda cache, lease: cache.load({0: GroupKeys(keys("a"), 2)}),
+    "a skip of what the host reads": lambda cache, lease: cache.load({0: GroupKeys(keys("a"))}, skip=1),
+    "chunks and copies": lambda cache, lease: cache.load(
+        {0: DeviceCopy([Slot(DEVICE, 0, 1)]), 1: GroupKeys(keys("b"))}, {0: [2]}
+    ),
+    "blocks of no copy": lambda cache, lease: cache.load({0: DeviceCopy([Slot(DEVICE, 0, 1)])}, {0: [2], 1: [3]}),
+    "blocks of another group": lambda cache, lease: cache.load(lease, {1: [7, 8, 9]}),
+    "blocks of two groups": lambda cache, lease: cache.load(lease, {0: [7, 8, 9], 1: [1]}),
+    "no blocks": lambda cache, lease: cache.load(lease),
+    "no lease": lambda cache, lease: cache.load(Lease(99), {0: [7]}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LOADS)
+def test_a_load_that_is_refused_changes_nothing(wrong: str) -> None:
+    cache = made()
+    stored(cache, "a", "b")
+    lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
+    before = books(cache)
+    with pytest.raises(LongshoreError):
+        WRONG_LOADS[wrong](cache, lease)
+    assert books(cache) == before
+    assert not [each for each in cache.take() if isinstance(each, Transfer)]
+
+
+WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a key that is none behind what is found": ({0: GroupKeys(keys("a")), 1: GroupKeys([*keys("b"), "x"])}, {}),  # type: ignore[list-item]
+    "a key that is none before the first": ({0: GroupKeys(["x", *keys("a")], 1)}, {}),  # type: ignore[list-item]
+    "one group of three": ({0: GroupKeys(keys("a"), device=())}, {}),
+    "a group that is none": ({9: GroupKeys(keys("a"))}, {}),
+    "a first for all groups": ({0: GroupKeys(keys("a"), 1), 1: GroupKeys(keys("b"))}, {}),
+    "a first of single chunks": ({0: GroupKeys(keys("a"), 1)}, {"each": True}),
+    "until a word": ({0: GroupKeys(keys("a"))}, {"until": "nothing"}),
+    "a turn that was not drawn": ({0: GroupKeys(keys("a"))}, {"turn": 99}),
+    "a turn that is a word": ({0: GroupKeys(keys("a"))}, {"turn": "x"}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LOOKUPS)
+def test_a_lookup_that_is_refused_changes_nothing_and_ends_no_load(wrong: str) -> None:
+    cache = made(load_timeout=2.0)
+    stored(cache, "a", "b")
+    lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
+    assert lease is not None
+    cache.load(lease, {0: [20, 21, 22]})
+    cache.take()
+    before, (paths, how) = books(cache), WRONG_LOOKUPS[wrong]
+    for _ in range(2):
+        with pytest.raises(CacheError):
+            cache.lookup(paths, 50.0, **how)
+    assert books(cache) == before
+    assert cache.progress(lease).outcome is None, "time has not passed"
+
+
+@pytest.mark.parametrize("paths", [{0: "a"}, {0: "a", 1: "b"}])
+@pytest.mark.parametrize("each", [False, True])
+def test_what_a_lookup_keeps_until_the_step_ends_is_kept_until_then(paths: dict[int, str], each: bool) -> None:
+    cache = made(slots=6)
+    stored(cache, "a", "b")
+    asked = {group: GroupKeys(keys(name)) for group, name in paths.items()}
+    found = cache.lookup(asked, 1.0, until=Until.STEP, each=each)
+    assert found.lease is None
+    assert cache.held == 3 * len(paths)
+    cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, evicting=True)
+    carry(cache)
+    for name in paths.values():
+        where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, until=Until.NOTHING, each=True).residency[0]
+        assert set(where.presences) == {Presence.READY}
+    cache.end_step()
+    assert cache.held == 0
+
+
+def test_slots_of_a_residency_from_before_a_reset_are_nobodys() -> None:
+    cache = made()
+    stored(cache, "a")
+    where = cache.lookup({0: GroupKeys(keys("a"))}, 1.0, until=Until.NOTHING, each=True).residency[0]
+    assert where.slots() is not None
+    cache.reset()
+    stored(cache, "b")
+    assert where.slots() is None
+
+
+def test_a_prefetch_waits_from_the_time_that_it_is_told() -> None:
+    cache = made()
+    cache.adopt(FILE, [(slot, key, above) for slot, (key, above) in enumerate(zip(keys("a"), [None, *keys("a")]))])  # noqa: B905
+    lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
+    assert lease is not None
+    cache.prefetch(lease, 100.0, policy=PrefetchPolicy.TIMEOUT, timeout=5.0)
+    cache.apply((), 100.0)
+    assert not cache.progress(lease).is_over
+    carry(cache, 101.0)
+    assert cache.progress(lease).leading(HOST) == 3
+
+
+def test_slots_of_others_that_are_none_are_refused_before_anything_is_adopted() -> None:
+    cache = made()
+    before = books(cache)
+    with pytest.raises(CacheError, match="slots lie in"):
+        cache.adopt(FILE, [(0, keys("a")[0], None)], others=[99])
+    assert books(cache) == before
