@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from longshore.cache.chains import LISTS
 from longshore.cache.eviction import Gittins
-from longshore.cache.eviction.departed import Departed
+from longshore.cache.eviction.ghost_list import GhostList
 from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event
 from longshore.cache.eviction.spans import ROWS, Spans
 from longshore.cache.eviction.uses import (
@@ -121,26 +121,26 @@ def test_spans_are_few_and_short_for_their_age(step: int) -> None:
     assert [spans.row(tick) for tick in range(now)] == spans.rows_of(np.arange(now)).tolist()
 
 
-# ---------------------------------------------------------------------- departed
+# ---------------------------------------------------------------------- ghost list
 
 
 def test_about_the_last_that_left_are_remembered_until_they_come_back() -> None:
     dice = random.Random(3)
     keys = [dice.randbytes(32) for _ in range(20_000)]
-    departed = Departed(4_000)
+    ghosts = GhostList(4_000)
     when, states = np.arange(20_000, dtype=np.int32), np.full(20_000, 7, np.uint16)
-    forgotten, _ = departed.add_all(keys, when, states)
-    assert len(forgotten) + len(departed) == 20_000
-    who, found, _ = departed.take_all(keys)
+    forgotten, _ = ghosts.insert_all(keys, when, states)
+    assert len(forgotten) + len(ghosts) == 20_000
+    who, found, _ = ghosts.take_all(keys)
     assert (found == when[who]).mean() > 0.99  # some are taken for others
     assert np.isin(np.arange(18_000, 20_000), who).mean() > 0.97
     assert np.isin(np.arange(10_000), who).mean() < 0.01
-    assert len(departed) < 5  # what was taken for others
+    assert len(ghosts) < 5  # what was taken for others
 
 
 @pytest.mark.parametrize(("limit", "most"), [(7, 30), (300, 200), (1000, 700), (1000, 1500)])
 def test_many_that_leave_or_come_back_together_are_as_many_one_by_one(limit: int, most: int) -> None:
-    single, together, dice = Departed(limit), Departed(limit), random.Random(most)
+    single, together, dice = GhostList(limit), GhostList(limit), random.Random(most)
     keys = [dice.randbytes(32) for _ in range(3 * limit)]
     hits = 0
     for now in range(40):
@@ -149,12 +149,11 @@ def test_many_that_leave_or_come_back_together_are_as_many_one_by_one(limit: int
         assert list(zip(*(each.tolist() for each in together.take_all(some)), strict=True)) == found
         hits += len(found)
         states = [1 + i % 9 for i in range(len(some))]
-        gone = together.add_all(some, np.full(len(some), now, np.int32), np.array(states, np.uint16))
-        one = [left for key, state in zip(some, states, strict=True) if (left := single.add(key, now, state))]
+        gone = together.insert_all(some, np.full(len(some), now, np.int32), np.array(states, np.uint16))
+        one = [left for key, state in zip(some, states, strict=True) if (left := single.insert(key, now, state))]
         assert sorted(zip(*(each.tolist() for each in gone), strict=True)) == sorted(one)
         assert len(single) == len(together)
         assert single.latest(keys) == together.latest(keys)
-        together.check_integrity()
     assert hits > limit // 2
 
 
@@ -236,9 +235,9 @@ def test_resizing_forgets_what_left_and_a_new_column_of_names_does_not() -> None
     node = tier.node[7]
     tier.policy.remove(node, evicted=tier.names[node])
     tier.policy.resize(64, tier.names)
-    assert len(tier.policy._departed) == 1
+    assert len(tier.policy._ghosts) == 1
     tier.policy.resize(128, tier.names)
-    assert len(tier.policy._departed) == 0
+    assert len(tier.policy._ghosts) == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["use", "hold", "release"]), st.integers(0, 11), st.integers(1, 12))))
@@ -309,7 +308,7 @@ def test_long_paths_are_told_in_whole_arrays_to_the_same_end(most: int) -> None:
         out += gone
         assert list(single.order()) == list(together.order())
     assert single._spans.starts == together._spans.starts
-    assert len(single._departed) == len(together._departed) > 0
+    assert len(single._ghosts) == len(together._ghosts) > 0
 
 
 def test_what_is_released_among_older_ones_does_not_grow_older_with_them() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longshore.cache.eviction.departed import Departed
+from longshore.cache.eviction.ghost_list import GhostList
 from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event
 from longshore.cache.eviction.spans import Spans
 from longshore.cache.eviction.uses import (
@@ -174,7 +174,7 @@ class GittinsModel(Model):
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self.promises, self.spans, self.departed = Promises(), Spans(), Departed(5 * slots)
+        self.promises, self.spans, self.ghosts = Promises(), Spans(), GhostList(4 * slots)
         self.state: dict[int, tuple[int, int]] = {}  # block -> bits, tick of the last use
         self.now = self.length = self.last = self.since = self.new = self.faded = 0
         self.stale, self.rank = True, dict[tuple[int, int], int]()
@@ -188,7 +188,7 @@ class GittinsModel(Model):
             self.stale = True
         self.length = len(path).bit_length() << REQUEST
         lead = next((i for i, block in enumerate(path) if block not in self.blocks), len(path))
-        when = self.departed.latest([key_of(block) for block in path[lead:]])
+        when = self.ghosts.latest([key_of(block) for block in path[lead:]])
         if when is None and lead:
             when = self.state[path[lead - 1]][1]
         self.last = 0 if when is None else GAP_OF[self.age(when)]
@@ -200,7 +200,7 @@ class GittinsModel(Model):
         else:
             if len(self.blocks) == self.slots:
                 self.evict()
-            if left := self.departed.take(key_of(block)):
+            if left := self.ghosts.take(key_of(block)):
                 state = left[1], left[0]
         if state is None:
             new = (LEAF if leaf else max(ONCE, self.last & USES)) | self.last & GAP | self.length
@@ -230,7 +230,7 @@ class GittinsModel(Model):
         victim = min(self.blocks, key=lambda block: self.rank[self.list_of(block)])
         state, when = self.state.pop(victim)
         self.blocks.remove(victim)
-        if forgotten := self.departed.add(key_of(victim), when, state):
+        if forgotten := self.ghosts.insert(key_of(victim), when, state):
             self.promises.events.append(event(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0])))
 
     def list_of(self, block: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
 from longshore.cache.columns import Column, column, grown, has_twins, numbers, once, words, zeros
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
-from longshore.cache.eviction.departed import Departed
+from longshore.cache.eviction.ghost_list import GhostList
 from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event, events
 from longshore.cache.eviction.spans import Spans
 from longshore.cache.eviction.uses import (
@@ -55,8 +55,8 @@ _SPAN, _LEARNED, _LEAST = 32, 16, 64
 _MOST = 16_384
 """No more events than these, or slots / `_LEARNED`, are noted before it is learned from them."""
 
-_REMEMBERED = 5
-"""Departures to remember, for each slot."""
+_GHOSTS = 4
+"""Evicted chunks to remember, for each slot."""
 
 _FADE = 64
 """Counts are halved after so many uses for each slot."""
@@ -97,7 +97,7 @@ class Gittins(EvictionPolicy):
         """The last place in the order whose nodes may go now."""
         self._named: list[tuple[int, int]] = []
         """What `ahead` has named last: lists, and how many of all come from them and from those before."""
-        self._departed = Departed(_REMEMBERED * slots)
+        self._ghosts = GhostList(_GHOSTS * slots)
         self._order, self._rank = array("H"), array("H")
 
     def resize(self, slots: int, names: Names) -> None:
@@ -105,8 +105,8 @@ class Gittins(EvictionPolicy):
         same = slots == self.slots
         super().resize(slots, names)
         if not same:
-            self._forget(*self._departed.everything())
-            self._departed = Departed(_REMEMBERED * slots)
+            self._forget(*self._ghosts.everything())
+            self._ghosts = GhostList(_GHOSTS * slots)
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
@@ -120,7 +120,7 @@ class Gittins(EvictionPolicy):
             self._now = turn
             if self._since >= max(_LEAST, self.slots // _SPAN):
                 self._begin_span()
-            when = self._departed.latest(keys)
+            when = self._ghosts.latest(keys)
             if when is None and self._state[last]:
                 when = self._used[last]
             self._length = min(length.bit_length(), 31) << REQUEST
@@ -133,7 +133,7 @@ class Gittins(EvictionPolicy):
         self._rank_lists()
         self._last, tail, count = self._pause, list(keys[::-1]), 0
         states, when, _ = self._states_of_new(
-            *self._departed.take_all(tail, forget=False), len(tail), leaf=True, noted=False
+            *self._ghosts.take_all(tail, forget=False), len(tail), leaf=True, noted=False
         )
         places = np.minimum.accumulate(words(self._rank)[self._lists(states, when)][::-1])
         try:
@@ -146,9 +146,9 @@ class Gittins(EvictionPolicy):
             self._limit = LISTS
         count = count or make_room(1)
         if gone := tail[: len(tail) - count]:
-            states, when, new = self._states_of_new(*self._departed.take_all(gone), len(gone), leaf=True)
+            states, when, new = self._states_of_new(*self._ghosts.take_all(gone), len(gone), leaf=True)
             self._became(states[new], when[new])
-            self._forget(*self._departed.add_all(gone, when, states))
+            self._forget(*self._ghosts.insert_all(gone, when, states))
         return count
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
@@ -232,7 +232,7 @@ class Gittins(EvictionPolicy):
             raise unknown(node)
         if state < HELD:
             self._chains.drop(node)
-        left = (when, state) if evicted is None else self._departed.add(evicted, when, state & STATE)
+        left = (when, state) if evicted is None else self._ghosts.insert(evicted, when, state & STATE)
         if left:
             self._promises.events.append(event(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)]))
         self._state[node] = OUT
@@ -255,7 +255,7 @@ class Gittins(EvictionPolicy):
         states = state[at]
         held = states >= HELD
         self._take_out(at[~held].tolist() if np.count_nonzero(held) else nodes)
-        self._forget(*self._departed.add_all(keys, column(self._used)[at], states & np.uint16(STATE)))
+        self._forget(*self._ghosts.insert_all(keys, column(self._used)[at], states & np.uint16(STATE)))
         state[at] = OUT
         self._count -= len(nodes)
 
@@ -348,10 +348,9 @@ class Gittins(EvictionPolicy):
             raise CacheError(
                 f"lists have {len(ordered)} nodes, {len(marked)} and {held} held are marked of {self._count}"
             )
-        self._departed.check_integrity()
 
     def _insert_one(self, node: int, *, leaf: bool) -> None:
-        left = self._departed.take(self.names[node])
+        left = self._ghosts.take(self.names[node])
         if left is None:
             when, state = self._turn, (LEAF if leaf else max(ONCE, self._last & USES)) | self._last & GAP | self._length
             self._promises.events.append(event(BECAME, state, when))
@@ -364,7 +363,7 @@ class Gittins(EvictionPolicy):
 
     def _insert_all(self, nodes: Sequence[int], *, leaf: bool) -> None:
         at = numbers(nodes)
-        states, when, new = self._states_of_new(*self._departed.take_all(self.names[at].tolist()), len(at), leaf=leaf)
+        states, when, new = self._states_of_new(*self._ghosts.take_all(self.names[at].tolist()), len(at), leaf=leaf)
         self._became(states[new], when[new])
         words(self._state)[at], column(self._used)[at] = states, when
         lists = self._lists(states, when)
