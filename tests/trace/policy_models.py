@@ -200,17 +200,18 @@ class GittinsModel(Model):
         else:
             if len(self.blocks) == self.slots:
                 self.evict()
-            if left := self.ghosts.take(key_of(block)):
-                state = left[1], left[0]
+            ((_, when, left),) = self.ghosts.take_all([key_of(block)])
+            if left:
+                state = left, when
         if state is None:
             new = (LEAF if leaf else max(ONCE, self.last & USES)) | self.last & GAP | self.length
         elif state[1] == self.now:
             new = state[0]
         else:
-            self.promises.events.append(event(RETURNED, *state, self.age(state[1])))
+            self.promises.note(event(RETURNED, *state, self.age(state[1])))
             new = AGAIN[state[0] & HOW] | GAP_OF[self.age(state[1])] | self.length
         if state is None or state[1] != self.now:
-            self.promises.events.append(event(BECAME, new, self.now))
+            self.promises.note(event(BECAME, new, self.now))
         self.blocks.append(block)  # the last one was used last
         self.state[block] = new, self.now
         self.last = new
@@ -231,7 +232,7 @@ class GittinsModel(Model):
         state, when = self.state.pop(victim)
         self.blocks.remove(victim)
         if forgotten := self.ghosts.insert(key_of(victim), when, state):
-            self.promises.events.append(event(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0])))
+            self.promises.note(event(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0])))
 
     def list_of(self, block: int) -> tuple[int, int]:
         state, when = self.state[block]

@@ -12,12 +12,14 @@ The chunk evicted longest ago is replaced, not the one used longest ago: that lo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import sparse
+from longshore.cache.eviction.base import FEW
 
 WAYS = 16
 """Words in a bucket."""
@@ -78,30 +80,33 @@ class GhostList:
         old = np.concatenate(replaced)
         return _unpacked(old[old > 0])
 
-    def take(self, key: Key) -> tuple[int, int] | None:
-        """The last use and state of `key`, if it is in the list; it no longer is."""
-        if self._any:
-            bucket, tag = self._place_of(key)
-            for at, word in enumerate(self._buckets[bucket].tolist()):
-                if word >> _TAG & _TAGS == tag and word:
-                    self._buckets[bucket, at] = 0
-                    return word >> _WHEN, word & _STATES
-        return None
+    def take_all(self, keys: Sequence[Key], *, forget: bool = True) -> list[tuple[int, int, int]]:
+        """What is known of many different `keys`, in runs: how many, their last use and their state, 0 if unknown.
 
-    def take_all(self, keys: Sequence[Key], *, forget: bool = True) -> tuple[_Places, _Ticks, _States]:
-        """Which of many different `keys` are in the list, by position, their last uses, and their states.
-
-        They are no longer in it, unless told otherwise.
+        They are no longer in the list, unless told otherwise.
         """
+        if not self._any:
+            return [(len(keys), 0, 0)] if keys else []
+        if len(keys) < FEW:
+            return [(len(list(same)), *left) for left, same in groupby(self._take(key, forget=forget) for key in keys)]
         who, at = self._search(keys)
         at, first = np.unique(at, return_index=True)  # two keys may be taken for one
-        order = np.argsort(first)
-        at, who = at[order], who[first[order]]
-        words = self._buckets.reshape(-1)
-        found = who, *_unpacked(words[at])
+        words, found = self._buckets.reshape(-1), np.zeros(len(keys), np.uint64)
+        found[who[first]] = words[at] & ~np.uint64(_TAGS << _TAG)
         if forget:
             words[at] = 0
-        return found
+        starts = np.flatnonzero(np.diff(found, prepend=found[0] + np.uint64(1)))
+        when, states = (each.tolist() for each in _unpacked(found[starts]))
+        return list(zip(np.diff(starts, append=len(keys)).tolist(), when, states, strict=True))
+
+    def _take(self, key: Key, *, forget: bool) -> tuple[int, int]:
+        bucket, tag = self._place_of(key)
+        for at, word in enumerate(self._buckets[bucket].tolist()):
+            if word >> _TAG & _TAGS == tag and word:
+                if forget:
+                    self._buckets[bucket, at] = 0
+                return word >> _WHEN, word & _STATES
+        return 0, 0
 
     def latest(self, keys: Sequence[Key]) -> int | None:
         """The last use of the last of `keys` that is in the list."""
