@@ -68,17 +68,17 @@ class GhostList:
         self._any = True
         buckets, tags = self._places_of(keys)
         words = when.astype(np.uint64) << _WHEN | tags << _TAG | states
-        replaced = []
-        while len(words):
-            _, first = np.unique(buckets, return_index=True)  # one for each bucket at a time
-            mine = buckets[first]
-            at = self._next[mine]
-            replaced.append(self._buckets[mine, at])
-            self._buckets[mine, at] = words[first]
-            self._next[mine] = (at + 1) % WAYS
-            buckets, words = np.delete(buckets, first), np.delete(words, first)
-        old = np.concatenate(replaced)
-        return _unpacked(old[old > 0])
+        order = np.argsort(buckets, kind="stable")
+        buckets, words = buckets[order], words[order]
+        starts = np.flatnonzero(np.diff(buckets, prepend=-1))
+        counts = np.diff(starts, append=len(buckets))
+        place = np.arange(len(buckets)) - np.repeat(starts, counts)
+        stay = place >= np.repeat(counts, counts) - WAYS  # of more than a bucket has room for
+        at = buckets * WAYS + (place + self._next[buckets]) % WAYS
+        self._next[buckets[starts]] = (self._next[buckets[starts]] + counts) % WAYS
+        at, every = at[stay], self._buckets.reshape(-1)
+        old, every[at] = every[at], words[stay]
+        return _unpacked(np.concatenate([old[old > 0], words[~stay]]))
 
     def take_all(self, keys: Sequence[Key], *, forget: bool = True) -> list[tuple[int, int, int]]:
         """What is known of many different `keys`, in runs: how many, their last use and their state, 0 if unknown.
