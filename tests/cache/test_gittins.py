@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from longshore.cache.chains import LISTS
 from longshore.cache.eviction import Gittins
 from longshore.cache.eviction.ghost_list import GhostList
-from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event
+from longshore.cache.eviction.hit_rates import BECAME, FORGOTTEN, RETURNED, HitRates, event
 from longshore.cache.eviction.spans import ROWS, Spans
 from longshore.cache.eviction.uses import (
     AGAIN,
@@ -50,7 +50,7 @@ def best_by_hand(chances: list[float], age: int) -> float:
 
 @given(st.integers(0, 2**32), st.integers(1, 400))
 def test_a_promise_is_the_best_rate_and_never_less_with_more_uses(seed: int, most: int) -> None:
-    promises, dice = Promises(), np.random.default_rng(seed)
+    promises, dice = HitRates(), np.random.default_rng(seed)
     promises._reached[:] = dice.integers(0, most, (KINDS, AGES))
     promises._back[:] = promises._reached * dice.random((KINDS, AGES)) ** 3
     chances, table = promises.chances(), promises.table()
@@ -63,11 +63,11 @@ def test_a_promise_is_the_best_rate_and_never_less_with_more_uses(seed: int, mos
 
 
 def test_with_nothing_known_the_oldest_go_first() -> None:
-    assert Promises().order(np.array([7, 3, 3, 0])).tolist() == list(range(4 * KINDS))
+    assert HitRates().order(np.array([7, 3, 3, 0])).tolist() == list(range(4 * KINDS))
 
 
 def test_a_kind_that_returns_after_a_pause_promises_most_just_before() -> None:
-    promises = Promises()
+    promises = HitRates()
     promises._reached[1, :15], promises._back[1, 14] = 100_000, 90_000
     table = promises.table()[1]
     assert table[14] == max(table)
@@ -77,7 +77,7 @@ def test_a_kind_that_returns_after_a_pause_promises_most_just_before() -> None:
 
 def test_what_reached_an_age_is_counted_once_whenever_spans_end() -> None:
     """Of ten that were used at tick 1 one comes back 5 ticks later, and another is forgotten 9 ticks later."""
-    promises, spans = Promises(), Spans()
+    promises, spans = HitRates(), Spans()
     weight, kind = 7, 1
     state = ONCE | weight << REQUEST
     for now in range(1, 40):
@@ -360,7 +360,7 @@ def test_whatever_happens_each_node_is_in_the_list_of_its_kind_and_age(steps: li
 
 def test_counts_are_halved_after_so_many_uses_of_each_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     faded: list[int] = []
-    monkeypatch.setattr(Promises, "fade", lambda _: faded.append(tier.policy._now))
+    monkeypatch.setattr(HitRates, "fade", lambda _: faded.append(tier.policy._now))
     tier = Tier(64)
     for key in range(3 * 64 * 64):
         tier.use(key)
@@ -420,7 +420,7 @@ def test_a_host_that_tells_of_no_requests_takes_no_memory_for_that() -> None:
     for turn in range(20_000):
         tier.policy.insert([LISTS + turn % 64])
         tier.policy.remove(LISTS + turn % 64)
-    assert len(tier.policy._promises.events) < 20_000
+    assert len(tier.policy._hit_rates.events) < 20_000
 
 
 def test_a_long_path_that_is_used_is_one_chunk_after_the_other() -> None:
@@ -443,7 +443,7 @@ def test_a_long_path_that_is_used_is_one_chunk_after_the_other() -> None:
     assert together._state == single._state
     noted = [Counter[int](), Counter[int]()]
     for policy, counts in zip((single, together), noted, strict=True):
-        for what, count in zip(policy._promises.events[::2], policy._promises.events[1::2], strict=True):
+        for what, count in zip(policy._hit_rates.events[::2], policy._hit_rates.events[1::2], strict=True):
             counts[what] += count
     assert noted[0] == noted[1]
 
@@ -474,7 +474,7 @@ def test_ages_of_a_long_life_do_not_overflow() -> None:
     policy.insert([LISTS])
     policy.begin(2**31 - 2, 1, LISTS)
     policy.touch([LISTS])
-    assert math.isfinite(Promises().table().sum())
+    assert math.isfinite(HitRates().table().sum())
     policy.check_integrity()
 
 

@@ -6,7 +6,7 @@
                   goes next
 
 Time is counted in requests: each draws a turn (`begin`), and what it uses is as old as its turn. Each kind has one list
-for each span of turns (`spans`), so that growing older moves whole lists. Now and then, between requests, `promise`
+for each span of turns (`spans`), so that growing older moves whole lists. Now and then, between requests, `hit_rates`
 orders the lists by what came back until now. There is nothing to set. Why this way: `docs/eviction.md`.
 """
 
@@ -24,7 +24,7 @@ from longshore.cache.chains import LISTS, Chains
 from longshore.cache.columns import Column, column, grown, has_twins, numbers, once, words, zeros
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.ghost_list import GhostList
-from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event
+from longshore.cache.eviction.hit_rates import BECAME, FORGOTTEN, RETURNED, HitRates, event
 from longshore.cache.eviction.spans import Spans
 from longshore.cache.eviction.uses import (
     AGAIN,
@@ -67,12 +67,12 @@ _States = npt.NDArray[np.uint16]
 class Gittins(EvictionPolicy):
     """Evicts from the list that promises least. O(1) for each node, amortised; 14 bytes per node.
 
-    About five chunks for each slot are remembered after they have left, at 10 bytes each.
+    About four evicted chunks for each slot are in a ghost list, at 8 bytes each.
     """
 
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
-        self._promises, self._spans, self._chains = Promises(), Spans(), Chains()
+        self._hit_rates, self._spans, self._chains = HitRates(), Spans(), Chains()
         self._state = array("H", bytes(2 * LISTS))
         self._used: Column = zeros(LISTS)
         self._count = 0
@@ -169,7 +169,7 @@ class Gittins(EvictionPolicy):
             first += count
         self._count += len(nodes)
         self._since += len(nodes)
-        if len(self._promises.events) >= max(_MOST, self.slots // _LEARNED):  # of a host that tells of no requests
+        if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):  # of a host that tells of no requests
             self._learn()
 
     def touch(self, nodes: Sequence[int]) -> None:
@@ -244,7 +244,7 @@ class Gittins(EvictionPolicy):
             self._chains.drop(node)
         left = (when, state) if evicted is None else self._ghosts.insert(evicted, when, state & STATE)
         if left:
-            self._promises.note(event(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)]))
+            self._hit_rates.note(event(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)]))
         self._state[node] = OUT
         self._count -= 1
 
@@ -340,7 +340,7 @@ class Gittins(EvictionPolicy):
         return self._count
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where lists, marks, ticks, counts and departures disagree."""
+        """Raise `CacheError` where lists, marks, ticks and counts disagree."""
         ordered: set[int] = set()
         heads = column(self._chains.after)[:LISTS]
         for which in np.flatnonzero(heads != np.arange(LISTS)).tolist():
@@ -376,7 +376,7 @@ class Gittins(EvictionPolicy):
                     last = uses | last & GAP | self._length
                     runs.append((some, last, self._turn))
                     if noted:
-                        self._promises.note(event(BECAME, last, self._turn), some)
+                        self._hit_rates.note(event(BECAME, last, self._turn), some)
         return runs
 
     def _use(self, state: int, when: int, count: int = 1, *, noted: bool = True) -> int:
@@ -386,8 +386,8 @@ class Gittins(EvictionPolicy):
         age = AGE_OF[min(self._turn - when, OLDEST)]
         new = AGAIN[state & HOW] | GAP_OF[age] | self._length
         if noted:
-            self._promises.note(event(RETURNED, state, when, age), count)
-            self._promises.note(event(BECAME, new, self._turn), count)
+            self._hit_rates.note(event(RETURNED, state, when, age), count)
+            self._hit_rates.note(event(BECAME, new, self._turn), count)
         return new
 
     def _alike(self, nodes: Sequence[int], at: _Nodes) -> list[int]:
@@ -415,7 +415,7 @@ class Gittins(EvictionPolicy):
 
     def _forget(self, when: _Nodes, states: _States) -> None:
         """Of these nothing is known any more."""
-        self._promises.forget(states, when, AGES_OF[np.minimum(self._now - when, OLDEST)])
+        self._hit_rates.forget(states, when, AGES_OF[np.minimum(self._now - when, OLDEST)])
 
     def _take_out(self, nodes: Sequence[int]) -> None:
         """Take the first nodes out of their lists, as `ahead` has named them."""
@@ -444,11 +444,11 @@ class Gittins(EvictionPolicy):
         """Another span begins with this turn."""
         self._new += self._since
         self._since = 0
-        if len(self._promises.events) >= max(_MOST, self.slots // _LEARNED):
+        if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):
             self._learn()
         after, before = column(self._chains.after), column(self._chains.before)
         for row, into in self._spans.begin(self._now):
-            self._promises.join(row, into)
+            self._hit_rates.join(row, into)
             lists = np.arange(row * KINDS, (row + 1) * KINDS)
             for which in lists[after[lists] != lists].tolist():
                 self._chains.move(int(after[which]), int(before[which]), which + (into - row) * KINDS)
@@ -456,11 +456,11 @@ class Gittins(EvictionPolicy):
 
     def _learn(self) -> None:
         """Learn from what was used since the last time."""
-        self._promises.learn(self._spans, self._now)
+        self._hit_rates.learn(self._spans, self._now)
         self._faded += self._new
         self._new = 0
         if self._faded >= _FADE * self.slots:
-            self._promises.fade()
+            self._hit_rates.fade()
             self._faded = 0
 
     def _rank_lists(self) -> None:
@@ -471,7 +471,7 @@ class Gittins(EvictionPolicy):
         if self._new >= max(_LEAST, self.slots // _LEARNED):
             self._learn()
         lists = np.add.outer(np.array(self._spans.rows) * KINDS, np.arange(KINDS)).ravel()
-        ordered = lists[self._promises.order(self._spans.ages(self._now))].astype(np.uint16)
+        ordered = lists[self._hit_rates.order(self._spans.ages(self._now))].astype(np.uint16)
         rank = np.zeros(LISTS, np.uint16)
         rank[ordered] = np.arange(len(ordered))
         filled = column(self._chains.after)[ordered] != ordered

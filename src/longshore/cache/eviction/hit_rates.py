@@ -1,4 +1,4 @@
-"""What chunks promise, by kind and age: how many hits for the time that they go on taking a slot, learned from others.
+"""Hit-rate table: by kind and age, the hits that chunks promise for the time that they go on taking a slot.
 
                 came back at this age         chance = came back / reached this age
     age         1    2    3   4-5  6-7 ...    promise of what has this age = the best, over all ages to wait for,
@@ -53,7 +53,7 @@ def event(what: int, state: int, when: int, age: int = 0) -> int:
     return when << _WHEN | what | age << _AGE | state & STATE
 
 
-class Promises:
+class HitRates:
     """Counts of chunks that ended at an age, and that came back then, by kind and age; and those still waited for."""
 
     __slots__ = ("_back", "_ended", "_rank", "_reached", "_waiting", "events")
