@@ -41,12 +41,16 @@ def test_every_case_has_a_figure_and_a_reference() -> None:
         assert case.unit in ("ns", "us", "ms", "bytes")
 
 
-def test_memory_is_that_of_filled_tiers_and_ghosts_come_on_top() -> None:
-    memory, ghosts = managers.run(blocks=[20_000], only=["memory/20000", "ghosts/20000"], repeats=1)
+def test_memory_is_that_of_filled_tiers() -> None:
+    (memory,) = managers.run(blocks=[20_000], only=["memory/20000"], repeats=1)
     assert 100 < memory.value < 400
     assert memory.reference_value > 50
-    assert 50 < ghosts.value < 400
-    assert ghosts.reference_value == memory.value
+
+
+def test_the_policy_and_its_ghost_list_take_no_more_than_their_bounds() -> None:
+    policy, ghosts = managers.run(blocks=[20_000], only=["policy/20000", "ghosts/20000"], repeats=1)
+    assert 10 < policy.value < policy.reference_value == 20
+    assert 25 < ghosts.value < ghosts.reference_value == 60
 
 
 def test_a_load_has_as_many_different_blocks_as_asked_for_and_shares_prefixes() -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longshore.cache.eviction.departed import Departed
-from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event
+from longshore.cache.eviction.ghost_list import GhostList
+from longshore.cache.eviction.hit_rates import BECAME, FORGOTTEN, RETURNED, HitRates, event
 from longshore.cache.eviction.spans import Spans
 from longshore.cache.eviction.uses import (
     AGAIN,
@@ -174,7 +174,7 @@ class GittinsModel(Model):
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self.promises, self.spans, self.departed = Promises(), Spans(), Departed(5 * slots)
+        self.hit_rates, self.spans, self.ghosts = HitRates(), Spans(), GhostList(4 * slots)
         self.state: dict[int, tuple[int, int]] = {}  # block -> bits, tick of the last use
         self.now = self.length = self.last = self.since = self.new = self.faded = 0
         self.stale, self.rank = True, dict[tuple[int, int], int]()
@@ -184,11 +184,11 @@ class GittinsModel(Model):
         if self.since >= max(64, self.slots // 32):
             self.new, self.since = self.new + self.since, 0
             for row, into in self.spans.begin(self.now):
-                self.promises.join(row, into)
+                self.hit_rates.join(row, into)
             self.stale = True
         self.length = len(path).bit_length() << REQUEST
         lead = next((i for i, block in enumerate(path) if block not in self.blocks), len(path))
-        when = self.departed.latest([key_of(block) for block in path[lead:]])
+        when = self.ghosts.latest([key_of(block) for block in path[lead:]])
         if when is None and lead:
             when = self.state[path[lead - 1]][1]
         self.last = 0 if when is None else GAP_OF[self.age(when)]
@@ -200,17 +200,18 @@ class GittinsModel(Model):
         else:
             if len(self.blocks) == self.slots:
                 self.evict()
-            if left := self.departed.take(key_of(block)):
-                state = left[1], left[0]
+            ((_, when, left),) = self.ghosts.take_all([key_of(block)])
+            if left:
+                state = left, when
         if state is None:
             new = (LEAF if leaf else max(ONCE, self.last & USES)) | self.last & GAP | self.length
         elif state[1] == self.now:
             new = state[0]
         else:
-            self.promises.events.append(event(RETURNED, *state, self.age(state[1])))
+            self.hit_rates.note(event(RETURNED, *state, self.age(state[1])))
             new = AGAIN[state[0] & HOW] | GAP_OF[self.age(state[1])] | self.length
         if state is None or state[1] != self.now:
-            self.promises.events.append(event(BECAME, new, self.now))
+            self.hit_rates.note(event(BECAME, new, self.now))
         self.blocks.append(block)  # the last one was used last
         self.state[block] = new, self.now
         self.last = new
@@ -220,18 +221,18 @@ class GittinsModel(Model):
         if self.stale:
             self.stale = False
             if self.new >= max(64, self.slots // 16):
-                self.promises.learn(self.spans, self.now)
+                self.hit_rates.learn(self.spans, self.now)
                 self.faded, self.new = self.faded + self.new, 0
                 if self.faded >= 64 * self.slots:
-                    self.promises.fade()
+                    self.hit_rates.fade()
                     self.faded = 0
-            order = self.promises.order(self.spans.ages(self.now)).tolist()
+            order = self.hit_rates.order(self.spans.ages(self.now)).tolist()
             self.rank = {(self.spans.rows[each // KINDS], each % KINDS): place for place, each in enumerate(order)}
         victim = min(self.blocks, key=lambda block: self.rank[self.list_of(block)])
         state, when = self.state.pop(victim)
         self.blocks.remove(victim)
-        if forgotten := self.departed.add(key_of(victim), when, state):
-            self.promises.events.append(event(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0])))
+        if forgotten := self.ghosts.insert(key_of(victim), when, state):
+            self.hit_rates.note(event(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0])))
 
     def list_of(self, block: int) -> tuple[int, int]:
         state, when = self.state[block]

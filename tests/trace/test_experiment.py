@@ -140,7 +140,7 @@ def test_the_default_policy_hits_what_its_page_says(conversation: Paths) -> None
     """At 1 and at 10 %, where it leads by the most over LRU, and over LRU-2; docs/eviction.md has all cells."""
     _, kind = policy_named(None)
     found = [experiment(conversation, kind, round(share * conversation.unique)).ratio for share in (0.01, 0.10)]
-    assert found == pytest.approx((0.110, 0.294), abs=0.002)
+    assert found == pytest.approx((0.110, 0.297), abs=0.002)
 
 
 def test_what_is_asked_for_twice_and_never_again_makes_way() -> None:

@@ -10,8 +10,8 @@
     onboard  pin it, and order its transfer                us
     hash     keys of 131,072 tokens                        ms
     memory   bytes per tracked block, key and policy       bytes
-    policy   bytes of that which the eviction policy takes  bytes
-    ghosts   bytes per block that the policy remembers after it has left (0 without such a memory)
+    policy   the eviction policy alone: bytes per resident block                               bytes
+    ghosts   and bytes per block for those that were evicted (0 without a ghost list)          bytes
     pause    longest single call outside eviction          ms
 
 Ours and the rivals (`longshore.bench.rivals`) see the same keys in the same order, in turn; the reference is the
@@ -49,7 +49,11 @@ _TOKENS = 131_072
 _BLOCK = 16
 _PREFERRED = 64
 _REFILLS = 7
-"""After so many further fillings the default policy remembers as many departures as it ever does."""
+"""After so many further fillings the ghost list of the default policy is full."""
+
+_BOUNDS = {"policy": 20.0, "ghosts": 60.0}
+"""Bytes per block that the default policy may take."""
+
 _PER_SIZE = (
     "match",
     "commit",
@@ -60,8 +64,7 @@ _PER_SIZE = (
     "slots",
     "onboard",
     "memory",
-    "policy",
-    "ghosts",
+    *_BOUNDS,
     "pause",
 )
 
@@ -104,11 +107,13 @@ def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
     gc.collect()
     if "pause" in kinds:
         yield _pause(size, load)
-    if "memory" in kinds or "ghosts" in kinds:
-        yield from _memory(size, kinds)
-    if "policy" in kinds:
-        taken = max(0.0, bytes_per_block(Policy, size)[0])
-        yield Case(f"policy/{size}", taken, "bytes", "the bound", 20.0, 20.0 / max(taken, 1.0))
+    if "memory" in kinds:
+        yield _memory(size)
+    if "policy" in kinds or "ghosts" in kinds:
+        refills = _REFILLS if "ghosts" in kinds else 0
+        for kind, bound, taken in zip(_BOUNDS, _BOUNDS.values(), bytes_per_block(Policy, size, refills), strict=True):
+            if kind in kinds:
+                yield Case(f"{kind}/{size}", max(0.0, taken), "bytes", "the bound", bound, bound / max(taken, 1.0))
 
 
 def _fill(ours: Ours, others: Sequence[Rival], load: Load) -> tuple[float, list[tuple[float, str]]]:
@@ -205,15 +210,12 @@ def _pause(size: int, load: Load) -> Case:
     return Case(f"pause/{size}", ours.longest * 1e3, "ms", "the bound", 5.0, 5e-3 / ours.longest)
 
 
-def _memory(size: int, kinds: Sequence[str]) -> Iterator[Case]:
-    """What a tier takes that has been filled, its keys included; and what more once all ghosts are remembered."""
-    filled, ghosts = (max(0.0, each) for each in bytes_per_block(Ours, size, _REFILLS if "ghosts" in kinds else 0))
-    if "memory" in kinds:
-        rivals = {make(64).name: max(0.0, bytes_per_block(make, size)[0]) for make in makers_of_rivals()}
-        best = min(rivals, key=rivals.__getitem__)
-        yield Case(f"memory/{size}", filled, "bytes", best, rivals[best], rivals[best] / max(filled, 1.0))
-    if "ghosts" in kinds:
-        yield Case(f"ghosts/{size}", ghosts, "bytes", "the blocks themselves", filled, filled / max(ghosts, 1.0))
+def _memory(size: int) -> Case:
+    """What a tier takes that has been filled, its keys included."""
+    filled = max(0.0, bytes_per_block(Ours, size)[0])
+    rivals = {make(64).name: max(0.0, bytes_per_block(make, size)[0]) for make in makers_of_rivals()}
+    best = min(rivals, key=rivals.__getitem__)
+    return Case(f"memory/{size}", filled, "bytes", best, rivals[best], rivals[best] / max(filled, 1.0))
 
 
 def _hash(repeats: int) -> Case:

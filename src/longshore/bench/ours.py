@@ -30,22 +30,26 @@ class TakesAll(Gittins):
 
 
 class Policy:
-    """The default policy alone, over `slots` slots, until these are full."""
+    """The default policy alone, over `slots` slots. Whatever it allocates is its own: keys are not kept."""
 
     def __init__(self, slots: int) -> None:
         self._policy = DEFAULT_POLICY(slots, np.empty(0, object))
         self._policy.grow(LISTS + slots)
-        self._next = LISTS
+        self._unused = range(LISTS, LISTS + slots)
         self._turn = 0
 
     def store(self, keys: Sequence[Key]) -> None:
-        """A prompt becomes resident, which is a request."""
-        nodes = range(self._next, self._next + len(keys))
-        self._next += len(keys)
-        self._policy.names = np.broadcast_to(np.array(keys[0], object), (self._next,))
+        """A prompt becomes resident, which is a request; where there is no room, as many blocks are evicted."""
+        policy, count = self._policy, len(keys)
+        nodes, self._unused = list(self._unused[:count]), self._unused[count:]
+        while len(nodes) < count:
+            victims = policy.ahead(count - len(nodes))
+            policy.leave(victims, [key[::-1] for key in keys[len(nodes) :][: len(victims)]])  # stand for their keys
+            nodes += victims
+        policy.names = np.broadcast_to(np.array(keys[0], object), (max(nodes) + 1,))
         self._turn += 1
-        self._policy.begin(self._turn, len(keys))
-        self._policy.insert(nodes[::-1], leaf=True)
+        policy.begin(self._turn, count)
+        policy.insert(nodes[::-1], leaf=True)
 
 
 class Ours:

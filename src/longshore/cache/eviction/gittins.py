@@ -6,7 +6,7 @@
                   goes next
 
 Time is counted in requests: each draws a turn (`begin`), and what it uses is as old as its turn. Each kind has one list
-for each span of turns (`spans`), so that growing older moves whole lists. Now and then, between requests, `promise`
+for each span of turns (`spans`), so that growing older moves whole lists. Now and then, between requests, `hit_rates`
 orders the lists by what came back until now. There is nothing to set. Why this way: `docs/eviction.md`.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +23,15 @@ from longshore.boundary import Key
 from longshore.cache.chains import LISTS, Chains
 from longshore.cache.columns import Column, column, grown, has_twins, numbers, once, words, zeros
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
-from longshore.cache.eviction.departed import Departed
-from longshore.cache.eviction.promise import BECAME, FORGOTTEN, RETURNED, Promises, event, events
+from longshore.cache.eviction.ghost_list import GhostList
+from longshore.cache.eviction.hit_rates import BECAME, FORGOTTEN, RETURNED, HitRates, event
 from longshore.cache.eviction.spans import Spans
 from longshore.cache.eviction.uses import (
     AGAIN,
     AGE_OF,
     AGES_OF,
-    ALL_AGAIN,
     GAP,
     GAP_OF,
-    GAPS_OF,
     HELD,
     HOW,
     KIND_OF,
@@ -53,31 +52,27 @@ _SPAN, _LEARNED, _LEAST = 32, 16, 64
 `_LEAST`."""
 
 _MOST = 16_384
-"""No more events than these, or slots / `_LEARNED`, are noted before it is learned from them."""
+"""With so many numbers noted, or slots / `_LEARNED`, it is learned from them at the next span."""
 
-_REMEMBERED = 5
-"""Departures to remember, for each slot."""
+_GHOSTS = 4
+"""Evicted chunks to remember, for each slot."""
 
 _FADE = 64
 """Counts are halved after so many uses for each slot."""
 
-_SHORT = 256
-"""A path of fewer nodes is sooner walked along than used by whole arrays."""
-
 _Nodes = npt.NDArray[np.int32]
-_Places = npt.NDArray[np.int64]
 _States = npt.NDArray[np.uint16]
 
 
 class Gittins(EvictionPolicy):
     """Evicts from the list that promises least. O(1) for each node, amortised; 14 bytes per node.
 
-    About five chunks for each slot are remembered after they have left, at 10 bytes each.
+    About four evicted chunks for each slot are in a ghost list, at 8 bytes each.
     """
 
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
-        self._promises, self._spans, self._chains = Promises(), Spans(), Chains()
+        self._hit_rates, self._spans, self._chains = HitRates(), Spans(), Chains()
         self._state = array("H", bytes(2 * LISTS))
         self._used: Column = zeros(LISTS)
         self._count = 0
@@ -97,7 +92,7 @@ class Gittins(EvictionPolicy):
         """The last place in the order whose nodes may go now."""
         self._named: list[tuple[int, int]] = []
         """What `ahead` has named last: lists, and how many of all come from them and from those before."""
-        self._departed = Departed(_REMEMBERED * slots)
+        self._ghosts = GhostList(_GHOSTS * slots)
         self._order, self._rank = array("H"), array("H")
 
     def resize(self, slots: int, names: Names) -> None:
@@ -105,8 +100,8 @@ class Gittins(EvictionPolicy):
         same = slots == self.slots
         super().resize(slots, names)
         if not same:
-            self._forget(*self._departed.everything())
-            self._departed = Departed(_REMEMBERED * slots)
+            self._forget(*self._ghosts.everything())
+            self._ghosts = GhostList(_GHOSTS * slots)
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
@@ -120,7 +115,7 @@ class Gittins(EvictionPolicy):
             self._now = turn
             if self._since >= max(_LEAST, self.slots // _SPAN):
                 self._begin_span()
-            when = self._departed.latest(keys)
+            when = self._ghosts.latest(keys)
             if when is None and self._state[last]:
                 when = self._used[last]
             self._length = min(length.bit_length(), 31) << REQUEST
@@ -132,13 +127,12 @@ class Gittins(EvictionPolicy):
         """How many lead of `keys` that promise no less than what goes for them: room is made in runs of one promise."""
         self._rank_lists()
         self._last, tail, count = self._pause, list(keys[::-1]), 0
-        states, when, _ = self._states_of_new(
-            *self._departed.take_all(tail, forget=False), len(tail), leaf=True, noted=False
-        )
-        places = np.minimum.accumulate(words(self._rank)[self._lists(states, when)][::-1])
+        end, limit, rooms = 0, LISTS, dict[int, int]()
+        for some, state, used in reversed(self._use_new(tail, leaf=True, noted=False)):
+            end, limit = end + some, min(limit, self._rank[self._list_of(state, used)])
+            rooms[limit] = end
         try:
-            for end in [*(np.flatnonzero(places[1:] < places[:-1]) + 1).tolist(), len(tail)]:
-                self._limit = int(places[end - 1])
+            for self._limit, end in rooms.items():
                 count = make_room(end)
                 if count < end:
                     break
@@ -146,9 +140,9 @@ class Gittins(EvictionPolicy):
             self._limit = LISTS
         count = count or make_room(1)
         if gone := tail[: len(tail) - count]:
-            states, when, new = self._states_of_new(*self._departed.take_all(gone), len(gone), leaf=True)
-            self._became(states[new], when[new])
-            self._forget(*self._departed.add_all(gone, when, states))
+            counts, states, when = np.array(self._use_new(gone, leaf=True)).T
+            when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint16)
+            self._forget(*self._ghosts.insert_all(gone, when, states))
         return count
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
@@ -159,15 +153,23 @@ class Gittins(EvictionPolicy):
         check_new(self._state, nodes)
         if not continues:
             self._last = self._pause
-        if len(nodes) < FEW:
-            for node in nodes:
-                self._insert_one(node, leaf=leaf)
-                leaf = False
-        else:
-            self._insert_all(nodes, leaf=leaf)
+        at, first = numbers(nodes), 0
+        for count, state, when in self._use_new(self.names[at].tolist(), leaf=leaf):
+            which = self._list_of(state, when)
+            if count < FEW:
+                some = nodes[first : first + count]
+                self._mark(some, state, when)
+                for node in some:
+                    self._chains.warm(which, node)
+            else:
+                self._mark(at[first : first + count], state, when)
+                self._chains.warm_all(which, at[first : first + count])
+            self._look_at(which)
+            self._last = state
+            first += count
         self._count += len(nodes)
         self._since += len(nodes)
-        if len(self._promises.events) >= max(_MOST, self.slots // _LEARNED):  # of a host that tells of no requests
+        if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):  # of a host that tells of no requests
             self._learn()
 
     def touch(self, nodes: Sequence[int]) -> None:
@@ -182,10 +184,18 @@ class Gittins(EvictionPolicy):
             if has_twins(at):
                 at = once(at[::-1])[::-1]
                 nodes = at.tolist()
-        if len(nodes) < _SHORT:
-            self._touch_few(nodes)
-        else:
-            self._touch_all(nodes, at)
+        first = 0
+        for end in self._alike(nodes, at):
+            head, state, when = nodes[first], self._state[nodes[first]], self._used[nodes[first]]
+            new, now = self._use(state, when, end - first), max(when, self._turn)
+            self._mark(nodes[first:end], new, now)
+            which = self._list_of(new, now)
+            if state >= HELD:
+                self._chains.warm(which, head)
+            else:
+                self._chains.move(head, nodes[end - 1], which)
+            self._look_at(which)
+            first = end
         if nodes:
             self._last = self._state[nodes[-1]]
         self._since += len(nodes)
@@ -221,7 +231,7 @@ class Gittins(EvictionPolicy):
         for node in nodes:
             if self._state[node] >= HELD:
                 self._state[node] -= HELD
-                which = self._list_of(node)
+                which = self._list_of(self._state[node], self._used[node])
                 self._chains.chill(which, node)
                 self._look_at(which)
 
@@ -232,9 +242,9 @@ class Gittins(EvictionPolicy):
             raise unknown(node)
         if state < HELD:
             self._chains.drop(node)
-        left = (when, state) if evicted is None else self._departed.add(evicted, when, state & STATE)
+        left = (when, state) if evicted is None else self._ghosts.insert(evicted, when, state & STATE)
         if left:
-            self._promises.events.append(event(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)]))
+            self._hit_rates.note(event(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)]))
         self._state[node] = OUT
         self._count -= 1
 
@@ -255,7 +265,7 @@ class Gittins(EvictionPolicy):
         states = state[at]
         held = states >= HELD
         self._take_out(at[~held].tolist() if np.count_nonzero(held) else nodes)
-        self._forget(*self._departed.add_all(keys, column(self._used)[at], states & np.uint16(STATE)))
+        self._forget(*self._ghosts.insert_all(keys, column(self._used)[at], states & np.uint16(STATE)))
         state[at] = OUT
         self._count -= len(nodes)
 
@@ -285,11 +295,11 @@ class Gittins(EvictionPolicy):
     def following(self, node: int, held: Sequence[int]) -> int:
         """How many of `held` lead whose lists come no later in the order than that of `node`."""
         self._rank_lists()
-        last = self._rank[self._list_of(node)]
+        last = self._rank[self._list_of(self._state[node], self._used[node])]
         was: tuple[int, int] | None = None
         for count, each in enumerate(held):
             how = self._state[each] & HOW, self._used[each]
-            if how != was and self._rank[self._list_of(each)] > last:
+            if how != was and self._rank[self._list_of(*how)] > last:
                 return count
             was = how
         return len(held)
@@ -330,14 +340,14 @@ class Gittins(EvictionPolicy):
         return self._count
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where lists, marks, ticks, counts and departures disagree."""
+        """Raise `CacheError` where lists, marks, ticks and counts disagree."""
         ordered: set[int] = set()
         heads = column(self._chains.after)[:LISTS]
         for which in np.flatnonzero(heads != np.arange(LISTS)).tolist():
             self._chains.check_integrity(which)
             for node in self._chains.walk(which):
-                if which != self._list_of(node):
-                    state, when = self._state[node], self._used[node]
+                state, when = self._state[node], self._used[node]
+                if which != self._list_of(state, when):
                     raise CacheError(f"node {node}, of state {state} at {when}, is in list {which}")
                 ordered.add(node)
             if not self._stale and not self._filled >> self._rank[which] & 1:
@@ -348,114 +358,64 @@ class Gittins(EvictionPolicy):
             raise CacheError(
                 f"lists have {len(ordered)} nodes, {len(marked)} and {held} held are marked of {self._count}"
             )
-        self._departed.check_integrity()
 
-    def _insert_one(self, node: int, *, leaf: bool) -> None:
-        left = self._departed.take(self.names[node])
-        if left is None:
-            when, state = self._turn, (LEAF if leaf else max(ONCE, self._last & USES)) | self._last & GAP | self._length
-            self._promises.events.append(event(BECAME, state, when))
-        else:
-            when, state = max(left[0], self._turn), self._after_use(left[1], left[0])
-        self._state[node], self._used[node], self._last = state, when, state
-        which = self._list_of(node)
-        self._chains.warm(which, node)
-        self._look_at(which)
+    def _use_new(self, keys: Sequence[Key], *, leaf: bool, noted: bool = True) -> list[tuple[int, int, int]]:
+        """What new chunks, tail first, become by a use in this turn, in runs: how many, their state, their last use.
 
-    def _insert_all(self, nodes: Sequence[int], *, leaf: bool) -> None:
-        at = numbers(nodes)
-        states, when, new = self._states_of_new(*self._departed.take_all(self.names[at].tolist()), len(at), leaf=leaf)
-        self._became(states[new], when[new])
-        words(self._state)[at], column(self._used)[at] = states, when
-        lists = self._lists(states, when)
-        for which in np.unique(lists).tolist():
-            self._chains.warm_all(which, at[lists == which])
-            self._look_at(which)
-        self._last = int(states[-1])
+        Unless it is `noted`, nobody has used them yet, and they stay in the ghost list.
+        """
+        runs, last = list[tuple[int, int, int]](), self._last
+        for count, when, left in self._ghosts.take_all(keys, forget=noted):
+            if left:
+                last = self._use(left, when, count, noted=noted)
+                runs.append((count, last, max(when, self._turn)))
+                continue
+            ends = leaf and not runs
+            for some, uses in ((ends, LEAF), (count - ends, max(ONCE, 0 if ends else last & USES))):
+                if some:
+                    last = uses | last & GAP | self._length
+                    runs.append((some, last, self._turn))
+                    if noted:
+                        self._hit_rates.note(event(BECAME, last, self._turn), some)
+        return runs
 
-    def _states_of_new(
-        self, who: _Places, before: _Nodes, left: _States, count: int, *, leaf: bool, noted: bool = True
-    ) -> tuple[_States, _Nodes, npt.NDArray[np.bool_]]:
-        """What `count` chunks become, tail first, those at `who` having left like this: states, when, who is new."""
-        after, since = self._after_uses(left, before, noted=noted)
-        states, when = np.full(count, self._last, np.uint16), np.full(count, self._turn, np.int32)
-        if len(who):
-            states[who[0] :] = np.repeat(after, np.diff(who, append=count))
-        states = (
-            np.maximum(states & np.uint16(USES), np.uint16(ONCE)) | states & np.uint16(GAP) | np.uint16(self._length)
-        )
-        if leaf:
-            states[0] = states[0] & np.uint16(~USES & STATE) | np.uint16(LEAF)
-        new = np.ones(count, bool)
-        new[who], states[who], when[who] = False, after, since
-        return states, when, new
-
-    def _touch_few(self, nodes: Sequence[int]) -> None:
-        """Neighbours that were used alike move as one."""
-        state, used, after, turn, noted = self._state, self._used, self._chains.after, self._turn, self._promises.events
-        at, count = 0, len(nodes)
-        while at < count:
-            begin, first, before = at, nodes[at], len(noted)
-            last, was, when = first, state[first], used[first]
-            new, now = self._after_use(was, when), max(when, turn)
-            state[first], used[first] = new, now
-            at += 1
-            while was < HELD and at < count and after[last] == (node := nodes[at]):
-                if state[node] != was or used[node] != when:
-                    break
-                state[node], used[node] = new, now
-                last = node
-                at += 1
-            noted.extend(noted[before:] * (at - begin - 1))
-            self._put(first, last, self._list_of(first), held=was >= HELD)
-
-    def _touch_all(self, nodes: Sequence[int], at: _Nodes) -> None:
-        state, used = words(self._state), column(self._used)
-        held = state[at] >= HELD
-        states, when = self._after_uses(state[at], used[at])
-        lists = self._lists(states, when)
-        apart = (column(self._chains.after)[at[:-1]] != at[1:]) | (lists[:-1] != lists[1:]) | held[:-1] | held[1:]
-        first = 0
-        for last in [*np.flatnonzero(apart).tolist(), len(nodes) - 1]:
-            self._put(nodes[first], nodes[last], int(lists[first]), held=bool(held[first]))
-            first = last + 1
-        state[at], used[at] = states, when
-
-    def _after_use(self, state: int, when: int) -> int:
-        """What `state`, since tick `when`, becomes by a use in this turn, which is noted; not held."""
+    def _use(self, state: int, when: int, count: int = 1, *, noted: bool = True) -> int:
+        """What `count` chunks of `state`, last used at `when`, become by a use in this turn; not held."""
         if when >= self._turn:
             return state & STATE
         age = AGE_OF[min(self._turn - when, OLDEST)]
         new = AGAIN[state & HOW] | GAP_OF[age] | self._length
-        self._promises.events.extend((event(RETURNED, state, when, age), event(BECAME, new, self._turn)))
+        if noted:
+            self._hit_rates.note(event(RETURNED, state, when, age), count)
+            self._hit_rates.note(event(BECAME, new, self._turn), count)
         return new
 
-    def _after_uses(self, states: _States, when: _Nodes, *, noted: bool = True) -> tuple[_States, _Nodes]:
-        """`_after_use` of many, and when they are used now."""
-        again, turn = when < self._turn, np.maximum(when, self._turn)
-        ages, how = AGES_OF[np.minimum(turn - when, OLDEST)], states & np.uint16(HOW)
-        new = np.where(again, ALL_AGAIN[how] | GAPS_OF[ages] | np.uint16(self._length), states & np.uint16(STATE))
-        if noted:
-            self._promises.events.frombytes(events(RETURNED, states[again], when[again], ages[again]))
-            self._became(new[again], turn[again])
-        return new, turn
+    def _alike(self, nodes: Sequence[int], at: _Nodes) -> list[int]:
+        """Where runs of nodes end that follow one another in a list and were used alike; what is held is alone."""
+        if len(nodes) >= FEW:
+            after, state, used = column(self._chains.after)[at], words(self._state)[at], column(self._used)[at]
+            apart = (after[:-1] != at[1:]) | (state[:-1] != state[1:]) | (used[:-1] != used[1:]) | (state[:-1] >= HELD)
+            return [*(np.flatnonzero(apart) + 1).tolist(), len(nodes)]
+        next_, how, when = self._chains.after, self._state, self._used
+        return [
+            end
+            for end, (one, two) in enumerate(zip_longest(nodes, nodes[1:], fillvalue=0), 1)
+            if next_[one] != two or how[one] != how[two] or when[one] != when[two] or how[one] >= HELD
+        ]
 
-    def _became(self, states: _States, when: _Nodes) -> None:
-        """These chunks became what they are by a use, which is noted."""
-        self._promises.events.frombytes(events(BECAME, states, when, np.zeros(1, np.uint8)))
+    def _mark(self, nodes: Sequence[int] | _Nodes, state: int, when: int) -> None:
+        """`nodes` are of this state, and were last used then."""
+        if len(nodes) >= FEW:
+            at = numbers(nodes)
+            words(self._state)[at], column(self._used)[at] = state, when
+            return
+        states, used = self._state, self._used
+        for node in nodes:
+            states[node], used[node] = state, when
 
     def _forget(self, when: _Nodes, states: _States) -> None:
         """Of these nothing is known any more."""
-        ages = AGES_OF[np.minimum(self._now - when, OLDEST)]
-        self._promises.events.frombytes(events(FORGOTTEN, states, when, ages))
-
-    def _put(self, first: int, last: int, which: int, *, held: bool) -> None:
-        """Put `first` to `last`, which follow one another, or one that is held, at the hot end of list `which`."""
-        if held:
-            self._chains.warm(which, first)
-        else:
-            self._chains.move(first, last, which)
-        self._look_at(which)
+        self._hit_rates.forget(states, when, AGES_OF[np.minimum(self._now - when, OLDEST)])
 
     def _take_out(self, nodes: Sequence[int]) -> None:
         """Take the first nodes out of their lists, as `ahead` has named them."""
@@ -465,11 +425,10 @@ class Gittins(EvictionPolicy):
                 self._chains.drop_coldest(which, nodes[min(end, len(nodes)) - 1])
             begin = end
 
-    def _list_of(self, node: int) -> int:
-        """The list that `node` belongs into, held or not."""
-        when = self._used[node]
+    def _list_of(self, state: int, when: int) -> int:
+        """The list of what is of this state, and was last used then."""
         first = self._fresh if when == self._turn else self._spans.row(when) * KINDS
-        return first + KIND_OF[self._state[node] & HOW]
+        return first + KIND_OF[state & HOW]
 
     def _lists(self, states: _States, when: _Nodes) -> npt.NDArray[np.intp]:
         """`_list_of` many."""
@@ -485,11 +444,11 @@ class Gittins(EvictionPolicy):
         """Another span begins with this turn."""
         self._new += self._since
         self._since = 0
-        if len(self._promises.events) >= max(_MOST, self.slots // _LEARNED):
+        if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):
             self._learn()
         after, before = column(self._chains.after), column(self._chains.before)
         for row, into in self._spans.begin(self._now):
-            self._promises.join(row, into)
+            self._hit_rates.join(row, into)
             lists = np.arange(row * KINDS, (row + 1) * KINDS)
             for which in lists[after[lists] != lists].tolist():
                 self._chains.move(int(after[which]), int(before[which]), which + (into - row) * KINDS)
@@ -497,11 +456,11 @@ class Gittins(EvictionPolicy):
 
     def _learn(self) -> None:
         """Learn from what was used since the last time."""
-        self._promises.learn(self._spans, self._now)
+        self._hit_rates.learn(self._spans, self._now)
         self._faded += self._new
         self._new = 0
         if self._faded >= _FADE * self.slots:
-            self._promises.fade()
+            self._hit_rates.fade()
             self._faded = 0
 
     def _rank_lists(self) -> None:
@@ -512,7 +471,7 @@ class Gittins(EvictionPolicy):
         if self._new >= max(_LEAST, self.slots // _LEARNED):
             self._learn()
         lists = np.add.outer(np.array(self._spans.rows) * KINDS, np.arange(KINDS)).ravel()
-        ordered = lists[self._promises.order(self._spans.ages(self._now))].astype(np.uint16)
+        ordered = lists[self._hit_rates.order(self._spans.ages(self._now))].astype(np.uint16)
         rank = np.zeros(LISTS, np.uint16)
         rank[ordered] = np.arange(len(ordered))
         filled = column(self._chains.after)[ordered] != ordered

@@ -51,8 +51,6 @@ KINDS_OF = np.frombuffer(KIND_OF, np.uint8)
 AGAIN = array("H", [0] * 8 + [ONCE + 8 * min(max(how >> 3, 2) - 1, MOST_USES - 1) for how in range(8, HOW + 1)])
 """The uses after another one, by the bits of `HOW`."""
 
-ALL_AGAIN = np.frombuffer(AGAIN, np.uint16)
-
 AGE_OF = np.repeat(np.arange(AGES, dtype=np.uint8), np.diff([*AGE_BEGINS, OLDEST + 1])).tobytes()
 """The class of an age in requests, which is at most `OLDEST`."""
 
@@ -60,5 +58,3 @@ AGES_OF = np.frombuffer(AGE_OF, np.uint8)
 
 GAP_OF = bytes(0 if not begin else 1 + sum(begin >= each for each in (2, 8, 32, 128)) for begin in AGE_BEGINS)
 """The class of a gap by its age class."""
-
-GAPS_OF = np.frombuffer(GAP_OF, np.uint8)

@@ -1,4 +1,4 @@
-"""What chunks promise, by kind and age: how many hits for the time that they go on taking a slot, learned from others.
+"""Hit-rate table: by kind and age, the hits that chunks promise for the time that they go on taking a slot.
 
                 came back at this age         chance = came back / reached this age
     age         1    2    3   4-5  6-7 ...    promise of what has this age = the best, over all ages to wait for,
@@ -53,17 +53,7 @@ def event(what: int, state: int, when: int, age: int = 0) -> int:
     return when << _WHEN | what | age << _AGE | state & STATE
 
 
-def events(
-    what: int, states: npt.NDArray[np.uint16], when: npt.NDArray[np.int32], ages: npt.NDArray[np.uint8]
-) -> bytes:
-    """`event` of many."""
-    codes = when.astype(np.int64) << _WHEN | what
-    codes |= ages.astype(np.int64) << _AGE
-    codes |= states & np.uint16(STATE)
-    return codes.tobytes()
-
-
-class Promises:
+class HitRates:
     """Counts of chunks that ended at an age, and that came back then, by kind and age; and those still waited for."""
 
     __slots__ = ("_back", "_ended", "_rank", "_reached", "_waiting", "events")
@@ -74,12 +64,23 @@ class Promises:
         self._rank = np.zeros(AGES * KINDS, np.uint16)
         """The place of each age and kind, the oldest first, if all are ordered by what they promise."""
         self.events = array("q")
-        """What has happened since `learn`."""
+        """What has happened since `learn`: an event, and to how many chunks, by turns."""
+
+    def note(self, what: int, count: int = 1) -> None:
+        """This event happened to so many chunks."""
+        self.events.extend((what, count))
+
+    def forget(self, states: npt.NDArray[np.uint16], when: npt.NDArray[np.int32], ages: npt.NDArray[np.uint8]) -> None:
+        """Nothing is known any more of these chunks, last used at ticks `when`; `ages` are classes of ages."""
+        codes = np.ones((len(states), 2), np.int64)
+        codes[:, 0] = when.astype(np.int64) << _WHEN | FORGOTTEN | states & np.uint16(STATE)
+        codes[:, 0] |= ages.astype(np.int64) << _AGE
+        self.events.frombytes(codes.tobytes())
 
     def learn(self, spans: Spans, now: int) -> None:
         """Count what has happened, and say anew what is promised."""
-        codes, self.events = np.frombuffer(self.events, np.int64), array("q")
-        kinds, weights = KINDS_OF[codes & HOW].astype(np.intp), _WEIGHTS[codes >> REQUEST & 31]
+        (codes, counts), self.events = np.frombuffer(self.events, np.int64).reshape(-1, 2).T, array("q")
+        kinds, weights = KINDS_OF[codes & HOW].astype(np.intp), _WEIGHTS[codes >> REQUEST & 31] * counts
         by_age, ended = kinds * AGES + (codes >> _AGE & 31), weights * (codes >> 20 & 1)
         by_row = spans.rows_of(codes >> _WHEN) * KINDS + kinds
         self._waiting += np.bincount(by_row, weights - 2 * ended, ROWS * KINDS).reshape(ROWS, KINDS)
