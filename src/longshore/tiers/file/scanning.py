@@ -63,7 +63,7 @@ def places(slabs: Slabs, slab: int) -> Iterator[tuple[int, int]]:
 def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryview) -> fmt.RecordHeader | None:
     """The header of the record in `slot` of `pool`, read into `page`; `None` where none is, or it is torn or rotten."""
     try:
-        whole = segment.read([page], slabs.offset(pool, slot)) == PAGE
+        whole = segment.read_page(page, slabs.offset(pool, slot))
         header = fmt.parse_header(bytes(page)) if whole and not fmt.is_empty(bytes(page)) else None
     except FormatError:
         return None

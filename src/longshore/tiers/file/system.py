@@ -13,9 +13,10 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from longshore.tiers.arena import PAGE
+from longshore.tiers.file.queue import Queue
 
 T = TypeVar("T")
 
@@ -25,35 +26,6 @@ _INTERRUPTIONS = 100
 """A call that is interrupted more often than this in a row is an error, not bad luck."""
 
 _NEVER_THROUGH_A_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class Piece(NamedTuple):
-    """What moves as one: writable memory, and the byte of the file that it begins at."""
-
-    buffers: list[memoryview]
-    offset: int
-
-
-class Queue(Protocol):
-    """Moves many pieces of one file at once, for one thread; only `wake` may be called by others."""
-
-    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """Have pieces moved, and their numbers, each of one piece until it has ended.
-
-        No more of them, and of no more buffers each, than were said to `open_queue`.
-        """
-
-    def ended(self) -> list[tuple[int, int]]:
-        """Numbers of pieces that have ended since the last call, and bytes moved, or an error number below zero."""
-
-    def wait(self) -> None:
-        """Until a piece has ended, or `wake` was called, since the last call."""
-
-    def wake(self) -> None:
-        """End `wait`, or the next one."""
-
-    def close(self) -> None:
-        """Wait for what is under way, and give back what is held."""
 
 
 class RawIo(Protocol):
@@ -112,7 +84,7 @@ class RawIo(Protocol):
 
 
 class SystemIo:
-    """`RawIo` of the operating system, without a queue: `deep.py` has that."""
+    """`RawIo` of the operating system, without a queue: `LinuxIo` (`aio.py`) has that."""
 
     def open_directory(self, path: Path, /, *, create: bool) -> int:
         """`Path.mkdir`, `os.open`."""

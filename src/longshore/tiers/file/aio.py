@@ -1,7 +1,7 @@
 """Many pieces in the disk at once, from one thread: Linux's asynchronous I/O (libaio's).
 
-    begin: io_submit ──► disk ──► event ──► wait ──► ended: io_getevents ──► bytes moved, each
-                          wake ────┘
+    submit: io_submit ──► disk ──► event ──► reap: io_getevents ──► bytes moved, each
+                           wake ────┘
 
 A thread that sleeps in `preadv` for each piece costs about as much processor time as the rest of the way of a short
 image. The calls go through ctypes; the structures are those of linux/aio_abi.h on little-endian machines. Source of
@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longshore.tiers.file.system import Piece, Queue, SystemIo
+from longshore.tiers.file.queue import Piece, Queue
+from longshore.tiers.file.system import SystemIo
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ _syscall.argtypes = [ctypes.c_long] * 6
 _syscall.restype = ctypes.c_long
 
 
-class DeepIo(SystemIo):
+class LinuxIo(SystemIo):
     """`RawIo` of the operating system, with its queue."""
 
     def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
@@ -103,8 +104,8 @@ class AioQueue:
             os.close(self._event)
             raise
 
-    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """As `Queue.begin`."""
+    def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        """As `Queue.submit`."""
         given = self._free[-len(pieces) :]
         for at, (number, piece) in enumerate(zip(given, pieces, strict=True)):
             self._describe(number, piece, _PWRITEV if writing else _PREADV)
@@ -120,17 +121,14 @@ class AioQueue:
             self._refuse(given[begun:], error)
         return given
 
-    def ended(self) -> list[tuple[int, int]]:
-        """As `Queue.ended`."""
+    def reap(self) -> list[tuple[int, int]]:
+        """As `Queue.reap`."""
+        os.read(self._event, 8)
         ended, self._refused = self._refused, []
         if self._under_way:
-            ended += self._reap()
+            ended += self._events_of_the_system()
         self._free += [number for number, _ in ended]
         return ended
-
-    def wait(self) -> None:
-        """As `Queue.wait`."""
-        os.read(self._event, 8)
 
     def wake(self) -> None:
         """As `Queue.wake`."""
@@ -152,7 +150,7 @@ class AioQueue:
         control = (number, 0, 0, operation, 0, self._fd, *where, 0, _TELL_EVENT, self._event)
         _CONTROL.pack_into(self._controls, number * _CONTROL.size, *control)
 
-    def _reap(self) -> list[tuple[int, int]]:
+    def _events_of_the_system(self) -> list[tuple[int, int]]:
         at_most = len(self._under_way)
         try:
             count = self._call(self._calls.getevents, self._opened(), 0, at_most, ctypes.addressof(self._events))
