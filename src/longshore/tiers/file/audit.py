@@ -32,11 +32,10 @@ from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import LOCK, SEGMENT, Directory
 from longshore.tiers.file.index import Index, index_files
 from longshore.tiers.file.index_format import ENTRY, Entries, fit, one_size_a_slab, pack_entry
-from longshore.tiers.file.loading import load
-from longshore.tiers.file.scanning import places
+from longshore.tiers.file.recovery import load, places
 from longshore.tiers.file.segment import Staging, make_staging
 from longshore.tiers.file.superblock import COPIES, RESET, SUPERBLOCK, Superblocks
-from longshore.tiers.file.system import patiently, write_all
+from longshore.tiers.file.system import read_into, write_all
 
 _THREADS = 8
 _LOOKS, _PAUSE = 5, 0.1
@@ -276,7 +275,7 @@ class Audit:
         """Look at the header of `slot` alone."""
         staging, free = self._staging(), self._listed is not None and slot not in self._listed
         try:
-            if self._read(staging.header, self.slabs.offset(pool, slot)) < PAGE:
+            if read_into(self._io, self._fd, staging.header, self.slabs.offset(pool, slot)) < PAGE:
                 return Finding(slot, pool, Condition.SHORT)
         except OSError:
             return Finding(slot, pool, Condition.UNREADABLE)
@@ -311,23 +310,13 @@ class Audit:
         length = found.header.length
         body = self._staging().bounce[: align(length)]
         try:
-            if self._read(body, self.slabs.offset(pool, slot) + PAGE) < length:
+            if read_into(self._io, self._fd, body, self.slabs.offset(pool, slot) + PAGE) < length:
                 return found._replace(condition=Condition.SHORT)
         except OSError:
             return found._replace(condition=Condition.UNREADABLE)
         if checksum(found.header.algorithm, body[:length]) != found.header.payload_checksum:
             return found._replace(condition=Condition.TORN_IMAGE)
         return found
-
-    def _read(self, buffer: memoryview, offset: int) -> int:
-        """Bytes that were read into `buffer`: fewer only where the file ends."""
-        done = 0
-        while done < len(buffer):
-            moved = patiently(self._io.preadv, self._fd, [buffer[done:]], offset + done)
-            if moved <= 0:
-                break
-            done += moved
-        return done
 
     def _staging(self) -> Staging:
         """Memory of the calling thread's own."""

@@ -24,7 +24,7 @@ from longshore.tiers.file.coalescing import move_records
 from longshore.tiers.file.directory import SEGMENT, Directory
 from longshore.tiers.file.format import Verdict
 from longshore.tiers.file.queue import Piece, Queue, Steps
-from longshore.tiers.file.system import patiently
+from longshore.tiers.file.system import read_into
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a disk, or of a user's share of it, that takes no more."""
@@ -73,7 +73,7 @@ class Segment:
 
     def read_page(self, page: memoryview, offset: int) -> bool:
         """Read a page; whether the file has all of it. Raises `OSError`."""
-        whole = patiently(self._io.preadv, self.fd, [page], offset) == PAGE
+        whole = read_into(self._io, self.fd, page, offset) == PAGE
         if not self.direct:
             self._io.drop_cache(self.fd, offset, PAGE)
         return whole

@@ -86,6 +86,11 @@ class RawIo(Protocol):
 class SystemIo:
     """`RawIo` of the operating system, without a queue: `LinuxIo` (`aio.py`) has that."""
 
+    fstat = staticmethod(os.fstat)
+    fchmod = staticmethod(os.fchmod)
+    pread = staticmethod(os.pread)
+    ftruncate = staticmethod(os.ftruncate)
+
     def open_directory(self, path: Path, /, *, create: bool) -> int:
         """`Path.mkdir`, `os.open`."""
         if create:
@@ -106,14 +111,6 @@ class SystemIo:
                 raise  # it was not ours: a mistake in here, and no trouble with the disk
             _log.warning("closing file descriptor %d failed: %s", fd, error)
 
-    def fstat(self, fd: int, /) -> os.stat_result:
-        """`os.fstat`."""
-        return os.fstat(fd)
-
-    def fchmod(self, fd: int, mode: int, /) -> None:
-        """`os.fchmod`."""
-        os.fchmod(fd, mode)
-
     def lock(self, fd: int, /) -> bool:
         """A record lock: unlike `flock`'s it is the process's own, and a forked child does not keep it."""
         try:
@@ -123,10 +120,6 @@ class SystemIo:
                 return False
             raise
         return True
-
-    def pread(self, fd: int, nbytes: int, offset: int, /) -> bytes:
-        """`os.pread`."""
-        return os.pread(fd, nbytes, offset)
 
     def pwrite(self, fd: int, data: bytes | memoryview, offset: int, /) -> int:
         """`os.pwrite`."""
@@ -143,10 +136,6 @@ class SystemIo:
     def fsync(self, fd: int, /) -> None:
         """`os.fsync`."""
         os.fsync(fd)
-
-    def ftruncate(self, fd: int, nbytes: int, /) -> None:
-        """`os.ftruncate`."""
-        os.ftruncate(fd, nbytes)
 
     def allocate(self, fd: int, nbytes: int, /) -> None:
         """`os.posix_fallocate`."""
@@ -189,6 +178,17 @@ def read_all(io: RawIo, fd: int, nbytes: int, offset: int) -> bytes:
         parts.append(part)
         done += len(part)
     return b"".join(parts)
+
+
+def read_into(io: RawIo, fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset`; bytes read, fewer only where the file ends."""
+    done = 0
+    while done < len(buffer):
+        moved = patiently(io.preadv, fd, [buffer[done:]], offset + done)
+        if moved <= 0:
+            break
+        done += moved
+    return done
 
 
 def write_all(io: RawIo, fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -22,12 +22,12 @@ from longshore.errors import DeviceError, TierClosedError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
+from longshore.tiers.file.checkpointer import Checkpointer
 from longshore.tiers.file.coalescing import TASK_RECORDS, coalesce
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.executor import WINDOW_TASKS, Executor, Order
 from longshore.tiers.file.health import Health, State
 from longshore.tiers.file.index_format import Entries
-from longshore.tiers.file.keeper import Keeper
 from longshore.tiers.file.opening import open_files, slabs_within
 from longshore.tiers.file.queue import Queue, Steps, ThreadQueue
 from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, Verifier, make_staging
@@ -105,8 +105,8 @@ class FileTier(Tier):
                 _log.warning("%s: the file system has no direct I/O; buffered reads and writes instead", directory)
             self._payload = HostPayload(arena, self._segment) if isinstance(arena, Arena) else arena(self._segment)
             resources.callback(self._payload.close)
-            self._keeper = Keeper(self._index, f"longshore-{self.name}-index")
-            resources.callback(self._keeper.close)
+            self._checkpointer = Checkpointer(self._index, f"longshore-{self.name}-index")
+            resources.callback(self._checkpointer.close)
             self._executor = self._start(threads)
             resources.callback(self._executor.close)
             self._resources = resources.pop_all()
@@ -137,7 +137,7 @@ class FileTier(Tier):
     @property
     def troubles(self) -> dict[str, int]:
         """How often something went wrong, by what it was; everything that can is there from the start."""
-        return {**self._health.troubles, "checkpoint": self._keeper.failures}
+        return {**self._health.troubles, "checkpoint": self._checkpointer.failures}
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Queue `batch`. Generations above `generation` are refused: they have not been made known by `forget`."""
@@ -149,9 +149,9 @@ class FileTier(Tier):
             # Such a record would outlive a crash without its generation, and could be served after a later reset.
             raise TierError(f"generation {newest} was never given to forget(), which knows {self._stored_generation}")
         if self._health.allows(Op.WRITE):
-            # All at once, which is one call of the system's; `_write` strikes what was entered since, or what failed.
+            # All at once, in one system call; `_write` invalidates what was inserted since, or what failed.
             with contextlib.suppress(OSError):
-                self._index.strike((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
+                self._index.invalidate((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
         return self._executor.submit(batch, coalesce(batch, self._place, self._payload.joins), deadline)
 
     def poll(self) -> list[TierResult]:
@@ -160,7 +160,7 @@ class FileTier(Tier):
         results = self._executor.poll()
         if results and not self._closed:
             self._index.flush()
-            self._keeper.nudge()
+            self._checkpointer.nudge()
         return results
 
     def call_at_end(self, call: Callable[[], None]) -> None:
@@ -311,10 +311,10 @@ class FileTier(Tier):
         return None if self._health.allows(op.op) else Status.TIER_OFF
 
     def _try(self, task: Sequence[Order], staging: Staging) -> Steps[tuple[list[int], list[Status]]]:
-        """Which records to be read the index knows (`Index.claimed`), and what came of all of `task`."""
+        """Which records to be read the index knows (`Index.find`), and what came of all of `task`."""
         ops = [op for op, _ in task]
         reading = ops[0].op is Op.READ
-        claims = self._index.claimed([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
+        claims = self._index.find([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
         try:
             return claims, (yield from self._read(ops, staging) if reading else self._write(task, staging))
         except OSError as error:
@@ -329,19 +329,19 @@ class FileTier(Tier):
         if claims:
             self._index.touch([op.slot for (op, _), how in zip(task, statuses, strict=True) if how is Status.OK])
             if not _all_ok(statuses):
-                self._condemn(task, claims, statuses)
+                self._quarantine(task, claims, statuses)
             if task[0].op.generation < self.generation:
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:
             self._health.note(task[0].op.op, statuses)
-        self._keeper.nudge()
+        self._checkpointer.nudge()
         return statuses
 
-    def _condemn(self, task: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:
+    def _quarantine(self, task: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:
         """What is no good is not to be found again."""
         for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
             if claimed and status.condemns_source:
-                self._index.condemn(op.slot, claimed)
+                self._index.quarantine(op.slot, claimed)
 
     def _write(self, task: Sequence[Order], staging: Staging) -> Steps[list[Status]]:
         headers: list[fmt.RecordHeader] = []
@@ -354,9 +354,9 @@ class FileTier(Tier):
             return fmt.pack_header(headers[-1])
 
         ops = [op for op, _ in task]
-        self._index.strike([(op.slot, op.pool) for op in ops])
+        self._index.invalidate([(op.slot, op.pool) for op in ops])
         statuses = yield from self._payload.write(ops, staging, list(map(self._place, ops)), seal)
-        self._index.enter([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
+        self._index.insert([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
         return statuses
 
     def _read(self, ops: Sequence[TierOp], staging: Staging) -> Steps[list[Status]]:

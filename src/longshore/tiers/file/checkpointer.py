@@ -15,7 +15,7 @@ RETRY_SECONDS = 30.0
 """After a checkpoint that failed, the next one is tried so much later."""
 
 
-class Keeper:
+class Checkpointer:
     """Writes checkpoints of `index`, one at a time. Thread-safe.
 
     Attributes:
