@@ -396,7 +396,7 @@ def test_a_queue_that_breaks_ends_all_and_closes_the_tier(
     io.queue.wake()
     assert {harness.wait(ticket).statuses for ticket in under_way} == {(Status.IO_ERROR,)}
     assert harness.wait(waiting).statuses == (Status.TIER_OFF,)
-    assert "file tier disabled: asynchronous I/O queue failed" in caplog.text
+    assert "file tier disabled: asynchronous I/O queue failed (KeyError: 7); restart the process" in caplog.text
     with pytest.raises(TierClosedError):
         ask(harness, reads(harness)[0])
     harness.tier.close()

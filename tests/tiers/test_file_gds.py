@@ -241,7 +241,7 @@ def test_without_a_cufile_that_works_everything_goes_by_way_of_the_host(
 
     library = library_of(**{missing: None if how == "missing" else refuse})
     harness = open_gds(library)
-    assert "no GPUDirect Storage" in caplog.text
+    assert "GPUDirect Storage is not available" in caplog.text
     harness.store(0, 0)
     harness.assert_serves(0, 0)
     assert fallbacks(harness) == {"no_gds": 1}

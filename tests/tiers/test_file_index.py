@@ -217,7 +217,7 @@ class TestDamage:
 
         with caplog.at_level(logging.WARNING):
             assert found(opener(io=Bad())) == {0: key(0)}
-        assert "record of slot 1 skipped" in caplog.text
+        assert "the record in slot 1 is lost" in caplog.text
         assert "no usable index" in caplog.text
 
 
@@ -246,7 +246,7 @@ class TestWhenTheIndexCannotBeWritten:
         harness = harness_of(io=io)
         io.refusing = io.only_once = True
         harness.store(0, 0)
-        assert "the next checkpoint covers it" in caplog.text
+        assert "are lost if the process ends before the next checkpoint" in caplog.text
         _until(lambda: not harness.tier._index.due)  # type: ignore[attr-defined]
         assert io.refused == 1
         harness.assert_serves(0, 0)

@@ -63,7 +63,7 @@ class LinuxIo(SystemIo):
             return None
         kind = file_system_of(fd)
         if kind not in _ASYNCHRONOUS:
-            raise OSError(errno.EOPNOTSUPP, f"it is not known to be asynchronous on {kind}")
+            raise OSError(errno.EOPNOTSUPP, f"io_submit is not known to be asynchronous on {kind}")
         return AioQueue(calls, fd, pieces, buffers)
 
 
@@ -94,7 +94,7 @@ class AioQueue:
         self._pointers = (ctypes.c_uint64 * pieces)()
         self._vectors_each = buffers * _VECTOR.size
         self._free = list(range(pieces))
-        self._under_way: set[int] = set()
+        self._under_way: dict[int, None] = {}  # in order of submission
         self._refused: list[tuple[int, int]] = []
         self._has_warned = False
         self._event = os.eventfd(0)
@@ -111,7 +111,7 @@ class AioQueue:
             self._describe(number, piece, _PWRITEV if writing else _PREADV)
             self._pointers[at] = ctypes.addressof(self._controls) + number * _CONTROL.size
         del self._free[-len(pieces) :]
-        self._under_way.update(given)
+        self._under_way.update(dict.fromkeys(given))
         begun = 0
         try:
             while begun < len(given):
@@ -164,15 +164,21 @@ class AioQueue:
             return ended
         events = memoryview(self._events)[: count * _EVENT.size]
         ended = [(number, result) for number, _, result, _ in _EVENT.iter_unpack(events)]
-        self._under_way.difference_update(number for number, _ in ended)
+        for number, _ in ended:
+            del self._under_way[number]
         return ended
 
     def _refuse(self, numbers: Sequence[int], error: OSError) -> None:
-        """They have failed; `ended` says so."""
+        """They have failed; `reap` says so."""
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("io_submit failed, synchronous I/O instead, now and whenever that happens: %s", error)
-        self._under_way.difference_update(numbers)
+            _log.warning(
+                "asynchronous I/O was refused (%s); slower plain calls instead, now and whenever it is: check "
+                "fs.aio-max-nr and memory. This is said once",
+                error,
+            )
+        for number in numbers:
+            del self._under_way[number]
         self._refused += [(number, -(error.errno or errno.EAGAIN)) for number in numbers]
         self.wake()
 

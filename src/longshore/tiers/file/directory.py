@@ -254,7 +254,12 @@ class Directory:
             if self.io.fstat(fd).st_size > nbytes:
                 self.io.ftruncate(fd, nbytes)
         except OSError as error:
-            _log.warning("%s cannot be truncated to %d bytes: %s", self.path / name, nbytes, error.strerror)
+            _log.warning(
+                "%s takes more space than it needs: it cannot be truncated to %d bytes: %s",
+                self.path / name,
+                nbytes,
+                error.strerror,
+            )
 
 
 def _missing(status: os.stat_result, nbytes: int) -> int:

@@ -206,7 +206,9 @@ class Executor:
             self._run()
         except Exception as error:  # noqa: BLE001 - batches without a result would be waited for without end
             _log.exception(
-                "file tier disabled: asynchronous I/O queue failed (%s); restart the process to re-enable it", error
+                "file tier disabled: asynchronous I/O queue failed (%s: %s); restart the process to re-enable it",
+                type(error).__name__,
+                error,
             )
             self._stop()
             self._queue.close()  # which waits for what is under way: only then is its memory anybody else's
@@ -304,7 +306,12 @@ class Executor:
         """End a task that raised what nobody expects, while that is being handled."""
         op = task.orders[0].op
         kind, count = op.op.value, len(task.at)
-        _log.exception("internal error of the file tier in a %s of %d slots from %d on", kind, count, op.slot)
+        _log.exception(
+            "internal error of the file tier: a %s of %d slots from slot %d on failed; report this",
+            kind,
+            count,
+            op.slot,
+        )
         self._end(task, [Status.IO_ERROR] * count)
 
     def _end(self, task: _Task, statuses: Sequence[Status]) -> None:

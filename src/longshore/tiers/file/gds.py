@@ -225,7 +225,9 @@ class GdsPayload:
             if file is not None:
                 file.close()
             if not self._strict:
-                _log.warning("no GPUDirect Storage, file I/O goes through host memory: %s", error)
+                _log.warning(
+                    "GPUDirect Storage is not available (%s); file I/O goes through host memory, which is slower", error
+                )
             self._fell_back("no_gds", error)
             return None
         finally:
@@ -250,7 +252,7 @@ class GdsPayload:
         if self._strict:
             raise DeviceError(f"strict mode: nothing may go by way of the host ({reason}): {error or 'not for cuFile'}")
         if error is not None:
-            _log.debug("file I/O through host memory: %s", error)
+            _log.debug("an image goes through host memory (%s): %s", reason, error)
 
 
 class _Call(Generic[T]):

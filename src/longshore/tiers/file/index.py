@@ -288,7 +288,11 @@ class Index:
 
     def _note_missing(self, error: OSError) -> None:
         if not self._missing:
-            _log.warning("%s: %s; the next checkpoint covers it", journal_name(self._journal.epoch), error)
+            _log.warning(
+                "%s: cannot be written: %s; newer records are lost if the process ends before the next checkpoint",
+                self._directory.path / journal_name(self._journal.epoch),
+                error,
+            )
         self._missing = True
 
     def _finish(self, entries: Entries, known: int) -> None:

@@ -139,6 +139,6 @@ class ThreadQueue:
             try:
                 moved = self._move(piece, writing=writing) if piece.call is None else piece.call()
             except Exception:  # noqa: BLE001 - a piece without an end would be waited for without end
-                _log.exception("internal error of the file tier; its I/O at byte %d fails", piece.offset)
+                _log.exception("internal error of the file tier: I/O at byte %d failed; report this", piece.offset)
                 moved = -errno.EIO
             self._ended.put((number, moved))

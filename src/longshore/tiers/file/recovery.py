@@ -120,7 +120,7 @@ def _read_checkpoint(directory: Directory, file: int) -> _Checkpoint | None:
         body = directory.read(name, header.records * fmt.ENTRY.itemsize, PAGE)
         return _Checkpoint(header.epoch, header.known, fmt.parse_checkpoint_body(header, body))
     except FormatError as error:
-        _log.info("%s: %s", directory.path / name, error)
+        _log.info("%s is not used: %s", directory.path / name, error)
         return None
 
 
@@ -132,7 +132,7 @@ def _read_journal(directory: Directory, file: int) -> int | None:
     try:
         return fmt.parse_journal_header(page)
     except FormatError as error:
-        _log.info("%s: %s", directory.path / journal_name(file), error)
+        _log.info("%s is not used: %s", directory.path / journal_name(file), error)
         return None
 
 
@@ -156,7 +156,7 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
         with ThreadPoolExecutor(_THREADS) as threads:
             found = [header for some in threads.map(headers, ranges) for header in some]
     except RuntimeError as error:
-        _log.warning("recovery: no threads, so record headers are read one by one: %s", error)
+        _log.warning("recovery: reading record headers one by one, which is slower: no threads (%s)", error)
         found = headers(range(slabs.slabs))
     found.sort(key=lambda header: header.sequence)
     newest = {header.slot: header for header in found}
@@ -178,6 +178,6 @@ def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryvi
     except FormatError:
         return None
     except OSError as error:
-        _log.warning("recovery: record of slot %d skipped, its header cannot be read: %s", slot, error)
+        _log.warning("recovery: the record in slot %d is lost: its header cannot be read: %s", slot, error)
         return None
     return header if header is not None and (header.slot, header.pool) == (slot, pool) else None

@@ -43,19 +43,24 @@ class Segment:
 
     def __init__(self, directory: Directory, nbytes: int) -> None:
         self._io = directory.io
+        self._path = directory.path / SEGMENT
         self.fd = directory.reserve(SEGMENT, nbytes)
         try:
             self.direct = self._io.enable_direct(self.fd)
         except OSError as error:
             self._io.close(self.fd)
-            raise TierError(f"{directory.path / SEGMENT}: cannot be used: {error.strerror}") from error
+            raise TierError(f"{self._path}: cannot be used: {error.strerror}") from error
 
     def open_queue(self, pieces: int, buffers: int) -> Queue | None:
         """The system's asynchronous I/O, for so many pieces of so many buffers; `None` where it has none."""
         try:
             return self._io.open_queue(self.fd, pieces, buffers) if self.direct else None
         except OSError as error:
-            _log.warning("no asynchronous I/O, threads instead (is fs.aio-max-nr used up?): %s", error.strerror)
+            _log.warning(
+                "%s: no asynchronous I/O (%s); threads instead, which are slower: on ext4 or xfs, check fs.aio-max-nr",
+                self._path,
+                error.strerror,
+            )
             return None
 
     def move(self, piece: Piece, *, writing: bool) -> int:
@@ -67,7 +72,7 @@ class Segment:
                     self._io.fsync(self.fd)
                 self._io.drop_cache(self.fd, piece.offset, moved)
         except OSError as error:
-            _log.debug("%s of byte %d: %s", "write" if writing else "read", piece.offset, error)
+            _log.debug("%s: %s at byte %d failed: %s", self._path, "write" if writing else "read", piece.offset, error)
             return -error.errno if error.errno in FULL | {errno.EINTR} else -errno.EIO
         return moved
 
