@@ -115,7 +115,7 @@ class Story:
         batches = [[self._op(Op.WRITE, *pair, position)] for position, pair in enumerate(images.items())]
         for (op,), pair in zip(batches, images.items(), strict=True):
             self.arena.array[op.offset : op.offset + op.length] = self._bytes(*pair)
-        with self.tier._dispatcher._changed:  # nothing is taken meanwhile
+        with self.tier._executor._lock:  # nothing is taken meanwhile
             for batch in batches:
                 self.tier.submit(batch, math.inf)
         left = len(batches)

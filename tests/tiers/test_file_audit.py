@@ -18,8 +18,8 @@ from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.audit import Audit, Condition
 from longshore.tiers.file.format import Superblock, pack_superblock
+from longshore.tiers.file.index import checkpoint_name
 from longshore.tiers.file.inspection import inspect
-from longshore.tiers.file.loading import checkpoint_name
 from longshore.tiers.file.superblock import COPIES
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots

@@ -238,10 +238,10 @@ def test_without_checksums_some_of_these_states_serve_wrong_bytes() -> None:
     assert wrong > 10
 
 
-def test_without_strikes_a_killed_process_leaves_entries_of_what_it_was_overwriting(
+def test_without_invalidations_a_killed_process_leaves_entries_of_what_it_was_overwriting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Index, "strike", lambda self, places: None)
+    monkeypatch.setattr(Index, "invalidate", lambda self, places: None)
     story = short_story()
     listed_only = [judged for moment in finished(story) if (judged := after(moment.killed())).listed - judged.served]
     assert listed_only

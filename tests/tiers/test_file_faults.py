@@ -7,17 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from longshore.boundary import Status
-from longshore.errors import TierClosedError
 from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, RawIo, SystemIo
-from longshore.tiers.file.dispatch import Dispatcher
-from longshore.tiers.file.workers import Workers
+from longshore.tiers.file.executor import AHEAD
 from mappings import open_files
 
 IMAGE = TierTests.image_bytes
@@ -157,13 +156,6 @@ def test_an_unexpected_error_is_logged_and_ends_one_operation(
     harness.assert_serves(0, 0)
 
 
-def test_workers_that_were_closed_take_nothing_more() -> None:
-    dispatcher = Dispatcher()
-    Workers(dispatcher, lambda run, worker: [Status.OK] * len(run), 2, "test").close()
-    with pytest.raises(TierClosedError):
-        dispatcher.submit([], [], math.inf)
-
-
 def test_what_the_system_says_when_it_takes_a_descriptor_back_stops_nothing(
     opener: Callable[..., FileTier], directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -278,3 +270,25 @@ class TestStuckDisk:
             harness.wait(ticket)
         order = [offset // (PAGE + IMAGE) for offset in io.offsets]
         assert order == [0, *[2] * 7, 1, 2, 2]
+
+
+def test_a_read_waits_for_as_many_pieces_as_there_are_threads_and_for_those_that_are_ready(
+    harness_of: Callable[..., TierHarness],
+) -> None:
+    """Not for all that have been asked for before it: nothing is taken while the threads have enough to do."""
+    io = StuckIo()
+    harness = harness_of(io=io, threads=4, slots=11)
+    io.stuck = True
+    apart = [[harness.op(Op.WRITE, slot, slot, place=slot) for slot in range(0, 10, 2)] for _ in range(3)]
+    tickets = [harness.tier.submit(batch, math.inf) for batch in apart]
+    tickets.append(harness.tier.submit([harness.op(Op.WRITE, 9, 9, place=9)], math.inf))
+    executor, give_up = cast(FileTier, harness.tier)._executor, time.monotonic() + 20
+    while (are_ready := len(executor._ready)) < AHEAD and time.monotonic() < give_up:
+        time.sleep(0.001)
+    tickets.append(harness.tier.submit([harness.op(Op.READ, 10, 10, place=10)], math.inf))
+    io.go_on.set()
+    for ticket in tickets:
+        harness.wait(ticket)
+    assert are_ready == AHEAD
+    order = [offset // (PAGE + IMAGE) for offset in io.offsets]
+    assert order.index(10) < order.index(9)

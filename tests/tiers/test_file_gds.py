@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,25 @@ def test_a_device_that_fails_ends_like_a_disk_that_fails_and_condemns_no_record(
     assert [chunk.slot for chunk in harness.tier.recover()] == [0]
 
 
+def test_images_are_with_the_device_several_at_once(
+    open_gds: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is busy keeps each of them waiting, and none should wait for another."""
+    harness = open_gds(threads=4)
+    together = threading.Barrier(4)
+    mix64 = HostAsDevice.mix64
+
+    def busy(memory: HostAsDevice, offset: int, length: int) -> int:
+        together.wait(60)
+        return mix64(memory, offset, length)
+
+    monkeypatch.setattr(HostAsDevice, "mix64", busy)
+    for op in (Op.WRITE, Op.READ):
+        batch = [harness.op(op, slot, slot, place=slot) for slot in range(4)]
+        assert harness.run(*batch) == (Status.OK,) * 4
+    assert fallbacks(harness) == {}
+
+
 @pytest.mark.parametrize("missing", ["driver_open", "handle_register", "buf_register", "read"])
 @pytest.mark.parametrize("how", ["missing", "raises"])
 def test_without_a_cufile_that_works_everything_goes_by_way_of_the_host(
@@ -221,7 +241,7 @@ def test_without_a_cufile_that_works_everything_goes_by_way_of_the_host(
 
     library = library_of(**{missing: None if how == "missing" else refuse})
     harness = open_gds(library)
-    assert "no GPUDirect Storage" in caplog.text
+    assert "GPUDirect Storage is not available" in caplog.text
     harness.store(0, 0)
     harness.assert_serves(0, 0)
     assert fallbacks(harness) == {"no_gds": 1}

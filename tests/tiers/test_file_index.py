@@ -24,7 +24,7 @@ from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
 from longshore.tiers.file.index import Index, notes_for
 from longshore.tiers.file.index_format import ENTRY, NOTE, Entries, pack_entry
-from longshore.tiers.file.loading import load
+from longshore.tiers.file.recovery import load
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 
@@ -217,7 +217,7 @@ class TestDamage:
 
         with caplog.at_level(logging.WARNING):
             assert found(opener(io=Bad())) == {0: key(0)}
-        assert "record of slot 1 skipped" in caplog.text
+        assert "the record in slot 1 is lost" in caplog.text
         assert "no usable index" in caplog.text
 
 
@@ -246,7 +246,7 @@ class TestWhenTheIndexCannotBeWritten:
         harness = harness_of(io=io)
         io.refusing = io.only_once = True
         harness.store(0, 0)
-        assert "the next checkpoint covers it" in caplog.text
+        assert "are lost if the process ends before the next checkpoint" in caplog.text
         _until(lambda: not harness.tier._index.due)  # type: ignore[attr-defined]
         assert io.refused == 1
         harness.assert_serves(0, 0)
@@ -312,14 +312,14 @@ class TestJournalsThatFillUp:
         opened = Directory(directory)
         index = Index(opened, Slabs.of_one_size(2 * PAGE, 4), np.zeros(0, ENTRY), 1, sequence(1, 0))
         for number in range(2 * notes_for(4)):
-            index.strike([(number % 4, 0)])
-            index.enter([_record(number % 4, number + 1)])
+            index.invalidate([(number % 4, 0)])
+            index.insert([_record(number % 4, number + 1)])
             index.flush()
         assert index.due
         size = (directory / "journal.1").stat().st_size
         assert size <= 2 * PAGE + (4 + notes_for(4)) * NOTE.itemsize
         index.checkpoint()
-        index.enter([_record(0, 9999)])
+        index.insert([_record(0, 9999)])
         index.flush()
         index.close()
         again = load(opened, 1).entries
@@ -337,11 +337,11 @@ def _record(slot: int, written: int) -> RecordHeader:
 def test_what_was_written_into_a_slab_that_has_changed_hands_meanwhile_is_not_entered(directory: Path) -> None:
     opened = Directory(directory)
     index = Index(opened, Slabs(4 * PAGE, (2 * PAGE, 4 * PAGE), 1), np.zeros(0, ENTRY), 1, sequence(1, 0))
-    index.strike([(0, 0), (1, 0)])
-    index.strike([(0, 1)])
-    index.enter([_record(1, 1)])
+    index.invalidate([(0, 0), (1, 0)])
+    index.invalidate([(0, 1)])
+    index.insert([_record(1, 1)])
     assert len(index.entries()) == 0
-    index.enter([_record(0, 2)._replace(pool=1)])
+    index.insert([_record(0, 2)._replace(pool=1)])
     assert [(entry["pool"], entry["sequence"]) for entry in index.entries()] == [(1, 2)]
     index.close()
     opened.close()

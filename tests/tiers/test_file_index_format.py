@@ -11,17 +11,17 @@ from longshore.errors import FormatError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.format import RecordHeader, seal
 from longshore.tiers.file.index_format import (
-    ENTERED,
     ENTRY,
+    INSERTED,
+    INVALIDATED,
     NOTE,
-    STRUCK,
     CheckpointHeader,
     Entries,
     pack_checkpoint,
     pack_entry,
+    pack_invalidation,
     pack_journal_header,
     pack_note,
-    pack_strike,
     parse_checkpoint_body,
     parse_checkpoint_header,
     parse_journal_header,
@@ -83,7 +83,7 @@ def test_golden_bytes() -> None:
     page, body = pack_checkpoint(10, np.frombuffer(GOLDEN_ENTRY, ENTRY), 11)
     assert (page, body) == (GOLDEN_CHECKPOINT, GOLDEN_ENTRY)
     assert pack_journal_header(10) == GOLDEN_JOURNAL
-    assert pack_note(10, 12, ENTERED, GOLDEN_ENTRY) == GOLDEN_NOTE
+    assert pack_note(10, 12, INSERTED, GOLDEN_ENTRY) == GOLDEN_NOTE
 
 
 def test_golden_bytes_are_read() -> None:
@@ -103,7 +103,7 @@ def test_golden_bytes_are_read() -> None:
     ]
     assert parse_journal_header(GOLDEN_JOURNAL) == 10
     (note,) = parse_notes(10, GOLDEN_NOTE)
-    assert (int(note["serial"]), int(note["kind"]), note["entry"].tobytes()) == (12, ENTERED, GOLDEN_ENTRY)
+    assert (int(note["serial"]), int(note["kind"]), note["entry"].tobytes()) == (12, INSERTED, GOLDEN_ENTRY)
 
 
 def test_every_flipped_bit_of_a_checkpoint_is_seen() -> None:
@@ -179,21 +179,21 @@ class TestNotes:
         return [int(serial) for serial in parse_notes(1, data)["serial"]]
 
     def test_they_end_where_nothing_was_written(self) -> None:
-        data = notes((1, 5, ENTERED, self.ENTRIES[1]), (1, 6, STRUCK, pack_strike(1, 3)))
+        data = notes((1, 5, INSERTED, self.ENTRIES[1]), (1, 6, INVALIDATED, pack_invalidation(1, 3)))
         assert self.serials(data) == self.serials(data + bytes(3 * NOTE.itemsize)) == [5, 6]
         assert self.serials(data + data[:-1]) == [5, 6]
 
     def test_they_end_at_a_torn_one(self) -> None:
-        whole = [(1, serial, ENTERED, self.ENTRIES[serial]) for serial in range(1, 5)]
+        whole = [(1, serial, INSERTED, self.ENTRIES[serial]) for serial in range(1, 5)]
         data = bytearray(notes(*whole))
         data[2 * NOTE.itemsize + 100] ^= 1
         assert self.serials(bytes(data)) == [1, 2]
 
     def test_what_another_epoch_left_behind_them_does_not_count(self) -> None:
-        assert self.serials(notes((1, 1, ENTERED, self.ENTRIES[1]), (0, 2, ENTERED, self.ENTRIES[2]))) == [1]
+        assert self.serials(notes((1, 1, INSERTED, self.ENTRIES[1]), (0, 2, INSERTED, self.ENTRIES[2]))) == [1]
 
     def test_what_an_append_that_failed_left_behind_them_does_not_count(self) -> None:
-        newer, older = (1, 9, ENTERED, self.ENTRIES[1]), (1, 8, ENTERED, self.ENTRIES[2])
+        newer, older = (1, 9, INSERTED, self.ENTRIES[1]), (1, 8, INSERTED, self.ENTRIES[2])
         assert self.serials(notes(newer, older)) == [9]
         assert self.serials(notes(newer, newer)) == [9]
 
@@ -202,17 +202,17 @@ class TestNotes:
         assert self.serials(notes((1, 1, kind, self.ENTRIES[1]))) == []
 
     def test_sealed_nonsense_ends_them(self) -> None:
-        assert self.serials(notes((1, 1, ENTERED, pack_strike(1, 3)))) == []
-        assert self.serials(notes((1, 1, STRUCK, self.ENTRIES[1]))) == []
+        assert self.serials(notes((1, 1, INSERTED, pack_invalidation(1, 3)))) == []
+        assert self.serials(notes((1, 1, INVALIDATED, self.ENTRIES[1]))) == []
 
     def test_the_last_word_on_a_slot_counts_and_what_was_entered_last_comes_last(self) -> None:
         data = notes(
-            (1, 1, ENTERED, self.ENTRIES[4]),
-            (1, 2, STRUCK, pack_strike(1, 3)),
-            (1, 3, ENTERED, self.ENTRIES[0]),
-            (1, 4, STRUCK, pack_strike(4, 3)),
-            (1, 5, ENTERED, self.ENTRIES[2]),
-            (1, 6, STRUCK, pack_strike(5, 3)),
+            (1, 1, INSERTED, self.ENTRIES[4]),
+            (1, 2, INVALIDATED, pack_invalidation(1, 3)),
+            (1, 3, INSERTED, self.ENTRIES[0]),
+            (1, 4, INVALIDATED, pack_invalidation(4, 3)),
+            (1, 5, INSERTED, self.ENTRIES[2]),
+            (1, 6, INVALIDATED, pack_invalidation(5, 3)),
         )
         assert slots_of(replay(entries(0, 1, 2, 3), parse_notes(1, data), 1)) == [3, 0, 2]
 

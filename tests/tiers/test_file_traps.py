@@ -18,8 +18,8 @@ from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, SystemIo, capacity_for
-from longshore.tiers.file.deep import DeepIo
-from longshore.tiers.file.system import Piece, Queue
+from longshore.tiers.file.aio import LinuxIo
+from longshore.tiers.file.queue import Piece, Queue
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 STRIDE = PAGE + IMAGE
@@ -108,31 +108,29 @@ def test_trap_39_sixteen_reads_are_in_the_systems_queue_at_once(
 ) -> None:
     """Of one thread, where it has the system's queue in place of others, of which none ends before all have begun."""
 
-    class Withholding(DeepIo):
-        queue: Queue
+    class Withholding(LinuxIo):
         under_way = most = wanted = 0
 
         def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
             queue = super().open_queue(fd, pieces, buffers)
             assert queue is not None
-            begin, ended = queue.begin, queue.ended
+            submit, reap = queue.submit, queue.reap
 
-            def begun(pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-                numbers = begin(pieces, writing=writing)
+            def submitted(pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+                numbers = submit(pieces, writing=writing)
                 self.under_way += len(pieces)
                 self.most = max(self.most, self.under_way)
-                queue.wake()
                 return numbers
 
-            def have_ended() -> list[tuple[int, int]]:
+            def reaped() -> list[tuple[int, int]]:
                 if self.most < self.wanted:  # the queue is not asked: it would give these numbers out again
+                    time.sleep(0.001)
                     return []
-                over = ended()
+                over = reap()
                 self.under_way -= len(over)
                 return over
 
-            queue.begin, queue.ended = begun, have_ended  # type: ignore[method-assign]
-            self.queue = queue
+            queue.submit, queue.reap = submitted, reaped  # type: ignore[method-assign]
             return queue
 
     io = Withholding()
@@ -149,7 +147,6 @@ def test_trap_39_sixteen_reads_are_in_the_systems_queue_at_once(
     while io.most < 16 and time.monotonic() < give_up:
         time.sleep(0.001)
     most, io.wanted = io.most, 0
-    io.queue.wake()
     assert [set(harness.wait(ticket).statuses) for ticket in tickets] == [{Status.OK}] * batches
     assert most == 16
 

@@ -28,7 +28,8 @@ from pathlib import Path
 from random import Random
 
 from longshore.tiers.arena import PAGE
-from longshore.tiers.file.system import Piece, Queue, RawIo
+from longshore.tiers.file.queue import Piece, Queue
+from longshore.tiers.file.system import RawIo
 
 SECTOR = 512
 """What a disk writes whole or not at all."""
@@ -292,15 +293,16 @@ class OneByOne:
         self._under_way: list[tuple[int, Piece, bool]] = []
         self._changed = threading.Semaphore(0)
 
-    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+    def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
         """Nothing moves yet."""
         begun = [(next(self._numbers), piece, writing) for piece in pieces]
         self._under_way += begun
         self.wake()
         return [number for number, _, _ in begun]
 
-    def ended(self) -> list[tuple[int, int]]:
+    def reap(self) -> list[tuple[int, int]]:
         """One, in a call of its own."""
+        self._changed.acquire()
         if not self._under_way:
             return []
         number, piece, writing = self._under_way.pop()
@@ -308,12 +310,8 @@ class OneByOne:
             self.wake()
         return [(number, self._move(piece, writing=writing))]
 
-    def wait(self) -> None:
-        """Until there is something."""
-        self._changed.acquire()
-
     def wake(self) -> None:
-        """End `wait`."""
+        """End `reap`."""
         self._changed.release()
 
     def close(self) -> None:
@@ -321,6 +319,6 @@ class OneByOne:
 
     def _move(self, piece: Piece, *, writing: bool) -> int:
         try:
-            return (self._io.pwritev if writing else self._io.preadv)(self._fd, *piece)
+            return (self._io.pwritev if writing else self._io.preadv)(self._fd, piece.buffers, piece.offset)
         except OSError as error:
             return -(error.errno or errno.EIO)

@@ -32,11 +32,10 @@ from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import LOCK, SEGMENT, Directory
 from longshore.tiers.file.index import Index, index_files
 from longshore.tiers.file.index_format import ENTRY, Entries, fit, one_size_a_slab, pack_entry
-from longshore.tiers.file.loading import load
-from longshore.tiers.file.payload import Lane, make_lane
-from longshore.tiers.file.scanning import places
+from longshore.tiers.file.recovery import load, places
+from longshore.tiers.file.segment import Staging, make_staging
 from longshore.tiers.file.superblock import COPIES, RESET, SUPERBLOCK, Superblocks
-from longshore.tiers.file.system import patiently, write_all
+from longshore.tiers.file.system import read_into, write_all
 
 _THREADS = 8
 _LOOKS, _PAUSE = 5, 0.1
@@ -132,7 +131,7 @@ class Audit:
         except BaseException:
             self.close()
             raise
-        self._lanes = threading.local()
+        self._stagings = threading.local()
 
     def entries(self) -> Entries | None:
         """What the index says of the slots, least recently used first; `None` where there is none that can be used."""
@@ -197,7 +196,7 @@ class Audit:
     def _empty(self, places: Sequence[tuple[int, int]]) -> None:
         """Slots, each of its pool, hold nothing afterwards, on the medium."""
         with self._directory.as_tier_errors(SEGMENT):
-            empty = make_lane(0).header
+            empty = make_staging(0).header
             for slot, pool in places:
                 write_all(self._io, self._fd, empty, self.slabs.offset(pool, slot))
             self._io.fsync(self._fd)
@@ -274,13 +273,13 @@ class Audit:
 
     def _header(self, slot: int, pool: int) -> Finding:
         """Look at the header of `slot` alone."""
-        lane, free = self._lane(), self._listed is not None and slot not in self._listed
+        staging, free = self._staging(), self._listed is not None and slot not in self._listed
         try:
-            if self._read(lane.header, self.slabs.offset(pool, slot)) < PAGE:
+            if read_into(self._io, self._fd, staging.header, self.slabs.offset(pool, slot)) < PAGE:
                 return Finding(slot, pool, Condition.SHORT)
         except OSError:
             return Finding(slot, pool, Condition.UNREADABLE)
-        page = bytes(lane.header)
+        page = bytes(staging.header)
         if fmt.is_empty(page):
             return Finding(slot, pool, Condition.EMPTY)
         try:
@@ -309,9 +308,9 @@ class Audit:
         if found.header is None or found.condition is not Condition.WHOLE:
             return found
         length = found.header.length
-        body = self._lane().bounce[: align(length)]
+        body = self._staging().bounce[: align(length)]
         try:
-            if self._read(body, self.slabs.offset(pool, slot) + PAGE) < length:
+            if read_into(self._io, self._fd, body, self.slabs.offset(pool, slot) + PAGE) < length:
                 return found._replace(condition=Condition.SHORT)
         except OSError:
             return found._replace(condition=Condition.UNREADABLE)
@@ -319,19 +318,9 @@ class Audit:
             return found._replace(condition=Condition.TORN_IMAGE)
         return found
 
-    def _read(self, buffer: memoryview, offset: int) -> int:
-        """Bytes that were read into `buffer`: fewer only where the file ends."""
-        done = 0
-        while done < len(buffer):
-            moved = patiently(self._io.preadv, self._fd, [buffer[done:]], offset + done)
-            if moved <= 0:
-                break
-            done += moved
-        return done
-
-    def _lane(self) -> Lane:
+    def _staging(self) -> Staging:
         """Memory of the calling thread's own."""
-        lane: Lane | None = getattr(self._lanes, "lane", None)
-        if lane is None:
-            lane = self._lanes.lane = make_lane(self.superblock.image_bytes[-1])
-        return lane
+        staging: Staging | None = getattr(self._stagings, "staging", None)
+        if staging is None:
+            staging = self._stagings.staging = make_staging(self.superblock.image_bytes[-1])
+        return staging

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from longshore.errors import TierError, TierInUseError
-from longshore.tiers.file.deep import DeepIo
+from longshore.tiers.file.aio import LinuxIo
 from longshore.tiers.file.system import RawIo, read_all, write_all
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Directory:
     def __init__(self, path: Path, io: RawIo | None = None, *, guest: bool = False) -> None:
         """As a `guest` it is not locked: another process may have it open. Nothing is made, and no mode changed."""
         self.path = path
-        self.io: RawIo = DeepIo() if io is None else io
+        self.io: RawIo = LinuxIo() if io is None else io
         self._pid = os.getpid()
         self._guest = guest
         self._lock = -1
@@ -89,14 +89,8 @@ class Directory:
 
         What it held stays; what is new reads as zeros.
         """
-        fd = self.open(name, create=True)
-        try:
-            with self.as_tier_errors(name):
-                self._allocate(fd, name, nbytes)
-        except BaseException:
-            self.io.close(fd)
-            raise
-        return fd
+        self.reserve_all({name: nbytes})
+        return self.open(name)
 
     def reserve_all(self, files: Mapping[str, int]) -> None:
         """Have these files, by name, at least so long, with every block allocated; or all of them as they were."""
@@ -107,19 +101,26 @@ class Directory:
                 undo.callback(self.io.close, fd)
                 with self.as_tier_errors(name):
                     statuses[name] = fd, self.io.fstat(fd)
-            missing = sum(_missing(status, files[name]) for name, (_, status) in statuses.items())
+            missing = {name: _missing(status, files[name]) for name, (_, status) in statuses.items()}
             with self.as_tier_errors():
-                free = self.io.free_bytes(self._fd) if missing else 0
-            if missing > free:
+                free = self.io.free_bytes(self._fd) if any(missing.values()) else 0
+            if sum(missing.values()) > free:
                 raise TierError(
-                    f"{self.path}: expected room for {missing} more bytes (capacity {sum(files.values())}), "
-                    f"the file system has {free} free"
+                    f"{self.path}: expected room for {sum(missing.values())} more bytes (capacity "
+                    f"{sum(files.values())}), the file system has {free} free"
                 )
             with contextlib.ExitStack() as restore:
-                for name, (fd, status) in statuses.items():
+                for name in filter(missing.get, files):
+                    fd, status = statuses[name]
                     restore.callback(self._restore, name, fd, status.st_size)
-                    with self.as_tier_errors(name):
-                        self._allocate(fd, name, files[name])
+                    try:
+                        self.io.allocate(fd, files[name])
+                        self.io.fsync(fd)
+                    except OSError as error:
+                        raise TierError(
+                            f"{self.path / name}: could not allocate {files[name]} bytes ({status.st_size} kept, "
+                            f"{free} free): {error.strerror}"
+                        ) from error
                 restore.pop_all()
 
     def trim(self, name: str, nbytes: int) -> None:
@@ -134,35 +135,19 @@ class Directory:
 
     def read(self, name: str, nbytes: int | None = None, offset: int = 0) -> bytes:
         """`nbytes` of file `name`, or all, as far as blocks are allocated to it; nothing if there is none."""
-        try:
-            fd = self.open(name)
-        except TierError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+        with self._opened(name) as fd:
+            if fd is None:
                 return b""
-            raise
-        try:
-            with self.as_tier_errors(name):
-                status = self.io.fstat(fd)
-                end = min(status.st_size, status.st_blocks * 512)
-                if nbytes is not None:
-                    end = min(end, offset + nbytes)
-                return read_all(self.io, fd, max(0, end - offset), offset)
-        finally:
-            self.io.close(fd)
+            status = self.io.fstat(fd)
+            end = min(status.st_size, status.st_blocks * 512)
+            if nbytes is not None:
+                end = min(end, offset + nbytes)
+            return read_all(self.io, fd, max(0, end - offset), offset)
 
     def length(self, name: str) -> int:
         """Bytes of file `name`; 0 if there is none."""
-        try:
-            fd = self.open(name)
-        except TierError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return 0
-            raise
-        try:
-            with self.as_tier_errors(name):
-                return self.io.fstat(fd).st_size
-        finally:
-            self.io.close(fd)
+        with self._opened(name) as fd:
+            return 0 if fd is None else self.io.fstat(fd).st_size
 
     def sync(self) -> None:
         """The names of all files are on the medium when this returns."""
@@ -192,6 +177,22 @@ class Directory:
             raise TierError(f"{path}: cannot be used: {what}") from error
         except ValueError as error:  # a NUL in the name
             raise TierError(f"{str(path)!r}: cannot be used: {error}") from error
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[int | None]:
+        """A descriptor of file `name`; `None` if there is none. Within it, as in `as_tier_errors`."""
+        try:
+            fd = self.open(name)
+        except TierError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                yield None
+                return
+            raise
+        try:
+            with self.as_tier_errors(name):
+                yield fd
+        finally:
+            self.io.close(fd)
 
     def _open_directory(self) -> int:
         path = self.path
@@ -247,32 +248,18 @@ class Directory:
         if stat.S_IMODE(status.st_mode) != 0o600 and not self._guest:
             self.io.fchmod(fd, 0o600)
 
-    def _allocate(self, fd: int, name: str, nbytes: int) -> None:
-        before = self.io.fstat(fd)
-        missing = _missing(before, nbytes)
-        if not missing:
-            return
-        path, free = self.path / name, self.io.free_bytes(fd)
-        if missing > free:
-            raise TierError(
-                f"{path}: expected room for {missing} more bytes (capacity {nbytes}), the file system has {free} free"
-            )
-        try:
-            self.io.allocate(fd, nbytes)
-            self.io.fsync(fd)
-        except OSError as error:
-            self._restore(name, fd, before.st_size)
-            raise TierError(
-                f"{path}: could not allocate {nbytes} bytes ({before.st_size} kept, {free} free): {error.strerror}"
-            ) from error
-
     def _restore(self, name: str, fd: int, nbytes: int) -> None:
         """File `name` is `nbytes` long again, if it became longer."""
         try:
             if self.io.fstat(fd).st_size > nbytes:
                 self.io.ftruncate(fd, nbytes)
         except OSError as error:
-            _log.warning("%s cannot be truncated to %d bytes: %s", self.path / name, nbytes, error.strerror)
+            _log.warning(
+                "%s takes more space than it needs: it cannot be truncated to %d bytes: %s",
+                self.path / name,
+                nbytes,
+                error.strerror,
+            )
 
 
 def _missing(status: os.stat_result, nbytes: int) -> int:

@@ -3,6 +3,8 @@
     write    device: checksum ──► cuFile: image ──► header           both verified as ever when they are read
     read     header, cuFile: image ──► device: checksum
 
+Every call of cuFile, and of the device, is made by a thread of the queue, so that many are under way at once.
+
 It is tried when the tier opens, and again with every image. What cuFile does not do is done by way of the host, each
 time, and counted: the tier serves the same either way, and a record is the same on disk.
 """
@@ -13,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from longshore.boundary import Status
 from longshore.checksums import MIX64, XXH3_64, checksum
@@ -22,11 +24,12 @@ from longshore.tiers.arena import PAGE, align
 from longshore.tiers.base import TierOp
 from longshore.tiers.file import cufile
 from longshore.tiers.file.cufile import CuFile
-from longshore.tiers.file.payload import Arrived, Lane, Seal, is_aligned, padded
-from longshore.tiers.file.segment import Segment
-from longshore.tiers.file.steps import Move, Steps
-from longshore.tiers.file.system import Piece, RawIo
+from longshore.tiers.file.queue import Move, Piece, Steps
+from longshore.tiers.file.segment import Seal, Segment, Staging, Verifier, is_aligned
+from longshore.tiers.file.system import RawIo
 from longshore.tiers.file.tier import FileTier
+
+T = TypeVar("T")
 
 _REASONS = ("no_gds", "gds_write", "gds_read", "unaligned", "host_checksum")
 
@@ -109,7 +112,9 @@ class GdsFileTier(FileTier):
 
 
 class GdsPayload:
-    """Moves images by cuFile where that can be had, else through the lane of the worker."""
+    """Moves images by cuFile where that can be had, else through host memory."""
+
+    blocks = True
 
     def __init__(
         self, memory: DeviceMemory, segment: Segment, load: Callable[[], object], *, strict: bool = False
@@ -118,7 +123,6 @@ class GdsPayload:
         self._strict = strict
         self._bound = threading.local()
         self._segment = segment
-        self._counting = threading.Lock()
         self._fallbacks = dict.fromkeys(_REASONS, 0)
         try:
             self._file = self._open(load)
@@ -128,78 +132,85 @@ class GdsPayload:
     @property
     def fallbacks(self) -> Mapping[str, int]:
         """How often something went by way of the host, by reason."""
-        with self._counting:
-            return dict(self._fallbacks)
+        return dict(self._fallbacks)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the device's memory."""
         return self._memory.nbytes
 
-    @property
-    def waits(self) -> bool:
-        """For cuFile, and for the device."""
-        return True
-
     def joins(self, op: TierOp) -> bool:
         """Never: cuFile moves images one by one."""
         return False
 
-    def write(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
+    def write(self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
         """The image first: a header must not stand before bytes that are not there yet for longer than it has to."""
-        (op,), (place,) = ops, places
-        file = self._file_for(op)
-        if file is not None:
-            try:
+        (op,), (place,), header = ops, places, staging.header
+        if (file := self._file_for(op)) is not None:
+
+            def store() -> int:
                 found = self._memory.mix64(op.offset, op.length)
                 file.write(op.offset, op.length, place + PAGE)
+                return found
+
+            try:
+                found = yield from self._wait(store)
             except DeviceError as error:
                 self._fell_back("gds_write", error)
             else:
-                lane.header[:] = seal(0, MIX64, found)
-                return (yield Move([Piece([lane.header], place)], writing=True))
-        body = padded(lane, op.length)
-        self._memory.load(op.offset, body[: op.length])
+                header[:] = seal(0, MIX64, found)
+                return (yield Move([Piece([header], place)], writing=True))
+        body = staging.padded(op.length)
+        yield from self._wait(lambda: self._memory.load(op.offset, body[: op.length]))
         algorithm = XXH3_64 if self._file is None else MIX64  # the one that who reads it here computes fast
-        lane.header[:] = seal(0, algorithm, checksum(algorithm, body[: op.length]))
-        return (yield Move([Piece([lane.header, body], place)], writing=True))
+        header[:] = seal(0, algorithm, checksum(algorithm, body[: op.length]))
+        return (yield Move([Piece([header, body], place)], writing=True))
 
-    def read(self, ops: Sequence[TierOp], lane: Lane, places: Sequence[int]) -> Steps[Arrived]:
-        """Header and image, in two calls."""
-        (op,), (place,) = ops, places
-        file = self._file_for(op)
-        if file is not None:
-            statuses = yield Move([Piece([lane.header], place)], writing=False)
+    def read(
+        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
+    ) -> Steps[list[Status]]:
+        """Header and image, in two calls, side by side; then the checksum, by the device if it is for devices."""
+        (op,), (place,), image = ops, places, staging.bounce[: ops[0].length]
+        is_staged = True
+        if (file := self._file_for(op)) is not None:
+            call = _Call(self.bind, lambda: file.read(op.offset, op.length, place + PAGE))
+            status, _ = yield Move([Piece([staging.header], place), Piece([], place, call)], writing=False)
             try:
-                file.read(op.offset, op.length, place + PAGE)
+                call.result()
+                is_staged = False
             except DeviceError as error:
                 self._fell_back("gds_read", error)
-            else:
-                return Arrived(statuses, in_lane=False)
-        piece = Piece([lane.header, lane.bounce[: align(op.length)]], place)
-        return Arrived((yield Move([piece], writing=False)), in_lane=True)
-
-    def checksum(self, op: TierOp, lane: Lane, arrived: Arrived, algorithm: int) -> int:
-        """On the device, if the image and its algorithm are for devices."""
-        if arrived.in_lane:
-            return checksum(algorithm, lane.bounce[: op.length])
-        if algorithm == MIX64:
-            return self._memory.mix64(op.offset, op.length)
-        self._fell_back("host_checksum")
-        image = lane.bounce[: op.length]
-        self._memory.load(op.offset, image)
-        return checksum(algorithm, image)
-
-    def deliver(self, op: TierOp, lane: Lane, arrived: Arrived) -> None:
-        """Copy it to the device, if it is in the lane."""
-        if arrived.in_lane:
-            self._memory.store(op.offset, lane.bounce[: op.length])
+        if is_staged:
+            body = staging.bounce[: align(op.length)]
+            (status,) = yield Move([Piece([staging.header, body], place)], writing=False)
+        if status is Status.OK:
+            status, expected, algorithm = verifier.judge(0)
+        if status is not Status.OK:
+            return [status]
+        if algorithm == MIX64 and not is_staged:
+            found = yield from self._wait(lambda: self._memory.mix64(op.offset, op.length))
+        else:
+            if not is_staged:
+                self._fell_back("host_checksum")
+                yield from self._wait(lambda: self._memory.load(op.offset, image))
+            found = checksum(algorithm, image)
+        if not verifier.is_intact(found, expected):
+            return [Status.CORRUPT]
+        if is_staged:
+            yield from self._wait(lambda: self._memory.store(op.offset, image))
+        return [Status.OK]
 
     def close(self) -> None:
         """Let go of cuFile."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def bind(self) -> None:
+        """Make the device the calling thread's own, before its first call."""
+        if not getattr(self._bound, "done", False):
+            self._memory.bind()
+            self._bound.done = True
 
     def _open(self, load: Callable[[], object]) -> CuFile | None:
         """cuFile, once it has moved a page; `None` where it does not."""
@@ -214,7 +225,9 @@ class GdsPayload:
             if file is not None:
                 file.close()
             if not self._strict:
-                _log.warning("no GPUDirect Storage, file I/O goes through host memory: %s", error)
+                _log.warning(
+                    "GPUDirect Storage is not available (%s); file I/O goes through host memory, which is slower", error
+                )
             self._fell_back("no_gds", error)
             return None
         finally:
@@ -222,19 +235,45 @@ class GdsPayload:
         return file
 
     def _file_for(self, op: TierOp) -> CuFile | None:
-        if not getattr(self._bound, "done", False):  # once for each worker, before its first call of cuFile
-            self._memory.bind()
-            self._bound.done = True
         if self._file is not None and not is_aligned(op):
             self._fell_back("unaligned")
             return None
         return self._file
 
+    def _wait(self, work: Callable[[], T]) -> Steps[T]:
+        """Have a thread do `work` with the device: what it returns, or the `DeviceError` that it raises."""
+        call = _Call(self.bind, work)
+        yield Move([Piece([], 0, call)], writing=False)
+        return call.result()
+
     def _fell_back(self, reason: str, error: DeviceError | None = None) -> None:
         """Count what goes by way of the host; `DeviceError` where nothing may."""
-        with self._counting:
-            self._fallbacks[reason] += 1
+        self._fallbacks[reason] += 1
         if self._strict:
             raise DeviceError(f"strict mode: nothing may go by way of the host ({reason}): {error or 'not for cuFile'}")
         if error is not None:
-            _log.debug("file I/O through host memory: %s", error)
+            _log.debug("an image goes through host memory (%s): %s", reason, error)
+
+
+class _Call(Generic[T]):
+    """What a thread of the queue is to do with the device, once it has made that its own."""
+
+    def __init__(self, bind: Callable[[], None], work: Callable[[], T]) -> None:
+        self._bind = bind
+        self._work = work
+        self._result: T | DeviceError = DeviceError("it was not carried out")
+
+    def __call__(self) -> int:
+        """Carry it out; 0 for the queue."""
+        self._bind()
+        try:
+            self._result = self._work()
+        except DeviceError as error:
+            self._result = error
+        return 0
+
+    def result(self) -> T:
+        """What came of it; raises `DeviceError`."""
+        if isinstance(self._result, DeviceError):
+            raise self._result
+        return self._result

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import threading
 from collections import Counter
 from collections.abc import Sequence
 
@@ -47,7 +46,7 @@ TROUBLES = (
 
 
 class Health:
-    """Of the disk under the tier called `name`. Thread-safe.
+    """Of the disk under the tier called `name`. For one thread, but for what is read here.
 
     Attributes:
         state: What may still be tried.
@@ -58,7 +57,6 @@ class Health:
         self._name = name
         self._failures = dict.fromkeys(Op, 0)
         self._wrong: Counter[tuple[Op, Status]] = Counter()
-        self._lock = threading.Lock()
 
     def allows(self, op: Op) -> bool:
         """Whether operations of this kind may be tried."""
@@ -67,26 +65,22 @@ class Health:
     @property
     def troubles(self) -> dict[str, int]:
         """How often each thing went wrong, whether the tier is read-only, and whether it is off."""
-        with self._lock:
-            wrong = {f"{op.value}_{status.value}": self._wrong[op, status] for op, status in _WRONG}
-            return {**wrong, **{state.value: int(state is self.state) for state in (State.READ_ONLY, State.OFF)}}
+        wrong = {f"{op.value}_{status.value}": self._wrong[op, status] for op, status in _WRONG}
+        return {**wrong, **{state.value: int(state is self.state) for state in (State.READ_ONLY, State.OFF)}}
 
     def note(self, op: Op, statuses: Sequence[Status]) -> None:
         """Some were tried, one after the other, and ended so."""
         if not self._failures[op] and statuses.count(Status.OK) == len(statuses):
             return
         for status in statuses:
-            self._note(op, status)
-
-    def _note(self, op: Op, status: Status) -> None:
-        with self._lock:
             if status is not Status.OK:
                 self._wrong[op, status] += 1
             self._failures[op] = self._failures[op] + 1 if status in _FAILED else 0
             if self._failures[op] >= PATIENCE and self.allows(op):
                 self.state = State.OFF if op is Op.READ else State.READ_ONLY
                 _log.error(
-                    "file tier %s is %s until the engine is restarted: %d %ss in a row failed, the last with %s",
+                    "file tier %s is %s until the engine is restarted; check the disk: %d %ss in a row failed, the "
+                    "last with %s",
                     self._name,
                     self.state.value.replace("_", "-"),
                     PATIENCE,

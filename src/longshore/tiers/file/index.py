@@ -1,24 +1,36 @@
 """The tier's index: which record lies in which slot, for the next process. This one asks its control plane.
 
-    strike      these slots hold nothing from now on: said before anything is written to them
-    enter       this record was written, whole
-    condemn     this record was found unusable
-    touch       this record was served: it is the one used last
-    checkpoint  all that is known, in one go, into the older of two files
+    invalidate   these slots hold nothing from now on: said before anything is written to them
+    insert       this record was written, whole
+    quarantine   this record was found unusable
+    touch        this record was served: it is the one used last
+    checkpoint   all that is known, in one go, into the older of two files
 
-A strike reaches the system before the first byte of what replaces the record does, so no process that follows is told
-of a record that was being overwritten: what cannot be struck must not be overwritten. A journal has room for a strike
-of every record that the disk lists, whatever else is noted in it. Only a crash of the machine can lose one, and reading
-verifies anyway. What was entered may wait, for others to be noted in the same call, and is not noted where that would
-take the room of strikes: a crash loses such records until the next checkpoint, and never a strike.
+An invalidation reaches the system before the first byte of what replaces the record does, so no process that follows
+is told of a record that was being overwritten: what cannot be invalidated must not be overwritten. A journal has room
+for an invalidation of every record that the disk lists, whatever else is noted in it. Only a crash of the machine can
+lose one, and reading verifies anyway. What was inserted may wait, for others to be noted in the same call, and is not
+noted where that would take the room of invalidations: a crash loses such records until the next checkpoint, and never
+an invalidation.
+
+    entries   slot 0: a    slot 1: -    slot 2: b    slot 3: c
+    listed    yes          no           yes          no            whether checkpoint and journal, as they lie on disk,
+                                                                   list a record there
+
+Only what the disk lists has to be invalidated. A slab has the entries of one pool: whoever writes for another ends
+them all, with one note.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.errors import TierError
@@ -27,10 +39,7 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.file import index_format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader
-from longshore.tiers.file.index_format import Entries
-from longshore.tiers.file.journal import Journal, journal_name
-from longshore.tiers.file.ledger import Ledger, in_order
-from longshore.tiers.file.loading import checkpoint_name
+from longshore.tiers.file.index_format import ENTRY, Entries
 from longshore.tiers.file.system import write_all
 
 _log = logging.getLogger(__name__)
@@ -39,6 +48,21 @@ _FEW_NOTES, _MANY_NOTES = 256, 65536
 
 _AT_ONCE = 64
 """Records that are noted together at the latest."""
+
+_SIZE = ENTRY.itemsize
+_WHOLE = np.dtype((np.void, _SIZE))  # an entry as a piece of memory: as `ENTRY`, it is copied field by field
+_NOTHING = bytes(_SIZE)
+_KEY, _SCOPE = slice(0, 32), slice(64, 96)  # of an entry
+
+
+def checkpoint_name(epoch: int) -> str:
+    """The file of checkpoint `epoch`."""
+    return f"index.{epoch % 2}"
+
+
+def journal_name(epoch: int) -> str:
+    """The file of journal `epoch`."""
+    return f"journal.{epoch % 2}"
 
 
 def notes_for(slots: int) -> int:
@@ -54,7 +78,7 @@ def index_files(slots: int) -> dict[str, int]:
 
 
 def _room(slots: int) -> int:
-    """Notes of one journal: one strike for each slot, and what calls for a checkpoint."""
+    """Notes of one journal: one invalidation for each slot, and what calls for a checkpoint."""
     return slots + notes_for(slots)
 
 
@@ -62,22 +86,35 @@ class Index:
     """The index of the slots of `slabs` in `directory`, where room is reserved for its files. Thread-safe.
 
     It begins with `entries`, least recently used first, which are on the medium, as checkpoint `epoch`, when this
-    returns; `loading.load` says which epoch may be next. Notes have serial numbers above `serial`.
+    returns; `recovery.load` says which epoch may be next. Notes have serial numbers above `serial`.
     """
 
     def __init__(self, directory: Directory, slabs: Slabs, entries: Entries, epoch: int, serial: int) -> None:
         self._directory = directory
-        self._slots = slabs.indices
-        self._ledger = Ledger(slabs, entries)
-        self._touched = 0
-        self._entered: dict[int, bytes] = {}  # by slot; not yet noted
-        self._missing = False  # whether something was entered that is not noted, and will not be
+        self._slots, self._stride = slabs.indices, slabs.stride
         self._changing = threading.Lock()  # what is in memory, and the journal
         self._writing = threading.Lock()  # a checkpoint
+        self._table: Entries = np.zeros(slabs.indices, ENTRY)
+        self._used: npt.NDArray[np.int64] = np.zeros(slabs.indices, np.int64)  # when, by the clock
+        self._clock = len(entries)
+        self._is_listed = np.zeros(slabs.indices, np.bool_)
+        self._pools = np.zeros(slabs.slabs, np.uint16)  # of each slab; that of one without entries means nothing
+        slots = entries["slot"]
+        self._table.view(_WHOLE)[slots] = np.ascontiguousarray(entries).view(_WHOLE)
+        self._used[slots] = np.arange(1, self._clock + 1)
+        self._is_listed[slots] = True
+        self._pools[slots // self._stride] = entries["pool"]
+        # The same, a place at a time.
+        self._rows, self._listed = self._table.view(np.uint8).data, self._is_listed.view(np.uint8).data
+        self._pool_of = self._pools.data
+        self._lengths, self._sequences, self._hits = (self._table[name] for name in ("length", "sequence", "hits"))
+        self._listed_slots = len(entries)  # none needs more than one invalidation
+        self._touched = 0
+        self._inserted: dict[int, bytes] = {}  # by slot; not yet noted
+        self._missing = False  # whether something was inserted that is not noted, and will not be
         # Until this checkpoint is whole, the one before it must be: its files are the last to be touched.
         self._write(epoch, entries, serial)
-        self._journal = Journal(directory, epoch, _room(self._slots))
-        self._journal.serial = serial
+        self._journal = _Journal(directory, epoch, self._slots, serial)
         self._epoch = epoch
 
     @property
@@ -88,67 +125,73 @@ class Index:
     def entries(self) -> Entries:
         """The entries of all records, least recently used first."""
         with self._changing:
-            everything = self._ledger.entries()
-        return in_order(*everything)
+            table, used = self._table.copy(), self._used.copy()
+        return _in_order(table, used)
 
-    def claimed(self, records: Iterable[tuple[int, int, Key]], scope: bytes) -> list[int]:
+    def find(self, records: Iterable[tuple[int, int, Key]], scope: bytes) -> list[int]:
         """The write sequence numbers of records by slot, pool and key, where there are such in `scope`; otherwise 0."""
         with self._changing:
-            return [self._ledger.claimed(slot, pool, key, scope) for slot, pool, key in records]
+            return [self._find(slot, pool, key, scope) for slot, pool, key in records]
 
     def is_given(self, slot: int, pool: int) -> bool:
         """Whether the slab of `slot` is that of `pool`: else nothing of it is there."""
-        return self._ledger.pool_of(slot) == pool
+        return self._pool_of[slot // self._stride] == pool
 
-    def strike(self, places: Iterable[tuple[int, int]]) -> None:
+    def invalidate(self, places: Iterable[tuple[int, int]]) -> None:
         """The slots of `places`, each with its pool, hold nothing from now on, nor do their slabs for other pools.
 
         Raises `OSError` where the disk does not take that. Nothing has changed then: they must not be written to.
         """
         with self._changing:
-            self._strike(list(places))
+            self._invalidate(list(places))
 
     def discard(self, slots: Iterable[int]) -> None:
         """Nobody is to find the records in `slots` any more."""
         with self._changing:
             self._discard(slots)
 
-    def condemn(self, slot: int, sequence: int) -> None:
+    def quarantine(self, slot: int, sequence: int) -> None:
         """The record that was written with this sequence number is unusable: discard it, if `slot` still holds it."""
         with self._changing:
-            if self._ledger.sequence(slot) == sequence:
+            if self._sequences[slot] == sequence:
                 self._discard([slot])
 
-    def enter(self, headers: Sequence[RecordHeader]) -> None:
+    def insert(self, headers: Sequence[RecordHeader]) -> None:
         """Records were written. One whose slab was given to another pool meanwhile is not there any more."""
         now = min(max(int(time.time()), 0), fmt.MAX_TIME)  # whatever the clock says
         entries = [fmt.pack_entry(header, now) for header in headers]
         with self._changing:
-            for (slot, pool), entry in zip(((header.slot, header.pool) for header in headers), entries, strict=True):
-                if self._ledger.pool_of(slot) == pool:
-                    self._ledger.enter(slot, entry)
-                    self._entered[slot] = entry
-            if len(self._entered) >= _AT_ONCE:
-                self._note_entered()
+            for header, entry in zip(headers, entries, strict=True):
+                slot = header.slot
+                if self.is_given(slot, header.pool):
+                    self._rows[slot * _SIZE : (slot + 1) * _SIZE] = entry
+                    self._use(slot)
+                    self._inserted[slot] = entry
+            if len(self._inserted) >= _AT_ONCE:
+                self._note_inserted()
 
     def flush(self) -> None:
-        """Note what was entered: the next process knows of it from here on."""
+        """Note what was inserted: the next process knows of it from here on."""
         with self._changing:
-            if self._entered:
-                self._note_entered()
+            if self._inserted:
+                self._note_inserted()
 
     def touch(self, slots: Iterable[int]) -> None:
         """The records in `slots` were served."""
         with self._changing:
             for slot in slots:
-                if self._ledger.sequence(slot):
-                    self._ledger.count_hit(slot)
+                if self._sequences[slot]:
+                    self._hits[slot] += 1
+                    self._use(slot)
                     self._touched += 1
 
     def forget(self, generation: int) -> None:
-        """What is older than `generation` is gone; the superblock says so already."""
+        """What is older than `generation` is gone; the superblock says so already, so the disk may go on listing it."""
         with self._changing:
-            self._ledger.forget(generation)
+            older = self._table["generation"] < generation
+            self._table[older] = np.zeros(1, ENTRY)
+            self._is_listed[older] = False
+            self._listed_slots = int(np.count_nonzero(self._is_listed))
 
     def checkpoint(self) -> None:
         """Put all that is known on the medium. Raises `TierError`: then what stood there before still does.
@@ -160,63 +203,96 @@ class Index:
             if self._journal.epoch != self._epoch:
                 # An earlier attempt got that far. What its journal had no room for must wait for the next one.
                 with self._changing:
-                    everything, known = self._ledger.entries(told_only=True), self._journal.serial
-                self._finish(in_order(*everything), known)
-            following = Journal(self._directory, self._epoch + 1, _room(self._slots))
+                    table, used, known = self._table.copy(), self._used.copy(), self._journal.serial
+                    table["length"][~self._is_listed] = 0
+                self._finish(_in_order(table, used), known)
+            following = _Journal(self._directory, self._epoch + 1, self._slots)
             with self._changing:
                 following.serial = known = self._journal.serial
                 self._journal, full = following, self._journal
                 self._touched, self._missing = 0, False
-                self._ledger.tell_all()
-                everything = self._ledger.entries()
+                self._is_listed |= self._lengths > 0
+                self._listed_slots = int(np.count_nonzero(self._is_listed))
+                table, used = self._table.copy(), self._used.copy()
             full.close()
-            self._finish(in_order(*everything), known)
+            self._finish(_in_order(table, used), known)
 
     def close(self) -> None:
         """Give the descriptor back, and note nothing: a forked child may call this. Idempotent."""
         self._journal.close()
 
+    def _find(self, slot: int, pool: int, key: Key, scope: bytes) -> int:
+        record = bytes(self._rows[slot * _SIZE : (slot + 1) * _SIZE])
+        is_it = record[_KEY] == key and record[_SCOPE] == scope and self.is_given(slot, pool)
+        return int(self._sequences[slot]) if is_it else 0
+
+    def _use(self, slot: int) -> None:
+        self._clock += 1
+        self._used[slot] = self._clock
+
+    def _slab(self, slot: int) -> slice:
+        first = slot // self._stride * self._stride
+        return slice(first, first + self._stride)
+
     def _discard(self, slots: Iterable[int]) -> None:
-        places = [(slot, self._ledger.pool_of(slot)) for slot in slots]
+        places = [(slot, self._pool_of[slot // self._stride]) for slot in slots]
         try:
-            self._strike(places)
+            self._invalidate(places)
         except OSError as error:
             self._clear(places)
             self._note_missing(error)
 
-    def _strike(self, places: list[tuple[int, int]]) -> None:
-        strikes: dict[range, bytes] = {}
+    def _invalidate(self, places: list[tuple[int, int]]) -> None:
+        notes: dict[range, bytes] = {}
         for slot, pool in places:
-            which = self._ledger.to_strike(slot, pool)
-            if which and which not in strikes:
-                strikes[which] = fmt.pack_strike(slot, pool)
-        if strikes:
-            self._journal.append([(fmt.STRUCK, entry) for entry in strikes.values()])
-            for which in strikes:
-                self._ledger.note_struck(which)
+            slab = self._slab(slot)
+            if self.is_given(slot, pool):
+                which = range(slot, slot + self._listed[slot])
+            else:
+                which = range(slab.start, slab.stop if self._is_listed[slab].any() else slab.start)
+            if which and which not in notes:
+                notes[which] = fmt.pack_invalidation(slot, pool)
+        if notes:
+            self._journal.append([(fmt.INVALIDATED, entry) for entry in notes.values()])
+            for which in notes:
+                for slot in which:
+                    self._listed_slots -= self._listed[slot]
+                    self._listed[slot] = 0
         self._clear(places)
 
     def _clear(self, places: list[tuple[int, int]]) -> None:
         for slot, pool in places:
-            for ended in self._ledger.clear(slot, pool):
-                self._entered.pop(ended, None)
+            if self.is_given(slot, pool):
+                self._rows[slot * _SIZE : (slot + 1) * _SIZE] = _NOTHING
+                self._inserted.pop(slot, None)
+                continue
+            slab = self._slab(slot)
+            self._table[slab] = np.zeros(1, ENTRY)
+            self._pools[slot // self._stride] = pool
+            for ended in [each for each in self._inserted if slab.start <= each < slab.stop]:
+                del self._inserted[ended]
 
-    def _note_entered(self) -> None:
-        """Note what was entered, in one call, as far as there is room for that and the strikes to come."""
-        entered, journal = list(self._entered.items()), self._journal
-        self._entered.clear()
-        some = entered[: max(0, (journal.room - journal.written - self._ledger.strikable) // 2)]
-        self._missing |= len(some) < len(entered)
-        for slot, _ in some:
-            self._ledger.note_entered(slot)  # also where that fails: part of it may lie there
+    def _note_inserted(self) -> None:
+        """Note what was inserted, in one call, as far as there is room for that and the invalidations to come."""
+        inserted, journal = list(self._inserted.items()), self._journal
+        self._inserted.clear()
+        some = inserted[: max(0, (journal.room - journal.written - self._listed_slots) // 2)]
+        self._missing |= len(some) < len(inserted)
+        for slot, _ in some:  # also where that fails: part of it may lie there
+            self._listed_slots += not self._listed[slot]
+            self._listed[slot] = 1
         try:
-            journal.append([(fmt.ENTERED, entry) for _, entry in some])
+            journal.append([(fmt.INSERTED, entry) for _, entry in some])
         except OSError as error:
             self._note_missing(error)
 
     def _note_missing(self, error: OSError) -> None:
         if not self._missing:
-            _log.warning("%s: %s; the next checkpoint covers it", journal_name(self._journal.epoch), error)
+            _log.warning(
+                "%s: cannot be written: %s; newer records are lost if the process ends before the next checkpoint",
+                self._directory.path / journal_name(self._journal.epoch),
+                error,
+            )
         self._missing = True
 
     def _finish(self, entries: Entries, known: int) -> None:
@@ -240,3 +316,57 @@ class Index:
                 io.fsync(fd)
         finally:
             io.close(fd)
+
+
+def _in_order(table: Entries, used: npt.NDArray[np.int64]) -> Entries:
+    """The entries of `table` that describe a record, least recently used first."""
+    live = np.flatnonzero(table["length"])
+    return table.take(live.take(np.argsort(used.take(live))))  # `take` copies whole entries; indexing, field by field
+
+
+class _Journal:
+    """An open journal, empty, for what comes after checkpoint `epoch`: a note at a time.
+
+    Nothing is synchronised. What the process has written is the system's, and survives a `kill -9`; a crash of the
+    machine may lose the newest notes, and reading is what then finds out.
+
+    Attributes:
+        room: Notes that it has room for.
+        serial: Of the last note, in this journal or one before it.
+        written: Notes that are in it.
+    """
+
+    def __init__(self, directory: Directory, epoch: int, slots: int, serial: int = 0) -> None:
+        self.epoch = epoch
+        self.room = _room(slots)
+        self.serial = serial
+        self.written = 0
+        self._io = directory.io
+        self._fd = directory.reserve(journal_name(epoch), fmt.journal_bytes(self.room))
+        try:
+            with directory.as_tier_errors(journal_name(epoch)):
+                write_all(self._io, self._fd, fmt.pack_journal_header(epoch), 0)
+        except BaseException:
+            self._io.close(self._fd)
+            raise
+
+    def append(self, notes: Sequence[tuple[int, bytes]]) -> None:
+        """Write down `notes`, kinds and entries, at once. Raises `OSError`: then they do not count, if they are there.
+
+        What comes next has higher serial numbers, and stands in their place.
+        """
+        if not notes:
+            return
+        first = self.serial + 1
+        self.serial += len(notes)
+        if self.written + len(notes) > self.room:
+            raise OSError(errno.ENOSPC, f"{journal_name(self.epoch)}: no room for {len(notes)} more notes")
+        data = b"".join(fmt.pack_note(self.epoch, first + n, kind, entry) for n, (kind, entry) in enumerate(notes))
+        write_all(self._io, self._fd, data, PAGE + self.written * fmt.NOTE.itemsize)
+        self.written += len(notes)
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        if self._fd >= 0:
+            self._io.close(self._fd)
+            self._fd = -1

@@ -51,10 +51,10 @@ NOTE = np.dtype([("checksum", "<u8"), ("epoch", "<u8"), ("serial", "<u8"), ("kin
 Entries = npt.NDArray[np.void]
 Notes = npt.NDArray[np.void]
 
-ENTERED = 1
+INSERTED = 1
 """Kind of note: the slot holds this record."""
 
-STRUCK = 2
+INVALIDATED = 2
 """Kind of note: the slot holds nothing. As the other kind, it says whose the slab is: what other pools had is gone."""
 
 MAX_TIME = 2**32 - 1
@@ -192,7 +192,7 @@ def pack_note(epoch: int, serial: int, kind: int, entry: bytes) -> bytes:
     return _CHECKSUM.pack(digest(fields)) + fields
 
 
-def pack_strike(slot: int, pool: int) -> bytes:
+def pack_invalidation(slot: int, pool: int) -> bytes:
     """The entry of a note that `slot` of `pool` holds nothing."""
     return _ENTRY.pack(NO_PARENT, NO_PARENT, NO_PARENT, slot, 0, pool, 0, 0, 0, 0, 0)
 
@@ -203,8 +203,8 @@ def parse_notes(epoch: int, data: bytes, after: int = 0) -> Notes:
     good = notes["epoch"] == epoch
     good[:1] &= notes["serial"][:1] > after
     good[1:] &= notes["serial"][1:] > notes["serial"][:-1]
-    entered, struck = notes["kind"] == ENTERED, notes["kind"] == STRUCK
-    good &= (entered & describes(notes["entry"])) | (struck & (notes["entry"]["length"] == 0))
+    inserted, invalidated = notes["kind"] == INSERTED, notes["kind"] == INVALIDATED
+    good &= (inserted & describes(notes["entry"])) | (invalidated & (notes["entry"]["length"] == 0))
     few = _leading(good)
     raw = memoryview(data)
     size, skip = NOTE.itemsize, _CHECKSUM.size
@@ -215,7 +215,7 @@ def parse_notes(epoch: int, data: bytes, after: int = 0) -> Notes:
 
 
 def replay(entries: Entries, notes: Notes, stride: int) -> Entries:
-    """`entries` as they are after `notes`; what was entered last comes last. A slab has `stride` slots.
+    """`entries` as they are after `notes`; what was inserted last comes last. A slab has `stride` slots.
 
     A note about a slot of one pool ends what other pools had in its slab.
     """

@@ -18,17 +18,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from longshore.errors import FormatError, TierError
 from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import SEGMENT, Directory
 from longshore.tiers.file.index import Index, index_files
-from longshore.tiers.file.index_format import Entries, fit, one_size_a_slab
-from longshore.tiers.file.loading import load
-from longshore.tiers.file.scanning import scan
+from longshore.tiers.file.recovery import recover
 from longshore.tiers.file.segment import Segment
 from longshore.tiers.file.superblock import FILES, Superblocks
 from longshore.tiers.ops import MAX_GENERATION
@@ -106,7 +102,7 @@ def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) 
         undo.callback(superblocks.close)
         superblocks.open()
         superblocks.write(superblock)
-        entries, epoch = _entries(directory, segment, superblock, held)
+        entries, epoch = recover(directory, segment, superblock, held)
         index = Index(directory, slabs, entries, epoch, fmt.sequence(superblock.opens, 0))
         undo.callback(index.close)
         for name, nbytes in {**files, SEGMENT: slabs.nbytes}.items():
@@ -143,18 +139,6 @@ def _next_superblock(
         _listed(sizes),
     )
     return fmt.Superblock(fresh.slabs, fresh.slab_bytes, sizes, before.generation + 1, before.opens + 1)
-
-
-def _entries(directory: Directory, segment: Segment, superblock: fmt.Superblock, held: int) -> tuple[Entries, int]:
-    """What the first `held` slabs hold, least recently used first; and the epoch of the next checkpoint."""
-    slabs = replace(superblock.geometry, slabs=held)
-    epoch, entries = load(directory, slabs.stride)
-    if entries is None:
-        if held:
-            _log.warning("%s: no usable index; recovering from the record headers of %d slabs", directory.path, held)
-        entries = scan(segment, slabs)
-    entries = entries.take(np.flatnonzero((entries["generation"] == superblock.generation) & fit(entries, slabs)))
-    return one_size_a_slab(entries, slabs.stride), epoch
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -1,4 +1,7 @@
-"""Input and output on one preallocated file: whole vectors, or an honest count.
+"""The segment, and how images get between it and memory: host memory here, a device's in `gds.py`.
+
+    write    image ─► checksum ─► header │ image ─► segment          one call where images lie in host memory
+    read     segment ─► header │ image                                verified by whoever asked, then delivered
 
 Direct I/O where the file system allows it, so that neither writes nor reads live off the page cache. Where it does not,
 `Segment.direct` says so, and pages are dropped from the cache once they are on the medium.
@@ -8,137 +11,208 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from longshore.boundary import Status
+from longshore.checksums import XXH3_64, checksum
 from longshore.errors import TierError
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import PAGE, Arena, align
+from longshore.tiers.base import TierOp
+from longshore.tiers.file.coalescing import move_records
 from longshore.tiers.file.directory import SEGMENT, Directory
-from longshore.tiers.file.steps import Move
-from longshore.tiers.file.system import Piece, Queue, patiently
-from longshore.tiers.file.turns import TURN_RECORDS
+from longshore.tiers.file.format import Verdict
+from longshore.tiers.file.queue import Piece, Queue, Steps
+from longshore.tiers.file.system import read_into
 
-Buffers = list[memoryview]
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a disk, or of a user's share of it, that takes no more."""
 
 _log = logging.getLogger(__name__)
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_FINAL = _FULL | {errno.EIO}
-
 
 class Segment:
-    """At least `nbytes` of a file, all of them allocated.
+    """At least `nbytes` of the file of slots, all of them allocated.
 
     Attributes:
         direct: Whether reads and writes bypass the page cache. Then addresses, offsets and lengths must be aligned
             to `PAGE`.
+        fd: Its descriptor.
     """
 
     def __init__(self, directory: Directory, nbytes: int) -> None:
         self._io = directory.io
-        self._fd = directory.reserve(SEGMENT, nbytes)
-        self._queue: Queue | None = None
+        self._path = directory.path / SEGMENT
+        self.fd = directory.reserve(SEGMENT, nbytes)
         try:
-            self.direct = self._io.enable_direct(self._fd)
+            self.direct = self._io.enable_direct(self.fd)
         except OSError as error:
-            self._io.close(self._fd)
-            raise TierError(f"{directory.path / SEGMENT}: cannot be used: {error.strerror}") from error
+            self._io.close(self.fd)
+            raise TierError(f"{self._path}: cannot be used: {error.strerror}") from error
 
-    @property
-    def fd(self) -> int:
-        """The file's descriptor, for those who move its bytes by other calls."""
-        return self._fd
-
-    def open_queue(self, turns: int) -> Queue | None:
-        """What moves many pieces at once, for so many turns; `None` where the system has none. Closed with this."""
+    def open_queue(self, pieces: int, buffers: int) -> Queue | None:
+        """The system's asynchronous I/O, for so many pieces of so many buffers; `None` where it has none."""
         try:
-            if self.direct:
-                self._queue = self._io.open_queue(self._fd, turns * TURN_RECORDS, 2 * TURN_RECORDS)
+            return self._io.open_queue(self.fd, pieces, buffers) if self.direct else None
         except OSError as error:
-            _log.warning("no asynchronous I/O, threads instead (is fs.aio-max-nr used up?): %s", error.strerror)
-        return self._queue
+            _log.warning(
+                "%s: no asynchronous I/O (%s); threads instead, which are slower: on ext4 or xfs, check fs.aio-max-nr",
+                self._path,
+                error.strerror,
+            )
+            return None
 
-    def move(self, move: Move) -> list[Status]:
-        """Whether each piece was moved whole, with all patience and one after the other, or else why not."""
-        return [self._move_one(piece, writing=move.writing) for piece in move.pieces]
-
-    def _move_one(self, piece: Piece, *, writing: bool) -> Status:
+    def move(self, piece: Piece, *, writing: bool) -> int:
+        """One plain call: bytes moved, or an error number below zero: `EINTR`, one of `FULL`, or `EIO` for the rest."""
         try:
-            if writing:
-                self.write(*piece)
-            elif self.read(*piece) < _size(piece.buffers):
-                return Status.SHORT
+            moved = (self._io.pwritev if writing else self._io.preadv)(self.fd, piece.buffers, piece.offset)
+            if not self.direct:
+                if writing:  # only clean pages can be dropped: for the sake of memory, not of durability
+                    self._io.fsync(self.fd)
+                self._io.drop_cache(self.fd, piece.offset, moved)
         except OSError as error:
-            _log.debug("%s of byte %d: %s", "write" if writing else "read", piece.offset, error)
-            return status_of(error)
-        return Status.OK
+            _log.debug("%s: %s at byte %d failed: %s", self._path, "write" if writing else "read", piece.offset, error)
+            return -error.errno if error.errno in FULL | {errno.EINTR} else -errno.EIO
+        return moved
 
-    def read(self, buffers: Buffers, offset: int) -> int:
-        """Fill `buffers` from `offset`; fewer bytes than they hold only where the file ends."""
-        done = self._move(self._io.preadv, buffers, offset)
+    def read_page(self, page: memoryview, offset: int) -> bool:
+        """Read a page; whether the file has all of it. Raises `OSError`."""
+        whole = read_into(self._io, self.fd, page, offset) == PAGE
         if not self.direct:
-            self._io.drop_cache(self._fd, offset, done)
-        return done
-
-    def write(self, buffers: Buffers, offset: int) -> None:
-        """Write all of `buffers` at `offset`."""
-        total = _size(buffers)
-        done = self._move(self._io.pwritev, buffers, offset)
-        if done < total:
-            raise OSError(errno.EIO, f"only {done} of {total} bytes were written")
-        if not self.direct:
-            # Only clean pages can be dropped. This is for the sake of memory, not of durability.
-            self._io.fsync(self._fd)
-            self._io.drop_cache(self._fd, offset, total)
+            self._io.drop_cache(self.fd, offset, PAGE)
+        return whole
 
     def close(self) -> None:
-        """Give the descriptor back, and the queue, which nobody uses any more. Idempotent."""
-        if self._queue is not None:
-            self._queue.close()
-            self._queue = None
-        if self._fd >= 0:
-            self._io.close(self._fd)
-            self._fd = -1
-
-    def _move(self, call: Callable[..., int], buffers: Buffers, offset: int) -> int:
-        """Repeat `call` until all of `buffers` have been moved or nothing moves any more; bytes moved."""
-        left = list(buffers)
-        done = 0
-        while left:
-            moved = patiently(call, self._fd, left, offset + done)
-            # Direct I/O must go on from an aligned place: what lies beyond it is moved a second time.
-            step = moved if not self.direct or moved >= _size(left) else moved // PAGE * PAGE
-            if step <= 0:
-                break
-            done += step
-            _drop(left, step)
-        return done
+        """Give the descriptor back. Idempotent."""
+        if self.fd >= 0:
+            self._io.close(self.fd)
+            self.fd = -1
 
 
-def status_of(error: OSError) -> Status:
-    """What became of an operation that ended so."""
-    return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
+Seal = Callable[[int, int, int], bytes]
+"""The header page of a record, given its position among those that are written, algorithm and checksum of its image."""
 
 
-def outcome(piece: Piece, moved: int) -> Status | None:
-    """What became of a piece of which a queue moved so many bytes, or which ended with an error number below zero.
+class Staging(NamedTuple):
+    """Page-aligned memory of one task: header pages, and room for an image that cannot be moved where it is."""
 
-    `None` where that is not the disk's last word: what was interrupted, refused or cut short may go well yet.
-    """
-    if moved < 0:
-        return status_of(OSError(-moved, os.strerror(-moved))) if -moved in _FINAL else None
-    return Status.OK if moved == _size(piece.buffers) else None
+    headers: tuple[memoryview, ...]
+    bounce: memoryview
+
+    @property
+    def header(self) -> memoryview:
+        """That of a single record."""
+        return self.headers[0]
+
+    def padded(self, length: int) -> memoryview:
+        """The whole pages of `bounce` that an image of `length` takes, zero behind it."""
+        body = self.bounce[: align(length)]
+        body[length:] = bytes(len(body) - length)
+        return body
 
 
-def _size(buffers: Buffers) -> int:
-    return sum(buffer.nbytes for buffer in buffers)
+def make_staging(image_bytes: int, records: int = 1) -> Staging:
+    """Staging for images of up to `image_bytes`, and up to `records` of them at once."""
+    memory = memoryview(mmap.mmap(-1, records * PAGE + image_bytes))
+    headers = tuple(memory[at * PAGE : (at + 1) * PAGE] for at in range(records))
+    return Staging(headers, memory[records * PAGE :])
 
 
-def _drop(buffers: Buffers, nbytes: int) -> None:
-    """Remove the first `nbytes` of `buffers`, in place."""
-    while buffers and nbytes >= buffers[0].nbytes:
-        nbytes -= buffers[0].nbytes
-        del buffers[0]
-    if nbytes:
-        buffers[0] = buffers[0][nbytes:]
+class Verifier(NamedTuple):
+    """What a read asks about a record that has arrived: of its header, by its position, and of the image's checksum."""
+
+    judge: Callable[[int], Verdict]
+    is_intact: Callable[[int, int], bool]
+
+
+class Payload(Protocol):
+    """The images of a tier's operations, in the memory that their offsets mean."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of that memory. Raises `TierClosedError` when it is gone."""
+
+    @property
+    def blocks(self) -> bool:
+        """Whether its pieces have calls, for the threads of a `ThreadQueue`."""
+
+    def joins(self, op: TierOp) -> bool:
+        """Whether its record can be moved together with others."""
+
+    def write(self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
+        """Write records to bytes `places` of the segment, ascending; several only where all join.
+
+        Whether each was written whole. `DeviceError` means that none was.
+        """
+
+    def read(
+        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
+    ) -> Steps[list[Status]]:
+        """Read the records at `places`, headers into those of `staging`; images that are right are where they belong.
+
+        As `write`.
+        """
+
+    def close(self) -> None:
+        """Give back what was taken at start. Idempotent."""
+
+
+class HostPayload:
+    """Images in `arena`: moved with their header in one call, from and to where they are if addresses allow it."""
+
+    blocks = False
+
+    def __init__(self, arena: Arena, segment: Segment) -> None:
+        self._arena = arena
+        self._direct = segment.direct
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena; raises when it was closed under us."""
+        return self._arena.array.nbytes
+
+    def joins(self, op: TierOp) -> bool:
+        """Whether it is moved where it is."""
+        return is_aligned(op)
+
+    def write(self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
+        """As many pieces as do not lie one behind the other, all at once."""
+        bodies = [self._body(op, staging) for op in ops]
+        for at, (op, body, header) in enumerate(zip(ops, bodies, staging.headers, strict=False)):
+            if self._is_staged(op):
+                staging.padded(op.length)[: op.length] = self._arena.view(op.offset, op.length)
+            header[:] = seal(at, XXH3_64, checksum(XXH3_64, body[: op.length]))
+        return (yield from move_records(staging.headers, bodies, places, writing=True))
+
+    def read(
+        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
+    ) -> Steps[list[Status]]:
+        """The same."""
+        bodies = [self._body(op, staging) for op in ops]
+        statuses = yield from move_records(staging.headers, bodies, places, writing=False)
+        for at, (op, body) in enumerate(zip(ops, bodies, strict=True)):
+            if statuses[at] is Status.OK:
+                image = body[: op.length]
+                statuses[at], expected, algorithm = verifier.judge(at)
+                if statuses[at] is not Status.OK:
+                    continue
+                if not verifier.is_intact(checksum(algorithm, image), expected):
+                    statuses[at] = Status.CORRUPT
+                elif self._is_staged(op):
+                    self._arena.view(op.offset, op.length)[:] = image
+        return statuses
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+    def _body(self, op: TierOp, staging: Staging) -> memoryview:
+        return staging.bounce[: align(op.length)] if self._is_staged(op) else self._arena.view(op.offset, op.length)
+
+    def _is_staged(self, op: TierOp) -> bool:
+        return self._direct and not is_aligned(op)
+
+
+def is_aligned(op: TierOp) -> bool:
+    """Whether direct I/O can move the image of `op` where it is."""
+    return (op.offset | op.length) % PAGE == 0

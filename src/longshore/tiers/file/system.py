@@ -13,9 +13,10 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from longshore.tiers.arena import PAGE
+from longshore.tiers.file.queue import Queue
 
 T = TypeVar("T")
 
@@ -25,35 +26,6 @@ _INTERRUPTIONS = 100
 """A call that is interrupted more often than this in a row is an error, not bad luck."""
 
 _NEVER_THROUGH_A_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class Piece(NamedTuple):
-    """What moves as one: writable memory, and the byte of the file that it begins at."""
-
-    buffers: list[memoryview]
-    offset: int
-
-
-class Queue(Protocol):
-    """Moves many pieces of one file at once, for one thread; only `wake` may be called by others."""
-
-    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """Have pieces moved, and their numbers, each of one piece until it has ended.
-
-        No more of them, and of no more buffers each, than were said to `open_queue`.
-        """
-
-    def ended(self) -> list[tuple[int, int]]:
-        """Numbers of pieces that have ended since the last call, and bytes moved, or an error number below zero."""
-
-    def wait(self) -> None:
-        """Until a piece has ended, or `wake` was called, since the last call."""
-
-    def wake(self) -> None:
-        """End `wait`, or the next one."""
-
-    def close(self) -> None:
-        """Wait for what is under way, and give back what is held."""
 
 
 class RawIo(Protocol):
@@ -112,7 +84,12 @@ class RawIo(Protocol):
 
 
 class SystemIo:
-    """`RawIo` of the operating system, without a queue: `deep.py` has that."""
+    """`RawIo` of the operating system, without a queue: `LinuxIo` (`aio.py`) has that."""
+
+    fstat = staticmethod(os.fstat)
+    fchmod = staticmethod(os.fchmod)
+    pread = staticmethod(os.pread)
+    ftruncate = staticmethod(os.ftruncate)
 
     def open_directory(self, path: Path, /, *, create: bool) -> int:
         """`Path.mkdir`, `os.open`."""
@@ -134,14 +111,6 @@ class SystemIo:
                 raise  # it was not ours: a mistake in here, and no trouble with the disk
             _log.warning("closing file descriptor %d failed: %s", fd, error)
 
-    def fstat(self, fd: int, /) -> os.stat_result:
-        """`os.fstat`."""
-        return os.fstat(fd)
-
-    def fchmod(self, fd: int, mode: int, /) -> None:
-        """`os.fchmod`."""
-        os.fchmod(fd, mode)
-
     def lock(self, fd: int, /) -> bool:
         """A record lock: unlike `flock`'s it is the process's own, and a forked child does not keep it."""
         try:
@@ -151,10 +120,6 @@ class SystemIo:
                 return False
             raise
         return True
-
-    def pread(self, fd: int, nbytes: int, offset: int, /) -> bytes:
-        """`os.pread`."""
-        return os.pread(fd, nbytes, offset)
 
     def pwrite(self, fd: int, data: bytes | memoryview, offset: int, /) -> int:
         """`os.pwrite`."""
@@ -171,10 +136,6 @@ class SystemIo:
     def fsync(self, fd: int, /) -> None:
         """`os.fsync`."""
         os.fsync(fd)
-
-    def ftruncate(self, fd: int, nbytes: int, /) -> None:
-        """`os.ftruncate`."""
-        os.ftruncate(fd, nbytes)
 
     def allocate(self, fd: int, nbytes: int, /) -> None:
         """`os.posix_fallocate`."""
@@ -217,6 +178,17 @@ def read_all(io: RawIo, fd: int, nbytes: int, offset: int) -> bytes:
         parts.append(part)
         done += len(part)
     return b"".join(parts)
+
+
+def read_into(io: RawIo, fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset`; bytes read, fewer only where the file ends."""
+    done = 0
+    while done < len(buffer):
+        moved = patiently(io.preadv, fd, [buffer[done:]], offset + done)
+        if moved <= 0:
+            break
+        done += moved
+    return done
 
 
 def write_all(io: RawIo, fd: int, data: bytes | memoryview, offset: int) -> None:

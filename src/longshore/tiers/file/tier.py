@@ -1,6 +1,6 @@
 """The file tier: block images on local NVMe that outlive the process, and never a byte that was not written.
 
-Each operation moves [header, image] between a slot of the segment and the memory where images are (`payload.py`). It is
+Each operation moves [header, image] between a slot of the segment and the memory where images are (`segment.py`). It is
 a cache: nothing is synchronised per record, so a crash may lose or tear the newest ones. Every read therefore verifies
 everything, and what does not verify is a miss.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
@@ -21,19 +22,16 @@ from longshore.errors import DeviceError, TierClosedError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
+from longshore.tiers.file.checkpointer import Checkpointer
+from longshore.tiers.file.coalescing import TASK_RECORDS, coalesce
 from longshore.tiers.file.directory import Directory
-from longshore.tiers.file.dispatch import Dispatcher, Order
+from longshore.tiers.file.executor import WINDOW_TASKS, Executor, Order
 from longshore.tiers.file.health import Health, State
 from longshore.tiers.file.index_format import Entries
-from longshore.tiers.file.keeper import Keeper
 from longshore.tiers.file.opening import open_files, slabs_within
-from longshore.tiers.file.payload import Arrived, HostPayload, Lane, Payload, make_lane
-from longshore.tiers.file.rolling import WINDOW_TURNS, Rolling
-from longshore.tiers.file.segment import Segment, status_of
-from longshore.tiers.file.steps import Steps, carry_out
+from longshore.tiers.file.queue import Queue, Steps, ThreadQueue
+from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, Verifier, make_staging
 from longshore.tiers.file.system import RawIo
-from longshore.tiers.file.turns import TURN_RECORDS, cut
-from longshore.tiers.file.workers import Workers
 from longshore.tiers.ops import check_batch, check_digest, check_generation, check_slots
 
 _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, StoredChunk)
@@ -87,6 +85,7 @@ class FileTier(Tier):
         self.image_bytes = sizes
         self._scope = scope
         self._closed = False
+        self._aio: Queue | None = None
         self._health = Health(str(directory))
         with contextlib.ExitStack() as resources:
             self._directory = Directory(directory, io)
@@ -103,15 +102,17 @@ class FileTier(Tier):
             resources.callback(self._index.flush)
             self.direct = self._segment.direct
             if not self.direct:
-                _log.warning("%s: the file system has no direct I/O; buffered reads and writes instead", directory)
+                _log.warning(
+                    "%s: the file system has no direct I/O; buffered reads and writes instead, which are slower: local "
+                    "ext4 or xfs has it",
+                    directory,
+                )
             self._payload = HostPayload(arena, self._segment) if isinstance(arena, Arena) else arena(self._segment)
             resources.callback(self._payload.close)
-            self._keeper = Keeper(self._index, f"longshore-{self.name}-index")
-            resources.callback(self._keeper.close)
-            self._dispatcher = Dispatcher()
-            self._queue = None if self._payload.waits else self._segment.open_queue(WINDOW_TURNS)
-            self._hands = self._start(threads)
-            resources.callback(self._hands.close)
+            self._checkpointer = Checkpointer(self._index, f"longshore-{self.name}-index")
+            resources.callback(self._checkpointer.close)
+            self._executor = self._start(threads)
+            resources.callback(self._executor.close)
             self._resources = resources.pop_all()
 
     @property
@@ -120,7 +121,7 @@ class FileTier(Tier):
 
         `no_direct_io`: by way of the page cache. `no_queue`: one piece for each thread, not several at once.
         """
-        return {"no_direct_io": int(not self.direct), "no_queue": int(self._queue is None and not self._payload.waits)}
+        return {"no_direct_io": int(not self.direct), "no_queue": int(self._aio is None and not self._payload.blocks)}
 
     @property
     def generation(self) -> int:
@@ -135,12 +136,12 @@ class FileTier(Tier):
     @property
     def ended(self) -> int:
         """Operations that were carried out until now: while this grows, the disk answers."""
-        return self._dispatcher.ended
+        return self._executor.ended
 
     @property
     def troubles(self) -> dict[str, int]:
         """How often something went wrong, by what it was; everything that can is there from the start."""
-        return {**self._health.troubles, "checkpoint": self._keeper.failures}
+        return {**self._health.troubles, "checkpoint": self._checkpointer.failures}
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Queue `batch`. Generations above `generation` are refused: they have not been made known by `forget`."""
@@ -152,29 +153,28 @@ class FileTier(Tier):
             # Such a record would outlive a crash without its generation, and could be served after a later reset.
             raise TierError(f"generation {newest} was never given to forget(), which knows {self._stored_generation}")
         if self._health.allows(Op.WRITE):
-            # All at once, which is one call of the system's; `_write` strikes what was entered since, or what failed.
+            # All at once, in one system call; `_write` invalidates what was inserted since, or what failed.
             with contextlib.suppress(OSError):
-                self._index.strike((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
-        turns = cut(batch, self._place, self._payload.joins, apart=self._queue is not None)
-        return self._dispatcher.submit(batch, turns, deadline)
+                self._index.invalidate((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
+        return self._executor.submit(batch, coalesce(batch, self._place, self._payload.joins), deadline)
 
     def poll(self) -> list[TierResult]:
         """Results since the last call. What they say was written, the next process knows of."""
         self._check_process()
-        results = self._dispatcher.poll()
+        results = self._executor.poll()
         if results and not self._closed:
             self._index.flush()
-            self._keeper.nudge()
+            self._checkpointer.nudge()
         return results
 
     def call_at_end(self, call: Callable[[], None]) -> None:
         """Have `call` called, in any thread, when a batch has ended and `poll` tells of it; it must be short."""
-        self._dispatcher.at_end = call
+        self._executor.at_end = call
 
     def cancel(self, ticket: int) -> None:
         """End what has not begun of `ticket`."""
         self._check_process()
-        self._dispatcher.cancel(ticket)
+        self._executor.cancel(ticket)
 
     def close(self) -> None:
         """End what is queued, wait for what has begun, give back threads, files and the lock.
@@ -184,6 +184,8 @@ class FileTier(Tier):
         self._closed = True
         if self._directory.forked:
             self._superblocks.close()
+            if self._aio is not None:
+                self._aio.close()
             self._segment.close()
             self._index.close()
             self._directory.close()
@@ -264,7 +266,11 @@ class FileTier(Tier):
             try:
                 self._superblocks.drop()
             except TierError as worse:
-                _log.error("%s; remove %s before the next start", worse, self._directory.path)
+                _log.error(
+                    "%s; remove %s before the next start, or records from before the reset may be served",
+                    worse,
+                    self._directory.path,
+                )
 
     def _check_process(self) -> None:
         if self._directory.forked:
@@ -279,35 +285,31 @@ class FileTier(Tier):
         """The byte of the segment where the record of `op` begins."""
         return self.slabs.offset(op.pool, op.slot)
 
-    def _start(self, threads: int) -> Rolling | Workers:
-        """Whoever carries out turns."""
+    def _start(self, threads: int) -> Executor:
         name = f"longshore-{self.name}"
-        if self._queue is not None:
-            lanes = self._make_lanes(WINDOW_TURNS)
-            return Rolling(self._dispatcher, self._steps, self._queue, self._segment.move, lanes, name)
-        lanes = self._make_lanes(threads)
+        if not self._payload.blocks:
+            self._aio = self._segment.open_queue(WINDOW_TASKS * TASK_RECORDS, 2 * TASK_RECORDS)
+        tasks, depth = (threads, threads) if self._aio is None else (WINDOW_TASKS, math.inf)
+        stagings = [make_staging(self.image_bytes[-1], TASK_RECORDS) for _ in range(tasks)]
+        queue = self._aio or ThreadQueue(self._segment.move, threads, name)
+        return Executor(queue, self._segment, self._steps, stagings, name, depth=depth)
 
-        def execute(turn: Sequence[Order], worker: int) -> Sequence[Status]:
-            return carry_out(self._steps(turn, lanes[worker]), self._segment.move)
+    def _steps(self, task: Sequence[Order], staging: Staging) -> Steps[Sequence[Status]]:
+        """Carry out operations of one kind and generation; more than one if all can be moved with others.
 
-        return Workers(self._dispatcher, execute, threads, name)
-
-    def _make_lanes(self, count: int) -> list[Lane]:
-        return [make_lane(self.image_bytes[-1], TURN_RECORDS) for _ in range(count)]
-
-    def _steps(self, turn: Sequence[Order], lane: Lane) -> Steps[Sequence[Status]]:
-        """All records of `turn` together; those that were not moved, each by itself, so that one fails alone."""
-        if (refusal := self._refusal(turn[0].op)) is not None:
-            return [refusal] * len(turn)
-        claims, statuses = yield from self._try(turn, lane)
-        if len(turn) == 1 or _all_ok(statuses):
-            return self._settle(turn, claims, statuses)
+        Those that were not moved whole are tried once more, each by itself: a bad sector fails one record.
+        """
+        if (refusal := self._refusal(task[0].op)) is not None:
+            return [refusal] * len(task)
+        claims, statuses = yield from self._try(task, staging)
+        if len(task) == 1 or _all_ok(statuses):
+            return self._settle(task, claims, statuses)
         moved = [status not in _NOT_MOVED for status in statuses]
-        whole = list(compress(turn, moved)), list(compress(claims, moved)), list(compress(statuses, moved))
+        whole = list(compress(task, moved)), list(compress(claims, moved)), list(compress(statuses, moved))
         settled = iter(self._settle(*whole))
         ended: list[Status] = []
-        for order, over in zip(turn, moved, strict=True):
-            ended += [next(settled)] if over else (yield from self._steps([order], lane))
+        for order, over in zip(task, moved, strict=True):
+            ended += [next(settled)] if over else (yield from self._steps([order], staging))
         return ended
 
     def _refusal(self, op: TierOp) -> Status | None:
@@ -316,74 +318,65 @@ class FileTier(Tier):
             return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
         return None if self._health.allows(op.op) else Status.TIER_OFF
 
-    def _try(self, turn: Sequence[Order], lane: Lane) -> Steps[tuple[list[int], list[Status]]]:
-        """Which records to be read the index knows (`Index.claimed`), and what came of all of `turn`."""
-        ops = [op for op, _ in turn]
+    def _try(self, task: Sequence[Order], staging: Staging) -> Steps[tuple[list[int], list[Status]]]:
+        """Which records to be read the index knows (`Index.find`), and what came of all of `task`."""
+        ops = [op for op, _ in task]
         reading = ops[0].op is Op.READ
-        claims = self._index.claimed([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
+        claims = self._index.find([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
         try:
-            return claims, (yield from self._read(ops, lane) if reading else self._write(turn, lane))
+            return claims, (yield from self._read(ops, staging) if reading else self._write(task, staging))
         except OSError as error:
             _log.debug("%s of %d slots from %d on: %s", ops[0].op.value, len(ops), ops[0].slot, error)
-            return claims, [status_of(error)] * len(ops)
+            return claims, [Status.NO_SPACE if error.errno in FULL else Status.IO_ERROR] * len(ops)
         except DeviceError as error:  # of the device where images are: what the disk holds is as good as before
             _log.debug("%s of slot %d: %s", ops[0].op.value, ops[0].slot, error)
             return [], [Status.IO_ERROR] * len(ops)
 
-    def _settle(self, turn: Sequence[Order], claims: Sequence[int], statuses: list[Status]) -> list[Status]:
+    def _settle(self, task: Sequence[Order], claims: Sequence[int], statuses: list[Status]) -> list[Status]:
         """What `statuses` mean for the index, and for the disk; what they are, if there was a reset meanwhile."""
         if claims:
-            self._index.touch([op.slot for (op, _), how in zip(turn, statuses, strict=True) if how is Status.OK])
+            self._index.touch([op.slot for (op, _), how in zip(task, statuses, strict=True) if how is Status.OK])
             if not _all_ok(statuses):
-                self._condemn(turn, claims, statuses)
-            if turn[0].op.generation < self.generation:
+                self._quarantine(task, claims, statuses)
+            if task[0].op.generation < self.generation:
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:
-            self._health.note(turn[0].op.op, statuses)
-        self._keeper.nudge()
+            self._health.note(task[0].op.op, statuses)
+        self._checkpointer.nudge()
         return statuses
 
-    def _condemn(self, turn: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:
+    def _quarantine(self, task: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:
         """What is no good is not to be found again."""
-        for (op, _), claimed, status in zip(turn, claims, statuses, strict=True):
+        for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
             if claimed and status.condemns_source:
-                self._index.condemn(op.slot, claimed)
+                self._index.quarantine(op.slot, claimed)
 
-    def _write(self, turn: Sequence[Order], lane: Lane) -> Steps[list[Status]]:
+    def _write(self, task: Sequence[Order], staging: Staging) -> Steps[list[Status]]:
         headers: list[fmt.RecordHeader] = []
 
         def seal(at: int, algorithm: int, checksum: int) -> bytes:
-            op, serial = turn[at]
+            op, serial = task[at]
             written = fmt.sequence(self._superblock.opens, serial)
             identity = op.key, op.parent, self._scope, op.slot, op.generation, op.length
             headers.append(fmt.RecordHeader(*identity, written, checksum, op.pool, algorithm))
             return fmt.pack_header(headers[-1])
 
-        ops = [op for op, _ in turn]
-        self._index.strike([(op.slot, op.pool) for op in ops])
-        statuses = yield from self._payload.write(ops, lane, list(map(self._place, ops)), seal)
-        self._index.enter([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
+        ops = [op for op, _ in task]
+        self._index.invalidate([(op.slot, op.pool) for op in ops])
+        statuses = yield from self._payload.write(ops, staging, list(map(self._place, ops)), seal)
+        self._index.insert([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
         return statuses
 
-    def _read(self, ops: Sequence[TierOp], lane: Lane) -> Steps[list[Status]]:
-        arrived = yield from self._payload.read(ops, lane, list(map(self._place, ops)))
-        return [
-            self._verify(op, bytes(header), lane, arrived) if how is Status.OK else how
-            for op, header, how in zip(ops, lane.headers, arrived.statuses, strict=False)
-        ]
+    def _read(self, ops: Sequence[TierOp], staging: Staging) -> Steps[list[Status]]:
+        def judge(at: int) -> fmt.Verdict:
+            op = ops[at]
+            if not self._index.is_given(op.slot, op.pool):
+                return fmt.Verdict(Status.MISMATCH)
+            wanted = fmt.Wanted(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
+            return fmt.judge(bytes(staging.headers[at]), wanted)
 
-    def _verify(self, op: TierOp, header: bytes, lane: Lane, arrived: Arrived) -> Status:
-        """What arrived for `op`; delivered, if it is right."""
-        if not self._index.is_given(op.slot, op.pool):
-            return Status.MISMATCH
-        verdict = fmt.judge(header, fmt.Wanted(op.key, self._scope, op.slot, op.pool, op.generation, op.length))
-        if verdict.status is not Status.OK:
-            return verdict.status
-        found = self._payload.checksum(op, lane, arrived, verdict.algorithm)
-        if not self._payload_is_intact(found, verdict.payload_checksum):
-            return Status.CORRUPT
-        self._payload.deliver(op, lane, arrived)
-        return Status.OK
+        verifier = Verifier(judge, self._payload_is_intact)
+        return (yield from self._payload.read(ops, staging, list(map(self._place, ops)), verifier))
 
     def _payload_is_intact(self, found: int, expected: int) -> bool:
         """Whether an image has the checksum that was written. The one place: a negative control overrides it."""

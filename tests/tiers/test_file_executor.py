@@ -1,8 +1,9 @@
-"""One thread, many turns in the disk: what is under way together, what is gone on with first, what never gets stuck."""
+"""One thread, many tasks in the disk: what is under way together, what is gone on with first, what never gets stuck."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import threading
 import time
@@ -18,8 +19,8 @@ from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import image
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
-from longshore.tiers.file import FileTier, SystemIo, rolling
-from longshore.tiers.file.system import Piece, Queue
+from longshore.tiers.file import FileTier, SystemIo, executor
+from longshore.tiers.file.queue import Piece, Queue
 
 STRIDE = PAGE + TierTests.image_bytes
 SLOTS = 24
@@ -95,7 +96,7 @@ class Held:
         self._under_way.clear()
         self.closed = True
 
-    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+    def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
         with self._changed:
             first, self._numbers = self._numbers, self._numbers + len(pieces)
             numbers = list(range(first, self._numbers))
@@ -106,18 +107,15 @@ class Held:
             assert all(len(piece.buffers) <= self._limits[1] for piece in pieces)
             return numbers
 
-    def ended(self) -> list[tuple[int, int]]:
-        with self._changed:
-            count = int(min(self._allowed, len(self._under_way)))
-            self._allowed -= count
-            moving, self._under_way = self._under_way[:count], self._under_way[count:]
-        return [(number, self._move(*rest)) for number, *rest in moving]
-
-    def wait(self) -> None:
+    def reap(self) -> list[tuple[int, int]]:
         with self._changed:
             while not self._is_awake and not (self._under_way and self._allowed):
                 self._changed.wait()
             self._is_awake = False
+            count = int(min(self._allowed, len(self._under_way)))
+            self._allowed -= count
+            moving, self._under_way = self._under_way[:count], self._under_way[count:]
+        return [(number, self._move(*rest)) for number, *rest in moving]
 
     def wake(self) -> None:
         with self._changed:
@@ -130,9 +128,14 @@ class Held:
         self.closed = True
 
     def _move(self, piece: Piece, writing: bool) -> int:
-        if piece.offset in self.wrong:
-            return self.wrong.pop(piece.offset)
-        return (self._io.pwritev if writing else self._io.preadv)(self._fd, *piece)
+        moved = self.wrong.pop(piece.offset, piece.nbytes)
+        if moved <= 0:
+            return moved
+        left, some = moved, []
+        for buffer in piece.buffers:
+            some.append(buffer[:left])
+            left -= len(some[-1])
+        return (self._io.pwritev if writing else self._io.preadv)(self._fd, some, piece.offset)
 
 
 @pytest.fixture
@@ -169,25 +172,25 @@ def reads(harness: TierHarness) -> list[TierOp]:
 
 def windows(harness: TierHarness) -> dict[bool, int]:
     """Room of reads and writes, to be made less."""
-    room: dict[bool, int] = cast(FileTier, harness.tier)._hands._room  # type: ignore[union-attr]
+    room: dict[bool, int] = cast(FileTier, harness.tier)._executor._room
     return room
 
 
-def test_as_many_turns_as_there_are_lanes_are_in_the_disk_at_once_and_no_more(harness: TierHarness, io: HeldIo) -> None:
+def test_as_many_tasks_as_the_window_has_are_in_the_disk_at_once_and_no_more(harness: TierHarness, io: HeldIo) -> None:
     io.queue.hold()
     ops = reads(harness)
     tickets = [ask(harness, op) for op in ops]
     for more in range(3):
-        io.queue.until(rolling.WINDOW_TURNS + more)
+        io.queue.until(executor.WINDOW_TASKS + more)
         io.queue.let(1)
-    assert io.queue.begun[: rolling.WINDOW_TURNS] == [slot * STRIDE for slot in range(rolling.WINDOW_TURNS)]
+    assert io.queue.begun[: executor.WINDOW_TASKS] == [slot * STRIDE for slot in range(executor.WINDOW_TASKS)]
     io.queue.let()
     for ticket, op in zip(tickets, ops, strict=True):
         served(harness, ticket, op)
-    assert io.queue.most == rolling.WINDOW_TURNS < SLOTS
+    assert io.queue.most == executor.WINDOW_TASKS < SLOTS
 
 
-def test_as_many_bytes_as_the_window_has_are_in_the_disk_at_once_or_a_turn_more(
+def test_as_many_bytes_as_the_window_has_are_in_the_disk_at_once_or_a_task_more(
     harness: TierHarness, io: HeldIo
 ) -> None:
     windows(harness)[False] = 2 * TierTests.image_bytes + 1
@@ -215,7 +218,7 @@ def test_a_batch_whose_pieces_are_there_ends_while_others_are_under_way(harness:
     served(harness, after, second)
 
 
-def test_a_turn_goes_on_when_the_last_of_its_pieces_is_there(harness: TierHarness, io: HeldIo) -> None:
+def test_a_task_goes_on_when_the_last_of_its_pieces_is_there(harness: TierHarness, io: HeldIo) -> None:
     io.queue.hold()
     ops = reads(harness)[::2][:3]
     ticket = ask(harness, *ops)
@@ -230,15 +233,15 @@ def test_a_turn_goes_on_when_the_last_of_its_pieces_is_there(harness: TierHarnes
 
 def test_reads_go_before_writes_that_wait(harness: TierHarness, io: HeldIo) -> None:
     io.queue.hold()
-    for slot in range(rolling.WINDOW_TURNS):
+    for slot in range(executor.WINDOW_TASKS):
         ask(harness, harness.op(Op.WRITE, slot, slot, place=slot))
-    io.queue.until(rolling.WINDOW_TURNS)
+    io.queue.until(executor.WINDOW_TASKS)
     write, read = (harness.op(op, slot, slot, place=slot) for op, slot in ((Op.WRITE, 22), (Op.READ, 23)))
     waiting, urgent = ask(harness, write), ask(harness, read)
     io.queue.let()
     served(harness, urgent, read)
     served(harness, waiting)
-    assert io.queue.begun[rolling.WINDOW_TURNS :] == [23 * STRIDE, 22 * STRIDE]
+    assert io.queue.begun[executor.WINDOW_TASKS :] == [23 * STRIDE, 22 * STRIDE]
 
 
 @pytest.mark.parametrize("moved", [-errno.EAGAIN, -errno.EINTR, -errno.EFAULT, 0, STRIDE - PAGE])
@@ -253,6 +256,47 @@ def test_what_the_queue_was_interrupted_in_or_did_not_take_is_moved_with_patienc
     assert cast(FileTier, harness.tier).troubles[f"{kind.value}_io_error"] == 0
     for slot in (0, 2, 4):
         harness.assert_serves(slot, slot)
+
+
+@pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
+def test_a_piece_that_is_cut_short_goes_on_through_the_queue_from_the_page_it_stopped_in(
+    harness: TierHarness, io: HeldIo, kind: Op
+) -> None:
+    io.queue.wrong = {2 * STRIDE: PAGE + 512, 3 * STRIDE: 2 * PAGE}
+    op = harness.op(kind, 2, 2)
+    served(harness, ask(harness, op), op)
+    assert io.queue.begun == [2 * STRIDE, 2 * STRIDE + PAGE]
+    harness.assert_serves(2, 2)
+
+
+@pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
+def test_a_piece_that_is_interrupted_without_end_has_failed_and_one_that_goes_on_has_not(
+    harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, kind: Op
+) -> None:
+    monkeypatch.setattr(io.queue, "_move", lambda piece, writing: -errno.EINTR)
+    assert harness.run(harness.op(kind, 2, 2)) == (Status.IO_ERROR,)
+    assert io.queue.begun == [2 * STRIDE] * 101
+    monkeypatch.undo()
+    harness.store(2, 2)
+    io.queue.begun.clear()
+    moves = itertools.chain.from_iterable([*[-errno.EINTR] * 60, PAGE] for _ in range(STRIDE // PAGE - 1))
+    move = io.queue._move
+
+    def slow(piece: Piece, writing: bool) -> int:
+        io.queue.wrong = {piece.offset: moved} if (moved := next(moves, None)) is not None else {}
+        return move(piece, writing)
+
+    monkeypatch.setattr(io.queue, "_move", slow)
+    op = harness.op(kind, 2, 2)
+    served(harness, ask(harness, op), op)
+    assert len(io.queue.begun) == 61 * (STRIDE // PAGE - 1) + 1
+
+
+def test_an_executor_that_was_closed_takes_nothing_more(harness: TierHarness) -> None:
+    executor = cast(FileTier, harness.tier)._executor
+    executor.close()
+    with pytest.raises(TierClosedError):
+        executor.submit([], [], math.inf)
 
 
 def test_a_record_that_the_disk_fails_is_tried_once_more_by_itself_while_others_go_on(
@@ -277,8 +321,8 @@ def test_a_record_that_the_disk_fails_is_tried_once_more_by_itself_while_others_
     assert cast(FileTier, harness.tier).troubles["read_io_error"] == 1
 
 
-def test_lanes_come_back_from_turns_that_fail(harness: TierHarness, io: HeldIo) -> None:
-    for _ in range(2 * rolling.WINDOW_TURNS):
+def test_staging_comes_back_from_tasks_that_fail(harness: TierHarness, io: HeldIo) -> None:
+    for _ in range(2 * executor.WINDOW_TASKS):
         io.queue.wrong = {0: -errno.EIO}
         assert harness.run(harness.op(Op.READ, 0, 0)) == (Status.IO_ERROR,)
         harness.assert_serves(1, 1)  # or the disk would be given up
@@ -306,30 +350,30 @@ def test_reads_have_a_window_of_their_own_and_go_past_writes_that_wait_for_their
     assert windows(harness)[True] == 1
 
 
-def test_no_more_turns_than_that_are_ready_for_room_in_the_window(harness: TierHarness, io: HeldIo) -> None:
+def test_no_more_tasks_than_that_are_ready_for_room_in_the_window(harness: TierHarness, io: HeldIo) -> None:
     windows(harness)[False] = 1
     io.queue.hold()
-    tickets = [ask(harness, op) for op in reads(harness)[: 2 + rolling.AHEAD]]
+    tickets = [ask(harness, op) for op in reads(harness)[: 2 + executor.AHEAD]]
     io.queue.until(1)
     give_up = time.monotonic() + PATIENCE
-    while len(cast(FileTier, harness.tier)._dispatcher._reads) > 1:
+    while len(cast(FileTier, harness.tier)._executor._reads) > 1:
         assert time.monotonic() < give_up
     for ticket in tickets:
         harness.tier.cancel(ticket)
     assert harness.wait(tickets[-1]).statuses == (Status.CANCELLED,)
     io.queue.let()
     assert {harness.wait(ticket).statuses for ticket in tickets[:-1]} == {(Status.OK,)}
-    assert len(io.queue.begun) == 1 + rolling.AHEAD
+    assert len(io.queue.begun) == 1 + executor.AHEAD
 
 
-def test_pieces_that_cannot_be_begun_end_their_turn_alone(
+def test_pieces_that_cannot_be_begun_end_their_task_alone(
     harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **__: object) -> list[int]:
         raise BufferError("nobody expects this")
 
-    monkeypatch.setattr(io.queue, "begin", refuse)
-    for _ in range(2 * rolling.WINDOW_TURNS):
+    monkeypatch.setattr(io.queue, "submit", refuse)
+    for _ in range(2 * executor.WINDOW_TASKS):
         assert harness.run(harness.op(Op.READ, 1, 1)) == (Status.IO_ERROR,)
     assert "nobody expects this" in caplog.text
     monkeypatch.undo()
@@ -340,36 +384,36 @@ def test_a_queue_that_breaks_ends_all_and_closes_the_tier(
     harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     io.queue.hold()
-    under_way = [ask(harness, op) for op in reads(harness)[: rolling.WINDOW_TURNS]]
+    under_way = [ask(harness, op) for op in reads(harness)[: executor.WINDOW_TASKS]]
     waiting = ask(harness, reads(harness)[-1])
-    io.queue.until(rolling.WINDOW_TURNS)
+    io.queue.until(executor.WINDOW_TASKS)
 
     def breaks() -> list[tuple[int, int]]:
         raise KeyError(7)
 
-    monkeypatch.setattr(io.queue, "ended", breaks)
+    monkeypatch.setattr(io.queue, "reap", breaks)
     monkeypatch.setattr(io.queue, "close", io.queue.drop)
     io.queue.wake()
     assert {harness.wait(ticket).statuses for ticket in under_way} == {(Status.IO_ERROR,)}
     assert harness.wait(waiting).statuses == (Status.TIER_OFF,)
-    assert "file tier disabled: asynchronous I/O queue failed" in caplog.text
+    assert "file tier disabled: asynchronous I/O queue failed (KeyError: 7); restart the process" in caplog.text
     with pytest.raises(TierClosedError):
         ask(harness, reads(harness)[0])
     harness.tier.close()
 
 
-def test_an_unexpected_error_ends_one_turn_and_the_others_go_on(
+def test_an_unexpected_error_ends_one_task_and_the_others_go_on(
     harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settle, tier = FileTier._settle, cast(FileTier, harness.tier)
 
-    def explode(self: FileTier, turn: Sequence[object], *rest: object) -> list[Status]:
-        if turn[0][0].slot == 1:  # type: ignore[index]
+    def explode(self: FileTier, task: Sequence[object], *rest: object) -> list[Status]:
+        if task[0][0].slot == 1:  # type: ignore[index]
             raise ZeroDivisionError("nobody expects this")
-        return settle(self, turn, *rest)  # type: ignore[arg-type]
+        return settle(self, task, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(FileTier, "_settle", explode)
-    for _ in range(2 * rolling.WINDOW_TURNS):
+    for _ in range(2 * executor.WINDOW_TASKS):
         assert harness.run(harness.op(Op.READ, 1, 1)) == (Status.IO_ERROR,)
     assert "nobody expects this" in caplog.text
     harness.assert_serves(0, 0)
@@ -383,10 +427,10 @@ class TestStuck:
 
     @pytest.fixture
     def stuck(self, harness: TierHarness, io: HeldIo) -> list[int]:
-        """As many turns as there may be under way."""
+        """As many tasks as there may be under way."""
         io.queue.hold()
-        tickets = [ask(harness, op) for op in reads(harness)[: rolling.WINDOW_TURNS]]
-        io.queue.until(rolling.WINDOW_TURNS)
+        tickets = [ask(harness, op) for op in reads(harness)[: executor.WINDOW_TASKS]]
+        io.queue.until(executor.WINDOW_TASKS)
         return tickets
 
     def test_what_waits_ends_by_its_deadline(self, harness: TierHarness, io: HeldIo, stuck: list[int]) -> None:
@@ -394,7 +438,7 @@ class TestStuck:
         assert harness.wait(late).statuses == (Status.DEADLINE,)
         io.queue.let()
         assert {harness.wait(ticket).statuses for ticket in stuck} == {(Status.OK,)}
-        assert len(io.queue.begun) == rolling.WINDOW_TURNS
+        assert len(io.queue.begun) == executor.WINDOW_TASKS
 
     def test_what_waits_can_be_cancelled(self, harness: TierHarness, io: HeldIo, stuck: list[int]) -> None:
         waiting = ask(harness, reads(harness)[-1])

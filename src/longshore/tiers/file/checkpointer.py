@@ -15,7 +15,7 @@ RETRY_SECONDS = 30.0
 """After a checkpoint that failed, the next one is tried so much later."""
 
 
-class Keeper:
+class Checkpointer:
     """Writes checkpoints of `index`, one at a time. Thread-safe.
 
     Attributes:
@@ -62,4 +62,9 @@ class Keeper:
         self._not_before = time.monotonic() + RETRY_SECONDS
         self.failures += 1
         if self.failures == 1:
-            _log.warning("index checkpoint failed: %s; what was written since the last may be lost at a restart", error)
+            _log.warning(
+                "index checkpoint failed: %s; tried again after %d s. Records written since the last one may be lost "
+                "at a restart: check the disk. This is said once",
+                error,
+                RETRY_SECONDS,
+            )

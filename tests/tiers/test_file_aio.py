@@ -19,9 +19,9 @@ from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import image
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
-from longshore.tiers.file import FileTier, deep
-from longshore.tiers.file.deep import AioQueue, DeepIo
-from longshore.tiers.file.system import Piece, Queue
+from longshore.tiers.file import FileTier, aio
+from longshore.tiers.file.aio import AioQueue, LinuxIo
+from longshore.tiers.file.queue import Piece, Queue
 from mappings import open_files
 
 STRIDE = PAGE + TierTests.image_bytes
@@ -54,7 +54,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 @pytest.fixture
 def queue(fd: int) -> Iterator[AioQueue]:
-    queue = DeepIo().open_queue(fd, PIECES, BUFFERS)
+    queue = LinuxIo().open_queue(fd, PIECES, BUFFERS)
     assert isinstance(queue, AioQueue), "this system has one"
     yield queue
     queue.close()
@@ -62,11 +62,10 @@ def queue(fd: int) -> Iterator[AioQueue]:
 
 def move(queue: Queue, pieces: Sequence[Piece], *, writing: bool) -> list[int]:
     """What came of each, when all have ended."""
-    numbers = queue.begin(pieces, writing=writing)
+    numbers = queue.submit(pieces, writing=writing)
     ended: dict[int, int] = {}
     while len(ended) < len(pieces):
-        queue.wait()
-        ended.update(queue.ended())
+        ended.update(queue.reap())
     return [ended[number] for number in numbers]
 
 
@@ -75,7 +74,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.answers: dict[int, list[Callable[..., int]]] = {}
-        self._real = deep._syscall
+        self._real = aio._syscall
 
     def __call__(self, number: int, *arguments: int) -> int:
         if self.answers.get(number):
@@ -98,11 +97,11 @@ def takes_one(real: Callable[..., int], context: int, count: int, *rest: int) ->
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
-    monkeypatch.setattr(deep, "_syscall", calls)
+    monkeypatch.setattr(aio, "_syscall", calls)
     return calls
 
 
-NUMBERS = deep._CALLS[os.uname().machine]
+NUMBERS = aio._CALLS[os.uname().machine]
 
 
 def test_pieces_of_several_buffers_come_from_and_go_to_where_they_belong(queue: AioQueue) -> None:
@@ -167,49 +166,48 @@ def test_pieces_that_were_begun_one_after_the_other_are_under_way_together(queue
     """And the numbers of those that have ended are given again, however often."""
     for _ in range(10 * PIECES):
         pieces = [Piece([memory(1)], page * PAGE) for page in range(PIECES)]
-        numbers = [number for piece in pieces for number in queue.begin([piece], writing=False)]
+        numbers = [number for piece in pieces for number in queue.submit([piece], writing=False)]
         assert sorted(numbers) == list(range(PIECES))
         left = set(numbers)
         while left:
-            queue.wait()
-            for number, moved in queue.ended():
+            for number, moved in queue.reap():
                 assert moved == PAGE
                 left.remove(number)
         assert [piece.buffers[0][0] for piece in pieces] == list(range(PIECES))
-        assert queue.ended() == []
+        queue.wake()
+        assert queue.reap() == []
 
 
 def test_numbers_of_what_was_refused_are_given_once(queue: AioQueue, calls: Calls) -> None:
     calls.answers[NUMBERS.submit] = [takes_one, fails(errno.EAGAIN), fails(errno.EAGAIN)]
     for expected in ([PAGE, -errno.EAGAIN, -errno.EAGAIN], [-errno.EAGAIN] * 3, [PAGE] * 3):
         assert move(queue, [Piece([memory(1)], 0)] * 3, writing=False) == expected
-    numbers = queue.begin([Piece([memory(1)], 0)] * PIECES, writing=False)
+    numbers = queue.submit([Piece([memory(1)], 0)] * PIECES, writing=False)
     assert sorted(numbers) == list(range(PIECES))
 
 
 def test_whoever_waits_can_be_woken_up_before_and_while_it_does(queue: AioQueue) -> None:
     queue.wake()
-    queue.wait()
-    waiting = threading.Thread(target=queue.wait)
+    assert queue.reap() == []
+    waiting = threading.Thread(target=queue.reap)
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
     queue.wake()
     waiting.join(60)
     assert not waiting.is_alive()
-    assert queue.ended() == []
 
 
 def test_nothing_of_it_is_left_in_the_end_nor_when_it_cannot_be_had(fd: int, calls: Calls) -> None:
     before = contexts(), open_files()
-    queue = DeepIo().open_queue(fd, PIECES, BUFFERS)
+    queue = LinuxIo().open_queue(fd, PIECES, BUFFERS)
     assert queue is not None
     assert contexts() > before[0]
     queue.close()
     queue.close()
     calls.answers[NUMBERS.setup] = [fails(errno.EAGAIN)]
     with pytest.raises(OSError, match="temporarily unavailable"):
-        DeepIo().open_queue(fd, PIECES, BUFFERS)
+        LinuxIo().open_queue(fd, PIECES, BUFFERS)
     assert (contexts(), open_files()) == before
 
 
@@ -230,7 +228,7 @@ def test_a_tier_without_a_queue_does_what_others_do(
 def test_threads_are_taken_where_a_submission_may_wait_for_the_disk(
     harness_of: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, kind: str, no_queue: int
 ) -> None:
-    monkeypatch.setattr(deep, "file_system_of", lambda fd: kind)
+    monkeypatch.setattr(aio, "file_system_of", lambda fd: kind)
     harness = harness_of(slots=SLOTS)
     assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": no_queue}
     assert store(harness, APART) == load(harness, APART) == (Status.OK,) * 4
@@ -239,9 +237,9 @@ def test_threads_are_taken_where_a_submission_may_wait_for_the_disk(
 def test_the_file_system_is_the_one_that_is_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with Path("/proc/self/stat").open("rb") as file:
-        assert deep.file_system_of(file.fileno()) == "proc"
+        assert aio.file_system_of(file.fileno()) == "proc"
     reading, writing = os.pipe()
-    assert deep.file_system_of(reading) == "an unknown file system"
+    assert aio.file_system_of(reading) == "an unknown file system"
     os.close(reading)
     os.close(writing)
 
@@ -256,13 +254,14 @@ def test_a_buffered_file_gets_no_queue(
     assert io.moved == []
 
 
-class Spied(DeepIo):
+class Spied(LinuxIo):
     """The system, with a note of what went through its queue; pieces that touch a bad byte fail, there and alone."""
 
     def __init__(self) -> None:
         self.moved: list[list[int]] = []
         self.alone: list[int] = []
         self.bad: dict[int, int] = {}
+        self.short: dict[int, int] = {}
 
     def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
         queue = super().open_queue(fd, pieces, buffers)
@@ -287,17 +286,23 @@ class Spy:
         self._io = io
         self._queue = queue
         self._offsets: dict[int, int] = {}
-        self.wait, self.wake, self.close = queue.wait, queue.wake, queue.close
+        self._together = 0
+        self.wake, self.close = queue.wake, queue.close
 
-    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+    def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
         self._io.moved.append([piece.offset for piece in pieces])
-        numbers = self._queue.begin(pieces, writing=writing)
+        self._together = len(self._io.short)
+        numbers = self._queue.submit(pieces, writing=writing)
         self._offsets.update(zip(numbers, self._io.moved[-1], strict=True))
         return numbers
 
-    def ended(self) -> list[tuple[int, int]]:
-        bad = self._io.bad
-        return [(number, -bad.get(self._offsets[number], -moved)) for number, moved in self._queue.ended()]
+    def reap(self) -> list[tuple[int, int]]:
+        ended = self._queue.reap()
+        while len(ended) < self._together:
+            ended += self._queue.reap()
+        bad, short, self._together = self._io.bad, self._io.short, 0
+        said = [(number, -bad.get(self._offsets[number], -moved)) for number, moved in ended]
+        return [(number, short.pop(self._offsets[number], moved)) for number, moved in said]
 
 
 @pytest.fixture
@@ -373,6 +378,17 @@ def test_a_bad_sector_fails_the_record_that_it_is_in(
     assert {chunk.slot for chunk in harness.tier.recover()} == ({0, 4, 6} if run is store else _left(status))
 
 
+def test_pieces_of_which_several_are_cut_short_at_once_go_on_each_for_itself(harness: TierHarness, io: Spied) -> None:
+    """Though the queue gives the numbers of those that have ended to what is left of others."""
+    store(harness, APART)
+    cut = {slot * STRIDE: (1 + slot // 2) * PAGE for slot in APART}
+    io.short = dict(cut)
+    assert load(harness, APART) == (Status.OK,) * 4
+    rest = {offset + nbytes for offset, nbytes in cut.items() if nbytes < STRIDE}
+    assert {offset for moved in io.moved[2:] for offset in moved} == rest
+    assert io.alone == []
+
+
 def _left(status: Status) -> set[int]:
     """A record that could not be read is not looked for again, if that is the disk's fault."""
     return {0, 4, 6} if status.condemns_source else set(APART)
@@ -395,7 +411,8 @@ def test_what_only_the_queue_cannot_do_is_done_without_it(
         io.alone.clear()
     assert load(harness, APART) == (Status.OK,) * 4
     assert io.alone == []
-    assert [record.levelname for record in caplog.records if "io_submit failed" in record.message] == ["WARNING"]
+    refused = [record.levelname for record in caplog.records if "asynchronous I/O was refused" in record.message]
+    assert refused == ["WARNING"]
     assert cast(FileTier, harness.tier).troubles["read_io_error"] == 0
 
 

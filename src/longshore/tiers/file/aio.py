@@ -1,7 +1,7 @@
 """Many pieces in the disk at once, from one thread: Linux's asynchronous I/O (libaio's).
 
-    begin: io_submit ──► disk ──► event ──► wait ──► ended: io_getevents ──► bytes moved, each
-                          wake ────┘
+    submit: io_submit ──► disk ──► event ──► reap: io_getevents ──► bytes moved, each
+                           wake ────┘
 
 A thread that sleeps in `preadv` for each piece costs about as much processor time as the rest of the way of a short
 image. The calls go through ctypes; the structures are those of linux/aio_abi.h on little-endian machines. Source of
@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longshore.tiers.file.system import Piece, Queue, SystemIo
+from longshore.tiers.file.queue import Piece, Queue
+from longshore.tiers.file.system import SystemIo
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ _syscall.argtypes = [ctypes.c_long] * 6
 _syscall.restype = ctypes.c_long
 
 
-class DeepIo(SystemIo):
+class LinuxIo(SystemIo):
     """`RawIo` of the operating system, with its queue."""
 
     def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
@@ -62,7 +63,7 @@ class DeepIo(SystemIo):
             return None
         kind = file_system_of(fd)
         if kind not in _ASYNCHRONOUS:
-            raise OSError(errno.EOPNOTSUPP, f"it is not known to be asynchronous on {kind}")
+            raise OSError(errno.EOPNOTSUPP, f"io_submit is not known to be asynchronous on {kind}")
         return AioQueue(calls, fd, pieces, buffers)
 
 
@@ -93,7 +94,7 @@ class AioQueue:
         self._pointers = (ctypes.c_uint64 * pieces)()
         self._vectors_each = buffers * _VECTOR.size
         self._free = list(range(pieces))
-        self._under_way: set[int] = set()
+        self._under_way: dict[int, None] = {}  # in order of submission
         self._refused: list[tuple[int, int]] = []
         self._has_warned = False
         self._event = os.eventfd(0)
@@ -103,14 +104,14 @@ class AioQueue:
             os.close(self._event)
             raise
 
-    def begin(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """As `Queue.begin`."""
+    def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        """As `Queue.submit`."""
         given = self._free[-len(pieces) :]
         for at, (number, piece) in enumerate(zip(given, pieces, strict=True)):
             self._describe(number, piece, _PWRITEV if writing else _PREADV)
             self._pointers[at] = ctypes.addressof(self._controls) + number * _CONTROL.size
         del self._free[-len(pieces) :]
-        self._under_way.update(given)
+        self._under_way.update(dict.fromkeys(given))
         begun = 0
         try:
             while begun < len(given):
@@ -120,17 +121,14 @@ class AioQueue:
             self._refuse(given[begun:], error)
         return given
 
-    def ended(self) -> list[tuple[int, int]]:
-        """As `Queue.ended`."""
+    def reap(self) -> list[tuple[int, int]]:
+        """As `Queue.reap`."""
+        os.read(self._event, 8)
         ended, self._refused = self._refused, []
         if self._under_way:
-            ended += self._reap()
+            ended += self._events_of_the_system()
         self._free += [number for number, _ in ended]
         return ended
-
-    def wait(self) -> None:
-        """As `Queue.wait`."""
-        os.read(self._event, 8)
 
     def wake(self) -> None:
         """As `Queue.wake`."""
@@ -152,7 +150,7 @@ class AioQueue:
         control = (number, 0, 0, operation, 0, self._fd, *where, 0, _TELL_EVENT, self._event)
         _CONTROL.pack_into(self._controls, number * _CONTROL.size, *control)
 
-    def _reap(self) -> list[tuple[int, int]]:
+    def _events_of_the_system(self) -> list[tuple[int, int]]:
         at_most = len(self._under_way)
         try:
             count = self._call(self._calls.getevents, self._opened(), 0, at_most, ctypes.addressof(self._events))
@@ -166,15 +164,21 @@ class AioQueue:
             return ended
         events = memoryview(self._events)[: count * _EVENT.size]
         ended = [(number, result) for number, _, result, _ in _EVENT.iter_unpack(events)]
-        self._under_way.difference_update(number for number, _ in ended)
+        for number, _ in ended:
+            del self._under_way[number]
         return ended
 
     def _refuse(self, numbers: Sequence[int], error: OSError) -> None:
-        """They have failed; `ended` says so."""
+        """They have failed; `reap` says so."""
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("io_submit failed, synchronous I/O instead, now and whenever that happens: %s", error)
-        self._under_way.difference_update(numbers)
+            _log.warning(
+                "asynchronous I/O was refused (%s); slower plain calls instead, now and whenever it is: check "
+                "fs.aio-max-nr and memory. This is said once",
+                error,
+            )
+        for number in numbers:
+            del self._under_way[number]
         self._refused += [(number, -(error.errno or errno.EAGAIN)) for number in numbers]
         self.wake()
 

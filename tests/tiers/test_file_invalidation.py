@@ -22,8 +22,8 @@ from longshore.tiers.file import SystemIo
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
 from longshore.tiers.file.index import Index, index_files, notes_for
-from longshore.tiers.file.index_format import ENTERED, ENTRY, NOTE, fit, pack_entry, pack_note
-from longshore.tiers.file.loading import load
+from longshore.tiers.file.index_format import ENTRY, INSERTED, NOTE, fit, pack_entry, pack_note
+from longshore.tiers.file.recovery import load
 
 ONE_SIZE = Slabs.of_one_size(2 * PAGE, 6)
 TWO_SIZES = Slabs(6 * PAGE, (2 * PAGE, 3 * PAGE), 3)
@@ -84,14 +84,14 @@ class World:
         pool = self.dice.randrange(len(self.slabs.images))
         slot = self.dice.choice(self.slabs.slots_of(self.dice.randrange(self.slabs.slabs), pool))
         try:
-            self.index.strike([(slot, pool)])
+            self.index.invalidate([(slot, pool)])
         except OSError:
             self.refused += 1
             return
         self.live, self.dropped = self.without(self.live, slot, pool), self.without(self.dropped, slot, pool)
         self.serial += 1
         written = sequence(1, self.serial)
-        self.index.enter([RecordHeader(bytes([slot]) * 32, None, bytes(32), slot, 0, PAGE, written, 0, pool)])
+        self.index.insert([RecordHeader(bytes([slot]) * 32, None, bytes(32), slot, 0, PAGE, written, 0, pool)])
         self.live[slot] = pool, written
 
     def without(self, held: dict[int, tuple[int, int]], slot: int, pool: int) -> dict[int, tuple[int, int]]:
@@ -111,7 +111,7 @@ class World:
     def condemn(self) -> None:
         if self.live:
             slot = self.dice.choice(sorted(self.live))
-            self.index.condemn(slot, self.live[slot][1])
+            self.index.quarantine(slot, self.live[slot][1])
             self.dropped[slot] = self.live.pop(slot)
 
     def checkpoint(self) -> bool:
@@ -143,7 +143,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world.close()
 
 
-def test_a_journal_that_is_full_loses_records_until_the_next_checkpoint_and_no_strike(world: World) -> None:
+def test_a_journal_that_is_full_loses_records_until_the_next_checkpoint_and_no_invalidation(world: World) -> None:
     for _ in range(4 * notes_for(world.slabs.indices)):
         world.write()
         world.index.flush()
@@ -165,11 +165,11 @@ def test_a_journal_that_is_full_loses_records_until_the_next_checkpoint_and_no_s
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("slabs", [ONE_SIZE, TWO_SIZES], ids=["one size", "two sizes"])
-def test_on_a_disk_that_fails_at_times_nothing_that_was_struck_is_listed(
+def test_on_a_disk_that_fails_at_times_nothing_that_was_invalidated_is_listed(
     slabs: Slabs, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longshore.tiers.file.index._FEW_NOTES", 8)  # so that journals are full all the time
-    monkeypatch.setattr("longshore.tiers.file.loading._AT_ONCE", 3 * NOTE.itemsize)
+    monkeypatch.setattr("longshore.tiers.file.recovery._AT_ONCE", 3 * NOTE.itemsize)
     world = World(slabs, seed)
     told, partly, done = 0, 0, 0
     for step in range(1500):
@@ -202,9 +202,9 @@ def test_on_a_disk_that_fails_at_times_nothing_that_was_struck_is_listed(
 
 def write_to(world: World, slot: int) -> None:
     """Alone in the index: struck, and entered."""
-    world.index.strike([(slot, 0)])
+    world.index.invalidate([(slot, 0)])
     world.serial += 1
-    world.index.enter([RecordHeader(bytes(32), None, bytes(32), slot, 0, PAGE, sequence(1, world.serial), 0)])
+    world.index.insert([RecordHeader(bytes(32), None, bytes(32), slot, 0, PAGE, sequence(1, world.serial), 0)])
     world.index.flush()
 
 
@@ -219,11 +219,11 @@ def test_a_checkpoint_that_failed_does_not_hide_what_the_disk_lists(world: World
     listed = world.listed()
     assert listed is not None
     assert set(listed) == {0}, "nobody could write it down"
-    world.index.strike([(0, 0)])
+    world.index.invalidate([(0, 0)])
     assert world.listed() == {}
 
 
-def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_strike(
+def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_invalidate(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longshore.tiers.file.index._FEW_NOTES", 8)
@@ -236,7 +236,7 @@ def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_
     world.disk.refuses = "journal.1"  # the next journal: only what was begun before is ended
     assert not world.checkpoint()
     world.disk.refuses = "-"
-    world.index.strike([(0, 0)])
+    world.index.invalidate([(0, 0)])
     assert world.listed() == {}
     write_to(world, 1)
     assert world.checkpoint()
@@ -247,20 +247,20 @@ def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_
 def test_what_another_time_left_behind_the_notes_counts_for_nothing_however_they_are_read(
     world: World, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longshore.tiers.file.loading._AT_ONCE", together * NOTE.itemsize)
+    monkeypatch.setattr("longshore.tiers.file.recovery._AT_ONCE", together * NOTE.itemsize)
     for slot in (0, 1):
         write_to(world, slot)
     fd = world.directory.open("journal.1")
     entry = pack_entry(RecordHeader(bytes(32), None, bytes(32), 2, 0, PAGE, 9, 0), 0)
-    world.disk.pwrite(fd, pack_note(1, sequence(1, 1), ENTERED, entry), PAGE + 2 * NOTE.itemsize)
+    world.disk.pwrite(fd, pack_note(1, sequence(1, 1), INSERTED, entry), PAGE + 2 * NOTE.itemsize)
     assert set(world.listed() or ()) == {0, 1}
 
 
 def test_what_was_written_to_a_slab_that_another_size_has_by_now_is_not_entered() -> None:
     world = World(TWO_SIZES, 0)
     for place in ((0, 0), (1, 1)):
-        world.index.strike([place])
-    world.index.enter([RecordHeader(bytes(32), None, bytes(32), 0, 0, PAGE, 5, 0, 0)])
+        world.index.invalidate([place])
+    world.index.insert([RecordHeader(bytes(32), None, bytes(32), 0, 0, PAGE, 5, 0, 0)])
     world.index.flush()
     assert world.listed() == {}
     assert len(world.index.entries()) == 0

@@ -21,14 +21,14 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, SystemIo
+from longshore.tiers.file.coalescing import TASK_BYTES, TASK_RECORDS, coalesce
 from longshore.tiers.file.health import State
-from longshore.tiers.file.turns import TURN_BYTES, TURN_RECORDS, cut
 
 IMAGE = TierTests.image_bytes
 STRIDE = PAGE + IMAGE
 SLOTS = 8
 LONG = 1 << 20
-"""Of an image so long that the bytes of a turn limit how many are in it."""
+"""Of an image so long that the bytes of a task limit how many are in it."""
 
 
 class Sectors(SystemIo):
@@ -189,37 +189,29 @@ def test_a_reset_between_two_writes_keeps_them_apart(harness: TierHarness, io: S
         st.tuples(st.integers(0, 300), st.sampled_from(Op), st.sampled_from([PAGE, LONG]), st.integers(0, 1)),
         max_size=80,
     ),
-    apart=st.booleans(),
 )
-def test_each_operation_is_in_one_turn_and_those_of_a_turn_can_go_together(
-    slots: list[tuple[int, Op, int, int]], apart: bool
+def test_each_operation_is_in_one_task_and_those_of_a_task_can_go_together(
+    slots: list[tuple[int, Op, int, int]],
 ) -> None:
     ops = [TierOp(op, slot, key(slot), None, 0, length, generation) for slot, op, length, generation in slots]
     stride = PAGE + LONG
-    turns = cut(ops, lambda op: op.slot * stride, lambda op: op.slot % 10 != 9, apart=apart)
-    assert sorted(at for turn in turns for at in turn) == list(range(len(ops)))
-    for turn in turns:
-        assert len(turn) <= TURN_RECORDS
-        assert len(turn) == 1 or sum(ops[at].length for at in turn) <= TURN_BYTES
-        assert len({(ops[at].op, ops[at].generation) for at in turn}) == 1
-        assert [ops[at].slot for at in turn] == sorted(ops[at].slot for at in turn)
-        for before, after in itertools.pairwise(turn):
-            assert apart or ops[after].slot == ops[before].slot + 1
-            assert apart or ops[before].length == LONG
+    tasks = coalesce(ops, lambda op: op.slot * stride, lambda op: op.slot % 10 != 9)
+    assert sorted(at for task in tasks for at in task) == list(range(len(ops)))
+    for task in tasks:
+        assert len(task) <= TASK_RECORDS
+        assert len(task) == 1 or sum(ops[at].length for at in task) <= TASK_BYTES
+        assert len({(ops[at].op, ops[at].generation) for at in task}) == 1
+        assert [ops[at].slot for at in task] == sorted(ops[at].slot for at in task)
+        for before, after in itertools.pairwise(task):
             assert ops[before].slot % 10 != 9
             assert ops[after].slot % 10 != 9
 
 
 @pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize(("length", "most"), [(PAGE, TURN_RECORDS), (LONG, TURN_BYTES // LONG)])
-def test_many_records_make_few_turns(step: int, length: int, most: int) -> None:
-    """Wherever they lie, where the system has a queue; else, if they are neighbours."""
+@pytest.mark.parametrize(("length", "most"), [(PAGE, TASK_RECORDS), (LONG, TASK_BYTES // LONG)])
+def test_many_records_make_few_tasks(step: int, length: int, most: int) -> None:
+    """Wherever they lie."""
     ops = [TierOp(Op.READ, step * slot, key(slot), None, 0, length, 0) for slot in range(64)]
     random.Random(0).shuffle(ops)
-
-    def lengths(*, apart: bool) -> list[int]:
-        return [len(turn) for turn in cut(ops, lambda op: op.slot * (PAGE + length), lambda op: True, apart=apart)]
-
-    few = [most] * (64 // most)
-    assert lengths(apart=True) == few
-    assert lengths(apart=False) == (few if step == 1 else [1] * 64)
+    tasks = coalesce(ops, lambda op: op.slot * (PAGE + length), lambda op: True)
+    assert [len(task) for task in tasks] == [most] * (64 // most)

@@ -1,0 +1,395 @@
+"""One thread that carries out what a file tier was asked for, over a queue that moves bytes (`queue.py`).
+
+    submit ──► reads  ─┐
+               writes ─┴─► take ─► steps ─► pieces ──► queue ~~~ disk ~~~► pieces ─► steps ─► ended batches ──► poll
+                            ▲                                                          │
+                            └──────────── there is room in the window again ───────────┘
+
+Queued reads overtake queued writes, since a request waits for the former and none for the latter; every eighth pick
+takes the oldest write, so that those go on under a constant load of reads. A deadline, a cancellation or a close ends
+queued operations at once, even while the disk is stuck.
+
+By turns, one task is given to the disk, and one that has come out of it is gone on with: so the disk has something to
+do while checksums are verified. One thread can verify more than a disk delivers, and has nobody to wait for. Several,
+each of which gives up Python's interpreter lock for each checksum, wait for that lock up to ten times as long as they
+work.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from longshore.boundary import Status
+from longshore.errors import TierClosedError, TierError
+from longshore.tiers.arena import PAGE
+from longshore.tiers.base import Op, TierOp, TierResult
+from longshore.tiers.file import coalescing
+from longshore.tiers.file.queue import Piece, Queue, Steps
+from longshore.tiers.file.segment import FULL, Segment, Staging
+from longshore.tiers.ops import Batch
+
+_log = logging.getLogger(__name__)
+
+WINDOW_TASKS = 16
+"""Tasks that are under way at once, at most."""
+
+READ_WINDOW, WRITE_WINDOW = 24 << 20, 64 << 20
+"""Bytes of images that are in the disk to be read, and to be written, or a task more of each.
+
+Where a disk tells of all that it was given at once, reads of a long prompt are verified while the next ones move.
+"""
+
+AHEAD = 2
+"""Tasks that are ready to be moved as soon as there is room in the window: their checksums take their time."""
+
+_READS_IN_A_ROW = 7
+
+_INTERRUPTIONS = 100
+"""A piece that is interrupted more often than this in a row has failed, and is not unlucky."""
+
+_ANSWERS = FULL | {errno.EIO, errno.EINTR}
+"""Errors that come from the disk; another one means that the queue did not take the piece."""
+
+_MOMENT = 1e-6
+"""Seconds of sleep for whoever polls, between tasks that have landed together.
+
+A checksum of a short image gives the interpreter lock up for less time than another thread takes to wake up; so results
+would be seen, and answered by more to do, when all tasks had been worked on, and the disk had stood still meanwhile.
+"""
+
+
+class Order(NamedTuple):
+    """An operation, and its serial number in order of submission."""
+
+    op: TierOp
+    serial: int
+
+
+class Executor:
+    """Carries out batches, as many tasks at once as there are `stagings`.
+
+    All is thread-safe up to `close`; what follows it is for the executor's own thread.
+
+    Attributes:
+        ended: Operations that were carried out.
+        at_end: Called, with the lock held, when a batch has ended; what it raises is logged.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        segment: Segment,
+        steps: Callable[[Sequence[Order], Staging], Steps[Sequence[Status]]],
+        stagings: Sequence[Staging],
+        name: str,
+        *,
+        depth: float = math.inf,
+    ) -> None:
+        """Raises `TierError` if there is no thread.
+
+        `steps` is what is done for the operations of a task: a status for each. `depth`: with so many pieces in the
+        queue, no further task is given to it. The queue is closed with this.
+        """
+        self.ended = 0
+        self.at_end: Callable[[], None] = lambda: None
+        self._queue = queue
+        self._segment = segment
+        self._steps = steps
+        self._depth = depth
+        # With the lock: what was submitted.
+        self._lock = threading.RLock()
+        self._reads: deque[_Task] = deque()
+        self._writes: deque[_Task] = deque()
+        self._reads_in_a_row = 0
+        self._open: dict[int, Batch] = {}
+        self._earliest = math.inf  # no open batch has a deadline before this one
+        self._results: list[TierResult] = []
+        self._tickets = 0
+        self._serials = 0
+        self._closed = False
+        # By the thread alone: what has begun.
+        self._stagings = list(stagings)
+        self._begun: set[_Task] = set()
+        self._ready: deque[_Task] = deque()  # to be moved when there is room
+        self._moving: dict[int, tuple[_Task, int]] = {}  # by the queue's number, which piece of which
+        self._landed: deque[_Task] = deque()
+        self._room = {False: READ_WINDOW, True: WRITE_WINDOW}  # in bytes, by whether they are written
+        # A daemon: Python does not wait for it when a process ends without close.
+        self._thread = threading.Thread(target=self._work, name=f"{name}-queue", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            queue.close()
+            raise TierError(f"expected a thread, the system gave none: {error}") from error
+
+    def submit(self, ops: Sequence[TierOp], tasks: Sequence[coalescing.Task], deadline: float) -> int:
+        """Queue checked `ops`, all of them in `tasks`, each of one kind; a ticket."""
+        with self._lock:
+            if self._closed:
+                raise TierClosedError("the tier was closed")
+            now = time.monotonic()
+            batch = Batch(self._tickets, ops, deadline, now)
+            self._tickets += 1
+            self._open[batch.ticket] = batch
+            self._earliest = min(self._earliest, deadline)
+            if batch.late(now):
+                batch.end_pending(Status.DEADLINE, now)
+            else:
+                for task in tasks:
+                    queue = self._reads if ops[task[0]].op is Op.READ else self._writes
+                    queue.append(_Task(batch, task, self._serials))
+            self._serials += len(ops)
+            self._settle(batch)
+            self._queue.wake()
+            return batch.ticket
+
+    def poll(self) -> list[TierResult]:
+        """Results since the last call."""
+        with self._lock:
+            now = time.monotonic()
+            if now > self._earliest:
+                for batch in [batch for batch in self._open.values() if batch.late(now)]:
+                    self._end_pending(batch, Status.DEADLINE)
+                self._earliest = min(
+                    (batch.deadline for batch in self._open.values() if not batch.late(now)), default=math.inf
+                )
+            results, self._results = self._results, []
+            return results
+
+    def cancel(self, ticket: int) -> None:
+        """End what has not begun of `ticket`."""
+        with self._lock:
+            if ticket in self._open:
+                self._end_pending(self._open[ticket], Status.CANCELLED)
+
+    def close(self) -> None:
+        """End what has not begun, wait for what has, and for the thread; nothing more can be submitted. Idempotent."""
+        self._stop()
+        self._thread.join()
+        self._queue.close()
+
+    def _stop(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for batch in list(self._open.values()):
+                    self._end_pending(batch, Status.TIER_OFF)
+                self._queue.wake()
+
+    def _end_pending(self, batch: Batch, status: Status) -> None:
+        if batch.end_pending(status, time.monotonic()):
+            self._reads = deque(task for task in self._reads if task.pending)
+            self._writes = deque(task for task in self._writes if task.pending)
+            self._settle(batch)
+
+    def _settle(self, batch: Batch) -> None:
+        """Report `batch` if it has ended."""
+        if batch.ended:
+            del self._open[batch.ticket]
+            self._results.append(batch.result())
+            try:
+                self.at_end()
+            except Exception:  # noqa: BLE001 - the batch has ended, whatever its owner makes of that
+                _log.exception("completion callback raised; batch %d is done", batch.ticket)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001 - batches without a result would be waited for without end
+            _log.exception(
+                "file tier disabled: asynchronous I/O queue failed (%s: %s); restart the process to re-enable it",
+                type(error).__name__,
+                error,
+            )
+            self._stop()
+            self._queue.close()  # which waits for what is under way: only then is its memory anybody else's
+            for task in list(self._begun):
+                self._end(task, [Status.IO_ERROR] * len(task.at))
+
+    def _run(self) -> None:
+        while True:
+            self._submit_ready()
+            begun = self._begin_next()
+            if self._landed:
+                self._go_on(self._landed.popleft())
+            elif not begun:
+                if self._closed and not self._moving:
+                    return
+                ended = [(*self._moving.pop(number), moved) for number, moved in self._queue.reap()]
+                for task, at, moved in ended:  # their numbers may be given again from here on
+                    self._arrive(task, at, moved)
+
+    def _begin_next(self) -> bool:
+        """Begin the task that is next, if there is one, as far as there is room for it."""
+        if not self._stagings or len(self._ready) >= AHEAD or (task := self._take()) is None:
+            return False
+        task.staging = self._stagings.pop()
+        task.steps = self._steps(task.orders, task.staging)
+        self._begun.add(task)
+        self._go_on(task)
+        self._submit_ready()
+        return True
+
+    def _take(self) -> _Task | None:
+        with self._lock:
+            while self._reads or self._writes:
+                task, now = self._next(), time.monotonic()
+                if not task.batch.late(now):
+                    task.begin(now)
+                    return task
+                task.end([Status.DEADLINE] * len(task.at), now)
+                self._settle(task.batch)
+        return None
+
+    def _next(self) -> _Task:
+        if self._reads and not (self._writes and self._reads_in_a_row >= _READS_IN_A_ROW):
+            self._reads_in_a_row += 1
+            return self._reads.popleft()
+        self._reads_in_a_row = 0
+        return self._writes.popleft()
+
+    def _go_on(self, task: _Task) -> None:
+        """Up to its next pieces, or to its end."""
+        try:
+            task.advance()
+        except StopIteration as end:
+            self._end(task, end.value)
+        except Exception:  # noqa: BLE001 - without a result its batch would never end
+            self._fail(task)
+        else:
+            self._ready.append(task)
+
+    def _submit_ready(self) -> None:
+        """Give the queue what there is room for."""
+        waiting, self._ready = self._ready, deque()
+        for task in waiting:
+            if self._room[task.writing] <= 0 or len(self._moving) >= self._depth:
+                self._ready.append(task)
+                continue
+            try:
+                numbers = self._queue.submit(task.pieces, writing=task.writing)
+            except Exception:  # noqa: BLE001 - as above
+                self._fail(task)
+            else:
+                self._room[task.writing] -= task.nbytes
+                self._moving.update((number, (task, at)) for at, number in enumerate(numbers))
+
+    def _arrive(self, task: _Task, at: int, moved: int) -> None:
+        """So much of a piece was moved: the rest goes into the queue again, as long as that leads anywhere."""
+        piece, size = task.pieces[at], task.pieces[at].nbytes
+        if moved < 0 and -moved not in _ANSWERS:
+            moved = self._segment.move(piece, writing=task.writing)
+        if moved >= size:
+            status = Status.OK
+        elif (rest := task.rest(at, moved, PAGE if self._segment.direct else 1)) is not None:
+            (number,) = self._queue.submit([rest], writing=task.writing)
+            self._moving[number] = task, at
+            return
+        elif moved >= 0:
+            status = Status.IO_ERROR if task.writing else Status.SHORT
+        else:
+            status = Status.NO_SPACE if -moved in FULL else Status.IO_ERROR
+        if task.arrive(at, status):
+            self._room[task.writing] += task.nbytes
+            self._landed.append(task)
+
+    def _fail(self, task: _Task) -> None:
+        """End a task that raised what nobody expects, while that is being handled."""
+        op = task.orders[0].op
+        kind, count = op.op.value, len(task.at)
+        _log.exception(
+            "internal error of the file tier: a %s of %d slots from slot %d on failed; report this",
+            kind,
+            count,
+            op.slot,
+        )
+        self._end(task, [Status.IO_ERROR] * count)
+
+    def _end(self, task: _Task, statuses: Sequence[Status]) -> None:
+        self._begun.remove(task)
+        self._stagings.append(task.staging)
+        with self._lock:
+            task.end(statuses, time.monotonic())
+            self.ended += len(task.at)
+            self._settle(task.batch)
+        if self._landed:
+            time.sleep(_MOMENT)
+
+
+class _Task:
+    """Operations `at` some positions of a batch: queued, then under way as a whole, or ended from outside as a whole.
+
+    Attributes, once it has begun:
+        orders: The operations.
+        nbytes: Of their images.
+        pieces: What is to be moved next, or what is left of it.
+        writing: Whether those are written.
+    """
+
+    __slots__ = (
+        "_first", "_left", "_patience", "_statuses", "at", "batch",
+        "nbytes", "orders", "pieces", "staging", "steps", "writing",
+    )  # fmt: skip
+
+    staging: Staging
+    steps: Steps[Sequence[Status]]
+
+    def __init__(self, batch: Batch, at: coalescing.Task, first: int) -> None:
+        self.batch = batch
+        self.at = at
+        self._first = first
+        self._statuses: list[Status] = []  # before it has begun
+
+    @property
+    def pending(self) -> bool:
+        """Whether it can be begun."""
+        return self.batch.pending(self.at[0])
+
+    def begin(self, now: float) -> None:
+        """All of them move from now on."""
+        for each in self.at:
+            self.batch.begin(each, now)
+        self.orders = [Order(self.batch.ops[each], self._first + each) for each in self.at]
+        self.nbytes = sum(op.length for op, _ in self.orders)
+
+    def end(self, statuses: Sequence[Status], now: float) -> None:
+        """All of them are over."""
+        for each, status in zip(self.at, statuses, strict=True):
+            self.batch.end(each, status, now)
+
+    def advance(self) -> None:
+        """Up to what is to be moved next; raises `StopIteration` with the result when there is nothing more."""
+        pieces, self.writing = self.steps.send(self._statuses) if self._statuses else next(self.steps)
+        self.pieces = list(pieces)
+        self._left = len(self.pieces)
+        self._statuses = [Status.IO_ERROR] * self._left
+        self._patience = [_INTERRUPTIONS] * self._left
+
+    def rest(self, at: int, moved: int, page: int) -> Piece | None:
+        """What is left of a piece of which so much was moved; `None` if it is not to be gone on with.
+
+        Direct I/O goes on from the start of a `page`: what was moved of it is moved a second time.
+        """
+        if moved == -errno.EINTR and self._patience[at]:
+            self._patience[at] -= 1
+        elif moved >= page:
+            self._patience[at] = _INTERRUPTIONS
+            self.pieces[at] = self.pieces[at].after(moved // page * page)
+        else:
+            return None
+        return self.pieces[at]
+
+    def arrive(self, at: int, status: Status) -> bool:
+        """What became of a piece; whether it was the last."""
+        self._statuses[at] = status
+        self._left -= 1
+        return not self._left

@@ -1,0 +1,144 @@
+"""What moves bytes between memory and the segment, many pieces at once: the seam under the executor.
+
+    executor ──submit──► queue ~~~ disk ~~~► reap ──► executor
+                           │
+                           ├─ AioQueue      Linux's asynchronous I/O (`aio.py`): no thread waits for the disk
+                           └─ ThreadQueue   threads that make plain calls: where there is none, and for cuFile
+
+A queue moves, and says how far it came. What is short, interrupted or refused is the executor's to go on with.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Generator, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol, TypeVar
+
+from longshore.boundary import Status
+from longshore.errors import TierError
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class Piece(NamedTuple):
+    """What moves as one: writable memory, and the byte of the file that it begins at.
+
+    With a `call` and no buffers, it is something else that takes its time, for a thread of a `ThreadQueue` to do: it
+    returns 0, or an error number below zero.
+    """
+
+    buffers: list[memoryview]
+    offset: int
+    call: Callable[[], int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def after(self, nbytes: int) -> Piece:
+        """What is left of it when its first `nbytes` have moved."""
+        left = list(self.buffers)
+        offset = self.offset + nbytes
+        while left and nbytes >= left[0].nbytes:
+            nbytes -= left.pop(0).nbytes
+        if nbytes:
+            left[0] = left[0][nbytes:]
+        return Piece(left, offset)
+
+
+class Move(NamedTuple):
+    """Pieces to be moved between memory and the segment, in any order."""
+
+    pieces: Sequence[Piece]
+    writing: bool
+
+
+Steps = Generator[Move, list[Status], T]
+"""Yields what is to be moved, is sent how that ended, piece by piece, and returns what it was for."""
+
+
+class Queue(Protocol):
+    """Moves pieces of one file, for one thread; only `wake` may be called by others."""
+
+    def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        """Begin to move `pieces`; their numbers, each of one piece until `reap` has returned it."""
+
+    def reap(self) -> list[tuple[int, int]]:
+        """Wait until a piece has ended, or `wake` was called, since the last call.
+
+        Numbers of pieces that have ended, and bytes moved, or an error number below zero: what is not `EINTR`, `EIO` or
+        for want of space means that the queue did not take the piece; a plain call may.
+        """
+
+    def wake(self) -> None:
+        """End `reap`, or the next one."""
+
+    def close(self) -> None:
+        """Wait for what is under way, and give back what is held. Idempotent; also called in a forked child."""
+
+
+class ThreadQueue:
+    """A queue of `threads` threads, each of which moves one piece at a time by `move`, those submitted first first.
+
+    Raises `TierError` if the system gives fewer threads.
+    """
+
+    def __init__(self, move: Callable[..., int], threads: int, name: str) -> None:
+        self._move = move
+        self._numbers = itertools.count()
+        self._submitted: SimpleQueue[tuple[int, Piece, bool] | None] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        # Daemons: a process that ends without close must not wait for a stuck device.
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True) for index in range(threads)
+        ]
+        for started, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError as error:
+                del self._threads[started:]
+                self.close()
+                raise TierError(f"expected {threads} threads, the system gave {started}: {error}") from error
+
+    def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
+        """As `Queue.submit`."""
+        numbers = [next(self._numbers) for _ in pieces]
+        for number, piece in zip(numbers, pieces, strict=True):
+            self._submitted.put((number, piece, writing))
+        return numbers
+
+    def reap(self) -> list[tuple[int, int]]:
+        """As `Queue.reap`."""
+        ended = [self._ended.get()]
+        while not self._ended.empty():
+            ended.append(self._ended.get())
+        return [each for each in ended if each is not None]
+
+    def wake(self) -> None:
+        """As `Queue.wake`."""
+        self._ended.put(None)
+
+    def close(self) -> None:
+        """As `Queue.close`."""
+        alive = [thread for thread in self._threads if thread.is_alive()]  # none, in a forked child
+        for _ in alive:
+            self._submitted.put(None)
+        for thread in alive:
+            thread.join()
+
+    def _work(self) -> None:
+        while (submitted := self._submitted.get()) is not None:
+            number, piece, writing = submitted
+            try:
+                moved = self._move(piece, writing=writing) if piece.call is None else piece.call()
+            except Exception:  # noqa: BLE001 - a piece without an end would be waited for without end
+                _log.exception("internal error of the file tier: I/O at byte %d failed; report this", piece.offset)
+                moved = -errno.EIO
+            self._ended.put((number, moved))
