@@ -125,7 +125,7 @@ soak: $(VENV)/ready
 # Busy engines by chance over the control plane, every structure checked after each call: CALLS calls from FIRST_SEED on.
 CALLS ?= 1000000
 cache-soak: $(VENV)/ready
-	$(BIN)/python tests/cache/cache_soak.py --calls $(CALLS) --first-seed $(FIRST_SEED)
+	PYTHONPATH=tests $(BIN)/python tests/cache/cache_soak.py --calls $(CALLS) --first-seed $(FIRST_SEED)
 
 # Every state of a simulated disk that is too much for `make test`; then kills a process that writes to a file tier at N
 # random instants, and compares what the next one is served.

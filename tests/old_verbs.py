@@ -152,9 +152,13 @@ def onboard(self: Any, hold: Lease, blocks: Sequence[int], *, group: int = 0, **
     record = self._leases.get(hold)
     if record.joint:
         raise LeaseError("the lease is of several groups")
-    if not record.parts[0].alone:
-        record.parts[0].group = group  # a match did not name it
-    order: LoadOrder = self.load(hold, {group: blocks}, **how)
+    part = record.parts[0]
+    named, part.group = part.group, group  # a match did not name it
+    try:
+        order: LoadOrder = self.load(hold, {group: blocks}, **how)
+    except Exception:
+        part.group = named
+        raise
     return order
 
 

@@ -51,9 +51,9 @@ def test_a_module_that_needs_no_torch_imports_without_it(module: str) -> None:
 def test_a_cache_works_without_torch() -> None:
     python(
         BLOCK
-        + "from longshore.cache import TieredCache, TierSpec\n"
+        + "from longshore.cache import GroupKeys, TieredCache, TierSpec\n"
         + "cache = TieredCache([TierSpec('host', 2, 4096)])\n"
-        + "assert cache.commit([bytes(32)], [0]).job is not None\n"
+        + "assert cache.store({0: GroupKeys([bytes(32)])}, {0: [0]})[0].job is not None\n"
         + "assert len(cache.take()) == 1\n"
     )
 

@@ -236,7 +236,7 @@ def check_blocks(blocks: Mapping[int, Sequence[int]], groups: Iterable[int]) -> 
     """`blocks`, which are of `groups`. Raises `CacheError` for others, and for what are no sequences."""
     if not isinstance(blocks, Mapping) or not all(isinstance(each, Sequence) for each in blocks.values()):
         raise CacheError(f"expected sequences of device blocks by number of KV cache group, got {_brief(blocks)}")
-    if unknown := set(blocks).difference(groups):
+    if unknown := {group for group, mine in blocks.items() if len(mine)}.difference(groups):
         raise CacheError(f"there are blocks of groups {list(unknown)}, of which there are no chunks")
     return blocks
 
