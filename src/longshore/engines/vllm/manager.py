@@ -191,10 +191,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 request.turn = cache.lookup(begins, ticket.since, until=Until.STEP, each=True).turn
             for group, mine in self._by_group(keys if takes else ()):
                 tokens, slides = self._tokens[group], self._store.windows[group] is not None
-                if slides and request.stale:
-                    mine = [key for key in mine if position(key, req_context) > request.stale]  # noqa: PLW2901
-                    if not mine:
-                        continue
+                if slides and not (mine := [key for key in mine if position(key, req_context) > request.stale]):
+                    continue
                 first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
                 comes_again = _knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
                 begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
@@ -255,9 +253,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is planned: order up what was asked for and is colder."""
         self._look_for_new_weights()
-        for name in context.preempted_req_ids:
-            if name in self._requests:
-                self._requests[name].stale = 0  # its blocks are computed again
+        for name in self._requests.keys() & context.preempted_req_ids:
+            self._requests[name].stale = -1  # its blocks are computed again
         with self._runtime.control() as cache:
             if any(request.wanted for request in self._asked):
                 cache.end_step()  # what this step reads is lent by now: a tail may make way for the head before it

@@ -100,7 +100,7 @@ class Request:
     loan: Ticket | None = None
     refused: float | None = None
     offered: int = 0
-    stale: int = 0
+    stale: int = -1
     windows: dict[int, list[OffloadKey]] = field(default_factory=dict)
     barred: bool = False
     is_finishing: bool = False
