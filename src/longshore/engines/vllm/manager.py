@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import compress, takewhile
+from itertools import compress, count, takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -83,7 +83,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._patience = patience
         self._requests: dict[str, Request] = {}
         self._asked: list[Request] = []
-        self._last_ticket = 0
+        self._numbers = count(1)
         self._stores: dict[int, Ticket] = {}
         self._by_key: dict[OffloadKey, list[Ticket]] = {}
         """Stores that vLLM will report, oldest first, by their first key: it reports all keys of one together."""
@@ -184,12 +184,15 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         ticket, runs, request = self._ticket(), [NO_SLOTS] * len(self._groups), self._begin(req_context)
         takes = request.hints.store and self._trust.takes(request, keys, self._stores.values())
         ticket.lora, ticket.adapter = request.lora, request.adapter
+        request.offered = max([request.offered, *(position(key, req_context) for key in keys)])
         with self._runtime.control() as cache:
             if request.turn is None:
                 begins = {0: GroupKeys(request.ours(keys))}
                 request.turn = cache.lookup(begins, ticket.since, until=Until.STEP, each=True).turn
             for group, mine in self._by_group(keys if takes else ()):
                 tokens, slides = self._tokens[group], self._store.windows[group] is not None
+                if slides and not (mine := [key for key in mine if position(key, req_context) > request.stale]):
+                    continue
                 first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
                 comes_again = _knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
                 begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
@@ -251,6 +254,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is planned: order up what was asked for and is colder."""
         self._look_for_new_weights()
+        for name in self._requests.keys() & context.preempted_req_ids:
+            self._requests[name].stale = -1  # its blocks are computed again
         with self._runtime.control() as cache:
             if any(request.wanted for request in self._asked):
                 cache.end_step()  # what this step reads is lent by now: a tail may make way for the head before it
@@ -273,6 +278,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._forget_all()
         self._by_key.clear()  # no store from before is reported
         self._fenced = {ticket.number for ticket, _ in self._stale}
+        for request in self._requests.values():
+            request.stale = request.offered
         if not self.hears_device_resets and not self._is_serving:
             self.device_was_reset()
 
@@ -565,8 +572,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return bool(self._stores or self._stale) or any(waiting)
 
     def _ticket(self) -> Ticket:
-        self._last_ticket += 1
-        return Ticket(self._last_ticket, self._runtime.clock())
+        return Ticket(next(self._numbers), self._runtime.clock())
 
     def _slots_spec(self, ticket: Ticket, runs: Sequence[Slots]) -> SlotsSpec:
         return SlotsSpec(ticket.number, tuple(runs), self._trust.weight_changes)

@@ -70,6 +70,9 @@ class Request:
         origin: Chunks that came from a colder tier.
         loan: The ticket of what workers read for it.
         refused: Since when vLLM is told to offer its chunks again.
+        offered: The token up to which its chunks were offered.
+        stale: The same at the last reset, after which vLLM offers them again: of groups that slide, it may have given
+            the blocks of these chunks to others since.
         windows: Of each group that slides, by our number, the chunks of its last window that were offered.
         barred: A load for it has failed: it gets no other, or it might fail for ever.
         is_finishing: It offers its chunks once more, and then never again.
@@ -96,6 +99,8 @@ class Request:
     origin: set[OffloadKey] = field(default_factory=set)
     loan: Ticket | None = None
     refused: float | None = None
+    offered: int = 0
+    stale: int = -1
     windows: dict[int, list[OffloadKey]] = field(default_factory=dict)
     barred: bool = False
     is_finishing: bool = False

@@ -1,0 +1,746 @@
+"""All sequences of calls that vLLM's scheduler makes: many requests at once over one manager, with real copies.
+
+    rules ─► vLLM's OffloadingConnectorScheduler ─► LongshoreManager ─► tiers with a file tier that moves when told
+                        └─ jobs of each rank ─► LongshoreWorker: late, in any order, failed, in part
+
+The scheduler is vLLM's own, so that no other sequence is tried than it can make. What the machine adds is the engine
+around it: device blocks that are reused, prefills in pieces, preemption, aborts and resets. Bytes of a block are made
+up of its key and of the request that computed it; blocks are poisoned before they are loaded.
+
+Red when a store is published without one rank's stamp, leases are kept at an abort, or answers after a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, OffloadKey, make_offload_key
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
+
+from longshore.boundary import FILE, Status
+from longshore.cache.states import FREE, READY
+from longshore.engines.vllm import store as store_module
+from longshore.slabs import Slabs
+from longshore.tiers.base import Op, Tier, TierOp, TierResult
+from longshore.tiers.ops import Batch, check_batch
+
+BLOCKS = 4096
+WINDOW = 40
+POISON = 0x55
+Spare = tuple[int, int, list[int], list[int]]
+"""What a rank has yet to stamp: ticket, rank, good slots and bad ones."""
+
+
+class SlowTier(Tier):
+    """A file tier in memory, whose operations end when they are told to."""
+
+    name = FILE
+    is_stalled = is_away = False
+
+    def __init__(self, slabs: Slabs, image_bytes: tuple[int, ...], arena: Any) -> None:
+        self.slabs, self.image_bytes, self._arena = slabs, image_bytes, arena
+        self.at_once = False
+        self._records: dict[tuple[int, int], tuple[bytes, int, bytes]] = {}
+        self._queue: list[tuple[Batch, int]] = []
+        self._done: list[TierResult] = []
+        self._oldest = self._tickets = 0
+
+    def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
+        nbytes = self._arena.array.nbytes
+        check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=nbytes)
+        self._tickets += 1
+        books = Batch(self._tickets, batch, deadline, 0.0)
+        self._queue += [(books, at) for at in range(len(books.ops))]
+        return self._tickets
+
+    def move(self, count: int, status: Status = Status.OK, *, last_first: bool = False) -> None:
+        """End so many operations."""
+        for _ in range(min(count, len(self._queue))):
+            self._end(*self._queue.pop(-1 if last_first else 0), status)
+
+    def _end(self, batch: Batch, at: int, status: Status) -> None:
+        op = batch.ops[at]
+        place, image = (op.pool, op.slot), self._arena.array[op.offset : op.offset + op.length]
+        if op.op is Op.WRITE:
+            self._records.pop(place, None)
+            if status is Status.OK:
+                self._records[place] = (op.key, op.generation, image.tobytes())
+        elif status is Status.OK:
+            key, generation, content = self._records.get(place, (b"", -1, b""))
+            if (key, generation) == (op.key, op.generation) and generation >= self._oldest:
+                image[:] = np.frombuffer(content, np.uint8)
+                SEEN["reads of files"] += 1
+            else:
+                status = Status.MISMATCH
+        if op.op is Op.READ and status is not Status.OK:
+            image[:] = POISON
+        batch.end(at, status, 0.0)
+        if batch.ended:
+            self._done.append(batch.result())
+
+    def poll(self) -> list[TierResult]:
+        if self.at_once:
+            self.move(len(self._queue))
+        done, self._done = self._done, []
+        return done
+
+    def cancel(self, ticket: int) -> None:
+        for each in [each for each in self._queue if each[0].ticket == ticket]:
+            self._queue.remove(each)
+            self._end(*each, Status.CANCELLED)
+
+    def close(self) -> None:
+        while self._queue:
+            self._end(*self._queue.pop(), Status.TIER_OFF)
+
+    def forget(self, generation: int) -> None:
+        self._oldest = generation
+
+    @property
+    def troubles(self) -> dict[str, int]:
+        return {}
+
+
+@dataclass
+class Asked:
+    """A request as the engine sees it: the blocks of each group, 0 for those that its window has left behind."""
+
+    request: Request
+    answer: int
+    blocks: list[list[int]]
+    state: str = "waiting"
+    """`waiting`, `loading`, `loaded`, `running`, or `finished`."""
+    announced: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.request.request_id)
+
+
+@dataclass
+class Loading:
+    """A load that is under way: blocks by key, what was stored by then under each, and ranks that have not ended."""
+
+    asked: Asked
+    blocks: dict[OffloadKey, int]
+    valid: dict[OffloadKey, set[str]]
+    ranks: int
+    failed: bool = False
+
+
+@dataclass
+class Job:
+    """A transfer that a rank has not made."""
+
+    number: int
+    rank: int
+    transfer: Any
+    is_store: bool
+
+
+@dataclass
+class Stamping:
+    """Stamps that are kept back."""
+
+    stamps: Any
+    kept: list[Any] = field(default_factory=list)
+
+    @property
+    def weight_changes(self) -> int:
+        return int(self.stamps.weight_changes)
+
+    def stored(self, ticket: int, rank: int, good: list[int], bad: list[int]) -> None:
+        self.kept.append((ticket, rank, good, bad))
+
+
+class Calls:
+    """What the machine may do next, each as likely as the others: Hypothesis leaves rules out of half of all runs."""
+
+    def __init__(self) -> None:
+        self.made: list[st.SearchStrategy[tuple[str, dict[str, Any]]]] = []
+
+    def of(self, **arguments: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+        def add(method: Any) -> Any:
+            self.made.append(st.tuples(st.just(method.__name__), st.fixed_dictionaries(arguments)))
+            return method
+
+        return add
+
+
+CALLS = Calls()
+SEEN: Counter[str] = Counter()
+"""How often what is to be tried has happened."""
+
+
+class Sequences(RuleBasedStateMachine):
+    """One engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.patch = pytest.MonkeyPatch()
+        self.tier: SlowTier | None = None
+        self.asked: list[Asked] = []
+        self.finished: set[str] = set()
+        self.preempted: set[str] = set()
+        self.free = list(range(BLOCKS - 1, 0, -1))
+        self.device: dict[int, tuple[OffloadKey, str]] = {}
+        self.writes: list[tuple[int, OffloadKey, str]] = []
+        self.stored: dict[OffloadKey, set[str]] = defaultdict(set)
+        self.jobs: list[Job] = []
+        self.done: list[Job] = []
+        self.late: list[Spare] = []
+        self.loads: dict[int, Loading] = {}
+        self.epoch = self.names = 0
+
+    @initialize(
+        world=st.sampled_from([1, 2]),
+        slides=st.booleans(),
+        host=st.sampled_from([4, 12, 6, 320, 9]),
+        file=st.sampled_from([8, 0, 400, 60]),
+        backup=st.sampled_from(["write_back", "write_through"]),
+        eviction=st.sampled_from(["gittins", "lru", "arc"]),
+    )
+    def start(self, world: int, slides: bool, host: int, file: int, backup: str, eviction: str) -> None:
+        self.groups = [Group(0), Group(1, window=WINDOW)][: 1 + slides]
+        extra: dict[str, Any] = {
+            "host_size": host * world * 4096,
+            "gate": False,
+            "load_timeout": 1.0,
+            "eviction": eviction,
+        }
+        if file:
+            self.file_slabs = file
+            self.patch.setattr(store_module, "_open_file_tier", self._open)
+            extra |= {**file_settings(Path(self.directory.name)), "file_size": "4MiB", "backup": backup}
+        parallel = {"parallel_config.world_size": world}
+        self.rig = Rig(world=world, groups=self.groups, blocks=BLOCKS, vllm=parallel, **extra)
+        self.manager: Any = self.rig.manager
+        self.manager._store.loop.close()  # calls alone make progress: a run can be repeated
+        self.skipped = 0.0
+        self.runtime = self.manager._runtime
+        began = time.monotonic()
+        self.runtime.clock = lambda: began + self.skipped
+        self.manager.hears_device_resets = True
+        self.views = [[tensor.numpy().view(np.uint8) for tensor in tensors] for tensors in self.rig.tensors]
+        for worker in self.rig.workers:
+            worker.reports_failures = True
+        spec: Any = self.rig.specs[0]
+        spec.get_manager = lambda: self.manager
+        lookup = self.manager.lookup
+
+        def watched(key: OffloadKey, context: Any) -> LookupResult:
+            said = lookup(key, context)
+            SEEN[said.name] += 1
+            assert said is LookupResult.MISS or self.stored[key], "found, and not stored since the reset"
+            return said
+
+        self.manager.lookup = watched
+        self.hasher = get_request_block_hasher(TOKENS, sha256)
+        groups = [KVCacheGroupSpec(list(group.names), group.get_kv_cache_spec(None)) for group in self.groups]
+        config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        about = {"parallel_config.world_size": world, "cache_config.prefix_cache_retention_interval": None}
+        self.scheduler = OffloadingConnectorScheduler(spec, vllm_config(self.groups, {"vllm": about}), config)
+
+    def _open(self, config: Any, path: Path, note: Any, arena: Any, scope: Any) -> SlowTier:
+        slabs = Slabs(note.slab_bytes, tuple(note.image_bytes), self.file_slabs)
+        self.tier = SlowTier(slabs, tuple(note.image_bytes), arena)
+        return self.tier
+
+    # ------------------------------------------------------------------ requests
+
+    @CALLS.of(
+        family=st.integers(0, 1),
+        shared=st.sampled_from([300, 2, 6]),
+        variant=st.integers(0, 1),
+        chunks=st.sampled_from([3, 1, 5, 8, 11, 14, 20, 30, 60, 90, 300]),
+        answer=st.sampled_from([1, 20, 60]),
+        priority=st.sampled_from([None, None, 10, 90]),
+    )
+    def arrive(self, family: int, shared: int, variant: int, chunks: int, answer: int, priority: int | None) -> None:
+        self.names += 1
+        alike = min(shared, chunks) * TOKENS
+        tokens = [1 + 1000 * family + at % 900 for at in range(alike)]
+        tokens += [1 + 1000 * family + 10_000 * (1 + variant) + at % 900 for at in range(alike, chunks * TOKENS + 5)]
+        request = Request(f"{self.names}", tokens, SamplingParams(max_tokens=100), None, block_hasher=self.hasher)
+        if priority is not None:
+            request.kv_transfer_params = {"longshore": {"retention": [{"end": 4 * TOKENS, "priority": priority}]}}
+        self.scheduler.on_new_request(request)
+        self.asked.append(Asked(request, answer, [[] for _ in self.groups]))
+
+    def abort(self, which: int) -> None:
+        if which < len(self.asked):
+            self._finish(self.asked[which], RequestStatus.FINISHED_ABORTED)
+
+    def _finish(self, asked: Asked, status: RequestStatus) -> None:
+        is_loading, asked.state = asked.state == "loading", "finished"
+        asked.request.status = status
+        self.manager.will_finish(asked.name)  # as `LongshoreConnector` says
+        self.scheduler.request_finished(asked.request)
+        self.finished.add(asked.name)
+        self.asked.remove(asked)
+        if not is_loading:
+            self._free(asked)
+
+    def _preempt(self, asked: Asked) -> None:
+        SEEN["preemptions"] += 1
+        self._free(asked)
+        asked.state = "waiting"
+        asked.request.status, asked.request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+        self.preempted.add(asked.name)
+
+    # ------------------------------------------------------------------ steps
+
+    @CALLS.of(
+        pieces=st.sampled_from([1, 3, 8, 70, 400]),
+        local=st.sampled_from([0, 0, 0, 1, 4, 30]),
+        has_room=st.sampled_from([True, True, False]),
+        preempt=st.sampled_from([None, None, 0, 1, 2]),
+        decoded=st.sampled_from([1, 7, 20]),
+    )
+    def step(  # noqa: PLR0912 - as vLLM's own
+        self, pieces: int, local: int, has_room: bool, preempt: int | None, decoded: int
+    ) -> None:
+        """Plan a step, and compute it: prefills in `pieces` of so many chunks.
+
+        `local` chunks of a request that waits are still on the device; without room nothing that waits begins.
+        """
+        self.skipped += 0.01
+        running = [each for each in self.asked if each.state == "running"]
+        had = len(running)
+        if preempt is not None and preempt < had:
+            self._preempt(running.pop(preempt))
+        new, cached, resumed, scheduled = [], [], set(), {}
+        for asked in running:
+            computed = asked.request.num_computed_tokens
+            count = min(pieces * TOKENS, asked.request.num_tokens - computed)
+            cached.append((asked.name, self._allocate(asked, computed + count, computed)))
+            scheduled[asked.name] = (asked, count)
+        for asked in [each for each in self.asked if each.state in ("waiting", "loaded")]:
+            if len(running) < had:
+                break  # nothing begins in a step that preempts
+            request = asked.request
+            if asked.state == "waiting":
+                on_device = min(local, (request.num_tokens - 1) // TOKENS) * TOKENS
+                hit, _ = self.scheduler.get_num_new_matched_tokens(request, on_device)
+                if hit is None or not has_room:
+                    continue
+                request.num_computed_tokens = on_device + hit
+                self._allocate(asked, on_device + hit, on_device + hit)
+                self._found_on_device(asked, on_device // TOKENS)
+                if hit:
+                    self._load(asked, hit)
+                    continue
+            elif not has_room:
+                continue
+            computed = request.num_computed_tokens
+            count = min(pieces * TOKENS, request.num_tokens - computed)
+            self._allocate(asked, computed + count, computed)
+            whole = tuple(map(list, asked.blocks))
+            if asked.announced:
+                cached.append((asked.name, whole))
+                resumed.add(asked.name)
+            else:
+                new.append(SimpleNamespace(req_id=asked.name, block_ids=whole))
+            asked.announced, asked.state, request.status = True, "running", RequestStatus.RUNNING
+            scheduled[asked.name] = (asked, count)
+        self._run(
+            self.scheduler.build_connector_meta(
+                SimpleNamespace(
+                    scheduled_new_reqs=new,
+                    scheduled_cached_reqs=SimpleNamespace(
+                        req_ids=[name for name, _ in cached],
+                        new_block_ids=[blocks for _, blocks in cached],
+                        resumed_req_ids=resumed,
+                    ),
+                    num_scheduled_tokens={name: count for name, (_, count) in scheduled.items()},
+                    finished_req_ids=self.finished,
+                    preempted_req_ids=self.preempted or None,
+                    kv_cache_block_copies=None,
+                    kv_connector_block_state=None,
+                )
+            ),
+            list(scheduled.values()),
+        )
+        self.finished, self.preempted = set(), set()
+        for asked, count in scheduled.values():
+            request = asked.request
+            request.num_computed_tokens += count
+            if request.num_computed_tokens == request.num_tokens:
+                ends = request.num_output_tokens + 1 >= asked.answer
+                request.append_output_token_ids([7] * (1 if ends else decoded))  # the last one is never computed
+                if ends:
+                    self._finish(asked, RequestStatus.FINISHED_STOPPED)
+
+    @CALLS.of(
+        pieces=st.sampled_from([400, 3]),
+        steps=st.integers(1, 3),
+        skip=st.integers(0, 3),
+        how=st.sampled_from(["good", "bad", "part", "late", "never"]),
+        returns=st.sampled_from([3, 14, 90, 0, 300]),
+    )
+    def go_on(self, pieces: int, steps: int, skip: int, how: str, returns: int) -> None:
+        """Steps in which all transfers are made and reported, but for one that is made otherwise, or stays.
+
+        The first so many chunks of the same prompt come again.
+        """
+        if returns:
+            self.arrive(0, 300, 0, returns, 20, None)
+        for _ in range(steps):
+            self.step(pieces, 0, True, None, 20)
+            if how != "never":
+                self.work(1, skip, how)
+            self.work(len(self.jobs) - (how == "never"), 0, "good")
+            self.report(len(self.done), 0)
+
+    def _load(self, asked: Asked, hit: int) -> None:
+        """Lend what was found."""
+        blocks = []
+        for mine in asked.blocks:
+            blocks.append([KVCacheBlock(block) for block in mine])
+            for block in blocks[-1]:
+                block.is_null = block.block_id == 0
+        before = set(self.scheduler._current_batch_load_jobs)
+        self.scheduler.update_state_after_alloc(asked.request, KVCacheBlocks(tuple(blocks)), hit)
+        (job,) = set(self.scheduler._current_batch_load_jobs) - before
+        into = set(self.scheduler._current_batch_load_jobs[job].dst_spec.block_ids.tolist())
+        asked.state = "loading"
+        asked.request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        keys = {self._key(asked, group, at): block for group, at, block in self._each(asked) if block in into}
+        assert self.scheduler._jobs[job].keys == set(keys)
+        self.loads[job] = Loading(asked, keys, {key: set(self.stored[key]) for key in keys}, len(self.rig.workers))
+
+    def _found_on_device(self, asked: Asked, chunks: int) -> None:
+        for group, at, block in self._each(asked):
+            if at < chunks:
+                self.writes.append((block, self._key(asked, group, at), f"device {self.epoch}"))
+
+    def _run(self, meta: Any, scheduled: list[tuple[Asked, int]]) -> None:
+        """What the workers are told: flush first, as blocks are written that were read."""
+        loads, stores = dict(meta.load_jobs), dict(meta.store_jobs)
+        for number in sorted(meta.jobs_to_flush):
+            SEEN["flushes"] += 1
+            if number in stores:
+                self._begin(number, stores.pop(number), is_store=True)
+            for job in [each for each in self.jobs if each.number == number]:
+                self._move(job, "good")
+        for block, key, salt in self.writes:
+            self._write(block, key, salt)
+        self.writes.clear()
+        for asked, count in scheduled:
+            computed = asked.request.num_computed_tokens
+            for group, at, block in self._each(asked):
+                if computed // TOKENS <= at < (computed + count) // TOKENS:
+                    self._write(block, self._key(asked, group, at), f"request {asked.name}")
+        for number, each in stores.items():
+            self._begin(number, each, is_store=True)
+        for number, each in loads.items():
+            blocks = each.dst_spec.block_ids.tolist()
+            for tensors in self.views:
+                for view in tensors:
+                    view[blocks] = POISON
+            self._begin(number, each, is_store=False)
+
+    def _begin(self, number: int, transfer: Any, *, is_store: bool) -> None:
+        if is_store:
+            contents = [self.device[block] for block in transfer.src_spec.block_ids.tolist()]
+            assert {key for key, _ in contents} == self.scheduler._jobs[number].keys
+            for key, salt in contents:
+                self.stored[key].add(salt)
+        made = [Job(number, rank, transfer, is_store) for rank in range(len(self.rig.workers))]
+        self.jobs = [*self.jobs, *made] if is_store else [*made, *self.jobs]
+
+    # ------------------------------------------------------------------ workers
+
+    @CALLS.of(
+        share=st.sampled_from([99, 1, 2]),
+        skip=st.integers(0, 3),
+        how=st.sampled_from(["good", "bad", "part", "late", "good"]),
+    )
+    def work(self, share: int, skip: int, how: str) -> None:
+        """Ranks make transfers: well, not at all, in part, or so that their stamps come later than vLLM's report."""
+        skip = skip % len(self.jobs) if self.jobs else 0
+        for job in [*self.jobs[skip:], *self.jobs[:skip]][:share]:
+            self._move(job, how)
+
+    def _move(self, job: Job, how: str) -> None:
+        SEEN[f"{how} {'store' if job.is_store else 'load'}"] += 1
+        self.jobs.remove(job)
+        self.done.append(job)
+        worker, source, destination = self.rig.workers[job.rank], job.transfer.src_spec, job.transfer.dst_spec
+        if not job.is_store:
+            if how == "bad":
+                sizes = {"group_sizes": destination.group_sizes, "block_indices": destination.block_indices}
+                destination = GPULoadStoreSpec([BLOCKS] * len(destination.block_ids), **sizes)
+            worker.submit_load(job.number, source, destination)
+            worker.wait({job.number})
+            worker.get_finished()
+            if worker.take_failed({job.number}):
+                self.loads[job.number].failed = True
+            return
+        slots, blocks = destination.indices, source.block_ids.tolist()
+        if how == "bad":
+            worker.stamps.stored(destination.job, job.rank, [], slots)
+            return
+        stamps, kept = worker.stamps, Stamping(worker.stamps)
+        worker.stamps = kept  # type: ignore[assignment]
+        half = len(blocks) // 2 if how == "part" else len(blocks)
+        for block in blocks[half:]:
+            for view in self.views[job.rank]:
+                view[block] = POISON
+        worker.submit_store(job.number, source, destination)
+        worker.wait({job.number})
+        worker.get_finished()
+        worker.stamps = stamps
+        for block in blocks[half:]:
+            self._write(block, *self.device[block], ranks=[job.rank])
+        ((ticket, rank, good, bad),) = kept.kept
+        assert sorted(good) == sorted(slots), "a copy has failed by itself"
+        if how == "part":
+            good, bad = slots[:half], slots[half:]
+        if how == "late":
+            self.late.append((ticket, rank, good, bad))
+        else:
+            stamps.stored(ticket, rank, good, bad)
+
+    def stamp(self, count: int) -> None:
+        """What was kept back is stamped."""
+        for ticket, rank, good, bad in self.late[:count]:
+            self.rig.workers[rank].stamps.stored(ticket, rank, good, bad)
+        del self.late[:count]
+
+    @CALLS.of(share=st.sampled_from([99, 1, 2]), skip=st.integers(0, 3))
+    def report(self, share: int, skip: int) -> None:
+        """The scheduler hears what ranks have ended."""
+        skip = skip % len(self.done) if self.done else 0
+        told = [*self.done[skip:], *self.done[:skip]][:share]
+        counts: dict[int, int] = defaultdict(int)
+        for job in told:
+            self.done.remove(job)
+            counts[job.number] += 1
+        said = OffloadingWorkerMetadata(completed_jobs=dict(counts))
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=said))
+        for job in told:
+            if not job.is_store:
+                self._loaded(job.number)
+
+    def _loaded(self, number: int) -> None:
+        load = self.loads[number]
+        load.ranks -= 1
+        if load.ranks:
+            return
+        del self.loads[number]
+        asked = load.asked
+        SEEN["loads of more than 64 chunks"] += len(load.blocks) > 64
+        SEEN["loads of finished requests"] += asked.state == "finished"
+        SEEN["failed loads"] += load.failed
+        for key, block in [] if load.failed else load.blocks.items():
+            salts = [salt for salt in load.valid[key] if self._has(block, key, salt)]
+            SEEN["chunks loaded"] += 1
+            assert salts, "not the bytes that were stored under this key"
+            self.device[block] = (key, salts[0])
+        if asked.state == "finished":
+            self._free(asked)
+        elif load.failed:
+            self._free(asked)
+            asked.state, asked.request.num_computed_tokens = "waiting", 0
+        else:
+            asked.state = "loaded"
+
+    # ------------------------------------------------------------------ tiers, time and resets
+
+    @CALLS.of(
+        count=st.sampled_from([99, 3, 1]),
+        last_first=st.booleans(),
+        fails=st.sampled_from([False, False, False, True]),
+        stamps=st.sampled_from([0, 1, 99]),
+    )
+    def disk(self, count: int, last_first: bool, fails: bool, stamps: int) -> None:
+        """The file tier moves; and of what was kept back, so many `stamps` come."""
+        self.stamp(stamps)
+        if self.tier is not None:
+            self.tier.move(count, Status.IO_ERROR if fails else Status.OK, last_first=last_first)
+            self.runtime.pump()
+
+    @CALLS.of(
+        what=st.sampled_from(["time", "abort", "time", "abort", "reset"]),
+        seconds=st.sampled_from([0.3, 1.5, 40.0]),
+        which=st.integers(0, 3),
+        of=st.sampled_from(["connector", "all", "device"]),
+    )
+    def disturb(self, what: str, seconds: float, which: int, of: str) -> None:
+        if what == "time":
+            self.skipped += seconds
+        elif what == "abort":
+            self.abort(which)
+        else:
+            self.reset(of)
+
+    def reset(self, of: str) -> None:
+        """vLLM empties its prefix cache, with what runs or as far as it can, or that of the connector, or both."""
+        if of == "all" and not self.loads and not self.scheduler._current_batch_jobs_to_flush:
+            for asked in [each for each in self.asked if each.state == "running"]:
+                self._preempt(asked)
+        if not self.loads and not any(any(each.blocks) for each in self.asked):
+            self.manager.device_was_reset()
+            self.epoch += 1
+        if of != "device" and not self.scheduler._current_batch_jobs_to_flush:  # vLLM allows one between two steps
+            SEEN["resets with loads"] += bool(self.loads)
+            SEEN["resets with stores"] += any(job.is_store for job in self.jobs)
+            self.scheduler.reset_cache()
+            self.stored.clear()
+
+    @rule(call=st.deferred(lambda: st.one_of(CALLS.made)))
+    def call(self, call: tuple[str, dict[str, Any]]) -> None:
+        getattr(self, call[0])(**call[1])
+
+    # ------------------------------------------------------------------ device
+
+    def _key(self, asked: Asked, group: int, at: int) -> OffloadKey:
+        return make_offload_key(asked.request.block_hashes[at], self.groups[group].number)
+
+    @staticmethod
+    def _each(asked: Asked) -> Iterator[tuple[int, int, int]]:
+        """Group, place and number of each block that is there."""
+        for group, mine in enumerate(asked.blocks):
+            for at, block in enumerate(mine):
+                if block:
+                    yield group, at, block
+
+    def _allocate(self, asked: Asked, tokens: int, computed: int) -> tuple[list[int], ...]:
+        """Blocks for so many `tokens`; those that the window of the next one does not reach are given back."""
+        fresh = []
+        for group, mine in zip(self.groups, asked.blocks, strict=True):
+            first = 0 if group.window is None else max(0, computed - group.window + 1) // TOKENS
+            for at, block in enumerate(mine[:first]):
+                if block:
+                    self.free.append(block)
+                    mine[at] = 0
+            before = len(mine)
+            mine += [0 if at < first else self.free.pop() for at in range(before, -(-tokens // TOKENS))]
+            fresh.append(mine[before:])
+        return tuple(fresh)
+
+    def _free(self, asked: Asked) -> None:
+        self.free += [block for _, _, block in self._each(asked)]
+        asked.blocks = [[] for _ in self.groups]
+
+    def _write(self, block: int, key: OffloadKey, salt: str, ranks: Sequence[int] | None = None) -> None:
+        self.device[block] = (key, salt)
+        for rank in range(len(self.views)) if ranks is None else ranks:
+            for layer, view in enumerate(self.views[rank]):
+                view[block, : PAGE - 8] = content(key, salt, rank, layer)
+
+    def _has(self, block: int, key: OffloadKey, salt: str) -> bool:
+        return all(
+            np.array_equal(view[block, : PAGE - 8], content(key, salt, rank, layer))
+            for rank, tensors in enumerate(self.views)
+            for layer, view in enumerate(tensors)
+        )
+
+    # ------------------------------------------------------------------ what holds
+
+    @invariant()
+    def control_plane_is_sound(self) -> None:
+        if hasattr(self, "rig"):
+            assert self.runtime.fault is None
+            self.rig.cache.check_integrity()
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "scheduler") and sys.exc_info()[0] is None:  # nothing has failed
+                self._end_all()
+        finally:
+            if hasattr(self, "rig"):
+                if self.tier is not None:
+                    self.tier.at_once = True
+                self.runtime.clock = time.monotonic
+                self.rig.close()
+            self.patch.undo()
+            self.directory.cleanup()
+
+    def _end_all(self) -> None:
+        for asked in list(self.asked):
+            self._finish(asked, RequestStatus.FINISHED_ABORTED)
+        if self.tier is not None:
+            self.tier.at_once = True
+        for _ in range(20):
+            self.step(1, 0, True, None, 1)
+            self.work(len(self.jobs), 0, "good")
+            self.stamp(len(self.late))
+            self.report(len(self.done), 0)
+            self.control_plane_is_sound()
+        assert not self.scheduler.has_pending_push_work()
+        manager, cache = self.manager, self.rig.cache
+        self.runtime.pump()
+        assert cache.held == 0
+        assert cache.jobs_in_flight == 0
+        assert {state for pool in cache._store.pools for state in pool.state} <= {FREE, READY}
+        assert not manager._stores
+        assert not manager._by_key
+        assert not manager._stale
+        assert not manager._requests
+        assert not self.scheduler._req_status
+
+
+def content(key: OffloadKey, salt: str, rank: int, layer: int) -> Any:
+    """What a layer of a rank has of a block."""
+    digest = hashlib.shake_128(key + f"{salt} {rank} {layer}".encode()).digest(PAGE - 8)
+    return np.frombuffer(digest, np.uint8)
+
+
+@pytest.fixture
+def machine() -> Iterator[Sequences]:
+    """One to call by hand."""
+    init_none_hash(sha256)
+    made = Sequences()
+    made.start(world=1, slides=True, host=320, file=0, backup="write_back", eviction="lru")
+    yield made
+    made.teardown()
+
+
+@pytest.mark.parametrize("preempt", [None, 0])
+def test_after_a_reset_no_block_is_stored_that_its_window_has_left(machine: Sequences, preempt: int | None) -> None:
+    """vLLM offers a request again from its first chunk on, though its first blocks are another's by now."""
+    machine.arrive(0, 0, 0, 14, 60, None)
+    for _ in range(4):
+        machine.step(3, 0, True, None, 1)
+    machine.arrive(1, 0, 0, 8, 60, None)
+    machine.step(3, 0, True, None, 1)
+    machine.reset("connector")
+    machine.step(400, 0, True, preempt, 1)
+    machine.step(400, 0, True, None, 1)
+    windows = [key for key in machine.stored if key.endswith(b"\0\0\0\1")]
+    assert len(windows) >= (14 if preempt == 0 else 5), "what was computed since is stored"
+
+
+def test_every_sequence_of_calls_serves_the_right_bytes_and_leaves_nothing_behind() -> None:
+    init_none_hash(sha256)
+    SEEN.clear()
+    run_state_machine_as_test(Sequences, settings=settings(max_examples=60, stateful_step_count=50))
+    for what in ("chunks loaded", "failed loads", "reads of files", "late store", "part store", "preemptions"):
+        assert SEEN[what], what
+    assert SEEN["resets with loads"] + SEEN["resets with stores"]
