@@ -626,7 +626,13 @@ def test_no_line_of_a_table_ends_in_blanks(files: Path, capsys: pytest.CaptureFi
 def test_a_command_that_is_told_to_end_leaves_no_temporary_file(number: int, status: int, files: Path) -> None:
     (files / "disk").mkdir()
     call = "bench file --dir disk --bytes 64MiB --repeats 100000 --allow-ram-disk --allow-page-cache"
-    running = subprocess.Popen([str(LONGSHORE), *call.split()], cwd=files, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        [str(LONGSHORE), *call.split()],
+        cwd=files,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509 - nohup ignores one of them
+    )
     deadline = time.monotonic() + 120
     while not list(files.glob("disk/*/*")):
         assert running.poll() is None
