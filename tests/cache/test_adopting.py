@@ -13,7 +13,7 @@ from pickled import state_of
 
 from longshore.boundary import FILE, HOST, Key
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.cache.adopting import Found
+from longshore.cache.adopting import Recovered
 from longshore.cache.eviction import POLICIES
 from longshore.errors import CacheError
 from longshore.slabs import Slabs
@@ -33,8 +33,8 @@ class Copy(NamedTuple):
     pool: int = 0
 
     @property
-    def found(self) -> Found:
-        return Found(self.slot, key(self.path), parent(key(self.path)), self.pool)
+    def found(self) -> Recovered:
+        return Recovered(self.slot, key(self.path), parent(key(self.path)), self.pool)
 
 
 def taken(found: list[Copy], colder: set[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.cache.adopting import Found
+from longshore.cache.adopting import Recovered
 from longshore.cache.states import FILLING, READY
 
 
@@ -17,7 +17,7 @@ def cache_with(files: int, found: int, *, outlives: bool = True) -> TieredCache:
     settings = CacheSettings(blocks_per_chunk=1, backup=WritePolicy("write_through"))
     cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, files, outlives=outlives)], settings)
     parents = [None, *map(key, range(found - 1))]
-    cache.adopt(FILE, [Found(slot, key(slot), parent) for slot, parent in enumerate(parents[:found])])
+    cache.adopt(FILE, [Recovered(slot, key(slot), parent) for slot, parent in enumerate(parents[:found])])
     return cache
 
 

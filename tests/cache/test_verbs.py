@@ -20,6 +20,7 @@ from longshore.cache import (
     TierSpec,
     Until,
 )
+from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, LongshoreError
 
 GROUPS = (CacheGroup(block_size=16), CacheGroup(block_size=16))
@@ -84,6 +85,19 @@ def test_a_store_of_several_groups_is_one_of_each(known: tuple[int, int]) -> Non
     assert {(each.key, each.parent) for each in cache.residents()} == {
         (each.key, each.parent) for each in apart.residents()
     }
+    cache.check_integrity()
+
+
+def test_a_store_of_a_group_may_evict_what_is_known_of_the_next() -> None:
+    cache = TieredCache([TierSpec(HOST, 4, policy=LRU)], CacheSettings(groups=GROUPS))
+    cache.store({1: GroupKeys(keys("b"))}, {1: range(3)})
+    carry(cache)
+    paths, blocks = {0: GroupKeys(keys("a", 4)), 1: GroupKeys(keys("b"))}, {0: range(4), 1: range(4, 7)}
+    orders = cache.store(paths, blocks)
+    assert len(orders[0].positions) == 4
+    assert (orders[1].kept, list(orders[1].known), orders[1].job) == (0, [], None)
+    carry(cache)
+    assert {each.key for each in cache.residents()} == set(keys("a", 4))
     cache.check_integrity()
 
 
@@ -153,6 +167,14 @@ def test_a_load_that_is_refused_changes_nothing(wrong: str) -> None:
 
 WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a key that is none behind what is found": ({0: GroupKeys(keys("a")), 1: GroupKeys([*keys("b"), "x"])}, {}),  # type: ignore[list-item]
+    **{
+        f"a key that is none, {position} behind what is found": (
+            {0: GroupKeys(keys("a")), 1: GroupKeys([*keys("b"), *keys("y", position), "x", *keys("z", 9)])},  # type: ignore[list-item]
+            {},
+        )
+        for position in range(1, 9)
+    },
+    "a key that is none before a first behind all": ({0: GroupKeys([*keys("a"), "x"], 4)}, {}),  # type: ignore[list-item]
     "a key that is none before the first": ({0: GroupKeys(["x", *keys("a")], 1)}, {}),  # type: ignore[list-item]
     "one group of three": ({0: GroupKeys(keys("a"), device=())}, {}),
     "a group that is none": ({9: GroupKeys(keys("a"))}, {}),

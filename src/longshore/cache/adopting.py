@@ -36,7 +36,7 @@ Chunk = tuple[int, Key, Key | None, int]
 """A chunk found at start: its slot, its key, its parent's, and the pool of the slot."""
 
 
-class Found(NamedTuple):
+class Recovered(NamedTuple):
     """The same with names; pool 0 unless said."""
 
     slot: int

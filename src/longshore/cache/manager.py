@@ -17,8 +17,7 @@ from itertools import pairwise
 from typing import cast
 
 from longshore.boundary import DEVICE, Command, Key, ProbeResult, Result, Route, TransferResult
-from longshore.cache.adopting import Chunk, adopt
-from longshore.cache.adopting import Found as Adopted
+from longshore.cache.adopting import Chunk, Recovered, adopt
 from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event
 from longshore.cache.exchange import Exchange
@@ -430,7 +429,7 @@ class TieredCache:
         at, chunks = self._tier(tier), list(found)
         self._store.pools[at].check_slots(others)
         named = set(map(len, chunks)) <= {4}  # as from a tier, where there may be half a million of them
-        whole = cast("list[Chunk]", chunks) if named else [Adopted(*each) for each in chunks]
+        whole = cast("list[Chunk]", chunks) if named else [Recovered(*each) for each in chunks]
         adopted = adopt(self._store, at, whole)
         self._store.pools[at].give_last(others)
         return adopted

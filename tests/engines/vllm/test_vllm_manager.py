@@ -433,6 +433,18 @@ def test_the_last_offer_of_a_request_is_taken_as_far_as_there_is_room(rigs: Any,
     assert rig.manager.prepare_store(keys[8:28], context).keys_to_store == keys[8:12]
 
 
+def test_loads_promised_in_another_order_than_told_are_in_place_after_a_fault(rigs: Any) -> None:
+    rig, keys = rigs(), keys_of(5)
+    assert rig.store(keys, [1, 2, 3, 4, 5], rig.request("first", keys)) == keys
+    second = rig.request("second", [*keys[:3], keys[4], keys[3]])
+    assert [rig.manager.lookup(key, second) for key in keys] == [HIT] * 5
+    rig.manager._runtime.fail(RuntimeError("by the test"))
+    with rig.manager._runtime.observe() as cache:
+        index = cache._store.index
+        expected = [index.slot[0][index.get(key)] for key in ours(keys[:4])]
+    assert list(rig.manager.prepare_load(keys[:4], second).indices) == expected
+
+
 @pytest.mark.parametrize("verb", ["lookup", "prepare_load", "prepare_store", "complete_store", "on_schedule_end"])
 def test_an_inconsistent_cache_turns_the_tiers_off_and_nothing_else(
     rigs: Any, verb: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

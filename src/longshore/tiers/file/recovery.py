@@ -37,7 +37,7 @@ _AT_ONCE = 4096 * fmt.NOTE.itemsize
 """Bytes of notes that are read together."""
 
 
-class Found(NamedTuple):
+class IndexOnDisk(NamedTuple):
     """What was found.
 
     Attributes:
@@ -67,7 +67,7 @@ def recover(directory: Directory, segment: Segment, superblock: records.Superblo
     return fmt.one_size_a_slab(entries, slabs.stride), epoch
 
 
-def load(directory: Directory, stride: int) -> Found:
+def load(directory: Directory, stride: int) -> IndexOnDisk:
     """What the files in `directory` say, of slabs of `stride` slots. Raises `TierError` for files that are not ours."""
     checkpoints = [each for file in (0, 1) if (each := _read_checkpoint(directory, file)) is not None]
     journals = [_read_journal(directory, file) for file in (0, 1)]
@@ -77,8 +77,8 @@ def load(directory: Directory, stride: int) -> Found:
         entries = _replayed(directory, checkpoint, journals, stride)
         if entries is not None:
             ahead = highest + 1 - checkpoint.epoch
-            return Found(highest + 1 if ahead % 2 else highest + 2, entries)
-    return Found(highest + 1, None)
+            return IndexOnDisk(highest + 1 if ahead % 2 else highest + 2, entries)
+    return IndexOnDisk(highest + 1, None)
 
 
 def _replayed(directory: Directory, checkpoint: _Checkpoint, journals: list[int | None], stride: int) -> Entries | None:
