@@ -431,6 +431,22 @@ def test_hints_keep_a_prefix_when_room_runs_out() -> None:
         assert kept < stored_keys(tiers)
 
 
+@pytest.mark.parametrize("offload", ["write_through", "write_back"])
+def test_hints_name_priorities_when_blocks_are_complete_and_when_they_are_evicted(offload: str) -> None:
+    model = make_model()
+    with tiered(model, Config.make(host_size="4MiB", gate=False, offload=offload)) as tiers:
+        tiers.hint("req_0", {"retention": [{"priority": 90}]})
+        generate(model, PROMPTS[:1])
+        if offload == "write_back":
+            assert not stored_keys(tiers)
+            generate(model, PROMPTS[1:2], num_blocks=32)  # the device cache before this one lets go of its blocks
+        keys = stored_keys(tiers)
+        assert tiers.stack is not None
+        with tiers.stack.runtime.observe() as cache:
+            found = [cache._store.retention._priority[cache._store.index.get(key)] for key in keys]
+        assert found == [90] * 6
+
+
 def test_hints_that_cannot_be_read_are_refused(memory: Config) -> None:
     with tiered(make_model(), memory) as tiers, pytest.raises(HintError, match="priority"):
         tiers.hint("req_0", {"retention": [{"priority": 101}]})
