@@ -208,3 +208,16 @@ def test_a_slot_is_drained_while_a_job_touches_it(state: int, spoil: Callable[[S
     pool.state[1] = state
     spoil(pool)
     pool.check_integrity()
+
+
+def test_clear_keeps_faults_only_of_slots_that_jobs_touch() -> None:
+    """A reset may come between the read that found bad bytes and the end of the step, when the copy is lost."""
+    pool = SlotPool(3)
+    pool.allocate(3)
+    for slot in range(3):
+        pool.move(slot, READY)
+        pool.fault[slot] = Status.CORRUPT
+    pool.readers[1] = 1
+    pool.clear()
+    assert pool.fault == {1: Status.CORRUPT}
+    pool.check_integrity()

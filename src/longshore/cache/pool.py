@@ -189,6 +189,7 @@ class SlotPool:
         self.state = bytearray(self.capacity)
         for index in busy:
             self.state[index] = DRAINING
+        self.fault = {index: fault for index, fault in self.fault.items() if index in busy}
         self._all_free(sorted(busy))
         if self.freed is not None:
             self.freed = []
