@@ -527,3 +527,16 @@ def test_new_chunks_take_the_place_of_what_promises_no_more() -> None:
     path = Path(tier, 2, 50)
     assert path.admitted == 49  # the end of a prompt is the first to go
     assert len(tier.policy) == 60 - path.free + 49
+
+
+def test_chunks_that_are_not_admitted_advance_the_policy_as_uses_do() -> None:
+    """How soon spans end, counts are halved and hit rates are learned anew must not depend on what is admitted."""
+    tier = full(200)
+    for turn in range(2, 400):
+        tier.policy.begin(turn, 200, LISTS)
+        tier.policy.touch(list(range(LISTS, LISTS + 200))[::-1])
+    rows = [tier.policy._spans.row(turn) for turn in (398, 399)]
+    assert rows[0] != rows[1]  # each of these requests has ended a span
+    assert Path(tier, 400, 150).admitted == 1
+    tier.policy.begin(401, 1)
+    assert tier.policy._spans.row(400) != tier.policy._spans.row(401)

@@ -143,6 +143,7 @@ class Gittins(EvictionPolicy):
             counts, states, when = np.array(self._use_new(gone, leaf=True)).T
             when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint16)
             self._forget(*self._ghosts.insert_all(gone, when, states))
+            self._since += len(gone)
         return count
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
