@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
 .PHONY: demo test lint types tests contract vllm abi gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
-	orders soak cache-soak crash race-mutants cache-mutants clean
+	orders soak cache-soak crash race-mutants cache-mutants house clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -153,6 +153,10 @@ cache-mutants: $(VENV)/ready
 	HYPOTHESIS_PROFILE=mutants OMP_NUM_THREADS=1 $(BIN)/cosmic-ray exec tests/mutation/cache.toml $(MUTANTS)
 	$(BIN)/cr-report --surviving-only --show-diff $(MUTANTS)
 	@echo "survived, in per cent: $$($(BIN)/cr-rate $(MUTANTS))"
+
+# Figures of the source tree: files and hops of one request, import cycles, repeated class names, lines.
+house: $(VENV)/ready
+	$(BIN)/python benchmarks/house.py
 
 clean:
 	rm -rf $(VENV) .venvs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
