@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from gpu_pages import Pages, References, Rig
-from longshore.bench.machine import has_vllm, machine_facts
+from longshore.bench.harness import has_vllm, machine_facts
 from longshore.boundary import Route
 from longshore.cache import GroupKeys
 from longshore.config import Config, parse_size

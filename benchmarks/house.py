@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
 SOURCE = ROOT / "src" / "longshore"
 LONGEST_MODULE = 600
 REPEATS = 9

@@ -2,8 +2,8 @@
 
 A Llama of about 100 million random weights, 20 sessions over a device cache for 4; what storing costs a vLLM that has
 its own process; then the scheduler's own time for a prompt of 32,768 tokens. Needs an environment with vLLM (`make
-vllm` sets one up) and two cores. What is measured stands in `longshore.bench.vllm_sessions` and
-`longshore.bench.vllm_manager`.
+vllm` sets one up) and two cores. What is measured stands in `longshore.bench.vllm_runs` and
+`vllm_manager.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from longshore.bench import vllm_manager, vllm_sessions
-from longshore.bench.harness import Case
-from longshore.bench.machine import machine_facts
+import vllm_manager
+from longshore.bench import vllm_runs
+from longshore.bench.harness import Case, machine_facts
 
 BLOCK = 32
 RESIDENT = 4
@@ -58,7 +58,7 @@ def cases(scratch: Path, sessions: int, blocks: list[int]) -> Iterator[Case]:
     }
     tell = teller()
     model = save_model(scratch / "model")
-    yield from vllm_sessions.run(model, scratch, vllm_sessions.Plan(sessions=sessions, engine=engine), tell=tell)
+    yield from vllm_runs.run_sessions(model, scratch, vllm_runs.Plan(sessions=sessions, engine=engine), tell=tell)
     yield from storing(model, scratch, tell)
     for each in blocks:
         tell(f"the scheduler's own time, {each} tracked blocks")
@@ -76,7 +76,7 @@ def storing(model: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
         "max_num_seqs": 4,
     }
     (scratch / "storing").mkdir()
-    yield from vllm_sessions.storing(model, scratch / "storing", vllm_sessions.Plan(engine=engine), tell=tell)
+    yield from vllm_runs.storing(model, scratch / "storing", vllm_runs.Plan(engine=engine), tell=tell)
 
 
 def main() -> None:

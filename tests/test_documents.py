@@ -16,7 +16,7 @@ import torch
 
 from longshore.cache import Event, EventKind
 from longshore.cache.explain import write_events
-from longshore.cli.demo_model import DemoOptions, load_model
+from longshore.cli.demo_runs import DemoOptions, load_model
 from longshore.config import Config
 from longshore.engines.transformers import tiered
 

@@ -51,7 +51,7 @@ def digest(data: bytes | memoryview) -> int:
 
 
 def mix64(data: bytes | memoryview) -> int:
-    """mix64 of `data`: what `longshore.transfer.device.cuda.mixing` computes on a GPU."""
+    """mix64 of `data`: what `longshore.transfer.device.cuda.kernels` computes on a GPU."""
     whole = len(data) // _WORD
     total = 0
     words = np.frombuffer(data, "<u8", count=whole)

@@ -24,11 +24,19 @@ from longshore.errors import LayoutError, PlanError
 
 I64 = npt.NDArray[np.int64]
 
+PAGE = 4096
+"""Alignment of every image in bytes, as required by direct I/O."""
+
 _LOSS = 1 / 16
 """Largest acceptable waste at the end of a slab, as a share."""
 
 _LEAST_SLABS = 16
 """Least number of slabs per image size, if possible."""
+
+
+def align(size: int) -> int:
+    """`size` rounded up to a multiple of `PAGE`."""
+    return -(-size // PAGE) * PAGE
 
 
 @dataclass(frozen=True, slots=True)

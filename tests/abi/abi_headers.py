@@ -1,7 +1,7 @@
 """What is called by ctypes, beside NVIDIA's headers: prototypes, structures, values and symbols. Run by `make abi`.
 
 A small C++ program includes the headers of one version and says what stands there; this compares it with what
-`cuda/driver.py` and `tiers/file/cufile.py` say. Names are found in their source, so nothing is left out.
+`cuda/driver.py` and `tiers/file/gds.py` say. Names are found in their source, so nothing is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import cuda.bindings.cufile as bindings
 import pytest
 
 import environments
-from longshore.tiers.file import cufile
+from longshore.tiers.file import gds
+from longshore.tiers.file.gds import CuFile
 from longshore.transfer.device.cuda import driver
 
 STRUCTURES: dict[type[ctypes.Structure], tuple[str, dict[str, str]]] = {
@@ -44,7 +45,7 @@ MEANINGS = {
     "CUDA_SUCCESS": 0,
     "CU_GET_PROC_ADDRESS_SUCCESS": 0,
     "CU_STREAM_LEGACY": driver._NULL_STREAMS[1],
-    "CU_FILE_HANDLE_TYPE_OPAQUE_FD": cufile.OPAQUE_FD,
+    "CU_FILE_HANDLE_TYPE_OPAQUE_FD": gds.OPAQUE_FD,
 }
 OURS_ALONE = {"MOST", "_NO_INDEX"}
 BATCHED = {"BATCH_12_8": "PFN_cuMemcpyBatchAsync_v12080", "BATCH_13_0": "PFN_cuMemcpyBatchAsync_v13000"}
@@ -193,7 +194,7 @@ def test_names_are_found_in_the_source() -> None:
     }
     assert structures == set(STRUCTURES)
     assert all({name for name, _ in kind._fields_} == set(fields) for kind, (_, fields) in STRUCTURES.items())
-    text = inspect.getsource(cufile)
+    text = inspect.getsource(CuFile)
     assert {name for name in CUFILE if f'"{name}"' in text} == set(CUFILE)
     used = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
     assert {name for name in used if isinstance(name, str) and callable(getattr(bindings, name, None))} == set(CUFILE)
@@ -224,9 +225,9 @@ def test_structures(headers: Headers) -> None:
         assert str(ctypes.sizeof(ours)) == headers.said[f"sizeof({theirs})"]
         for mine, its in fields.items():
             assert str(getattr(ours, mine).offset) == headers.said[f"{theirs}.{its}"]
-    assert str(cufile.DESCRIPTOR.size) == headers.said["sizeof(CUfileDescr_t)"]
+    assert str(gds.DESCRIPTOR.size) == headers.said["sizeof(CUfileDescr_t)"]
     offsets = [headers.said[f"CUfileDescr_t.{name}"] for name in ("type", "handle", "fs_ops")]
-    assert cufile.DESCRIPTOR.format == "<i4xqq"
+    assert gds.DESCRIPTOR.format == "<i4xqq"
     assert offsets == ["0", "8", "16"]
 
 

@@ -21,9 +21,9 @@ from longshore.bench.file_sides import (
     PerFile,
     PlainLoop,
     Side,
+    VllmFiles,
     keep_under_way,
 )
-from longshore.bench.vllm_files import VllmFiles
 from longshore.errors import BenchError
 
 SIZE, COUNT = 16 << 10, 32

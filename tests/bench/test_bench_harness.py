@@ -12,8 +12,17 @@ from typer.testing import CliRunner
 
 from longshore.bench import Case, Report, compare, machine_facts
 from longshore.bench.files import KINDS
-from longshore.bench.harness import Seconds, chosen, duration, loops_within, rate, timed
-from longshore.bench.machine import check_direct, check_disk, file_system_of
+from longshore.bench.harness import (
+    Seconds,
+    check_direct,
+    check_disk,
+    chosen,
+    duration,
+    file_system_of,
+    loops_within,
+    rate,
+    timed,
+)
 from longshore.cli.app import app
 from longshore.errors import BenchError
 

@@ -8,9 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longshore.bench import managers
-from longshore.bench.ours import Ours
-from longshore.bench.prompts import Load
-from longshore.bench.rivals import PlainLRU
+from longshore.bench.cache_sides import Load, Ours, PlainLRU
 from longshore.boundary import HOST
 from longshore.cli.app import app
 from longshore.cli.options import counts_of

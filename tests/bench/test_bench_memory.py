@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from longshore.bench.memory import bytes_per_block
+from longshore.bench.cache_sides import bytes_per_block
 from longshore.boundary import Key
 from longshore.cache.columns import sparse
 from longshore.errors import BenchError

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from longshore.cli.demo_report import write_report
+from longshore.cli.demo_report import render, write_report
 from longshore.cli.demo_result import (
     DemoResult,
     OccupancySample,
@@ -22,7 +22,6 @@ from longshore.cli.demo_result import (
     RunRecord,
     percentile,
 )
-from longshore.cli.demo_table import render
 
 NAN = math.nan
 OTHER_NAN: float = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000001))[0]

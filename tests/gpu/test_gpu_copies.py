@@ -17,7 +17,7 @@ from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.calibrate import QUICK, Always, everything
 from longshore.transfer.device.cuda.chooser import Chooses, Way
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.shape import COLUMNS, Shape
+from longshore.transfer.device.cuda.runs import COLUMNS, Shape
 from longshore.transfer.device.torch_streams import TorchDevice
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from longshore.errors import LayoutError
 from longshore.layout import KVLayout, from_axes, from_rows, group_from_axes
 from longshore.tiers.arena import Arena
 from longshore.transfer.device.cpu import copy_pieces
-from longshore.transfer.plan import plan
+from plans import plan
 
 SIZES = {"layer": 3, "kv": 2, "block": 8, "token": 4, "head": 2, "dim": 5}
 

@@ -17,7 +17,8 @@ from longshore.errors import PlanError
 from longshore.layout import KVLayout, axes_of_backend, from_axes, from_backend, group_from_axes
 from longshore.tiers.arena import Arena
 from longshore.transfer.device.cpu import copy_pieces
-from longshore.transfer.plan import expand, plan
+from longshore.transfer.plan import expand
+from plans import plan
 
 
 class Held(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longshore.config import Config
-from longshore.runtime.host_memory import open_arena, registrar_for
+from longshore.runtime.stack import open_arena, registrar_for
 from longshore.tiers.arena import PAGE, Fallback
 from longshore.tiers.arena.cuda import CudaRegistrar
 from mappings import is_mapped, open_files

@@ -21,7 +21,8 @@ from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
 
 from longshore.boundary import Status
 from longshore.errors import FormatError, PlanError, TierClosedError, TierError, TierInUseError
-from longshore.runtime.tier_host import TROUBLES, HostedFileTier, tier, watch, wire
+from longshore.runtime.tier_host import TROUBLES, HostedFileTier, tier, wire
+from longshore.runtime.tier_host import process as watch
 from longshore.runtime.tier_host.process import HostProcess
 from longshore.runtime.tier_host.wire import Kind, frame
 from longshore.testing.tier_harness import image, key

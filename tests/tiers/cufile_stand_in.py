@@ -15,7 +15,7 @@ from typing import Any
 
 from longshore.checksums import mix64
 from longshore.tiers.arena import Arena
-from longshore.tiers.file.cufile import DESCRIPTOR, OPAQUE_FD
+from longshore.tiers.file.gds import DESCRIPTOR, OPAQUE_FD
 
 _bound = threading.local()
 """`count`: how often the device was made the calling thread's own."""

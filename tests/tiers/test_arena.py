@@ -14,8 +14,8 @@ import pytest
 
 from longshore.errors import TierClosedError, TierError
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback, align
-from longshore.tiers.arena import system as calls
-from longshore.tiers.arena.system import System
+from longshore.tiers.arena import memory as calls
+from longshore.tiers.arena.memory import System
 from mappings import is_mapped, mapped, open_files
 
 MIB = 1 << 20

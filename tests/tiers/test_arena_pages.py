@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback, huge_pages, populate
+from longshore.tiers.arena.memory import System, madvise
 from longshore.tiers.arena.populate import MADV_POPULATE_WRITE
-from longshore.tiers.arena.system import System, madvise
 from mappings import mapped
 
 MIB = 1 << 20

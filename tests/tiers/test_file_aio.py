@@ -20,8 +20,9 @@ from longshore.testing.tier_harness import image
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, aio
-from longshore.tiers.file.aio import AioQueue, LinuxIo
+from longshore.tiers.file.aio import AioQueue
 from longshore.tiers.file.queue import Piece, Queue
+from longshore.tiers.file.system import SystemIo
 from mappings import open_files
 
 STRIDE = PAGE + TierTests.image_bytes
@@ -54,7 +55,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 @pytest.fixture
 def queue(fd: int) -> Iterator[AioQueue]:
-    queue = LinuxIo().open_queue(fd, PIECES, BUFFERS)
+    queue = SystemIo().open_queue(fd, PIECES, BUFFERS)
     assert isinstance(queue, AioQueue), "this system has one"
     yield queue
     queue.close()
@@ -200,14 +201,14 @@ def test_whoever_waits_can_be_woken_up_before_and_while_it_does(queue: AioQueue)
 
 def test_nothing_of_it_is_left_in_the_end_nor_when_it_cannot_be_had(fd: int, calls: Calls) -> None:
     before = contexts(), open_files()
-    queue = LinuxIo().open_queue(fd, PIECES, BUFFERS)
+    queue = SystemIo().open_queue(fd, PIECES, BUFFERS)
     assert queue is not None
     assert contexts() > before[0]
     queue.close()
     queue.close()
     calls.answers[NUMBERS.setup] = [fails(errno.EAGAIN)]
     with pytest.raises(OSError, match="temporarily unavailable"):
-        LinuxIo().open_queue(fd, PIECES, BUFFERS)
+        SystemIo().open_queue(fd, PIECES, BUFFERS)
     assert (contexts(), open_files()) == before
 
 
@@ -254,7 +255,7 @@ def test_a_buffered_file_gets_no_queue(
     assert io.moved == []
 
 
-class Spied(LinuxIo):
+class Spied(SystemIo):
     """The system, with a note of what went through its queue; pieces that touch a bad byte fail, there and alone."""
 
     def __init__(self) -> None:

@@ -20,9 +20,10 @@ from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
-from longshore.tiers.file import FileTier, SystemIo
-from longshore.tiers.file.coalescing import TASK_BYTES, TASK_RECORDS, coalesce
+from longshore.tiers.file import FileTier
 from longshore.tiers.file.health import State
+from longshore.tiers.file.queue import TASK_BYTES, TASK_RECORDS, coalesce
+from plain_io import PlainIo
 
 IMAGE = TierTests.image_bytes
 STRIDE = PAGE + IMAGE
@@ -31,7 +32,7 @@ LONG = 1 << 20
 """Of an image so long that the bytes of a task limit how many are in it."""
 
 
-class Sectors(SystemIo):
+class Sectors(PlainIo):
     """A disk that keeps where each call began and how much it asked for; any call that touches a bad byte fails."""
 
     def __init__(self) -> None:

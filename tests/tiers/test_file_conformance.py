@@ -7,7 +7,8 @@ from pathlib import Path
 from longshore.testing import TierTests
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
-from longshore.tiers.file import FileTier, SystemIo, capacity_for
+from longshore.tiers.file import FileTier, capacity_for
+from plain_io import PlainIo
 
 SCOPE = bytes(range(32))
 
@@ -20,7 +21,7 @@ class TestFileTier(TierTests):
         return FileTier(directory, capacity=capacity, image_bytes=self.image_bytes, arena=arena, scope=SCOPE)
 
 
-class NoDirectIo(SystemIo):
+class NoDirectIo(PlainIo):
     """A file system that refuses the first direct read, as those without direct I/O do."""
 
     def __init__(self) -> None:

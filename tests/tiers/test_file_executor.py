@@ -19,15 +19,16 @@ from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import image
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
-from longshore.tiers.file import FileTier, SystemIo, executor
+from longshore.tiers.file import FileTier, executor
 from longshore.tiers.file.queue import Piece, Queue
+from plain_io import PlainIo
 
 STRIDE = PAGE + TierTests.image_bytes
 SLOTS = 24
 PATIENCE = 60.0
 
 
-class HeldIo(SystemIo):
+class HeldIo(PlainIo):
     """The system, with a queue that a test opens and shuts; other calls work as ever."""
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Held:
         wrong: What comes of pieces at an offset, once each.
     """
 
-    def __init__(self, io: SystemIo, fd: int, pieces: int, buffers: int) -> None:
+    def __init__(self, io: PlainIo, fd: int, pieces: int, buffers: int) -> None:
         self.begun: list[int] = []
         self.most = 0
         self.wrong: dict[int, int] = {}
@@ -479,9 +480,9 @@ def test_a_tier_that_has_nothing_to_do_is_closed_at_once(harness: TierHarness, i
     assert not closing.is_alive()
 
 
-@pytest.mark.parametrize("io", [SystemIo(), None], ids=["threads", "a queue"])
+@pytest.mark.parametrize("io", [PlainIo(), None], ids=["threads", "a queue"])
 def test_whoever_wants_to_know_is_called_when_there_is_a_result(
-    io: SystemIo | None, harness_of: Callable[..., TierHarness]
+    io: PlainIo | None, harness_of: Callable[..., TierHarness]
 ) -> None:
     harness = harness_of(io=io, slots=SLOTS)
     called = threading.Semaphore(0)

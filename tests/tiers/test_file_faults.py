@@ -15,9 +15,10 @@ from longshore.boundary import Status
 from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
-from longshore.tiers.file import FileTier, RawIo, SystemIo
+from longshore.tiers.file import FileTier, RawIo
 from longshore.tiers.file.executor import AHEAD
 from mappings import open_files
+from plain_io import PlainIo
 
 IMAGE = TierTests.image_bytes
 Call = Callable[[Callable[..., int], int, Sequence[memoryview], int], int]
@@ -45,7 +46,7 @@ def moves_only(nbytes: int) -> Call:
     return call
 
 
-class ScriptedIo(SystemIo):
+class ScriptedIo(PlainIo):
     """Does as the script says, call by call; when it has ended, does what the system does."""
 
     def __init__(self) -> None:
@@ -186,10 +187,10 @@ def test_what_the_system_says_when_it_takes_a_descriptor_back_stops_nothing(
 
 def test_a_descriptor_that_is_not_open_is_a_mistake() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
-        SystemIo().close(1 << 20)
+        PlainIo().close(1 << 20)
 
 
-class StuckIo(SystemIo):
+class StuckIo(PlainIo):
     """A disk that hangs until it is told to go on; it keeps the offsets of the calls in order."""
 
     def __init__(self) -> None:

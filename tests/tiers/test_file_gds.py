@@ -20,9 +20,9 @@ from longshore.testing import TierHarness, TierTests, flip_image_bit
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
-from longshore.tiers.file import cufile as cufile_module
-from longshore.tiers.file.cufile import DESCRIPTOR, OPAQUE_FD, CuFile
+from longshore.tiers.file import gds as gds_module
 from longshore.tiers.file.format import parse_header
+from longshore.tiers.file.gds import DESCRIPTOR, OPAQUE_FD, CuFile
 from longshore.tiers.file.health import PATIENCE, State
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
@@ -251,7 +251,7 @@ def test_without_a_cufile_that_works_everything_goes_by_way_of_the_host(
 
 def test_the_bindings_have_what_is_used_here() -> None:
     """Functions by their names, and the structure that describes a file; the library itself need not be there."""
-    real: Any = cufile_module.load()
+    real: Any = gds_module.load_cufile()
     for name in (
         "driver_open",
         "driver_close",
@@ -285,9 +285,9 @@ def test_without_the_package_it_says_which(monkeypatch: pytest.MonkeyPatch) -> N
     def missing(name: str) -> object:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(cufile_module.importlib, "import_module", missing)
+    monkeypatch.setattr(gds_module.importlib, "import_module", missing)
     with pytest.raises(DeviceError, match="expected the package cuda-bindings"):
-        cufile_module.load()
+        gds_module.load_cufile()
 
 
 def test_what_was_registered_is_given_back_when_the_next_step_fails() -> None:

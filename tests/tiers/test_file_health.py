@@ -18,11 +18,12 @@ from longshore.runtime import Runtime
 from longshore.testing import TierHarness
 from longshore.testing.tier_harness import key
 from longshore.tiers.base import Op, StoredChunk
-from longshore.tiers.file import FileTier, SystemIo
+from longshore.tiers.file import FileTier
 from longshore.tiers.file.health import PATIENCE, State
+from plain_io import PlainIo
 
 
-class FailingIo(SystemIo):
+class FailingIo(PlainIo):
     """Images cannot be written, or read, while it says so."""
 
     def __init__(self) -> None:

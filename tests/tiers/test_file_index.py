@@ -19,12 +19,13 @@ from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_imag
 from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, StoredChunk
-from longshore.tiers.file import FileTier, SystemIo, capacity_for
+from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
 from longshore.tiers.file.index import Index, notes_for
 from longshore.tiers.file.index_format import ENTRY, NOTE, Entries, pack_entry
 from longshore.tiers.file.recovery import load
+from plain_io import PlainIo
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 
@@ -74,7 +75,7 @@ class TestWhatALaterProcessIsToldOf:
     ) -> None:
         copies = []
 
-        class Photographer(SystemIo):
+        class Photographer(PlainIo):
             """Copies the directory just before the first byte of an image is written."""
 
             def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
@@ -96,7 +97,7 @@ class TestWhatALaterProcessIsToldOf:
         assert told == [{}, {0: key(0)}, {1: key(1)}]
 
     def test_a_write_that_failed_leaves_nothing_listed(self, harness_of: Callable[..., TierHarness]) -> None:
-        class Full(SystemIo):
+        class Full(PlainIo):
             full = False
 
             def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
@@ -209,7 +210,7 @@ class TestDamage:
         for name in ("index.0", "index.1"):
             (directory / name).unlink()
 
-        class Bad(SystemIo):
+        class Bad(PlainIo):
             def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
                 if len(buffers[0]) == PAGE and offset == PAGE + IMAGE:
                     raise OSError(errno.EIO, "Input/output error")
@@ -221,7 +222,7 @@ class TestDamage:
         assert "no usable index" in caplog.text
 
 
-class NotesRefused(SystemIo):
+class NotesRefused(PlainIo):
     """A disk that refuses what is written to a file whose name begins like this."""
 
     def __init__(self, name: str) -> None:

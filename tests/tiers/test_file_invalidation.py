@@ -18,12 +18,12 @@ from longshore.testing.simulated_disk import SimulatedDisk
 from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
-from longshore.tiers.file import SystemIo
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
 from longshore.tiers.file.index import Index, index_files, notes_for
 from longshore.tiers.file.index_format import ENTRY, INSERTED, NOTE, fit, pack_entry, pack_note
 from longshore.tiers.file.recovery import load
+from plain_io import PlainIo
 
 ONE_SIZE = Slabs.of_one_size(2 * PAGE, 6)
 TWO_SIZES = Slabs(6 * PAGE, (2 * PAGE, 3 * PAGE), 3)
@@ -267,7 +267,7 @@ def test_what_was_written_to_a_slab_that_another_size_has_by_now_is_not_entered(
     world.close()
 
 
-class NoJournal(SystemIo):
+class NoJournal(PlainIo):
     """A disk that takes nothing for a journal, if so told."""
 
     refusing = False

@@ -20,7 +20,7 @@ from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.file import FileTier, PendingReset, capacity_for
 from longshore.tiers.file.format import parse_superblock
 from longshore.tiers.file.superblock import COPIES, FILES, RESET
-from longshore.tiers.file.system import SystemIo
+from plain_io import PlainIo
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 SCOPE = bytes(range(32))
@@ -32,7 +32,7 @@ Opener = Callable[..., FileTier]
 ROOM = CAPACITY + (1 << 20)
 
 
-class Quota(SystemIo):
+class Quota(PlainIo):
     """For those who may not mount a file system: nothing gets a block any more once this is `full`."""
 
     full = False
@@ -123,7 +123,7 @@ class TestFullDisk:
         small_disk.open().close()
 
 
-class LiesAboutRoom(SystemIo):
+class LiesAboutRoom(PlainIo):
     """Says that there is room, and has none for the file that is the `nth` to need it."""
 
     def __init__(self, nth: int) -> None:

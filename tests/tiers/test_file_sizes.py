@@ -23,10 +23,9 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_of
-from longshore.tiers.file.audit import Audit, Condition
+from longshore.tiers.file.audit import Audit, Condition, inspect
 from longshore.tiers.file.format import RecordHeader, pack_superblock, parse_superblock
 from longshore.tiers.file.index_format import ENTRY, pack_checkpoint, pack_entry
-from longshore.tiers.file.inspection import inspect
 from longshore.tiers.file.superblock import COPIES
 
 SMALL = TierTests.image_bytes

@@ -11,9 +11,10 @@ import pytest
 
 from longshore.errors import TierError
 from longshore.testing import TierHarness
-from longshore.tiers.file import FileTier, SystemIo
+from longshore.tiers.file import FileTier
 from longshore.tiers.file.index import notes_for
 from mappings import open_files
+from plain_io import PlainIo
 
 Refuse = Callable[[str], list[str]]
 
@@ -45,7 +46,7 @@ def test_a_tier_that_gets_too_few_threads_is_not_opened_and_leaves_none(
     before = set(threading.enumerate())
     assert refuse("file-2") == []
     with pytest.raises(TierError, match="expected 4 threads, the system gave 2: can't start new thread"):
-        opener(threads=4, io=SystemIo())
+        opener(threads=4, io=PlainIo())
     assert set(threading.enumerate()) == before
 
 

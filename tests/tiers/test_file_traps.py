@@ -17,9 +17,10 @@ from longshore.cache.adopting import Recovered
 from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
-from longshore.tiers.file import FileTier, SystemIo, capacity_for
-from longshore.tiers.file.aio import LinuxIo
+from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.file.queue import Piece, Queue
+from longshore.tiers.file.system import SystemIo
+from plain_io import PlainIo
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 STRIDE = PAGE + IMAGE
@@ -60,7 +61,7 @@ def test_trap_36_it_does_not_grow_and_counts_what_it_holds_after_a_restart(
 
 
 def test_trap_38_a_disk_that_hangs_costs_no_more_than_the_deadline(harness_of: Callable[..., TierHarness]) -> None:
-    class Hanging(SystemIo):
+    class Hanging(PlainIo):
         hanging = threading.Event()
         entered = threading.Event()
         go_on = threading.Event()
@@ -84,7 +85,7 @@ def test_trap_38_a_disk_that_hangs_costs_no_more_than_the_deadline(harness_of: C
 
 
 def test_trap_39_sixteen_reads_are_in_the_disk_at_once(harness_of: Callable[..., TierHarness]) -> None:
-    class Meeting(SystemIo):
+    class Meeting(PlainIo):
         """Nobody's read begins before sixteen have been asked for."""
 
         together: threading.Barrier | None = None
@@ -108,7 +109,7 @@ def test_trap_39_sixteen_reads_are_in_the_systems_queue_at_once(
 ) -> None:
     """Of one thread, where it has the system's queue in place of others, of which none ends before all have begun."""
 
-    class Withholding(LinuxIo):
+    class Withholding(SystemIo):
         under_way = most = wanted = 0
 
         def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:

@@ -34,7 +34,7 @@ from longshore.transfer.device.cuda.calibrate import Always, everything
 from longshore.transfer.device.cuda.chooser import Way
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import Driver
-from longshore.transfer.device.cuda.shape import Shape
+from longshore.transfer.device.cuda.runs import Shape
 
 NAME = "queued"
 SOURCE = Path(__file__).with_name("async_device.cpp")

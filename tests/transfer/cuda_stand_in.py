@@ -27,7 +27,7 @@ from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.calibrate import everything
 from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.shape import Shape
+from longshore.transfer.device.cuda.runs import Shape
 
 RETURN_INVALID_VALUE = 1
 RETURN_NO_CONTEXT = 201

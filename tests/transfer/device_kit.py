@@ -12,9 +12,8 @@ from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.layout import KVLayout
 from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Event, Stream
-from longshore.transfer.host_side import zero_padding
-from longshore.transfer.inside import select_inside
-from longshore.transfer.selection import Selection, select
+from longshore.transfer.lane import zero_padding
+from longshore.transfer.selection import Selection, select, select_inside
 
 
 def between(

@@ -17,13 +17,12 @@ from transfer_kit import Bytes, Model, Pools, transfer
 
 from longshore.boundary import DEVICE, Item, Section, Slot, Status, Transfer, TransferResult
 from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.testing.simulated_device import SimulatedDevice, SimulatedQueue, Simulation
+from longshore.testing.simulated_device.device import CELL, SimulatedEvent
+from longshore.testing.simulated_device.simulation import Clock, Mark, WatchedHazards
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Event, Stream
-from longshore.transfer.device.simulated import Queue, SimulatedDevice, World
-from longshore.transfer.device.simulated.clocks import Clock
-from longshore.transfer.device.simulated.streams import CELL, SimulatedEvent
-from longshore.transfer.device.simulated.world import Mark, WatchedHazards
 from longshore.transfer.driver import Gate
 from longshore.transfer.hazards import Ticket
 from longshore.transfer.job import Job
@@ -56,7 +55,7 @@ class Known(Model):
 class LoggedDevice(SimulatedDevice):
     """Notes the device blocks of each copy that is given to it; `fault` may raise before, `late_fault` after that."""
 
-    def __init__(self, world: World, compute: Queue, depth: int) -> None:
+    def __init__(self, world: Simulation, compute: SimulatedQueue, depth: int) -> None:
         super().__init__(world, compute, depth=depth)
         self.log: list[tuple[str, tuple[int, ...]]] = []
         self.fault: Callable[[Batch], None] = lambda batch: None
@@ -86,7 +85,7 @@ class Tale:
 
     def __init__(
         self,
-        world: World,
+        world: Simulation,
         script: Callable[[Tale], None],
         *,
         max_batch_bytes: int = 1 << 20,
@@ -137,7 +136,7 @@ class Tale:
 
     # What a script can do. Others may go on before each.
 
-    def writes(self, block: int, *, queue: Queue | None = None) -> None:
+    def writes(self, block: int, *, queue: SimulatedQueue | None = None) -> None:
         """Compute writes a block."""
         self._pause()
         self._writes += 1
@@ -150,7 +149,7 @@ class Tale:
         parts = tuple(partial(self._write, layer, pages, value) for layer in range(LAYERS))
         self.world.give(queue, f"compute writes {block}", parts, writes=self._cells(range(LAYERS), block))
 
-    def reads(self, block: int, *, layers: Sequence[int] = range(LAYERS), queue: Queue | None = None) -> None:
+    def reads(self, block: int, *, layers: Sequence[int] = range(LAYERS), queue: SimulatedQueue | None = None) -> None:
         """Compute reads a block, and looks at what it reads."""
         self._pause()
         pages = self._pages(block)
@@ -162,11 +161,11 @@ class Tale:
         )
         self.world.give(queue or self.compute, f"compute reads {block}", parts, reads=self._cells(layers, block))
 
-    def begin_step(self, queue: Queue | None = None) -> None:
+    def begin_step(self, queue: SimulatedQueue | None = None) -> None:
         self._pause()
         self.engine.begin_step(queue)
 
-    def end_step(self, jobs: Sequence[int] | None = None, queue: Queue | None = None) -> None:
+    def end_step(self, jobs: Sequence[int] | None = None, queue: SimulatedQueue | None = None) -> None:
         self._pause()
         self._hazards().learn_all()
         self.engine.end_step(queue, jobs)
@@ -351,7 +350,7 @@ class Tale:
             self.wrong.append(f"compute read {got} of layer {layer} at {pages.start}, not {expected}")
 
 
-def tale(script: Callable[[Tale], None], **options: Any) -> Callable[[World], Tale]:
+def tale(script: Callable[[Tale], None], **options: Any) -> Callable[[Simulation], Tale]:
     """Makes the story of `script`, for `explore`."""
     return lambda world: Tale(world, script, **options)
 

@@ -9,7 +9,7 @@ from typing import Any
 from order_kit import BLOCKS, SLOTS, Tale
 
 from longshore.boundary import Status, Urgency
-from longshore.transfer.device.simulated import World
+from longshore.testing.simulated_device import Simulation
 
 Script = Callable[[Tale], None]
 
@@ -113,7 +113,7 @@ class Chance:
         self.tales: list[Tale] = []
         self.conflicts = 0
 
-    def make(self, world: World, chance: random.Random) -> Tale:
+    def make(self, world: Simulation, chance: random.Random) -> Tale:
         self.count()
         options = {"max_batch_bytes": chance.choice([16, 32, 1 << 20]), "depth": chance.choice([1, 2, 3])}
         self.tales.append(Tale(world, lambda told: self._script(told, chance), **options))

@@ -37,7 +37,7 @@ from longshore.transfer.device.base import Device, Stream
 from longshore.transfer.device.cuda.calibrate import Always, Effort
 from longshore.transfer.device.cuda.chooser import Way
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.shape import Shape
+from longshore.transfer.device.cuda.runs import Shape
 from longshore.transfer.device.cuda.streams import CudaStream, _Given
 from longshore.transfer.device.torch_streams import StagedStream, TorchDevice, _Through
 from longshore.transfer.job import Board

@@ -25,7 +25,7 @@ from longshore.transfer.device.cuda import chooser, driver
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.calibrate import QUICK, THOROUGH, Effort
 from longshore.transfer.device.cuda.chooser import Calibration, Load, Sample, Way
-from longshore.transfer.device.cuda.shape import Shape
+from longshore.transfer.device.cuda.runs import Shape
 
 TINY = Effort((24, 512, 4096), small=4096, large=1 << 16, repeats=2)
 

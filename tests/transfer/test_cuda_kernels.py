@@ -22,8 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from longshore.checksums import FACTOR, STEP
 from longshore.transfer.device.cuda import kernels as compiled
-from longshore.transfer.device.cuda import mixing
-from longshore.transfer.device.cuda.shape import Shape
+from longshore.transfer.device.cuda.runs import Shape
 
 PAGES = (1, 7, 8, 24, 656, 4096)
 
@@ -151,7 +150,7 @@ class Built(NamedTuple):
 def built(name: str, architecture: int, shape: Shape | None = None) -> Built:
     """A kernel of pages for `shape`, or of checksums without one, with arguments aligned as they are when it runs."""
     if shape is None:
-        kernel, constants = mixing.sum_kernel, {"SPAN": mixing.SPAN, "STEP": STEP, "FACTOR": FACTOR}
+        kernel, constants = compiled.sum_kernel, {"SPAN": compiled.SPAN, "STEP": STEP, "FACTOR": FACTOR}
         pointers, numbers = ("address", "total"), "i64"
     else:
         kernel, constants = getattr(compiled, name), compiled.constants(shape)

@@ -15,23 +15,23 @@ from cuda_stand_in import StandIn, StandInAccelerator
 from longshore.checksums import mix64
 from longshore.errors import DeviceError
 from longshore.transfer.device.cpu import CpuDevice
-from longshore.transfer.device.cuda import mixing
+from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.torch_streams import TorchDevice
 
-SPAN_BYTES = mixing.SPAN * mixing.WORD
+SPAN_BYTES = kernels.SPAN * kernels.WORD
 
 
 INTERPRETED = """
 import random, sys, torch
 from longshore.checksums import mix64
-from longshore.transfer.device.cuda import mixing
+from longshore.transfer.device.cuda import kernels
 for nbytes in map(int, sys.argv[1:]):
     for image in (bytearray(random.Random(nbytes).randbytes(nbytes)), bytearray(b"\\xff" * nbytes)):
-        found = mixing.mix64(torch.frombuffer(image, dtype=torch.int64))
+        found = kernels.mix64(torch.frombuffer(image, dtype=torch.int64))
         assert found == mix64(image), (nbytes, found, mix64(image))
         image[-1] ^= 0x80
-        assert mixing.mix64(torch.frombuffer(image, dtype=torch.int64)) != found
+        assert kernels.mix64(torch.frombuffer(image, dtype=torch.int64)) != found
         print("same", nbytes)
 """
 

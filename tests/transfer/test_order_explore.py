@@ -8,9 +8,8 @@ import pytest
 from order_kit import Tale, tale
 from order_stories import STORIES, Chance
 
-from longshore.transfer.device.simulated import SimulatedDevice, StuckError, World, WrongError, explore, sample
-from longshore.transfer.device.simulated.clocks import Checker, Conflict
-from longshore.transfer.device.simulated.world import BlockedError
+from longshore.testing.simulated_device import SimulatedDevice, Simulation, StuckError, WrongError, explore, sample
+from longshore.testing.simulated_device.simulation import BlockedError, Checker, Conflict
 
 LONG = {"layers while others leave", "two each way, layers, cancel", "a step around copies"}
 """Those with the most orders: `make orders` tells them too, and these tests with STORIES=all in the environment."""
@@ -58,7 +57,7 @@ def test_two_operations_of_one_name_are_two() -> None:
 
 
 def test_actors_have_names_of_their_own() -> None:
-    world = World(lambda count: 0)
+    world = Simulation(lambda count: 0)
     world.queue("copies")
     for name in ("copies", "script"):
         with pytest.raises(ValueError, match="two actors"):
@@ -84,7 +83,7 @@ def test_every_order_is_tried() -> None:
     ends: set[str] = set()
 
     class Marks:
-        def __init__(self, world: World) -> None:
+        def __init__(self, world: Simulation) -> None:
             self.world = world
             self.log = ""
             for name in "ab":
@@ -116,7 +115,7 @@ def test_a_wait_that_nothing_can_end_is_found() -> None:
     with pytest.raises(WrongError, match="StuckError: deadlock: script waits"):
         explore(tale(script))
     with pytest.raises(StuckError):
-        World(lambda count: 0).wait_for(lambda: False)
+        Simulation(lambda count: 0).wait_for(lambda: False)
 
 
 def test_a_story_that_is_too_long_is_not_cut_short_in_silence() -> None:
@@ -136,4 +135,4 @@ def test_a_lane_that_would_block_is_found() -> None:
         with pytest.raises(BlockedError, match="finish would have blocked"):
             stream.copy(batch, ()).finish()
 
-    tale(script)(World(lambda count: count - 1)).play()
+    tale(script)(Simulation(lambda count: count - 1)).play()

@@ -18,11 +18,11 @@ from transfer_kit import Bytes
 from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slot, Status, Transfer, TransferResult
 from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.slabs import Slabs
+from longshore.testing.simulated_device import Simulation, WrongError, explore
+from longshore.testing.simulated_device.device import CELL, SimulatedEvent, SimulatedStream
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
 from longshore.transfer import OFFLOAD
-from longshore.transfer.device.simulated import World, WrongError, explore
-from longshore.transfer.device.simulated.streams import CELL, SimulatedEvent, SimulatedStream
 
 Patch = pytest.MonkeyPatch
 
@@ -53,7 +53,7 @@ class RingMemory:
 class Disk(Tier):
     """A tier whose every operation is one of a queue, in two halves; its results come when they have ended."""
 
-    def __init__(self, world: World, memory: RingMemory, image_bytes: int) -> None:
+    def __init__(self, world: Simulation, memory: RingMemory, image_bytes: int) -> None:
         self.name = FILE
         self.slabs = Slabs.of_one_size(image_bytes, CHUNKS)
         self.image_bytes = (image_bytes,)
@@ -109,7 +109,7 @@ class Disk(Tier):
 class GdsTale(Tale):
     """A tale whose blocks go to files and come back, through a ring of `images`."""
 
-    def __init__(self, world: World, script: Callable[[GdsTale], None], *, images: int = 2) -> None:
+    def __init__(self, world: Simulation, script: Callable[[GdsTale], None], *, images: int = 2) -> None:
         super().__init__(world, script)  # type: ignore[arg-type]
         layout = self.memory.layout
         memory = RingMemory(self.memory.arena, images * layout.image_bytes)
@@ -186,7 +186,7 @@ class GdsTale(Tale):
         self.engine.poll = polling  # type: ignore[method-assign]
 
 
-def gds(script: Callable[[GdsTale], None], **options: Any) -> Callable[[World], GdsTale]:
+def gds(script: Callable[[GdsTale], None], **options: Any) -> Callable[[Simulation], GdsTale]:
     return lambda world: GdsTale(world, script, **options)
 
 

@@ -10,9 +10,9 @@ import pytest
 from order_kit import Tale, tale
 
 from longshore.boundary import DEVICE, Status, Transfer, Urgency
+from longshore.testing.simulated_device import WrongError, explore
+from longshore.testing.simulated_device.device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
 from longshore.transfer import OFFLOAD
-from longshore.transfer.device.simulated import WrongError, explore
-from longshore.transfer.device.simulated.streams import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
 from longshore.transfer.engine import TransferEngine
 from longshore.transfer.hazards import Access, Hazards, Place, Ticket
 from longshore.transfer.job import Board

@@ -18,11 +18,12 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
 from longshore.transfer.device.cpu import copy_pieces
-from longshore.transfer.plan import Pieces, Plan, Planner, describe, expand, merge, plan
+from longshore.transfer.plan import Pieces, Planner, describe, expand, merge
 from longshore.transfer.selection import select
+from plans import Copies, plan
 
 
-def make_plan(pools: Pools, parts: Any, slots: Any, into: str = HOST, **options: Any) -> Plan:
+def make_plan(pools: Pools, parts: Any, slots: Any, into: str = HOST, **options: Any) -> Copies:
     return plan(
         pools.layout,
         parts,
@@ -34,9 +35,8 @@ def make_plan(pools: Pools, parts: Any, slots: Any, into: str = HOST, **options:
     )
 
 
-def run(made: Plan) -> None:
-    for start, stop in made.batches:
-        copy_pieces(made.source[start:stop], made.destination[start:stop], made.size[start:stop])
+def run(made: Copies) -> None:
+    copy_pieces(*made)
 
 
 def test_ids_expand_to_the_golden_vector() -> None:
@@ -65,9 +65,9 @@ def test_offload_then_onboard_into_other_blocks(data: st.DataObject) -> None:
     slots = data.draw(st.permutations(range(items + 2)))[:items]
     there = data.draw(st.composite(lambda draw: elsewhere(draw, layout, parts))())
     model = Model(pools)
-    options = {"max_descriptors": data.draw(st.integers(1, 40)), "max_bytes": data.draw(st.integers(1, 9000))}
+    in_any_order = data.draw(st.booleans())
 
-    run(make_plan(pools, parts, slots, HOST, **options))
+    run(make_plan(pools, parts, slots, HOST, any_order=in_any_order))
     model.move(parts, pools.images(slots), into=HOST)
     _ignore_padding(model, pools)
     model.check(pools)
@@ -75,7 +75,7 @@ def test_offload_then_onboard_into_other_blocks(data: st.DataObject) -> None:
     for tensor in pools.tensors:
         tensor.bitwise_not_()
     model.device = pools.device_bytes()
-    run(make_plan(pools, there, slots, DEVICE, **options))
+    run(make_plan(pools, there, slots, DEVICE, any_order=in_any_order))
     model.move(there, pools.images(slots), into=DEVICE)
     model.check(pools)
 
@@ -181,14 +181,25 @@ def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
     items = chunks_of(layout, parts)
     slots = sorted(data.draw(st.permutations(range(items + 2)))[:items])
     pools = Pools(layout, slots=items + 2)
-    made = make_plan(pools, parts, slots, HOST, max_descriptors=1 << 20, max_bytes=1 << 30)
-    assert adjacent(Pieces(made.source, made.destination, made.size)) == []
+    for any_order in (False, True):
+        made = make_plan(pools, parts, slots, HOST, any_order=any_order)
+        assert adjacent(Pieces(made.source, made.destination, made.size)) == []
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_a_batch_is_cut_into_shorter_ones_that_move_the_same_bytes(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    parts = data.draw(sections(layout))
+    items = chunks_of(layout, parts)
+    images = [layout.image_bytes * at for at in range(items)]
+    whole = select(layout, parts, images, into=HOST, host_address=0, host_bytes=layout.image_bytes * (items + 1)).whole
     max_bytes = data.draw(st.integers(1, 9000))
-    small = make_plan(pools, parts, slots, HOST, max_bytes=max_bytes)
-    starts = {start for start, _ in small.batches}
-    assert set(adjacent(Pieces(small.source, small.destination, small.size))) <= starts
-    longest = max(ref.page_bytes for group in layout.groups for ref in group.refs)
-    assert all(int(small.size[start:stop].sum()) <= max(max_bytes, longest) for start, stop in small.batches)
+    cut = list(whole.cut(max_bytes))
+    moved = [byte for batch in cut for byte in every_byte(describe(batch))]
+    assert sorted(moved) == sorted(every_byte(describe(whole)))
+    longest = max(ref.page_bytes * group.blocks_per_chunk for group in layout.groups for ref in group.refs)
+    assert all(batch.nbytes <= max(max_bytes, longest) for batch in cut)
 
 
 def every_byte(pieces: Pieces) -> list[tuple[int, int]]:
@@ -220,13 +231,6 @@ def test_runs_within_chunks_are_one_copy_in_every_reference() -> None:
     made = make_plan(pools, [Section(0, 2, (8, 9, 20, 21, 22, 12, 13, 4, 5))], [3, 0, 1], HOST)
     of_one = [2, 3, 1, 1, 2]
     assert [int(size) // 32 for size in made.size] == of_one[:1] * 3 + of_one[1:3] * 3 + of_one[3:] * 3
-
-
-def test_a_run_longer_than_a_batch_is_cut() -> None:
-    pools = Pools(flat(64, 32, refs=2, blocks_per_chunk=16), slots=4)
-    made = make_plan(pools, [Section(0, 0, tuple(range(20, 36)))], [1], HOST, max_bytes=3 * 32)
-    assert sorted(int(size) // 32 for size in made.size) == [1, 2, 2, *[3] * 9]
-    assert all(int(made.size[start:stop].sum()) <= 96 for start, stop in made.batches)
 
 
 def test_a_plan_leaves_the_settings_of_numpy_alone() -> None:
@@ -280,10 +284,9 @@ def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
         arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
         images = pools.images(range(len(blocks)))
         fresh = plan(pools.layout, [Section(0, 0, blocks)], images, **arguments)  # type: ignore[arg-type]
-        again = planner.plan(pools.layout, [Section(0, 0, blocks)], images, **arguments)  # type: ignore[arg-type]
-        for one, other in zip(fresh[:3], again[:3], strict=True):
+        again = plan(pools.layout, [Section(0, 0, blocks)], images, planner=planner, **arguments)  # type: ignore[arg-type]
+        for one, other in zip(fresh, again, strict=True):
             np.testing.assert_array_equal(one, other)
-        assert fresh.batches == again.batches
 
 
 def test_pages_of_another_size_get_sizes_of_their_own() -> None:
@@ -291,7 +294,8 @@ def test_pages_of_another_size_get_sizes_of_their_own() -> None:
     for page in (24, 656, 24):
         pools = Pools(flat(64, page, refs=3), slots=8)
         arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
-        made = planner.plan(pools.layout, [Section(0, 0, (5, 9))], pools.images([1, 4]), **arguments)  # type: ignore[arg-type]
+        blocks = [Section(0, 0, (5, 9))]
+        made = plan(pools.layout, blocks, pools.images([1, 4]), planner=planner, **arguments)  # type: ignore[arg-type]
         assert made.size.tolist() == [page] * 6
 
 
@@ -303,28 +307,10 @@ def test_block_ids_may_be_an_array() -> None:
     assert made.source.tolist() == plain.source.tolist()
 
 
-def test_arrays_are_uint64_and_batches_are_bounded() -> None:
+def test_arrays_are_uint64() -> None:
     pools = Pools(flat(200, 8, refs=3), slots=100)
     made = make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST)
     assert made.source.dtype == made.destination.dtype == made.size.dtype == np.uint64
-    assert made.batches == ((0, 300),)
-    few = make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST, max_descriptors=128)
-    assert few.batches == ((0, 128), (128, 256), (256, 300))
-    light = make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST, max_bytes=240)
-    assert light.batches == tuple((start, start + 30) for start in range(0, 300, 30))
-    exact = make_plan(pools, [Section(0, 0, (3, 5)), Section(0, 0, (9,))], [0, 1, 2], HOST, max_bytes=72)
-    assert exact.batches == ((0, 9),)
-    # One block is longer than a batch may be: it is cut between its pages; a page never is.
-    lighter = make_plan(pools, [Section(0, 0, (3, 5))], [0, 1], HOST, max_bytes=17)
-    assert lighter.batches == ((0, 2), (2, 4), (4, 6))
-    lightest = make_plan(pools, [Section(0, 0, (3, 5))], [0, 1], HOST, max_bytes=1)
-    assert lightest.batches == tuple((at, at + 1) for at in range(6))
-
-
-def test_no_batch_has_more_than_4096_descriptors() -> None:
-    pools = Pools(flat(200, 1, refs=50), slots=100)
-    made = make_plan(pools, [Section(0, 0, tuple(range(0, 200, 2)))], range(100), HOST)
-    assert [stop - start for start, stop in made.batches] == [4096, 904]
 
 
 REFUSED: list[tuple[str, list[Section], list[int], dict[str, Any]]] = [
@@ -346,8 +332,6 @@ REFUSED: list[tuple[str, list[Section], list[int], dict[str, Any]]] = [
     ("a mask of nothing", [Section(0, 0, (1, 2))], [0], {"valid": [0]}),
     ("a mask of more sub-blocks than there are", [Section(0, 0, (1, 2))], [0], {"valid": [4]}),
     ("a mask too few", [Section(0, 0, (1, 2))], [0], {"valid": []}),
-    ("no room in a batch", [Section(0, 0, (1, 2))], [0], {"max_bytes": 0}),
-    ("no descriptors in a batch", [Section(0, 0, (1, 2))], [0], {"max_descriptors": 0}),
     ("neither tier", [Section(0, 0, (1, 2))], [0], {"into": "file"}),
 ]
 

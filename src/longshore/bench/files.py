@@ -24,10 +24,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from longshore.bench.file_sides import ALONE, SCATTERED, FileTierSide, Fio, Images, PerFile, PlainLoop, Side
-from longshore.bench.harness import Case, Seconds, chosen, medians, rate
-from longshore.bench.machine import check_direct, has_vllm
-from longshore.bench.vllm_files import VllmFiles
+from longshore.bench.file_sides import ALONE, SCATTERED, FileTierSide, Fio, Images, PerFile, PlainLoop, Side, VllmFiles
+from longshore.bench.harness import Case, Seconds, check_direct, chosen, has_vllm, medians, rate
 from longshore.config import parse_size
 from longshore.errors import BenchError
 

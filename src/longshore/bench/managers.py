@@ -14,7 +14,7 @@
     ghosts   and bytes per block for those that were evicted (0 without a ghost list)          bytes
     pause    longest single call outside eviction          ms
 
-Ours and the rivals (`longshore.bench.rivals`) see the same keys in the same order, in turn; the reference is the
+Ours and the rivals (`longshore.bench.cache_sides`) see the same keys in the same order, in turn; the reference is the
 fastest of them. All is measured in processor time of the calling thread: nothing here waits, so garbage collection and
 page faults count, and a busy machine does not.
 """
@@ -29,11 +29,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from longshore.bench.cache_sides import Load, Ours, Policy, Rival, Two, bytes_per_block, lengths, makers_of_rivals
 from longshore.bench.harness import Case, chosen, compare
-from longshore.bench.memory import bytes_per_block
-from longshore.bench.ours import Ours, Policy, Two
-from longshore.bench.prompts import Load, lengths
-from longshore.bench.rivals import Rival, makers_of_rivals
 from longshore.boundary import Key
 from longshore.cache import GroupKeys
 from longshore.errors import BenchError

@@ -22,7 +22,8 @@ import numpy.typing as npt
 from longshore.bench.harness import Case, Seconds, chosen, compare, duration, loops_within, timed
 from longshore.boundary import HOST, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer.plan import Plan, Planner
+from longshore.transfer.plan import Pieces, Planner
+from longshore.transfer.selection import select
 
 REFERENCE = "numpy, reference by reference"
 
@@ -104,17 +105,17 @@ def _measure(work: Work, reference: Callable[[], object], repeats: int) -> Secon
     return compare(*sides, repeats=repeats, warm_ups=3)
 
 
-def ours(work: Work, planner: Planner) -> Plan:
-    """The transfer as Longshore plans it."""
-    blocks = cast("tuple[int, ...]", work.blocks)  # a planner takes an array as well
-    return planner.plan(
+def ours(work: Work, planner: Planner) -> Pieces:
+    """The transfer as the transfer engine plans it for a GPU."""
+    selection = select(
         work.layout,
-        [Section(0, 0, blocks)],
+        [Section(0, 0, cast("tuple[int, ...]", work.blocks))],  # an array serves as well
         work.slots.astype(np.int64) * work.layout.image_bytes,
         into=HOST,
         host_address=work.host_address,
         host_bytes=work.host.nbytes,
     )
+    return planner.describe(selection.whole, any_order=True)
 
 
 class Addresses(NamedTuple):

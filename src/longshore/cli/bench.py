@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longshore.bench.harness import Case, Report
-from longshore.bench.machine import check_disk, machine_facts
+from longshore.bench.harness import Case, Report, check_disk, machine_facts
 from longshore.cli.options import check_memory, check_room, counts_of, existing, size_of
 from longshore.cli.output import console as console_on
 from longshore.cli.output import write_json
@@ -187,27 +186,29 @@ def vllm(
     as_json: Json = False,
 ) -> None:
     """Run a model under vLLM with and without Longshore: time to first token, and the cost of storing."""
-    from longshore.bench import vllm_arms, vllm_sessions, vllm_trace  # noqa: PLC0415
+    from longshore.bench import vllm_runs  # noqa: PLC0415
 
-    plan = vllm_sessions.Plan(
+    plan = vllm_runs.Plan(
         sessions=sessions,
         prompt=prompt,
         more=more,
         answer=answer,
         host_size=host_size,
         file_size=file_size,
-        engine=vllm_arms.options_of(engine),
+        engine=vllm_runs.options_of(engine),
     )
     parent = Path(tempfile.gettempdir()) if directory is None else existing("--dir", directory)
     Config.make(host_size=host_size, file_path=parent, file_size=file_size).check_machine()
-    vllm_arms.check(model)
+    vllm_runs.check(model)
     with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=parent) as made:
         scratch = Path(made).resolve()
 
         def cases(tell: Callable[[str], None]) -> Iterable[Case]:
             if trace is None:
-                return vllm_sessions.run(model, scratch, plan, tell=tell)
-            return vllm_trace.run(model, trace, scratch, plan, requests=requests, block_tokens=block_tokens, tell=tell)
+                return vllm_runs.run_sessions(model, scratch, plan, tell=tell)
+            return vllm_runs.run_trace(
+                model, trace, scratch, plan, requests=requests, block_tokens=block_tokens, tell=tell
+            )
 
         _report_telling(cases, dict, as_json)
 

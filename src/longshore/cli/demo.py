@@ -92,14 +92,14 @@ def demo(
     evicts, which tiered must equal bit for bit. [bold]recompute[/]: the small device cache alone, which tiered must
     beat. Exit status 1 if a token or log-probability differs.
     """
-    from longshore.cli.demo_model import DemoOptions, prepare_environment  # noqa: PLC0415
+    from longshore.cli.demo_runs import DemoOptions, prepare_environment  # noqa: PLC0415
 
     prepare_environment(attention.value)
     try:
         from longshore.cli.demo_runs import run_demo  # noqa: PLC0415 - torch is slow to import
     except ImportError as error:
         raise EngineError(f"{error}; the demo needs: pip install 'longshore[transformers]'") from error
-    from longshore.cli.demo_table import render  # noqa: PLC0415
+    from longshore.cli.demo_report import render  # noqa: PLC0415
 
     if report is not None:
         check_report(report)

@@ -20,7 +20,7 @@ from longshore.cli.output import console, write_json
 from longshore.config import format_bytes
 from longshore.errors import ConfigError, FormatError, TierError
 from longshore.tiers.file.audit import Audit, Condition, Finding
-from longshore.tiers.file.inspection import inspect as sum_up
+from longshore.tiers.file.audit import inspect as sum_up
 from longshore.tiers.file.superblock import COPIES
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from longshore.cli.output import write_json
 from longshore.config import Config
 from longshore.engines.kv_transfer import check_settings, kv_transfer
 from longshore.errors import ConfigError
-from longshore.tiers.arena import PAGE
+from longshore.slabs import PAGE
 
 
 def vllm_config(

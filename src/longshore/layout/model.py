@@ -26,7 +26,7 @@ import numpy.typing as npt
 from longshore.errors import FreedLayoutError, LayoutError
 from longshore.layout.overlap import PagesOf, pools_of
 from longshore.layout.tensors import DeviceTensor, dtype_name
-from longshore.tiers.arena import PAGE, align
+from longshore.slabs import PAGE, align
 
 U64 = npt.NDArray[np.uint64]
 

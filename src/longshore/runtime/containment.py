@@ -20,15 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from pickle import PicklingError, dump  # nothing is ever loaded here
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from longshore.cache import DeviceCopy, GroupKeys, Residency, TieredCache, Until
 from longshore.errors import IntegrityError, LongshoreError
-
-if TYPE_CHECKING:
-    from longshore.runtime.loop import Runtime
 
 _log = logging.getLogger(__name__)
 _KEPT = 512
@@ -47,7 +44,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Call(NamedTuple):
+class _LoggedCall(NamedTuple):
     name: str
     arguments: tuple[Any, ...]
     named: dict[str, Any]
@@ -72,8 +69,8 @@ class CallLog:
     """
 
     def __init__(self, cache: TieredCache, on_fault: Callable[[BaseException], None]) -> None:
-        self._kept: deque[_Call] = deque()
-        self._idle: dict[str, _Call] = {}
+        self._kept: deque[_LoggedCall] = deque()
+        self._idle: dict[str, _LoggedCall] = {}
         """Idle calls after the recorded ones, except the call in progress."""
         self._made_of = cache.made_of
         self._bytes = 0
@@ -86,7 +83,7 @@ class CallLog:
                 setattr(cache, name, self._watched(name, getattr(cache, name)))
 
     @property
-    def calls(self) -> list[_Call]:
+    def calls(self) -> list[_LoggedCall]:
         """The recorded calls, in order."""
         return [*self._kept, *self._idle.values()]
 
@@ -120,11 +117,11 @@ class CallLog:
         """Log a call that is about to be made, with copies of what the caller may change afterwards."""
         if name in _IDLE and (name != "apply" or (args and not args[0])):
             self._idle.pop(name, None)
-            self._idle[name] = _Call(name, args, kwargs, _IDLE_BYTES)
+            self._idle[name] = _LoggedCall(name, args, kwargs, _IDLE_BYTES)
             return
         self._keep_idle()
         args, kwargs = tuple(map(_copied, args)), {key: _copied(value) for key, value in kwargs.items()}
-        self._keep(_Call(name, args, kwargs, sum(map(_bytes, args)) + sum(map(_bytes, kwargs.values()))))
+        self._keep(_LoggedCall(name, args, kwargs, sum(map(_bytes, args)) + sum(map(_bytes, kwargs.values()))))
 
     def _keep_idle(self) -> None:
         """What follows was not idle, so the calls before it count, too."""
@@ -132,7 +129,7 @@ class CallLog:
             self._keep(call)
         self._idle.clear()
 
-    def _keep(self, call: _Call) -> None:
+    def _keep(self, call: _LoggedCall) -> None:
         self._kept.append(call)
         self._bytes += call.bytes
         while len(self._kept) > _KEPT or self._bytes > _KEPT_BYTES:
@@ -181,9 +178,15 @@ def _bytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 0)) or 64 + 8 * len(getattr(value, "statuses", ()))
 
 
+class _Fails(Protocol):
+    fault: BaseException | None
+
+    def fail(self, error: BaseException) -> None: ...
+
+
 class _HasRuntime(Protocol):
     @property
-    def _runtime(self) -> Runtime: ...
+    def _runtime(self) -> _Fails: ...
 
 
 S = TypeVar("S", bound=_HasRuntime)

@@ -23,21 +23,42 @@ from longshore.config import Config, format_bytes
 from longshore.errors import ConfigError, DeviceError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
-from longshore.runtime.background import BackgroundLoop
 from longshore.runtime.gds_mover import GdsMover, ImageRing
-from longshore.runtime.host_memory import open_arena, registrar_for
-from longshore.runtime.host_mover import HostMover
-from longshore.runtime.loop import Runtime
+from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
 from longshore.runtime.tier_mover import ForeignMover, TierMover
 from longshore.runtime.weighing import Weighing
 from longshore.slabs import Slabs, by_size
-from longshore.tiers.arena import Arena
+from longshore.tiers.arena import Arena, ArenaSettings
+from longshore.tiers.arena.cuda import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import ForeignTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.host import HostTier
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
+
+
+def registrar_for(device: str) -> CudaRegistrar | None:
+    """The registrar of host memory for `device`, such as `cuda:0`; `None` if none is needed. May import torch."""
+    return CudaRegistrar(TorchCudaRuntime(device)) if device.startswith("cuda") else None
+
+
+def open_arena(config: Config, slots: int, image_bytes: int, registrar: CudaRegistrar | None) -> Arena:
+    """An arena for exactly `slots` images. Raises `TierError`, with nothing left behind, if there is no memory."""
+    settings = ArenaSettings(
+        numa_node=None if config.host_numa == "off" else config.host_numa,
+        pci_address=None if registrar is None else registrar.pci_address(),
+        huge_pages=config.host_huge_pages,
+        shared=config.host_shared,
+    )
+    with contextlib.ExitStack() as undo:
+        arena = Arena(slots * image_bytes, settings)
+        undo.callback(arena.close)
+        if registrar is not None:
+            arena.register(registrar, image_bytes)
+        undo.pop_all()
+    return arena
+
 
 RING_BYTES = 64 << 20
 """Device memory of the staging ring with `file_mode` gds."""
@@ -167,7 +188,7 @@ def open_stack(
         device.reach(arena.in_one_piece)
         engine = TransferEngine(layout, device, host)
         undo.callback(engine.close)
-        movers: list[Mover] = [engine, HostMover(host)]
+        movers: list[Mover] = [engine]
         if file is not None:
             movers.append(TierMover(file, host))
         probers = []
@@ -323,7 +344,7 @@ def make_cache(
     policy of `config`. What `file` recovered at its start is adopted.
     """
     policy = policy or POLICIES[config.eviction]
-    tiers = [] if host is None else [TierSpec(HOST, host, policy=policy)]
+    tiers = [] if host is None else [TierSpec(HOST, host, policy=policy, moves=False)]
     if file is not None:
         tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True, moves=False))
     daily, rule = config.file_daily_writes, config.offload if host is None else config.backup

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from longshore.testing.disk import flip_header_bit, flip_image_bit
 from longshore.testing.faulty import Fault, FaultPlan, FaultyTier, Rule
 from longshore.testing.key_store import KeyStore, StoreFault
+from longshore.testing.simulated_device import SimulatedDevice, Simulation, Story, explore, sample
 from longshore.testing.tier_harness import TierHarness
-from longshore.transfer.device.simulated import SimulatedDevice, Story, World, explore, sample
 
 if TYPE_CHECKING:
     from longshore.testing.tier_tests import TierTests
@@ -24,11 +24,11 @@ __all__ = [
     "KeyStore",
     "Rule",
     "SimulatedDevice",
+    "Simulation",
     "StoreFault",
     "Story",
     "TierHarness",
     "TierTests",
-    "World",
     "explore",
     "flip_header_bit",
     "flip_image_bit",

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from longshore.errors import PlanError, TierError
-from longshore.tiers.arena import PAGE
+from longshore.slabs import PAGE
 from longshore.tiers.file.directory import SEGMENT
 from longshore.tiers.file.format import parse_superblock
 from longshore.tiers.file.superblock import SUPERBLOCK

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Status
-from longshore.tiers.arena import PAGE, Arena
+from longshore.slabs import PAGE
+from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
 
 Bytes = npt.NDArray[np.uint8]

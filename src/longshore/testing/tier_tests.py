@@ -24,8 +24,9 @@ import pytest
 
 from longshore.boundary import Status
 from longshore.errors import TierClosedError, TierError
+from longshore.slabs import PAGE
 from longshore.testing.tier_harness import POISON, TierHarness, image, key, span
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, StoredChunk, Tier
 
 _PLACES = 32

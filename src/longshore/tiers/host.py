@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from longshore.boundary import HOST, Key, Status
 from longshore.errors import TierClosedError, TierError
-from longshore.slabs import I64, Slabs
-from longshore.tiers.arena import PAGE, Arena, ArenaReport
+from longshore.slabs import I64, PAGE, Slabs
+from longshore.tiers.arena import Arena, ArenaReport
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
 from longshore.tiers.ops import Batch, check_batch, check_generation
 

@@ -1,9 +1,8 @@
 """The data plane at the device: copies between device pages and block images in the host arena.
 
-rectangles.py  the blocks of a section as rectangles of chunks and blocks
 selection.py   validation of all ids; which pages of which blocks move
+batch.py       what moves, and how it is cut
 plan.py        arrays of addresses and sizes
-inside.py      the same for copies inside the device
 hazards.py     dependencies between jobs
 engine.py      the mover: submit, wait, results
 lane.py        one direction: choice of the next copy, submission to the device, completion in order
@@ -13,8 +12,15 @@ device/        copies on each kind of device
 """
 
 from longshore.transfer.device import CpuDevice, Device, device_for
-from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine, TransferStats
-from longshore.transfer.host_side import HostMemory, HostSlots
+from longshore.transfer.engine import (
+    INSIDE,
+    OFFLOAD,
+    ONBOARD,
+    HostMemory,
+    HostSlots,
+    TransferEngine,
+    TransferStats,
+)
 
 __all__ = [
     "INSIDE",

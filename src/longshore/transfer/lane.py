@@ -17,15 +17,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 from longshore.boundary import HOST, Status, Urgency
 from longshore.errors import FreedLayoutError
 from longshore.transfer.device.base import Copy, Stream
 from longshore.transfer.driver import Gate
-from longshore.transfer.host_side import zero_padding
 from longshore.transfer.job import Board, Job, Step
+from longshore.transfer.selection import Selection
 
 _log = logging.getLogger(__name__)
 
@@ -182,3 +182,17 @@ class Lane:
             if sent.is_last:
                 self._board.end(job)
             self._lock.notify()
+
+
+def zero_padding(selection: Selection, zero: Callable[[int, int], None]) -> None:
+    """Call `zero` (address, bytes) for the padding of the images that are written, which may have old bytes."""
+    layout = selection.whole.layout
+    begin = 0
+    for index, items in selection.sections:
+        group = layout.groups[index]
+        padding = group.part_bytes - group.used_bytes
+        if padding:
+            first = selection.whole.host_address + layout.rank * group.part_bytes + group.used_bytes
+            for image in selection.images[begin : begin + items].tolist():
+                zero(first + image, padding)
+        begin += items

@@ -1,8 +1,4 @@
-"""From the ids of a transfer to arrays of addresses and sizes.
-
-    select()      validated ids, pages that move     selection.py
-    describe()    device, host, size of each piece   whole-array numpy, runs merged
-    plan()        both, as source, destination, size, with the bounds of each batch
+"""From a batch of pages to arrays of addresses and sizes, with whole-array numpy and runs merged.
 
 Pieces come in one of two orders:
 
@@ -14,25 +10,17 @@ Pieces come in one of two orders:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextvars import Context
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import HOST, Section
+from longshore.boundary import HOST
 from longshore.errors import FreedLayoutError, PlanError
-from longshore.layout.model import U64, KVLayout, RefTable
+from longshore.layout.model import U64, RefTable
 from longshore.transfer.batch import I64, Batch, Part
-from longshore.transfer.runs import Runs, may_merge, one_value, runs_of
-from longshore.transfer.selection import select
-
-MAX_DESCRIPTORS = 4096
-"""Descriptors per batch: a driver crashed at more than about 50,000 in one call."""
-
-MAX_BYTES = 32 << 20
-"""Bytes per batch, which bound the delay of a more urgent copy."""
 
 _LONG_ROW = 64
 
@@ -54,20 +42,92 @@ class Pieces(NamedTuple):
         return (self.host, self.device, self.size) if into == HOST else (self.device, self.host, self.size)
 
 
-class Plan(NamedTuple):
-    """Copies to make.
+class Runs(NamedTuple):
+    """Runs of blocks that are adjacent on both sides, the same in every reference.
 
     Attributes:
-        source: uint64, shape `(copies,)`, addresses.
-        destination: uint64, shape `(copies,)`, addresses.
-        size: uint64, shape `(copies,)`, bytes.
-        batches: Half-open ranges of copies to submit together, in order.
+        first: uint64, shape `(2, runs)`: distance of the first page of each from `RefTable.starts`, on either side.
+        sizes: uint64, shape `(runs,)`: bytes; `None`: each is one page.
+        size: Bytes of each run, if all are equal.
     """
 
-    source: U64
-    destination: U64
-    size: U64
-    batches: tuple[tuple[int, int], ...]
+    first: U64
+    sizes: U64 | None
+    size: int | None
+
+
+def runs_of(batch: Batch, part: Part, table: RefTable) -> Runs | None:
+    """The runs of `part`; `None` where they differ by reference, or span several."""
+    chunks, subs = part.blocks.shape
+    width = one_value(part.widths)
+    if table.pitch is None or table.seams is None or part.sources is not None or (width is None and subs > 1):
+        return None
+    if table.seams and len(part.widths) > 1 and _spans_references(part.blocks, table.seams):
+        return None
+    blocks = part.blocks.reshape(-1)
+    first = np.empty((2, chunks * subs), dtype=np.uint64)
+    np.multiply(blocks.view(np.uint64), table.pitch, out=first[0])
+    images = part.images.view(np.uint64)
+    if subs == 1 or width is None:
+        np.add(images, np.uint64(batch.host_address), out=first[1])
+    else:
+        within = np.arange(batch.host_address, batch.host_address + subs * width, width, dtype=np.uint64)
+        np.add(images[:, None], within, out=first[1].reshape(chunks, subs))
+    # No run leaves an image, unless images are as long as what one reference has in them.
+    if width is None or width != table.pitch or (subs == 1 and width < batch.layout.image_bytes_of(part.group)):
+        return Runs(first, None, width)
+    follows = blocks[1:] - blocks[:-1] == 1
+    if np.count_nonzero(follows):
+        follows &= first[1, 1:] - first[1, :-1] == width
+    if not np.count_nonzero(follows):
+        return Runs(first, None, width)
+    begins = np.flatnonzero(np.concatenate([[True], ~follows]))
+    sizes = np.diff(begins, append=len(blocks)).astype(np.uint64) * table.pitch
+    return Runs(first[:, begins], sizes, None)
+
+
+def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
+    """Whether, in some chunk, a page of the last block may end where one of the first block begins."""
+    between = blocks[:, -1] - blocks[:, 0]
+    return any(np.count_nonzero(between == seam) for seam in seams)
+
+
+def may_merge(part: Part, table: RefTable) -> Iterator[slice]:
+    """Ranges of chunks outside which no two pieces of `part` are adjacent on both sides.
+
+    Looks at blocks and images, not at each piece, so that scattered blocks need no search for runs.
+    """
+    chunks, subs = part.blocks.shape
+    if table.pitch is None or table.seams is None or part.sources is not None:
+        yield slice(0, chunks)
+        return
+    first, last = part.blocks[:, 0], part.blocks[:, -1]
+    if subs > 1:
+        yield from _rows(np.flatnonzero(part.blocks[:, 1:] - part.blocks[:, :-1] == 1) // (subs - 1), 1)
+    if len(part.widths) > 1:
+        for seam in table.seams:
+            yield from _rows(np.flatnonzero(last - first == seam), 1)
+    if chunks > 1:  # from the last page of a chunk to the first page of the next one
+        ref = part.first_ref + len(part.widths) - 1
+        end = table.places[ref, part.sub + subs - 1] + part.widths[-1]
+        step = int(end - table.places[part.first_ref, part.sub])
+        follows = np.flatnonzero(part.images[1:] - part.images[:-1] == step)
+        if len(follows):
+            gap = int(table.base[ref]) + int(part.widths[-1]) - int(table.base[part.first_ref])
+            both = (first[follows + 1] - last[follows]) * int(table.pitch) == gap
+            yield from _rows(follows[both], 2)
+
+
+def _rows(which: I64, extent: int) -> Iterator[slice]:
+    """From the first of `which`, which ascend, up to and including `extent` chunks from the last."""
+    if len(which):
+        yield slice(int(which[0]), int(which[-1]) + extent)
+
+
+def one_value(values: U64) -> int | None:
+    """The value that all of `values` have; `None` where they differ."""
+    first = values[:1].tobytes()
+    return int(values[0]) if values.tobytes() == first * len(values) else None
 
 
 class Planner:
@@ -86,68 +146,12 @@ class Planner:
         if _BUFFER_SIZE_IS_LOCAL:
             self._unbuffered.run(np.setbufsize, 16)
 
-    def plan(
-        self,
-        layout: KVLayout,
-        sections: Sequence[Section],
-        images: Sequence[int] | I64,
-        *,
-        into: str,
-        host_address: int,
-        host_bytes: int,
-        valid: Sequence[int] | None = None,
-        layers: tuple[int, int] | None = None,
-        tokens: int | None = None,
-        max_descriptors: int = MAX_DESCRIPTORS,
-        max_bytes: int = MAX_BYTES,
-    ) -> Plan:
-        """The copies of one transfer; arguments and errors as for `select`.
-
-        The copies of a plan may be made in any order. A batch has at most `max_descriptors` copies, and at most
-        `max_bytes` unless a single page is longer.
-        """
-        if max_descriptors <= 0 or max_bytes <= 0:
-            raise PlanError(f"expected positive batch limits, got {max_descriptors} descriptors, {max_bytes} bytes")
-        selection = select(
-            layout,
-            sections,
-            images,
-            into=into,
-            host_address=host_address,
-            host_bytes=host_bytes,
-            valid=valid,
-            layers=layers,
-            tokens=tokens,
-        )
-        (device, host, size), ends = self._describe(selection.whole, max_bytes, any_order=True)
-        batches: list[tuple[int, int]] = []
-        start = 0
-        for stop in ends:
-            batches += [(at, min(at + max_descriptors, stop)) for at in range(start, stop, max_descriptors)]
-            start = stop
-        source, destination = (device, host) if into == HOST else (host, device)
-        return Plan(source, destination, size, tuple(batches))
-
     def describe(self, batch: Batch, *, any_order: bool = False) -> Pieces:
         """Addresses and sizes of the pieces of `batch`, with adjacent pieces merged; by image, or in the fastest order.
 
         Raises:
             FreedLayoutError: The device memory was freed, or replaced since the ids were validated.
         """
-        return self._describe(batch, None, any_order=any_order)[0]
-
-    def merge(self, pieces: Pieces) -> Pieces:
-        """Any `pieces`, with each run that is adjacent on both sides merged, in the same order."""
-        count = len(pieces.size)
-        if not count:
-            return pieces
-        own = self._reserve(count)
-        for column, given in zip(own, pieces, strict=True):
-            column[...] = given
-        return self._merge(own, (count,), 0, count)[0]
-
-    def _describe(self, batch: Batch, max_bytes: int | None, *, any_order: bool) -> tuple[Pieces, Sequence[int]]:
-        """What `batch` moves, and the ends of runs of at most `max_bytes`, across which nothing merges."""
         layout = batch.layout
         if batch.generation != layout.generation:
             raise FreedLayoutError(
@@ -159,7 +163,7 @@ class Planner:
         low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
             table = layout.table(part.group, split=part.split)
-            runs = runs_of(batch, part, table, max_bytes) if any_order else None
+            runs = runs_of(batch, part, table) if any_order else None
             if runs is not None:
                 stop = start + runs.first.shape[1] * len(part.widths)
                 self._fill_by_reference(part, runs, table, start, stop)
@@ -180,9 +184,17 @@ class Planner:
         each = sizes.pop() if len(sizes) == 1 else None
         if each is not None and len(batch.parts) == 1:
             pieces = Pieces(pieces.device, pieces.host, self._alike(each, start))
-        ends = [] if max_bytes is None else _cuts(pieces.size, each, max_bytes)
-        ends.append(start)
-        return self._merge(pieces, ends, low, high) if low < high else (pieces, ends)
+        return self._merge(pieces, low, high) if low < high else pieces
+
+    def merge(self, pieces: Pieces) -> Pieces:
+        """Any `pieces`, with each run that is adjacent on both sides merged, in the same order."""
+        count = len(pieces.size)
+        if not count:
+            return pieces
+        own = self._reserve(count)
+        for column, given in zip(own, pieces, strict=True):
+            column[...] = given
+        return self._merge(own, 0, count)
 
     def _fill_by_reference(self, part: Part, runs: Runs, table: RefTable, start: int, stop: int) -> None:
         refs, count = len(part.widths), runs.first.shape[1]
@@ -200,11 +212,8 @@ class Planner:
             self._alikes.flags.writeable = False
         return self._alikes[:count]
 
-    def _merge(self, pieces: Pieces, ends: Sequence[int], low: int, high: int) -> tuple[Pieces, Sequence[int]]:
-        """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece.
-
-        In place, and never across one of `ends`. Returns the ends in what is left, too.
-        """
+    def _merge(self, pieces: Pieces, low: int, high: int) -> Pieces:
+        """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece. In place."""
         total = len(pieces.size)
         device, host, size = (column[low:high] for column in pieces)
         stops, starts, apart = (scratch[: high - low] for scratch in (self._stops, self._starts, self._apart))
@@ -213,11 +222,11 @@ class Planner:
         np.add(device, size, out=stops)
         np.not_equal(stops[:-1], device[1:], out=apart[1:])
         starts[1:] |= apart[1:]
-        starts[[0, *(end - low for end in ends if low < end < high)]] = True
+        starts[0] = True
         first = np.flatnonzero(starts)
         kept = len(first)
         if kept == high - low:
-            return pieces, ends
+            return pieces
         last = np.append(first[1:], high - low)
         last -= 1
         device[:kept] = device[first]
@@ -226,12 +235,7 @@ class Planner:
         dropped = high - low - kept
         for column in pieces:
             column[low + kept : total - dropped] = column[high:]
-        among = np.searchsorted(first, np.subtract(ends, low)).tolist()
-        moved = [
-            end if end <= low else end - dropped if end >= high else low + at
-            for end, at in zip(ends, among, strict=True)
-        ]
-        return Pieces(*(column[: total - dropped] for column in pieces)), moved
+        return Pieces(*(column[: total - dropped] for column in pieces))
 
     def _reserve(self, count: int) -> Pieces:
         """The first `count` elements of the buffers."""
@@ -243,36 +247,6 @@ class Planner:
             self._starts = np.empty(self._room, dtype=np.bool_)
             self._apart = np.empty(self._room, dtype=np.bool_)
         return Pieces(self._addresses[0, :count], self._addresses[1, :count], self._sizes[:count])
-
-
-def plan(
-    layout: KVLayout,
-    sections: Sequence[Section],
-    images: Sequence[int] | I64,
-    *,
-    into: str,
-    host_address: int,
-    host_bytes: int,
-    valid: Sequence[int] | None = None,
-    layers: tuple[int, int] | None = None,
-    tokens: int | None = None,
-    max_descriptors: int = MAX_DESCRIPTORS,
-    max_bytes: int = MAX_BYTES,
-) -> Plan:
-    """`Planner.plan` with new arrays."""
-    return Planner().plan(
-        layout,
-        sections,
-        images,
-        into=into,
-        host_address=host_address,
-        host_bytes=host_bytes,
-        valid=valid,
-        layers=layers,
-        tokens=tokens,
-        max_descriptors=max_descriptors,
-        max_bytes=max_bytes,
-    )
 
 
 def describe(batch: Batch) -> Pieces:
@@ -334,22 +308,6 @@ def _meet(pieces: Pieces, at: int) -> bool:
     """Whether piece `at` continues the one before it on both sides."""
     size = pieces.size[at - 1]
     return bool(pieces.host[at - 1] + size == pieces.host[at] and pieces.device[at - 1] + size == pieces.device[at])
-
-
-def _cuts(size: U64, each: int | None, max_bytes: int) -> list[int]:
-    """Where to cut pieces of `size` into at most `max_bytes`; `each`: the size of all, where it is one."""
-    total = len(size)
-    if each is not None:
-        step = max(1, max_bytes // each)
-        return list(range(step, total, step))
-    ends = np.cumsum(size.view(np.int64))  # bytes never need the last bit; another type would go through a buffer
-    cuts: list[int] = []
-    at = 0
-    while at < total:
-        before = int(ends[at - 1]) if at else 0
-        at = max(at + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
-        cuts.append(at)
-    return cuts[:-1]
 
 
 def merge(pieces: Pieces) -> Pieces:

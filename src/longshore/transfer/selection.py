@@ -1,4 +1,14 @@
-"""The pages and blocks of a transfer: validation of all ids."""
+"""The pages and blocks of a transfer: validation of all ids.
+
+A section is laid out as rectangles of chunks and blocks. Here 9 blocks from logical block 3 on, 4 blocks to a chunk:
+
+    chunk 0   chunk 1   chunk 2
+    · · · 0   1 2 3 4   5 6 7 8          [0, 1) x [3, 4)    [1, 3) x [0, 4)
+
+Copies inside the device serve partial reuse: a request that shares the first tokens of another request's block gets its
+own block, with the pages of those tokens copied. The source block may be in flight; the copy then waits for it, like
+any other job.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.boundary import DEVICE, HOST, Section
+from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.errors import PlanError
 from longshore.layout.model import U64, KVLayout
 from longshore.transfer.batch import I64, Batch, Part
-from longshore.transfer.rectangles import chunks_of, keep_valid, lay_out, set_apart
 
 
 class Selection(NamedTuple):
@@ -289,3 +298,180 @@ def repeated(values: I64) -> int | None:
     ordered.sort()
     same = ordered[1:] == ordered[:-1]
     return int(ordered[int(same.argmax())]) if same.any() else None
+
+
+def select_inside(
+    layout: KVLayout,
+    sections: Sequence[Section],
+    items: Sequence[Item],
+    *,
+    layers: tuple[int, int] | None = None,
+    tokens: int | None = None,
+) -> Selection:
+    """Check every id and say what moves.
+
+    Args:
+        layout: Where pages lie.
+        sections: Blocks that are written, per group.
+        items: One per block, in order; its source is the device slot to copy from: the group's pool, and a block.
+        layers: As for `select`.
+        tokens: As for `select`.
+
+    Raises:
+        PlanError: Ids out of range or not consumed exactly, a block written twice, or both written and read.
+        FreedLayoutError: The device memory is gone.
+    """
+    layout.check_live()
+    check_sections(layout, sections)
+    given = sum(len(section.blocks) for section in sections)
+    if given != len(items):
+        raise PlanError(f"expected one item per block: the sections have {given} blocks, got {len(items)} items")
+    check_layers(layout, layers)
+    last = max((index for index, section in enumerate(sections) if section.blocks), default=-1)
+    parts: list[Part] = []
+    item = 0
+    for index, section in enumerate(sections):
+        if not section.blocks:
+            continue
+        own = items[item : item + len(section.blocks)]
+        parts += _parts_inside(layout, section, own, item, layers, tokens if index == last else None)
+        item += len(section.blocks)
+    whole = Batch(layout, layout.generation, DEVICE, 0, tuple(parts))
+    counts = tuple((section.group, len(section.blocks)) for section in sections)
+    selection = Selection(whole, np.zeros(item, dtype=np.int64), counts)
+    _check_apart(selection)
+    return selection
+
+
+def _parts_inside(
+    layout: KVLayout,
+    section: Section,
+    items: Sequence[Item],
+    first: int,
+    layers: tuple[int, int] | None,
+    tokens: int | None,
+) -> list[Part]:
+    blocks = block_ids(section, layout.num_blocks)
+    sources = np.array([_source(layout, section.group, item, first + at) for at, item in enumerate(items)])
+    pages, leading = page_widths(layout, section.group, layers, tokens)
+    if not len(pages.widths):
+        return []
+    whole = len(blocks) if leading is None else len(blocks) - 1
+    cuts = [(0, whole, pages), (whole, len(blocks), leading or pages)]
+    return [
+        Part(
+            group=section.group,
+            first_ref=moved.first_ref,
+            widths=moved.widths,
+            blocks=blocks[start:stop, None],
+            images=np.zeros(stop - start, dtype=np.int64),
+            sub=0,
+            item=first + start,
+            sources=sources[start:stop, None],
+            split=moved.split,
+        )
+        for start, stop, moved in cuts
+        if start < stop
+    ]
+
+
+def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
+    slot, pool = item.source, layout.pools[group]
+    if not isinstance(slot, Slot) or (slot.tier, slot.pool) != (DEVICE, pool) or item.destination is not None:
+        raise PlanError(
+            f"item {index}: expected a slot of device pool {pool} to copy from, got {slot} into {item.destination}"
+        )
+    if not isinstance(slot.index, int) or not 0 <= slot.index < layout.num_blocks:
+        raise PlanError(f"item {index}: block {slot.index} does not lie in [0, {layout.num_blocks})")
+    if item.valid != 1:
+        raise PlanError(f"item {index}: expected valid=0x1 for a copy of one block, got {item.valid:#x}")
+    return slot.index
+
+
+def _check_apart(selection: Selection) -> None:
+    sources: dict[int, I64] = selection.sources()
+    for pool, blocks in selection.blocks().items():
+        twice = repeated(blocks)
+        if twice is not None:
+            raise PlanError(f"block {twice} of device pool {pool} would be written twice")
+        both = np.intersect1d(blocks, sources[pool])
+        if len(both):
+            raise PlanError(f"block {both[0]} of device pool {pool} would be both written and read")
+
+
+class Rectangle(NamedTuple):
+    """Chunks `[first, stop)` of a section, positions `[low, high)` of each; several chunks only if complete."""
+
+    first: int
+    stop: int
+    low: int
+    high: int
+
+
+def chunks_of(count: int, skip: int, per_chunk: int) -> int:
+    """Number of chunks of `count` blocks, if the first `skip` positions of the first chunk are skipped."""
+    return -(-(skip + count) // per_chunk) if count else 0
+
+
+def lay_out(count: int, skip: int, per_chunk: int) -> list[Rectangle]:
+    """Lay out `count` blocks over chunks of `per_chunk`, skipping the first `skip` positions of the first chunk."""
+    if not count:
+        return []
+    rectangles = []
+    first = 0
+    if skip:
+        rectangles.append(Rectangle(0, 1, skip, min(per_chunk, skip + count)))
+        first = 1
+    whole, rest = divmod(skip + count, per_chunk)
+    if whole > first:
+        rectangles.append(Rectangle(first, whole, 0, per_chunk))
+    if rest and whole >= first:
+        rectangles.append(Rectangle(whole, whole + 1, 0, rest))
+    return rectangles
+
+
+def keep_valid(rectangles: Sequence[Rectangle], valid: Sequence[int], per_chunk: int) -> list[Rectangle]:
+    """`rectangles` without the positions whose bit is not set in `valid`, one mask per chunk."""
+    full = (1 << per_chunk) - 1
+    for mask in valid:
+        if not 0 < mask <= full:
+            raise PlanError(f"expected valid to be a non-zero mask of {per_chunk} bits, got {mask:#x}")
+    kept = []
+    for whole in rectangles:
+        first = whole.first
+        # Only chunks with holes are looked at one by one: those at the edge of a sliding window.
+        for chunk in [chunk for chunk in range(whole.first, whole.stop) if valid[chunk] != full]:
+            if first < chunk:
+                kept.append(whole._replace(first=first, stop=chunk))
+            kept += [Rectangle(chunk, chunk + 1, *run) for run in _runs(valid[chunk], whole.low, whole.high)]
+            first = chunk + 1
+        if first < whole.stop:
+            kept.append(whole._replace(first=first))
+    return kept
+
+
+def set_apart(rectangles: Sequence[Rectangle], chunk: int, place: int) -> list[Rectangle]:
+    """`rectangles` with the last position of the last chunk in a rectangle of its own."""
+    apart: list[Rectangle] = []
+    for box in rectangles:
+        if (box.stop - 1, box.high - 1) != (chunk, place):
+            apart.append(box)
+            continue
+        if box.stop - box.first > 1:
+            apart.append(box._replace(stop=chunk))
+        if box.high - box.low > 1:
+            apart.append(Rectangle(chunk, chunk + 1, box.low, place))
+        apart.append(Rectangle(chunk, chunk + 1, place, place + 1))
+    return apart
+
+
+def _runs(mask: int, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Runs of set bits of `mask` within `[low, high)`."""
+    start: int | None = None
+    for bit in range(low, high + 1):
+        is_set = bit < high and mask >> bit & 1
+        if is_set and start is None:
+            start = bit
+        elif not is_set and start is not None:
+            yield start, bit
+            start = None

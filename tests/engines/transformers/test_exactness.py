@@ -12,10 +12,11 @@ from serving import serve
 
 from longshore.cache import Lease, MissReason
 from longshore.runtime.loop import Runtime
-from longshore.tiers.file import FileTier, SystemIo
+from longshore.tiers.file import FileTier
+from plain_io import PlainIo
 
 
-class FlippingIo(SystemIo):
+class FlippingIo(PlainIo):
     """A disk that rots: every second image that is read comes with one bit flipped, in the exponent of one float."""
 
     def __init__(self) -> None:

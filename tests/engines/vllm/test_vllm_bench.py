@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,8 @@ import pytest
 from tiny_models import save
 from typer.testing import CliRunner
 
-from longshore.bench import files, vllm_arms, vllm_manager, vllm_sessions, vllm_trace
-from longshore.bench.file_sides import ALONE, SCATTERED, Images
-from longshore.bench.vllm_files import VllmFiles
+from longshore.bench import files, vllm_runs
+from longshore.bench.file_sides import ALONE, SCATTERED, Images, VllmFiles
 from longshore.cli.app import app
 from longshore.errors import BenchError, TraceError
 from longshore.trace.readers import read_trace
@@ -29,7 +29,9 @@ ENGINE = {
 }
 
 
-def test_the_scheduler_is_timed_beside_vllms_own_manager() -> None:
+def test_the_scheduler_is_timed_beside_vllms_own_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    vllm_manager = importlib.import_module("vllm_manager")
     cases = list(vllm_manager.run(blocks=[4 * vllm_manager.PROMPT], repeats=1))
     assert [case.name for case in cases] == ["load/8192", "store/8192", "pause/8192"]
     assert all(case.value > 0 and case.reference_value > 0 for case in cases)
@@ -70,8 +72,8 @@ def test_sessions_come_back_from_host_memory_and_then_from_files(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     sizes = {"host_size": "32MiB", "file_size": "32MiB", "settings": {"gate": False}}
-    plan = vllm_sessions.Plan(sessions=8, prompt=150, more=20, answer=8, engine=ENGINE, **sizes)  # type: ignore[arg-type]
-    cases = {case.name: case for case in vllm_sessions.run(save("llama", tmp_path), tmp_path, plan)}
+    plan = vllm_runs.Plan(sessions=8, prompt=150, more=20, answer=8, engine=ENGINE, **sizes)  # type: ignore[arg-type]
+    cases = {case.name: case for case in vllm_runs.run_sessions(save("llama", tmp_path), tmp_path, plan)}
     times = [f"ttft-{tier}/{share}" for tier in ("host", "file") for share in ("p50", "p95")]
     assert set(cases) == {"zero-reuse", "zero-reuse/cpu", *times, "found-host", "found-file"}
     assert all(cases[name].value > 0 and cases[name].reference_value > 0 for name in times)
@@ -88,8 +90,8 @@ def test_the_last_of_the_first_turns_come_back_in_their_order() -> None:
         answers = [{"ttft": 0.1, "tokens": [1] * answer, "cached": 0} for _ in prompts[0]]
         return [{"seconds": 1.0, "cpu_seconds": 1.0, "answers": answers}] * 2
 
-    plan = vllm_sessions.Plan(sessions=6, prompt=20, more=5, answer=2, engine={})
-    sessions, both = vllm_sessions.Sessions(plan, {"vocabulary": 999, "longest": 99}, print), SimpleNamespace(ask=ask)
+    plan = vllm_runs.Plan(sessions=6, prompt=20, more=5, answer=2, engine={})
+    sessions, both = vllm_runs.Sessions(plan, {"vocabulary": 999, "longest": 99}, print), SimpleNamespace(ask=ask)
     list(sessions.begin(both))  # type: ignore[arg-type]
     first = [text for batch in asked[1:] for text in batch]
     assert len(first) == 48
@@ -101,13 +103,13 @@ def test_the_last_of_the_first_turns_come_back_in_their_order() -> None:
 def test_orders_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for text in ("{", "[]"):
         with pytest.raises(BenchError, match=r"arguments of vllm\.LLM"):
-            vllm_arms.options_of(text)
-    assert vllm_arms.options_of('{"dtype": "float32"}') == {"dtype": "float32"}
+            vllm_runs.options_of(text)
+    assert vllm_runs.options_of('{"dtype": "float32"}') == {"dtype": "float32"}
     with pytest.raises(BenchError, match=r"nothing/config\.json is not there"):
-        list(vllm_sessions.run(tmp_path / "nothing", tmp_path, vllm_sessions.Plan(engine={})))
+        list(vllm_runs.run_sessions(tmp_path / "nothing", tmp_path, vllm_runs.Plan(engine={})))
     (tmp_path / "config.json").write_text('{"model_type": "no such model"}')
     with pytest.raises(BenchError, match="no such model"):  # the end of the engine's output
-        list(vllm_sessions.run(tmp_path, tmp_path, vllm_sessions.Plan(engine={})))
+        list(vllm_runs.run_sessions(tmp_path, tmp_path, vllm_runs.Plan(engine={})))
 
 
 def conversations(path: Path, users: int) -> Path:
@@ -151,17 +153,17 @@ def test_where_the_device_kept_all_it_is_said_what_to_do(tmp_path: Path) -> None
     for loaded in (0, 96):
         said = {"loaded": {"host": loaded}, "answers": [{"ttft": 0.1, "tokens": [1] * 8, "cached": 96}]}
         both: Any = SimpleNamespace(ask=lambda prompts, answer, said=said: [said, said])
-        cases = {case.name: case for case in vllm_trace._ask(asked, both, 8, facts, 32, told.append)}
+        cases = {case.name: case for case in vllm_runs._ask(asked, both, 8, facts, 32, told.append)}
         assert ("num_gpu_blocks_override" in cases["loaded-trace"].reference) == (not loaded)
 
 
 def test_a_trace_that_cannot_be_asked_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    plan = vllm_sessions.Plan(engine={})
+    plan = vllm_runs.Plan(engine={})
     once = tmp_path / "once.jsonl"
     once.write_text(conversations(tmp_path / "all.jsonl", 1).read_text().splitlines()[0])
     (tmp_path / "bad.jsonl").write_text('{"hash_ids": [1], "input_length": "many"}')
     for name, error in (("once", BenchError), ("bad", TraceError), ("missing", TraceError)):
         with pytest.raises(error, match=name):
-            list(vllm_trace.run(tmp_path, tmp_path / f"{name}.jsonl", tmp_path, plan, requests=9, block_tokens=32))
+            list(vllm_runs.run_trace(tmp_path, tmp_path / f"{name}.jsonl", tmp_path, plan, requests=9, block_tokens=32))
     assert list(tmp_path.glob("*.log")) == []

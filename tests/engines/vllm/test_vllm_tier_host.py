@@ -21,7 +21,8 @@ from longshore.cache import DropReason
 from longshore.engines.vllm.keys import ours
 from longshore.engines.vllm.tally import zero
 from longshore.errors import TierError
-from longshore.runtime.tier_host import HostedFileTier, tier, watch
+from longshore.runtime.tier_host import HostedFileTier, tier
+from longshore.runtime.tier_host import process as watch
 from longshore.runtime.tier_host.process import HostProcess
 from longshore.tiers.file.superblock import COPIES
 

@@ -162,10 +162,10 @@ def mix64(data: torch.Tensor) -> int:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8)).clone()
     words = data.view(torch.int64)
     if data.is_cuda and importlib.util.find_spec("triton") is not None:
-        from longshore.transfer.device.cuda import mixing  # noqa: PLC0415 - needs Triton
+        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415 - needs Triton
 
         with torch.cuda.device(data.device):
-            return mixing.mix64(words)
+            return kernels.mix64(words)
     step, factor, low = _signed(checksums.STEP), _signed(checksums.FACTOR), 2**32 - 1
     total = 0
     for first in range(0, len(words), _PIECE):

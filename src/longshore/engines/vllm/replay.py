@@ -32,7 +32,7 @@ from longshore.engines.vllm.model import Model
 from longshore.engines.vllm.store import Store, make_cache
 from longshore.errors import IntegrityError
 from longshore.runtime import Runtime
-from longshore.runtime.background import BackgroundLoop
+from longshore.runtime.loop import BackgroundLoop
 from longshore.runtime.stamps import Stamps
 from longshore.trace.tiered import keys_of
 

@@ -29,8 +29,8 @@ from longshore.engines.vllm.tally import definitions
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import ConfigError, EngineError
 from longshore.layout import KVLayout
-from longshore.runtime.host_memory import open_arena, registrar_for
 from longshore.runtime.selftest import copy_test
+from longshore.runtime.stack import open_arena, registrar_for
 from longshore.runtime.stamps import Stamps
 from longshore.slabs import Slabs, by_size
 from longshore.tiers.arena import Arena

@@ -20,8 +20,7 @@ from longshore.config import Config
 from longshore.engines.vllm.meeting import Note, attach
 from longshore.errors import TierError
 from longshore.keys import Scope
-from longshore.runtime.background import BackgroundLoop
-from longshore.runtime.loop import Runtime
+from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.stack import make_cache as make_tiers
 from longshore.runtime.stack import make_weighing
 from longshore.runtime.stamps import Stamps
@@ -29,7 +28,7 @@ from longshore.runtime.tier_host import HostedFileTier
 from longshore.runtime.tier_mover import TierMover
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
-from longshore.tiers.file.opening import slabs_within
+from longshore.tiers.file.recovery import slabs_within
 from longshore.tiers.host import HostTier
 
 _log = logging.getLogger(__name__)

@@ -27,11 +27,10 @@ from longshore import __version__, errors
 from longshore.boundary import FILE, Status
 from longshore.errors import TierClosedError, TierError
 from longshore.runtime.tier_host import wire
-from longshore.runtime.tier_host.process import PROGRAM, HostProcess
-from longshore.runtime.tier_host.watch import Silence, Watch
+from longshore.runtime.tier_host.process import PROGRAM, HostProcess, Silence, Watch
 from longshore.runtime.tier_host.wire import Kind, WireError, frame
-from longshore.slabs import Slabs
-from longshore.tiers.arena import PAGE, Arena
+from longshore.slabs import PAGE, Slabs
+from longshore.tiers.arena import Arena
 from longshore.tiers.base import StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import TROUBLES as OF_FILES
 from longshore.tiers.file import PendingReset

@@ -15,7 +15,9 @@ import logging
 import mmap
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,11 +25,61 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.errors import RegistrationError, TierClosedError, TierError
+from longshore.slabs import align
 from longshore.tiers.arena import huge_pages, memory, numa, populate
-from longshore.tiers.arena.memory import Memory, align
+from longshore.tiers.arena.memory import Memory, System
 from longshore.tiers.arena.registration import LARGEST_PIECE, Registrar, Registration, cut
-from longshore.tiers.arena.report import ArenaReport, Fallback
-from longshore.tiers.arena.system import System
+
+
+class Fallback(Enum):
+    """Reasons for which an arena has less than requested. It works all the same; copies may be slower."""
+
+    NUMA_UNKNOWN = "numa_unknown"
+    """The NUMA node of the device is unknown; memory is allocated on any node."""
+
+    NUMA_REFUSED = "numa_refused"
+    """The system refused to bind the memory to the node."""
+
+    NUMA_STRAYS = "numa_strays"
+    """The node had too little memory; some pages are on another node."""
+
+    NUMA_UNVERIFIED = "numa_unverified"
+    """The memory is bound, but the system does not report where its pages are."""
+
+    HUGE_PAGES = "huge_pages"
+    """Only part of the memory is on huge pages."""
+
+    POPULATE = "populate"
+    """The kernel cannot allocate pages ahead: they were touched one by one, or are allocated at their first use."""
+
+    REGISTRATION = "registration"
+    """The device refused a piece (counted once per piece); its copies use a staging buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaReport:
+    """State of an arena; after `close`, the last state.
+
+    Attributes:
+        nbytes: Its size in bytes.
+        shared: Whether other processes can attach to it.
+        numa_node: The node configured, or found for the device; `None` for none.
+        numa_bound: Whether the memory is bound to that node.
+        huge_bytes: Bytes on huge pages at creation.
+        registered_pieces: Pieces registered with the device.
+        registered_bytes: Bytes in these pieces.
+        fallbacks: Count of each fallback; every member of `Fallback` is present.
+    """
+
+    nbytes: int
+    shared: bool
+    numa_node: int | None
+    numa_bound: bool
+    huge_bytes: int
+    registered_pieces: int
+    registered_bytes: int
+    fallbacks: Mapping[Fallback, int]
+
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import mmap
 import re
 from collections.abc import Iterable
 
-from longshore.tiers.arena.system import System
+from longshore.tiers.arena.memory import System
 
 _DEFAULT_SIZE = 2 << 20
 _HEADER = re.compile(r"([0-9a-f]+)-[0-9a-f]+ ")

@@ -12,26 +12,82 @@ it while another copies into it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore.errors import TierError
-from longshore.tiers.arena import system
+from longshore.slabs import align
 
-PAGE = 4096
-"""Alignment of every image in bytes, as required by direct I/O."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+
+_PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
+_MAP_SHARED, _MAP_FIXED = 0x01, 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def syscall(number: int, *arguments: object) -> int:
+    """System call `number`; the arguments are ctypes objects or ints of 32 bits. Raises `OSError`."""
+    result: int = _libc.syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
+        raise _last_error()
+    return result
+
+
+def madvise(address: int, nbytes: int, advice: int) -> None:
+    """Like `mmap.madvise`, but for any range, and without the interpreter lock. Raises `OSError`."""
+    if _libc.madvise(address, nbytes, advice):
+        raise _last_error()
+
+
+def forbid(address: int, nbytes: int) -> None:
+    """Make this range inaccessible. Raises `OSError`."""
+    if _libc.mprotect(address, nbytes, _PROT_NONE):
+        raise _last_error()
+
+
+def map_over(address: int, nbytes: int, fd: int) -> None:
+    """Map the first `nbytes` of file `fd`, shared, over the mapping at `address`. Raises `OSError`."""
+    flags = _MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, nbytes, _PROT_READ | _PROT_WRITE, flags, fd, 0) == _MAP_FAILED:
+        raise _last_error()
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """The system calls and paths that an arena uses.
+
+    Attributes:
+        syscall: `syscall` above, for calls without a function in the C library.
+        madvise: `madvise` above.
+        sysfs: Where sysfs is mounted.
+        process: The directory of this process in procfs.
+    """
+
+    syscall: Callable[..., int] = syscall
+    madvise: Callable[[int, int, int], None] = madvise
+    sysfs: Path = Path("/sys")
+    process: Path = Path("/proc/self")
+
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def align(size: int) -> int:
-    """`size` rounded up to a multiple of `PAGE`."""
-    return _round_up(size, PAGE)
 
 
 def create_shared(nbytes: int) -> int:
@@ -99,9 +155,9 @@ class Memory:
         end = offset + _round_up(nbytes, mmap.PAGESIZE)
         try:
             if fd is not None:
-                system.map_over(self.address, nbytes, fd)
-            system.forbid(first, offset)
-            system.forbid(first + end, span - end)
+                map_over(self.address, nbytes, fd)
+            forbid(first, offset)
+            forbid(first + end, span - end)
         except OSError:
             del whole
             mapping.close()

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.tiers.arena.memory import PAGE
-from longshore.tiers.arena.system import System
+from longshore.slabs import PAGE
+from longshore.tiers.arena.memory import System
 
 MPOL_PREFERRED = 1
 _SAMPLES = 1024

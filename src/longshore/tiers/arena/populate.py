@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from longshore.tiers.arena.memory import PAGE
-from longshore.tiers.arena.system import System
+from longshore.slabs import PAGE
+from longshore.tiers.arena.memory import System
 
 MADV_POPULATE_WRITE = 23
 _RANGE = 64 << 20

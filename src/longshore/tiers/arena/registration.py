@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.errors import RegistrationError, TierError
-from longshore.tiers.arena.memory import PAGE
+from longshore.slabs import PAGE
 
 LARGEST_PIECE = 16 << 30
 """Bytes of the largest piece: well below sizes that were seen to fail."""

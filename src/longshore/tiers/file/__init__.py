@@ -2,7 +2,7 @@
 
 from longshore.tiers.file.gds import DeviceMemory, GdsFileTier
 from longshore.tiers.file.health import TROUBLES
-from longshore.tiers.file.opening import capacity_for, capacity_of
+from longshore.tiers.file.recovery import capacity_for, capacity_of
 from longshore.tiers.file.superblock import PendingReset
 from longshore.tiers.file.system import RawIo, SystemIo
 from longshore.tiers.file.tier import FileTier

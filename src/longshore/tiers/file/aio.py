@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longshore.tiers.file.queue import Piece, Queue
-from longshore.tiers.file.system import SystemIo
+from longshore.tiers.file.queue import Piece
 
 _log = logging.getLogger(__name__)
 
@@ -53,18 +52,18 @@ _syscall.argtypes = [ctypes.c_long] * 6
 _syscall.restype = ctypes.c_long
 
 
-class LinuxIo(SystemIo):
-    """`RawIo` of the operating system, with its queue."""
+def open_queue(fd: int, pieces: int, buffers: int) -> AioQueue | None:
+    """Asynchronous I/O for `pieces` of at most `buffers`, where this system has it.
 
-    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
-        """Asynchronous I/O, where this system has it. `OSError`: not compiled in, not allowed, fs.aio-max-nr."""
-        calls = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
-        if calls is None:
-            return None
-        kind = file_system_of(fd)
-        if kind not in _ASYNCHRONOUS:
-            raise OSError(errno.EOPNOTSUPP, f"io_submit is not known to be asynchronous on {kind}")
-        return AioQueue(calls, fd, pieces, buffers)
+    Raises `OSError`: not compiled in, not allowed, fs.aio-max-nr, or a file system where `io_submit` may block.
+    """
+    calls = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
+    if calls is None:
+        return None
+    kind = file_system_of(fd)
+    if kind not in _ASYNCHRONOUS:
+        raise OSError(errno.EOPNOTSUPP, f"io_submit is not known to be asynchronous on {kind}")
+    return AioQueue(calls, fd, pieces, buffers)
 
 
 def file_system_of(fd: int) -> str:

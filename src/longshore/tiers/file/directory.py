@@ -25,8 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from longshore.errors import TierError, TierInUseError
-from longshore.tiers.file.aio import LinuxIo
-from longshore.tiers.file.system import RawIo, read_all, write_all
+from longshore.tiers.file.system import RawIo, SystemIo, read_all, write_all
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class Directory:
     def __init__(self, path: Path, io: RawIo | None = None, *, guest: bool = False) -> None:
         """As a `guest` it is not locked: another process may have it open. Nothing is made, and no mode changed."""
         self.path = path
-        self.io: RawIo = LinuxIo() if io is None else io
+        self.io: RawIo = SystemIo() if io is None else io
         self._pid = os.getpid()
         self._guest = guest
         self._lock = -1

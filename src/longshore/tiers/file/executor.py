@@ -28,10 +28,9 @@ from typing import NamedTuple
 
 from longshore.boundary import Status
 from longshore.errors import TierClosedError, TierError
-from longshore.tiers.arena import PAGE
+from longshore.slabs import PAGE
 from longshore.tiers.base import Op, TierOp, TierResult
-from longshore.tiers.file import coalescing
-from longshore.tiers.file.queue import Piece, Queue, Steps
+from longshore.tiers.file.queue import Piece, Queue, Steps, Task
 from longshore.tiers.file.segment import FULL, Segment, Staging
 from longshore.tiers.ops import Batch
 
@@ -129,7 +128,7 @@ class Executor:
             queue.close()
             raise TierError(f"expected a thread, the system gave none: {error}") from error
 
-    def submit(self, ops: Sequence[TierOp], tasks: Sequence[coalescing.Task], deadline: float) -> int:
+    def submit(self, ops: Sequence[TierOp], tasks: Sequence[Task], deadline: float) -> int:
         """Queue checked `ops`, all of them in `tasks`, each of one kind; a ticket."""
         with self._lock:
             if self._closed:
@@ -343,7 +342,7 @@ class _Task:
     staging: Staging
     steps: Steps[Sequence[Status]]
 
-    def __init__(self, batch: Batch, at: coalescing.Task, first: int) -> None:
+    def __init__(self, batch: Batch, at: Task, first: int) -> None:
         self.batch = batch
         self.at = at
         self._first = first

@@ -21,8 +21,7 @@ from typing import NamedTuple
 from longshore.boundary import Key, Status
 from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
-from longshore.slabs import Slabs
-from longshore.tiers.arena import PAGE
+from longshore.slabs import PAGE, Slabs
 from longshore.tiers.ops import KEY_BYTES
 
 VERSION = 4

@@ -11,23 +11,95 @@ time, and counted: the tier serves the same either way, and a record is the same
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import logging
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from longshore.boundary import Status
 from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError, TierError
-from longshore.tiers.arena import PAGE, align
+from longshore.slabs import PAGE, align
 from longshore.tiers.base import TierOp
-from longshore.tiers.file import cufile
-from longshore.tiers.file.cufile import CuFile
 from longshore.tiers.file.queue import Move, Piece, Steps
 from longshore.tiers.file.segment import Seal, Segment, Staging, Verifier, is_aligned
 from longshore.tiers.file.system import RawIo
 from longshore.tiers.file.tier import FileTier
+
+DESCRIPTOR = struct.Struct("<i4xqq")
+"""`CUfileDescr_t`: the type of handle, the file descriptor, and functions of other file systems."""
+
+OPAQUE_FD = 1
+"""The type of handle that is a file descriptor of Linux."""
+
+
+def load_cufile() -> object:
+    """The library's functions; `DeviceError` when the package is not installed."""
+    try:
+        return importlib.import_module("cuda.bindings.cufile")
+    except ImportError as error:
+        raise DeviceError(f"no cuFile: {error}; expected the package cuda-bindings") from error
+
+
+class CuFile:
+    """One file, and one piece of device memory of `nbytes` at `address`, registered with cuFile until `close`.
+
+    Reads and writes block until they are done, in order with nothing that a stream does: whoever calls has waited for
+    what touches those bytes, and whoever is told has others touch them only then.
+    """
+
+    def __init__(self, library: object, fd: int, address: int, nbytes: int) -> None:
+        """Raises `DeviceError`, with nothing registered."""
+        self._library = library
+        self._address = address
+        self._undo: list[tuple[str, tuple[Any, ...]]] = []
+        descriptor = ctypes.create_string_buffer(DESCRIPTOR.pack(OPAQUE_FD, fd, 0))
+        try:
+            self._call("driver_open")
+            self._undo.append(("driver_close", ()))
+            self._handle = int(self._call("handle_register", ctypes.addressof(descriptor)))
+            self._undo.append(("handle_deregister", (self._handle,)))
+            self._call("buf_register", address, nbytes, 0)
+            self._undo.append(("buf_deregister", (address,)))
+        except DeviceError:
+            self.close()
+            raise
+
+    def read(self, offset: int, nbytes: int, place: int) -> None:
+        """`nbytes` of the file from `place` on, to `offset` of the memory."""
+        self._move("read", offset, nbytes, place)
+
+    def write(self, offset: int, nbytes: int, place: int) -> None:
+        """`nbytes` of the memory from `offset` on, to `place` of the file."""
+        self._move("write", offset, nbytes, place)
+
+    def close(self) -> None:
+        """Let go of memory, file and library, as far as each of them lets itself be let go of. Idempotent."""
+        while self._undo:
+            name, arguments = self._undo.pop()
+            try:
+                self._call(name, *arguments)
+            except DeviceError:
+                continue
+
+    def _move(self, name: str, offset: int, nbytes: int, place: int) -> None:
+        moved = self._call(name, self._handle, self._address, nbytes, place, offset)
+        if moved != nbytes:
+            raise DeviceError(f"cuFile {name}: expected {nbytes} bytes, got {moved}")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        function: Callable[..., Any] | None = getattr(self._library, name, None)
+        if function is None:
+            raise DeviceError(f"cuFile has no {name}: a version that is not known here")
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise DeviceError(f"cuFile {name}: {error}") from error
+
 
 T = TypeVar("T")
 
@@ -87,7 +159,7 @@ class GdsFileTier(FileTier):
         self._gds: GdsPayload
 
         def open_payload(segment: Segment) -> GdsPayload:
-            self._gds = GdsPayload(memory, segment, cufile.load if library is None else lambda: library, strict=strict)
+            self._gds = GdsPayload(memory, segment, load_cufile if library is None else lambda: library, strict=strict)
             return self._gds
 
         super().__init__(

@@ -34,8 +34,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.errors import TierError
-from longshore.slabs import Slabs
-from longshore.tiers.arena import PAGE
+from longshore.slabs import PAGE, Slabs
 from longshore.tiers.file import index_format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader
@@ -370,3 +369,62 @@ class _Journal:
         if self._fd >= 0:
             self._io.close(self._fd)
             self._fd = -1
+
+
+RETRY_SECONDS = 30.0
+"""After a checkpoint that failed, the next one is tried so much later."""
+
+
+class Checkpointer:
+    """Writes checkpoints of `index`, one at a time. Thread-safe.
+
+    Attributes:
+        failures: Checkpoints that could not be written. The index goes on without: a restart may know less.
+    """
+
+    def __init__(self, index: Index, name: str) -> None:
+        self.failures = 0
+        self._index = index
+        self._name = name
+        self._busy = threading.Lock()  # from a nudge to the end of its checkpoint; for ever, once closed
+        self._closed = False
+        self._not_before = 0.0
+
+    def nudge(self) -> None:
+        """A checkpoint may be due; begins it, unless one is under way, or has just failed."""
+        if self._index.due and time.monotonic() >= self._not_before and self._busy.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            except RuntimeError as error:  # the system has no more of them, or the interpreter is about to end
+                self._failed(error)
+                self._busy.release()
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is under way, and write a last one. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._busy.acquire()
+            self._checkpoint()
+
+    def _work(self) -> None:
+        try:
+            self._checkpoint()
+        finally:
+            self._busy.release()
+
+    def _checkpoint(self) -> None:
+        try:
+            self._index.checkpoint()
+        except TierError as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._not_before = time.monotonic() + RETRY_SECONDS
+        self.failures += 1
+        if self.failures == 1:
+            _log.warning(
+                "index checkpoint failed: %s; tried again after %d s. Records written since the last one may be lost "
+                "at a restart: check the disk. This is said once",
+                error,
+                RETRY_SECONDS,
+            )

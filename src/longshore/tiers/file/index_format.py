@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from longshore.checksums import digest
 from longshore.errors import FormatError
-from longshore.slabs import Slabs
-from longshore.tiers.arena import PAGE, align
+from longshore.slabs import PAGE, Slabs, align
 from longshore.tiers.file.format import VERSION, RecordHeader, check_padding, check_page, seal
 
 CHECKPOINT_MAGIC = b"LNGSHIDX"

@@ -1,31 +1,42 @@
-"""What earlier processes left: which records lie where, by checkpoint and journals, else by the headers of all records.
+"""Opens the files of a tier directory, and recovers which records they hold.
 
-    checkpoint e, journal e, journal e + 1     the last one: of a checkpoint that was begun, and not ended
+    capacity, image sizes ──► slabs       as many as fit, index files included
+    ──► all files reserved                a failure up to here leaves the directory as it was
+    ──► superblock, and its copy          from here on the geometry is the new one, whatever fails afterwards
+    index, else headers ──► entries       `recover`
+    ──► files trimmed                     what is beyond the new ends
 
-The newest checkpoint that is whole is changed as the journals behind it say. One whose own journal has made way for a
-later one says too little, and is as good as none. Where there is none, every header page is read.
+Where images have other sizes than before, the superblock also begins a generation: no older record or entry is valid,
+so none can be read with a geometry that is not its own.
+
+    checkpoint e, journal e, journal e + 1     the last one: of a checkpoint that was begun, and not completed
+
+The newest complete checkpoint is loaded, and the journals after it are replayed. A checkpoint whose own journal has
+been overwritten by a later one is not used. Without a usable checkpoint, every header page is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from longshore.errors import FormatError
-from longshore.slabs import Slabs
-from longshore.tiers.arena import PAGE
+from longshore.errors import FormatError, TierError
+from longshore.slabs import PAGE, Slabs
 from longshore.tiers.file import format as records
 from longshore.tiers.file import index_format as fmt
-from longshore.tiers.file.directory import Directory
-from longshore.tiers.file.index import checkpoint_name, journal_name
+from longshore.tiers.file.directory import SEGMENT, Directory
+from longshore.tiers.file.index import Index, checkpoint_name, index_files, journal_name
 from longshore.tiers.file.index_format import ENTRY, Entries, Notes, pack_entry
 from longshore.tiers.file.segment import Segment
+from longshore.tiers.file.superblock import FILES, Superblocks
+from longshore.tiers.ops import MAX_GENERATION
 
 _log = logging.getLogger(__name__)
 
@@ -181,3 +192,117 @@ def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryvi
         _log.warning("recovery: the record in slot %d is lost: its header cannot be read: %s", slot, error)
         return None
     return header if header is not None and (header.slot, header.pool) == (slot, pool) else None
+
+
+OVERHEAD = 2 * PAGE + sum(FILES.values())
+"""Bytes of a tier's capacity that are neither slots nor index: the directory, the lock, superblock, copy and reset."""
+
+_ENOUGH = 16
+"""Slabs for each image size at which those of a directory are not too large to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The files of a tier, open."""
+
+    superblock: records.Superblock
+    superblocks: Superblocks
+    segment: Segment
+    index: Index
+
+
+def capacity_for(slots: int, image_bytes: int) -> int:
+    """The least `capacity` of a `FileTier` with `slots` slots for images of one size, in bytes."""
+    return capacity_of(Slabs.of_one_size(PAGE + image_bytes, slots))
+
+
+def capacity_of(slabs: Slabs) -> int:
+    """The least `capacity` of a `FileTier` with these slabs, in bytes; their images include a header page each."""
+    return OVERHEAD + sum(index_files(slabs.indices).values()) + slabs.nbytes
+
+
+def slabs_within(capacity: int, image_bytes: Sequence[int], slab_bytes: int | None = None) -> Slabs:
+    """The slabs that `capacity` bytes have room for, of `slab_bytes`, if that is said.
+
+    Raises `TierError` if there is none, or for image sizes that cannot be.
+    """
+    sizes = tuple(image_bytes)
+    if not sizes or list(sizes) != sorted(set(sizes)) or len(sizes) >= records.SIZES_LIMIT:
+        raise TierError(f"expected different image sizes, ascending, fewer than {records.SIZES_LIMIT}, got {sizes}")
+    if sizes[0] <= 0 or any(size % PAGE for size in sizes):
+        raise TierError(f"image_bytes must be a positive multiple of {PAGE}, got {sizes}")
+    slots = tuple(PAGE + size for size in sizes)
+    slabs = Slabs.within(max(0, capacity), slots) if slab_bytes is None else Slabs(slab_bytes, slots, 0)
+    few, many = 0, max(0, capacity) // slabs.slab_bytes + 1
+    while many - few > 1:
+        some = (few + many) // 2
+        few, many = (some, many) if capacity_of(replace(slabs, slabs=some)) <= capacity else (few, some)
+    if few == 0:
+        least = capacity_of(replace(slabs, slabs=1))
+        raise TierError(f"expected a capacity of at least {least} bytes, for one image of {sizes[-1]}, got {capacity}")
+    if few * slabs.stride > records.SLOTS_LIMIT:
+        raise TierError(f"expected at most {records.SLOTS_LIMIT} slots, {capacity} bytes are {few * slabs.stride}")
+    return replace(slabs, slabs=few)
+
+
+def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) -> Opened:
+    """Open the files in `directory` for images of `image_bytes`, and keep what they hold of that."""
+    superblocks = Superblocks(directory)
+    before = superblocks.read()
+    for name, why in superblocks.damaged.items():
+        _log.warning("%s: %s is damaged; rewriting it from the other copy: %s", directory.path, name, why)
+    superblock = _next_superblock(directory, before, capacity, image_bytes, superblocks)
+    slabs = superblock.geometry
+    files = {**index_files(slabs.indices), **FILES}
+    held = 0 if before is None else min(before.slabs, slabs.slabs, directory.length(SEGMENT) // slabs.slab_bytes)
+    if before is None and directory.length(SEGMENT):
+        directory.trim(SEGMENT, 0)  # nobody knows which generation is the last
+    directory.reserve_all({SEGMENT: slabs.nbytes, **files})
+    directory.sync()
+    with contextlib.ExitStack() as undo:
+        segment = Segment(directory, slabs.nbytes)
+        undo.callback(segment.close)
+        undo.callback(superblocks.close)
+        superblocks.open()
+        superblocks.write(superblock)
+        entries, epoch = recover(directory, segment, superblock, held)
+        index = Index(directory, slabs, entries, epoch, records.sequence(superblock.opens, 0))
+        undo.callback(index.close)
+        for name, nbytes in {**files, SEGMENT: slabs.nbytes}.items():
+            directory.trim(name, nbytes)
+        undo.pop_all()
+    return Opened(superblock, superblocks, segment, index)
+
+
+def _next_superblock(
+    directory: Directory,
+    before: records.Superblock | None,
+    capacity: int,
+    image_bytes: Sequence[int],
+    superblocks: Superblocks,
+) -> records.Superblock:
+    sizes = tuple(image_bytes)
+    fresh = slabs_within(capacity, sizes)
+    if before is None:
+        return records.Superblock(fresh.slabs, fresh.slab_bytes, sizes, superblocks.reset(), opens=1)
+    if before.opens + 1 >= records.OPENS_LIMIT:
+        raise FormatError(f"{directory.path} was opened {before.opens} times, the most it can be; remove the directory")
+    if before.image_bytes == sizes:
+        enough = max(fresh.slab_bytes, capacity // (_ENOUGH * len(sizes)))
+        if before.slab_bytes <= enough:
+            kept = slabs_within(capacity, sizes, before.slab_bytes)
+            return before._replace(slabs=kept.slabs, opens=before.opens + 1)
+    if before.generation >= MAX_GENERATION:
+        raise FormatError(f"{directory.path} was reset too often for other image sizes; remove the directory")
+    _log.warning(
+        "%s held images of %s bytes, in slabs of %d; it starts empty, for images of %s bytes",
+        directory.path,
+        _listed(before.image_bytes),
+        before.slab_bytes,
+        _listed(sizes),
+    )
+    return records.Superblock(fresh.slabs, fresh.slab_bytes, sizes, before.generation + 1, before.opens + 1)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

@@ -18,12 +18,12 @@ from typing import NamedTuple, Protocol
 from longshore.boundary import Status
 from longshore.checksums import XXH3_64, checksum
 from longshore.errors import TierError
-from longshore.tiers.arena import PAGE, Arena, align
+from longshore.slabs import PAGE, align
+from longshore.tiers.arena import Arena
 from longshore.tiers.base import TierOp
-from longshore.tiers.file.coalescing import move_records
 from longshore.tiers.file.directory import SEGMENT, Directory
 from longshore.tiers.file.format import Verdict
-from longshore.tiers.file.queue import Piece, Queue, Steps
+from longshore.tiers.file.queue import Piece, Queue, Steps, move_records
 from longshore.tiers.file.system import read_into
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -15,7 +15,7 @@ import logging
 from pathlib import Path
 
 from longshore.errors import FormatError
-from longshore.tiers.arena import PAGE
+from longshore.slabs import PAGE
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.system import RawIo, write_all

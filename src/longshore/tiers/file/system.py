@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from longshore.tiers.arena import PAGE
+from longshore.slabs import PAGE
+from longshore.tiers.file import aio
 from longshore.tiers.file.queue import Queue
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ class RawIo(Protocol):
 
 
 class SystemIo:
-    """`RawIo` of the operating system, without a queue: `LinuxIo` (`aio.py`) has that."""
+    """`RawIo` of the operating system."""
 
     fstat = staticmethod(os.fstat)
     fchmod = staticmethod(os.fchmod)
@@ -159,8 +160,8 @@ class SystemIo:
         return True
 
     def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
-        """None."""
-        return None
+        """Linux's asynchronous I/O; `None` on other systems, `OSError` where it is refused."""
+        return aio.open_queue(fd, pieces, buffers)
 
     def drop_cache(self, fd: int, offset: int, nbytes: int, /) -> None:
         """`os.posix_fadvise`."""

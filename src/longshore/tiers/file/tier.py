@@ -22,14 +22,13 @@ from longshore.errors import DeviceError, TierClosedError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
-from longshore.tiers.file.checkpointer import Checkpointer
-from longshore.tiers.file.coalescing import TASK_RECORDS, coalesce
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.executor import WINDOW_TASKS, Executor, Order
 from longshore.tiers.file.health import Health, State
+from longshore.tiers.file.index import Checkpointer
 from longshore.tiers.file.index_format import Entries
-from longshore.tiers.file.opening import open_files, slabs_within
-from longshore.tiers.file.queue import Queue, Steps, ThreadQueue
+from longshore.tiers.file.queue import TASK_RECORDS, Queue, Steps, ThreadQueue, coalesce
+from longshore.tiers.file.recovery import open_files, slabs_within
 from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, Verifier, make_staging
 from longshore.tiers.file.system import RawIo
 from longshore.tiers.ops import check_batch, check_digest, check_generation, check_slots

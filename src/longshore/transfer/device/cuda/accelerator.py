@@ -9,7 +9,7 @@ import torch
 
 from longshore.transfer.device.accelerator import Accelerator
 from longshore.transfer.device.cuda.driver import Driver
-from longshore.transfer.device.cuda.shape import Shape
+from longshore.transfer.device.cuda.runs import Shape
 
 
 class CudaAccelerator(Accelerator):
@@ -117,7 +117,7 @@ class CudaAccelerator(Accelerator):
 
     def mix64(self, memory: torch.Tensor) -> int:
         """`longshore.checksums.mix64` of device memory, int64 of any length; in any thread."""
-        from longshore.transfer.device.cuda import mixing  # noqa: PLC0415
+        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
 
         with self.as_current():
-            return mixing.mix64(memory)
+            return kernels.mix64(memory)

@@ -13,6 +13,10 @@ of several; few programs saturate the link, and more would take multiprocessors 
 it is evicted first from the cache.
 
 Each kernel has a reference implementation with the same arguments, in plain torch for tensors in host memory.
+
+`mix64` sums the 8-byte words of device memory, each mixed with its position. Each program adds `SPAN` mixed words to
+one sum; the order of additions does not matter. The CPU version and the last step are in `longshore.checksums`;
+docs/file-format.md is the specification.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
-from longshore.transfer.device.cuda.shape import COLUMNS, Shape
+from longshore import checksums
+from longshore.transfer.device.cuda.runs import COLUMNS, Shape
 
 PROGRAMS = 16
 """Programs of a kernel, one per multiprocessor; about 12 saturate the link."""
@@ -222,3 +227,40 @@ def _pages(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape:
 
 def _memory(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+SPAN = 4096
+"""Words of one program."""
+
+WORD = 8
+"""Bytes of a word."""
+
+
+@triton.jit
+def _mix(word, FACTOR: tl.constexpr):  # noqa: N803
+    word ^= word >> 32
+    word *= FACTOR
+    word ^= word >> 32
+    word *= FACTOR
+    return word ^ (word >> 32)
+
+
+@triton.jit(do_not_specialize=["words"])
+def sum_kernel(address, words, total, SPAN: tl.constexpr, STEP: tl.constexpr, FACTOR: tl.constexpr):  # noqa: N803
+    """Add the mixed words from `address` on to `total`, one int64, modulo 2**64."""
+    index = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
+    inside = index < words
+    word = tl.load(address + index, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    place = (index + 1).to(tl.uint64) * STEP
+    mixed = tl.where(inside, _mix(word ^ place, FACTOR).to(tl.int64, bitcast=True), 0)
+    tl.atomic_add(total, tl.sum(mixed, axis=0))
+
+
+def mix64(memory: torch.Tensor) -> int:
+    """`longshore.checksums.mix64` of `memory`, int64 on the device, on the current stream; waits for it."""
+    total = torch.zeros(1, dtype=torch.int64, device=memory.device)
+    words = memory.numel()
+    sum_kernel[(triton.cdiv(words, SPAN),)](
+        memory, words, total, SPAN=SPAN, STEP=checksums.STEP, FACTOR=checksums.FACTOR, num_warps=_WARPS
+    )
+    return checksums.finish(int(total.item()) % 2**64, words * WORD)

@@ -23,8 +23,7 @@ from longshore.layout.model import U64
 from longshore.transfer.device.accelerator import Accelerator, Fallbacks, Point, pinned_or_pageable
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.driver import Driver
-from longshore.transfer.device.cuda.runs import Orders
-from longshore.transfer.device.cuda.shape import Shape
+from longshore.transfer.device.cuda.runs import Orders, Shape
 from longshore.transfer.plan import Planner
 
 PLACES = 4

@@ -151,7 +151,7 @@ class CudaStream(Stream):
         slip.begin()
         if batch.inside:
             return self._alone(self._kernels, slip, lambda: self._shift(batch, slip))
-        pieces = slip.planner.describe(batch)
+        pieces = slip.planner.describe(batch, any_order=True)
         match self._choose(batch, pieces):
             case Way.DIRECT:
                 return self._alone(self._link, slip, lambda: self._direct(pieces))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from longshore.errors import LongshoreError
-from longshore.transfer.device.simulated.world import World
+from longshore.testing.simulated_device.simulation import Simulation
 
 
 class Story(Protocol):
@@ -54,7 +54,7 @@ class _SeenError(BaseException):
     """From here on everything has been tried. Not an `Exception`: nobody on the way may take it for one."""
 
 
-class _Path:
+class _Choices:
     """The choices of one run: those given, then the first of each, until a state comes that was `seen`."""
 
     def __init__(self, given: list[int], seen: set[int]) -> None:
@@ -80,7 +80,7 @@ class _Path:
             yield from ([*choices[:at], other] for other in range(1, self.counts[at]))
 
 
-def explore(make: Callable[[World], Story], *, max_runs: int = 200_000) -> Explored:
+def explore(make: Callable[[Simulation], Story], *, max_runs: int = 200_000) -> Explored:
     """Try every order of the story that `make` creates.
 
     Raises:
@@ -92,8 +92,8 @@ def explore(make: Callable[[World], Story], *, max_runs: int = 200_000) -> Explo
     while todo:
         if explored.runs == max_runs:
             raise WrongError(f"more than {max_runs} runs: the test case has too many interleavings to try them all")
-        path = _Path(todo.pop(), seen)
-        world = World(path.choose)
+        path = _Choices(todo.pop(), seen)
+        world = Simulation(path.choose)
         path.story = make(world)
         with contextlib.suppress(_SeenError):
             _run(path.story, world)
@@ -105,7 +105,7 @@ def explore(make: Callable[[World], Story], *, max_runs: int = 200_000) -> Explo
     return explored
 
 
-def sample(make: Callable[[World, random.Random], Story], seeds: range) -> Explored:
+def sample(make: Callable[[Simulation, random.Random], Story], seeds: range) -> Explored:
     """Run the story once per seed, in an order that depends on the seed.
 
     Raises:
@@ -115,7 +115,7 @@ def sample(make: Callable[[World, random.Random], Story], seeds: range) -> Explo
     orders: set[int] = set()
     for seed in seeds:
         chance = random.Random(seed)  # noqa: S311 - the same seed, the same order
-        world = World(chance.randrange)
+        world = Simulation(chance.randrange)
         try:
             _run(make(world, chance), world)
         except WrongError as error:
@@ -127,7 +127,7 @@ def sample(make: Callable[[World, random.Random], Story], seeds: range) -> Explo
     return explored
 
 
-def _run(story: Story, world: World) -> None:
+def _run(story: Story, world: Simulation) -> None:
     try:
         story.play()
         story.verify()

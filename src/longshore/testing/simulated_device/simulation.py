@@ -5,20 +5,98 @@
     queues     streams of the device; operations run later than submitted, copies in two halves
 
 If several actors can continue, `choose(count)` selects one: at random, or each in turn (`explore.py`).
+
+Accesses without an order are found by vector clocks. A clock has, for each actor, the number of operations that are
+known to have ended:
+
+    host     {compute: 3}                   "the third operation of the compute stream, and all before it, have ended"
+    copies   {compute: 3, copies: 1}        an operation knows what its stream knew, what the submitting actor knew, and
+                                            the events that it waits for
+
+Two accesses to the same bytes, one of which writes, must be so ordered when the second is *submitted*, whatever happens
+to run first this time. The method is that of happens-before race detectors (Lamport 1978; Flanagan and Freund,
+"FastTrack", PLDI 2009), with one entry for each actor that read or wrote.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
 from longshore.errors import LongshoreError
-from longshore.transfer.device.simulated.clocks import Checker, Clock, join
 from longshore.transfer.driver import Driver, Gate
 from longshore.transfer.hazards import Access, Hazards, Ticket
+
+Clock = dict[str, int]
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Merge `other` into `clock`."""
+    for actor, number in other.items():
+        if clock.get(actor, 0) < number:
+            clock[actor] = number
+
+
+class Conflict(NamedTuple):
+    """Two accesses without an order. `kind`: `RAW`, `WAR` or `WAW`, the later access first."""
+
+    kind: str
+    earlier: str
+    later: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.later} is not ordered after {self.earlier}"
+
+
+class _Entry(NamedTuple):
+    number: int
+    label: str
+
+
+@dataclass(slots=True)
+class _Cell:
+    """The newest write and read of some bytes, by actor."""
+
+    writes: dict[str, _Entry] = field(default_factory=dict)
+    reads: dict[str, _Entry] = field(default_factory=dict)
+
+
+class Checker:
+    """All accesses so far, by cell. A cell is read or written as a unit."""
+
+    def __init__(self) -> None:
+        self.conflicts: list[Conflict] = []
+        self._cells: dict[Hashable, _Cell] = {}
+
+    def access(
+        self, actor: str, clock: Clock, label: str, *, reads: Iterable[Hashable], writes: Iterable[Hashable]
+    ) -> None:
+        """Record that operation `clock[actor]` of `actor`, with the knowledge `clock`, accesses these cells."""
+        entry = _Entry(clock[actor], label)
+        for name in reads:
+            cell = self._cell(name)
+            self._compare("RAW", cell.writes, clock, label)
+            cell.reads[actor] = entry
+        for name in writes:
+            cell = self._cell(name)
+            self._compare("WAW", cell.writes, clock, label)
+            self._compare("WAR", cell.reads, clock, label)
+            cell.writes[actor] = entry
+
+    def _cell(self, name: Hashable) -> _Cell:
+        cell = self._cells.get(name)
+        if cell is None:
+            cell = self._cells[name] = _Cell()
+        return cell
+
+    def _compare(self, kind: str, earlier: dict[str, _Entry], clock: Clock, label: str) -> None:
+        for actor, entry in earlier.items():
+            if clock.get(actor, 0) < entry.number:
+                self.conflicts.append(Conflict(kind, entry.label, label))
+
 
 SCRIPT = "script"
 
@@ -42,7 +120,7 @@ class Operation(NamedTuple):
 class Mark(NamedTuple):
     """The end of operation `number` of a queue."""
 
-    queue: Queue
+    queue: SimulatedQueue
     number: int
     clock: Clock
 
@@ -52,7 +130,7 @@ class Mark(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Queue:
+class SimulatedQueue:
     """A stream of the device. `given` and `ended` count operations; `half` counts executed parts of the first one."""
 
     name: str
@@ -79,37 +157,37 @@ class Queue:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _LaneActor:
     name: str
     steps: Generator[Gate, None, None]
     gate: Gate | None = None
     is_running: bool = False
 
 
-class World(Driver):
+class Simulation(Driver):
     """The scheduler and the checker. Drives one engine."""
 
     def __init__(self, choose: Callable[[int], int]) -> None:
         """`choose(count)` picks one of `[0, count)`."""
         self.checker = Checker()
         self.actor = SCRIPT
-        self.queues: list[Queue] = []
-        self.lanes: list[_Lane] = []
+        self.queues: list[SimulatedQueue] = []
+        self.lanes: list[_LaneActor] = []
         self.schedule: list[str] = []
         self._choose = choose
         self._clocks: dict[str, Clock] = {SCRIPT: {}}
 
     # What actors do
 
-    def queue(self, name: str) -> Queue:
+    def queue(self, name: str) -> SimulatedQueue:
         """A new stream of the device."""
         self._check_new(name)
-        self.queues.append(Queue(name))
+        self.queues.append(SimulatedQueue(name))
         return self.queues[-1]
 
     def give(
         self,
-        queue: Queue,
+        queue: SimulatedQueue,
         label: str,
         parts: tuple[Callable[[], None], ...],
         *,
@@ -128,7 +206,7 @@ class World(Driver):
         queue.waiting.append(Operation(label, holds, parts))
         return self.mark(queue)
 
-    def mark(self, queue: Queue) -> Mark:
+    def mark(self, queue: SimulatedQueue) -> Mark:
         """The end of all work submitted to `queue`."""
         return Mark(queue, queue.given, dict(queue.clock))
 
@@ -148,7 +226,7 @@ class World(Driver):
 
     # Driver: the engine's side
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Simulation:
         return self
 
     def __exit__(
@@ -169,7 +247,7 @@ class World(Driver):
     def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
         """Add an actor."""
         self._check_new(name)
-        self.lanes.append(_Lane(name, lane))
+        self.lanes.append(_LaneActor(name, lane))
         self._clocks[name] = {}
 
     def join(self) -> None:
@@ -216,13 +294,13 @@ class World(Driver):
         options[index][1]()
         return True
 
-    def _is_open(self, lane: _Lane) -> bool:
+    def _is_open(self, lane: _LaneActor) -> bool:
         if lane.gate is None or lane.is_running:
             return not lane.is_running
         with _Turn(self, lane.name):
             return lane.gate.is_open()
 
-    def _resume(self, lane: _Lane) -> None:
+    def _resume(self, lane: _LaneActor) -> None:
         with _Turn(self, lane.name):
             lane.is_running = True
             lane.gate = next(lane.steps, None)
@@ -234,7 +312,7 @@ class World(Driver):
 class _Turn:
     """While it lasts, another actor is at hand."""
 
-    def __init__(self, world: World, actor: str) -> None:
+    def __init__(self, world: Simulation, actor: str) -> None:
         self._world, self._actor = world, actor
 
     def __enter__(self) -> None:
@@ -252,7 +330,7 @@ class WatchedHazards(Hazards):
         waits: Number of admitted jobs with dependencies.
     """
 
-    def __init__(self, hazards: Hazards, world: World) -> None:
+    def __init__(self, hazards: Hazards, world: Simulation) -> None:
         self.newest: Ticket | None = None
         self.waits = 0
         self._inner = hazards

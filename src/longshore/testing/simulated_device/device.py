@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from longshore.layout.model import U64, KVLayout
+from longshore.testing.simulated_device.simulation import BlockedError, Mark, SimulatedQueue, Simulation
 from longshore.transfer.batch import Batch
 from longshore.transfer.device.base import Copy, Device, Event, Stream
 from longshore.transfer.device.cpu import copy_pieces
-from longshore.transfer.device.simulated.world import BlockedError, Mark, Queue, World
 from longshore.transfer.plan import Planner
 
 CELL = 8
@@ -19,7 +19,7 @@ CELL = 8
 class SimulatedEvent(Event):
     """A mark; an actor that sees it as passed knows the operations before it."""
 
-    def __init__(self, world: World, mark: Mark) -> None:
+    def __init__(self, world: Simulation, mark: Mark) -> None:
         self.mark = mark
         self._world = world
 
@@ -58,9 +58,9 @@ class SimulatedCopy(Copy):
 
 
 class SimulatedDevice(Device):
-    """Queues of a world. `compute` is a `Queue`; `None` is the default queue of the device."""
+    """Queues of a world. `compute` is a `SimulatedQueue`; `None` is the default queue of the device."""
 
-    def __init__(self, world: World, compute: Queue, *, depth: int = 2, name: str = "copies") -> None:
+    def __init__(self, world: Simulation, compute: SimulatedQueue, *, depth: int = 2, name: str = "copies") -> None:
         """`depth`: largest number of copies in flight per direction, and of descriptor buffers."""
         self._world = world
         self._compute = compute
@@ -88,8 +88,8 @@ class SimulatedDevice(Device):
     def close(self) -> None:
         """Nothing was taken."""
 
-    def _queue(self, compute: object) -> Queue:
-        return compute if isinstance(compute, Queue) else self._compute
+    def _queue(self, compute: object) -> SimulatedQueue:
+        return compute if isinstance(compute, SimulatedQueue) else self._compute
 
 
 class PlannerRing:
@@ -112,7 +112,7 @@ class PlannerRing:
 class SimulatedStream(Stream):
     """Copies real bytes in two halves, when the world schedules them."""
 
-    def __init__(self, world: World, queue: Queue, depth: int) -> None:
+    def __init__(self, world: Simulation, queue: SimulatedQueue, depth: int) -> None:
         self.depth = depth
         self._world = world
         self._queue = queue

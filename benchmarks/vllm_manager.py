@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from longshore.bench.cache_sides import TakesAll
 from longshore.bench.harness import Case
-from longshore.bench.ours import TakesAll
 from longshore.config import Config
 from longshore.errors import BenchError
 
@@ -34,7 +34,7 @@ class Driven:
     """A manager, called as vLLM's scheduler calls it, and the longest call until now."""
 
     def __init__(self, manager: Any, stamp: Callable[[Any], None]) -> None:
-        from vllm.v1.kv_offload import base  # noqa: PLC0415 - what this is measured with
+        from vllm.v1.kv_offload import base
 
         self._base = base
         self._manager = manager
@@ -87,8 +87,8 @@ class Driven:
 
 def ours(blocks: int) -> Driven:
     """`LongshoreManager` over a host tier of so many blocks, whose workers are quick."""
-    from longshore.engines.vllm.manager import LongshoreManager  # noqa: PLC0415
-    from longshore.engines.vllm.replay import open_store  # noqa: PLC0415
+    from longshore.engines.vllm.manager import LongshoreManager
+    from longshore.engines.vllm.replay import open_store
 
     store = open_store(blocks, Config.make(), TakesAll)
     return Driven(LongshoreManager(store, [0], 60.0), lambda spec: store.stamps.stored(spec.job, 0, spec.indices, []))
@@ -96,7 +96,7 @@ def ours(blocks: int) -> Driven:
 
 def theirs(blocks: int, policy: str) -> Driven:
     """vLLM's manager of so many CPU blocks."""
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # noqa: PLC0415
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     return Driven(CPUOffloadingManager(blocks, cache_policy=policy), lambda spec: None)
 

@@ -1,0 +1,32 @@
+"""The copies of one transfer, as the engine's devices make them: validated ids, then addresses and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from longshore.boundary import HOST, Section
+from longshore.layout.model import U64, KVLayout
+from longshore.transfer.plan import Planner
+from longshore.transfer.selection import select
+
+
+class Copies(NamedTuple):
+    source: U64
+    destination: U64
+    size: U64
+
+
+def plan(
+    layout: KVLayout,
+    sections: Sequence[Section],
+    images: Any,
+    *,
+    into: str,
+    planner: Planner | None = None,
+    any_order: bool = True,
+    **options: Any,
+) -> Copies:
+    whole = select(layout, sections, images, into=into, **options).whole
+    device, host, size = (planner or Planner()).describe(whole, any_order=any_order)
+    return Copies(device, host, size) if into == HOST else Copies(host, device, size)
