@@ -58,7 +58,9 @@ def cases(scratch: Path, sessions: int, blocks: list[int]) -> Iterator[Case]:
     }
     tell = teller()
     model = save_model(scratch / "model")
-    yield from vllm_runs.run_sessions(model, scratch, vllm_runs.Plan(sessions=sessions, engine=engine), tell=tell)
+    yield from vllm_runs.run_sessions(
+        model, scratch, vllm_runs.SessionPlan(sessions=sessions, engine=engine), tell=tell
+    )
     yield from storing(model, scratch, tell)
     for each in blocks:
         tell(f"the scheduler's own time, {each} tracked blocks")
@@ -76,7 +78,7 @@ def storing(model: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
         "max_num_seqs": 4,
     }
     (scratch / "storing").mkdir()
-    yield from vllm_runs.storing(model, scratch / "storing", vllm_runs.Plan(engine=engine), tell=tell)
+    yield from vllm_runs.storing(model, scratch / "storing", vllm_runs.SessionPlan(engine=engine), tell=tell)
 
 
 def main() -> None:

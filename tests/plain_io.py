@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from longshore.tiers.file import SystemIo
-from longshore.tiers.file.queue import Queue
+from longshore.tiers.file.queue import IoQueue
 
 
 class PlainIo(SystemIo):
-    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> IoQueue | None:
         return None

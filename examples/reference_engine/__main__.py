@@ -23,8 +23,8 @@ from longshore.config import Config
 from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice, device_for
-from longshore.transfer.batch import Batch
-from longshore.transfer.device.base import Copy, Event, Stream
+from longshore.transfer.batch import CopyBatch
+from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.device.cpu import CpuStream
 
 ANSWER = 8
@@ -120,7 +120,7 @@ class SlowLink(CpuDevice):
 
 
 class _SlowStream(CpuStream):
-    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         """Sleep, then copy."""
         time.sleep(LINK_SECONDS)
         return super().copy(batch, after)

@@ -19,7 +19,7 @@ from prometheus_client.samples import Sample
 
 from longshore.cache import Counters, TierStats
 from longshore.runtime import EventRecorder, Runtime
-from longshore.runtime.loop import Asked, Guarded
+from longshore.runtime.loop import GuardCounters, LookupCounters
 from longshore.runtime.stack import Stack
 from longshore.runtime.weighing import Weighing
 from longshore.tiers.arena import ArenaReport
@@ -164,14 +164,14 @@ def _gauges(tiers: Iterable[TierStats], held: int, jobs: int) -> Iterable[Metric
     yield GaugeMetricFamily("longshore_jobs_in_flight", "Transfer jobs in flight", value=jobs)
 
 
-def _asked(asked: Asked) -> Iterable[Metric]:
+def _asked(asked: LookupCounters) -> Iterable[Metric]:
     about = "Requests looked up by an engine, each counted once"
     yield CounterMetricFamily("longshore_requests", about, asked.requests)
     about = "Lookups of requests, including repeated lookups while a request waits"
     yield CounterMetricFamily("longshore_lookup_attempts", about, asked.attempts)
 
 
-def _guarded(guarded: Guarded) -> Iterable[Metric]:
+def _guarded(guarded: GuardCounters) -> Iterable[Metric]:
     about = "Times that the engine waited for copies of device blocks before reusing them"
     yield CounterMetricFamily("longshore_guard_waits", about, guarded.waits)
     yield CounterMetricFamily(

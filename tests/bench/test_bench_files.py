@@ -15,12 +15,12 @@ from longshore.bench import files
 from longshore.bench.file_sides import (
     ALONE,
     SCATTERED,
+    FileSide,
     FileTierSide,
     Fio,
     Images,
     PerFile,
     PlainLoop,
-    Side,
     VllmFiles,
     keep_under_way,
 )
@@ -43,7 +43,7 @@ def direct(tmp_path: Path, images: Images) -> bool:
     return tier.direct
 
 
-MAKERS: dict[str, Callable[[Path, Images, bool], Side]] = {
+MAKERS: dict[str, Callable[[Path, Images, bool], FileSide]] = {
     "tier": lambda path, images, direct: FileTierSide(path, images),
     "plain": lambda path, images, direct: PlainLoop(path, images, direct=direct),
     "per file": lambda path, images, direct: PerFile(path, images, direct=direct),
@@ -51,13 +51,13 @@ MAKERS: dict[str, Callable[[Path, Images, bool], Side]] = {
 
 
 @pytest.fixture(params=MAKERS)
-def side(request: pytest.FixtureRequest, tmp_path: Path, images: Images, direct: bool) -> Iterator[Side]:
+def side(request: pytest.FixtureRequest, tmp_path: Path, images: Images, direct: bool) -> Iterator[FileSide]:
     side = MAKERS[request.param](tmp_path / "side", images, direct)
     yield side
     side.close()
 
 
-def test_what_is_written_is_read(side: Side, images: Images) -> None:
+def test_what_is_written_is_read(side: FileSide, images: Images) -> None:
     expected = np.random.default_rng(0).integers(0, 256, images.nbytes, dtype=np.uint8)
     for kind, again in (("write", "read"), ("overwrite", SCATTERED), ("overwrite", ALONE)):
         images.arena.array[:] = expected

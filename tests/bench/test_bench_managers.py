@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longshore.bench import managers
-from longshore.bench.cache_sides import Load, Ours, PlainLRU
+from longshore.bench.cache_sides import Ours, PlainLRU, PromptSet
 from longshore.boundary import HOST
 from longshore.cli.app import app
 from longshore.cli.options import counts_of
@@ -53,16 +53,16 @@ def test_the_policy_and_its_ghost_list_take_no_more_than_their_bounds() -> None:
 
 
 def test_a_load_has_as_many_different_blocks_as_asked_for_and_shares_prefixes() -> None:
-    load = Load(5000)
+    load = PromptSet(5000)
     assert len({key for prompt in load.prompts for key in prompt}) == 5000
     assert any(load.shared)
     for prompt, shared in zip(load.prompts, load.shared, strict=True):
         assert shared == 0 or any(elder[:shared] == prompt[:shared] for elder in load.prompts if elder is not prompt)
-    assert Load(5000).prompts == load.prompts
+    assert PromptSet(5000).prompts == load.prompts
 
 
 def test_what_was_stored_is_resident_and_what_is_evicted_is_not() -> None:
-    load, ours = Load(256), Ours(256)
+    load, ours = PromptSet(256), Ours(256)
     for prompt, shared in zip(load.prompts, load.shared, strict=True):
         ours.store(prompt, shared)
     assert ours.cache.stats()[0].ready == 256

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from longshore.bench import copies, plans
-from longshore.bench.copies import REFERENCES, Pages
+from longshore.bench.copies import REFERENCES, PageSet
 from longshore.errors import BenchError
 from longshore.transfer import OFFLOAD, ONBOARD
 from longshore.transfer.plan import Planner
@@ -92,7 +92,7 @@ def test_sizes_of_plans_are_what_their_names_say() -> None:
 
 
 def test_every_page_arrives_in_its_image_and_comes_back() -> None:
-    pages = Pages(16 << 10, 2 << 20)
+    pages = PageSet(16 << 10, 2 << 20)
     tensors = [np.asarray(tensor.arena.array) for tensor in pages.tensors]
     random = np.random.default_rng(0)
     for tensor in tensors:

@@ -16,8 +16,8 @@ from longshore.config import Config
 from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice
-from longshore.transfer.batch import Batch
-from longshore.transfer.device.base import Copy, Event, Stream
+from longshore.transfer.batch import CopyBatch
+from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.device.cpu import CpuStream
 
 PATIENCE = 10.0
@@ -75,8 +75,8 @@ class GatedLink(CpuDevice):
 
     def __init__(self) -> None:
         self.gates = {DEVICE: Gate(), HOST: Gate()}
-        self.fault: Callable[[Batch], None] = lambda batch: None
-        self.late_fault: Callable[[Batch], None] = lambda batch: None
+        self.fault: Callable[[CopyBatch], None] = lambda batch: None
+        self.late_fault: Callable[[CopyBatch], None] = lambda batch: None
         self.inside = 0
         self.marked: list[object] = []
         self.held: list[object] = []
@@ -84,11 +84,11 @@ class GatedLink(CpuDevice):
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return _GatedStream(self, into)
 
-    def mark(self, compute: object) -> Event:
+    def mark(self, compute: object) -> DeviceEvent:
         self.marked.append(compute)
         return super().mark(compute)
 
-    def hold(self, compute: object, event: Event) -> None:
+    def hold(self, compute: object, event: DeviceEvent) -> None:
         self.held.append(compute)
         super().hold(compute, event)
 
@@ -99,7 +99,7 @@ class _GatedStream(CpuStream):
         self._link = link
         self._into = into
 
-    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         self._link.gates[self._into].pass_through()
         self._link.fault(batch)
         self._link.inside += batch.inside
@@ -107,13 +107,13 @@ class _GatedStream(CpuStream):
 
 
 class _GatedCopy(Copy):
-    def __init__(self, link: GatedLink, batch: Batch, copy: Copy) -> None:
+    def __init__(self, link: GatedLink, batch: CopyBatch, copy: Copy) -> None:
         self._link = link
         self._batch = batch
         self._copy = copy
 
     @property
-    def reached(self) -> Event:
+    def reached(self) -> DeviceEvent:
         return self._copy.reached
 
     def passed(self) -> bool:

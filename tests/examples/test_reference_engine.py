@@ -15,7 +15,7 @@ from reference_kit import DECODER, PATIENCE, SHAPE, Rig, resident, rig, same_bit
 from longshore.boundary import DEVICE, HOST, Section, Slot
 from longshore.errors import CapacityError, EngineError, FreedLayoutError
 from longshore.transfer import ONBOARD
-from longshore.transfer.batch import Batch
+from longshore.transfer.batch import CopyBatch
 
 LAYERS = range(SHAPE.layers)
 
@@ -174,7 +174,7 @@ def test_any_conversation_with_any_fault_gives_the_same_bits(seed: int) -> None:
 
     dice = {DEVICE: Random(seed), HOST: Random(seed)}  # each direction has a thread of its own
 
-    def fault(batch: Batch) -> None:
+    def fault(batch: CopyBatch) -> None:
         if dice[batch.into].random() < 0.02:
             raise RuntimeError("no")
 
@@ -231,7 +231,7 @@ def test_the_layers_of_both_groups_travel_in_the_order_of_the_model() -> None:
     """One transfer for both: the full layers of a prompt do not arrive behind all of its sliding ones."""
     travelled: list[int] = []
 
-    def note(batch: Batch) -> None:
+    def note(batch: CopyBatch) -> None:
         if batch.into == DEVICE:
             travelled.extend(layer for layer in LAYERS if batch.of_layer(layer).parts)
 
@@ -324,10 +324,10 @@ def test_the_block_that_is_copied_from_may_itself_be_on_its_way(by_layer: bool) 
 # ---------------------------------------------------------------------- faults
 
 
-def failing_layer(layer: int) -> Callable[[Batch], None]:
+def failing_layer(layer: int) -> Callable[[CopyBatch], None]:
     """`layer` cannot be copied from the host."""
 
-    def fault(batch: Batch) -> None:
+    def fault(batch: CopyBatch) -> None:
         if batch.into == DEVICE and not batch.inside and batch.of_layer(layer).parts:
             raise RuntimeError(f"layer {layer} cannot be copied")
 
@@ -370,7 +370,7 @@ def test_whoever_shares_an_arrival_that_fails_recomputes_too(layer: int, by_laye
 def test_a_copy_inside_the_device_that_fails_is_a_miss() -> None:
     prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
 
-    def fault(batch: Batch) -> None:
+    def fault(batch: CopyBatch) -> None:
         if batch.inside:
             raise RuntimeError("no")
 
@@ -516,7 +516,7 @@ def test_a_layer_that_fails_after_it_was_computed_on_is_a_miss(inside: bool, mon
     prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
     computed = threading.Event()
 
-    def late_fault(batch: Batch) -> None:
+    def late_fault(batch: CopyBatch) -> None:
         if batch.into == DEVICE and batch.inside == inside and batch.of_layer(SHAPE.layers - 1).parts:
             assert computed.wait(PATIENCE)
             raise RuntimeError("no")

@@ -17,7 +17,7 @@ from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.calibrate import QUICK, Always, everything
 from longshore.transfer.device.cuda.chooser import Chooses, Way
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.runs import COLUMNS, Shape
+from longshore.transfer.device.cuda.runs import COLUMNS, KernelShape
 from longshore.transfer.device.torch_streams import TorchDevice
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_a_kernel_does_what_its_reference_does(name: str, width: int, skew: int)
         rows = torch.tensor([bases[-1] + chunk * refs * subs * stride for chunk in range(chunks)]).to(where.device)
         alignment = (skew | 16) & -(skew | 16)
         tail = bool(width % min(alignment, 16))
-        shape = Shape.of(chunks, refs, subs, widest=width, alignment=alignment, tail=tail)
+        shape = KernelShape.of(chunks, refs, subs, widest=width, alignment=alignment, tail=tail)
         function(blocks, sources if name == "shift" else rows, table, shape)
         results.append(where.cpu().numpy())
     np.testing.assert_array_equal(results[1], results[0])

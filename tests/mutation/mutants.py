@@ -54,7 +54,7 @@ def _changes(node: ast.AST) -> Iterator[_Change]:  # noqa: PLR0912 - one case fo
     match node:
         case ast.Expr(value=ast.Call() as call) if not _is_log(call):
             yield _Change(node, "call removed", lambda _: ast.Pass())
-        case ast.Expr(value=ast.Yield(value=ast.Call(func=ast.Name(id="Gate")))):
+        case ast.Expr(value=ast.Yield(value=ast.Call(func=ast.Name(id="WaitCondition")))):
             yield _Change(node, "gate opened", _open)
         case ast.Call(func=ast.Attribute(attr="wait_for")):
             yield _Change(node, "wait taken for met", lambda _: ast.Constant(True))

@@ -12,7 +12,7 @@ import pytest
 
 from longshore.errors import LongshoreError, ReportError
 from longshore.report import RUNS, SOURCES, Page, Points, levels, paired_points, stacked_bars
-from longshore.report.plots import Level, plotly_javascript
+from longshore.report.plots import TierSeries, plotly_javascript
 from longshore.report.theme import script
 
 NASTY = "<script>alert(1)</script> & \"quotes\" 'and' </script><!-- \u2028"
@@ -186,7 +186,10 @@ def test_every_series_colour_has_its_dark_form_in_the_script() -> None:
     for colour in (*SOURCES.values(), *RUNS.values()):
         for form in (colour, colour.wash()):
             assert f'"{form.light}": "{form.dark}"' in script()
-    figures = [bars().to_json(), levels([0], [Level("a", [1], 2, SOURCES["file"])], x_title="x", unit="B").to_json()]
+    figures = [
+        bars().to_json(),
+        levels([0], [TierSeries("a", [1], 2, SOURCES["file"])], x_title="x", unit="B").to_json(),
+    ]
     used = set(
         re.findall(r'"(#[0-9a-f]{6}|rgba\([^"]*0\.45\))"', "".join(json.dumps(json.loads(f)["data"]) for f in figures))
     )
@@ -224,7 +227,7 @@ def test_paired_points_tell_the_emphasised_from_the_rest() -> None:
 
 
 def test_a_limit_far_above_the_scale_is_said_instead_of_drawn() -> None:
-    rows = [Level("near", [1, 8], 10, SOURCES["host"]), Level("far", [1, 8], 1000, SOURCES["file"])]
+    rows = [TierSeries("near", [1, 8], 10, SOURCES["host"]), TierSeries("far", [1, 8], 1000, SOURCES["file"])]
     layout = json.loads(levels([0, 1], rows, x_title="x", unit="MiB").to_json())["layout"]
     assert [shape["y0"] for shape in layout["shapes"]] == [10]
     near, far = (note["text"] for note in layout["annotations"])

@@ -405,7 +405,7 @@ def test_a_process_that_begins_with_nonsense_is_refused(tmp_path: Path, what: st
 
 
 def test_slots_that_cannot_be_are_nonsense(harness: HostedHarness) -> None:
-    opened = wire.Opened(harness.tier.slabs, 0, {}, dict.fromkeys(OF_FILES, 0), [], [])
+    opened = wire.OpenedReply(harness.tier.slabs, 0, {}, dict.fromkeys(OF_FILES, 0), [], [])
     assert wire.parse_opened(wire.pack_opened(opened), OF_FILES) == opened
     found = StoredChunk(harness.tier.slabs.indices, key(0), None)
     for wrong in ({"found": [found]}, {"others": [harness.tier.slabs.indices]}, {"generation": -1}):

@@ -21,7 +21,7 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, aio
 from longshore.tiers.file.aio import AioQueue
-from longshore.tiers.file.queue import Piece, Queue
+from longshore.tiers.file.queue import IoQueue, Piece
 from longshore.tiers.file.system import SystemIo
 from mappings import open_files
 
@@ -61,7 +61,7 @@ def queue(fd: int) -> Iterator[AioQueue]:
     queue.close()
 
 
-def move(queue: Queue, pieces: Sequence[Piece], *, writing: bool) -> list[int]:
+def move(queue: IoQueue, pieces: Sequence[Piece], *, writing: bool) -> list[int]:
     """What came of each, when all have ended."""
     numbers = queue.submit(pieces, writing=writing)
     ended: dict[int, int] = {}
@@ -264,7 +264,7 @@ class Spied(SystemIo):
         self.bad: dict[int, int] = {}
         self.short: dict[int, int] = {}
 
-    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> IoQueue | None:
         queue = super().open_queue(fd, pieces, buffers)
         assert queue is not None
         return Spy(self, queue)
@@ -283,7 +283,7 @@ class Spied(SystemIo):
 
 
 class Spy:
-    def __init__(self, io: Spied, queue: Queue) -> None:
+    def __init__(self, io: Spied, queue: IoQueue) -> None:
         self._io = io
         self._queue = queue
         self._offsets: dict[int, int] = {}

@@ -21,7 +21,7 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier
-from longshore.tiers.file.health import State
+from longshore.tiers.file.health import TierState
 from longshore.tiers.file.queue import TASK_BYTES, TASK_RECORDS, coalesce
 from plain_io import PlainIo
 
@@ -164,9 +164,9 @@ def test_a_call_that_moves_a_part_goes_on_from_there(harness: TierHarness, io: S
 def test_a_disk_that_fails_is_left_alone_after_as_many_failures_as_ever(harness: TierHarness, io: Sectors) -> None:
     io.bad = {slot * STRIDE: errno.EIO for slot in range(SLOTS)}
     assert set(store(harness, range(4))) == {Status.IO_ERROR}
-    assert cast(FileTier, harness.tier).state is State.ON
+    assert cast(FileTier, harness.tier).state is TierState.ON
     assert set(store(harness, range(4))) == {Status.IO_ERROR}
-    assert cast(FileTier, harness.tier).state is State.READ_ONLY
+    assert cast(FileTier, harness.tier).state is TierState.READ_ONLY
     assert cast(FileTier, harness.tier).troubles["write_io_error"] == 8
 
 

@@ -17,7 +17,7 @@ from crash_kit import APART, TWO_SIZES, Distinct, Judged, Story, WrongBytesError
 
 from longshore.testing.simulated_disk import Image, Moment
 from longshore.tiers.file import FileTier
-from longshore.tiers.file.index import Index
+from longshore.tiers.file.index import RecordIndex
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +241,7 @@ def test_without_checksums_some_of_these_states_serve_wrong_bytes() -> None:
 def test_without_invalidations_a_killed_process_leaves_entries_of_what_it_was_overwriting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Index, "invalidate", lambda self, places: None)
+    monkeypatch.setattr(RecordIndex, "invalidate", lambda self, places: None)
     story = short_story()
     listed_only = [judged for moment in finished(story) if (judged := after(moment.killed())).listed - judged.served]
     assert listed_only

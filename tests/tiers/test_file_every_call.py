@@ -21,7 +21,7 @@ from crash_kit import APART, TWO_SIZES, Shape, one_size
 from longshore.boundary import Status
 from longshore.errors import LongshoreError
 from longshore.slabs import Slabs
-from longshore.testing.simulated_disk import Image, OneByOne, SimulatedDisk
+from longshore.testing.simulated_disk import Image, OneByOneQueue, SimulatedDisk
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
@@ -52,7 +52,7 @@ class FailsOnce:
         call = functools.partial(getattr(self._inner, name), **named)
         if self.calls != self._nth or name == "close":
             # Each piece that a queue moves is a call of its own, and may be the one.
-            return OneByOne(self, arguments[0]) if name == "open_queue" else call(*arguments)  # type: ignore[arg-type]
+            return OneByOneQueue(self, arguments[0]) if name == "open_queue" else call(*arguments)  # type: ignore[arg-type]
         self.failed = name
         return self._wrong(name, call, arguments)
 

@@ -20,7 +20,7 @@ from longshore.testing.tier_harness import image
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, executor
-from longshore.tiers.file.queue import Piece, Queue
+from longshore.tiers.file.queue import IoQueue, Piece
 from plain_io import PlainIo
 
 STRIDE = PAGE + TierTests.image_bytes
@@ -34,7 +34,7 @@ class HeldIo(PlainIo):
     def __init__(self) -> None:
         self.queue: Held
 
-    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue:
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> IoQueue:
         self.queue = Held(self, fd, pieces, buffers)
         return self.queue
 

@@ -23,7 +23,7 @@ from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.file import gds as gds_module
 from longshore.tiers.file.format import parse_header
 from longshore.tiers.file.gds import DESCRIPTOR, OPAQUE_FD, CuFile
-from longshore.tiers.file.health import PATIENCE, State
+from longshore.tiers.file.health import PATIENCE, TierState
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 SCOPE = bytes(range(32))
@@ -197,9 +197,9 @@ def test_a_device_that_fails_ends_like_a_disk_that_fails_and_condemns_no_record(
         patched.setattr(HostAsDevice, "load", fail)
         patched.setattr(HostAsDevice, "store", fail)
         assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(PATIENCE)} == {(Status.IO_ERROR,)}
-        assert harness.tier.state is State.READ_ONLY
+        assert harness.tier.state is TierState.READ_ONLY
         assert {harness.load(0, 0)[0] for _ in range(PATIENCE)} == {Status.IO_ERROR}
-        assert harness.tier.state is State.OFF
+        assert harness.tier.state is TierState.OFF
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2, "said once for each kind"
     troubles = harness.tier.troubles
     assert (troubles["write_io_error"], troubles["read_io_error"]) == (PATIENCE, PATIENCE)

@@ -19,7 +19,7 @@ from longshore.testing import TierHarness
 from longshore.testing.tier_harness import key
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier
-from longshore.tiers.file.health import PATIENCE, State
+from longshore.tiers.file.health import PATIENCE, TierState
 from plain_io import PlainIo
 
 
@@ -68,9 +68,9 @@ def test_writes_that_go_on_failing_make_it_read_only(
     harness.store(0, 0)
     io.writes = number
     for _ in range(PATIENCE):
-        assert tier(harness).state is State.ON
+        assert tier(harness).state is TierState.ON
         assert harness.run(harness.op(Op.WRITE, 1, 1)) == (status,)
-    assert tier(harness).state is State.READ_ONLY
+    assert tier(harness).state is TierState.READ_ONLY
     tried = io.tried
     io.writes = 0
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_reads_that_go_on_failing_turn_it_off(
     io.reads = errno.EIO
     for _ in range(PATIENCE):
         assert harness.load(0, 0)[0] is Status.IO_ERROR
-    assert tier(harness).state is State.OFF
+    assert tier(harness).state is TierState.OFF
     io.reads = 0
     assert harness.load(0, 0)[0] is Status.TIER_OFF
     assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.TIER_OFF,)
@@ -107,7 +107,7 @@ def test_one_that_succeeds_begins_the_count_anew(harness: TierHarness, io: Faili
             harness.run(harness.op(Op.WRITE, 0, 0))
         io.writes = 0
         harness.store(0, 0)
-    assert tier(harness).state is State.ON
+    assert tier(harness).state is TierState.ON
 
 
 def test_a_write_that_a_reset_overtook_is_not_listed(harness: TierHarness, io: FailingIo) -> None:
@@ -131,7 +131,7 @@ def test_a_write_that_a_reset_overtook_is_not_listed(harness: TierHarness, io: F
 def test_misses_are_no_failures(harness: TierHarness) -> None:
     for _ in range(2 * PATIENCE):
         harness.assert_misses(0, 0)
-    assert tier(harness).state is State.ON
+    assert tier(harness).state is TierState.ON
     assert tier(harness).troubles["read_mismatch"] == 2 * PATIENCE
 
 

@@ -22,7 +22,7 @@ from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
-from longshore.tiers.file.index import Index, notes_for
+from longshore.tiers.file.index import RecordIndex, notes_for
 from longshore.tiers.file.index_format import ENTRY, NOTE, Entries, pack_entry
 from longshore.tiers.file.recovery import load
 from plain_io import PlainIo
@@ -311,7 +311,7 @@ class TestJournalsThatFillUp:
 
     def test_a_full_journal_stays_within_its_file(self, directory: Path) -> None:
         opened = Directory(directory)
-        index = Index(opened, Slabs.of_one_size(2 * PAGE, 4), np.zeros(0, ENTRY), 1, sequence(1, 0))
+        index = RecordIndex(opened, Slabs.of_one_size(2 * PAGE, 4), np.zeros(0, ENTRY), 1, sequence(1, 0))
         for number in range(2 * notes_for(4)):
             index.invalidate([(number % 4, 0)])
             index.insert([_record(number % 4, number + 1)])
@@ -337,7 +337,7 @@ def _record(slot: int, written: int) -> RecordHeader:
 
 def test_what_was_written_into_a_slab_that_has_changed_hands_meanwhile_is_not_entered(directory: Path) -> None:
     opened = Directory(directory)
-    index = Index(opened, Slabs(4 * PAGE, (2 * PAGE, 4 * PAGE), 1), np.zeros(0, ENTRY), 1, sequence(1, 0))
+    index = RecordIndex(opened, Slabs(4 * PAGE, (2 * PAGE, 4 * PAGE), 1), np.zeros(0, ENTRY), 1, sequence(1, 0))
     index.invalidate([(0, 0), (1, 0)])
     index.invalidate([(0, 1)])
     index.insert([_record(1, 1)])
@@ -358,7 +358,7 @@ def test_half_a_million_records_are_listed_from_the_index_alone(directory: Path)
     """Nothing of the segment is read: there is none."""
     many = 500_000
     opened = Directory(directory)
-    Index(opened, Slabs.of_one_size(2 * PAGE, many), _many(many), 1, sequence(1, 0)).close()
+    RecordIndex(opened, Slabs.of_one_size(2 * PAGE, many), _many(many), 1, sequence(1, 0)).close()
     again = load(opened, 1).entries
     assert again is not None
     np.testing.assert_array_equal(again, _many(many))

@@ -20,7 +20,7 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
-from longshore.tiers.file.index import Index, index_files, notes_for
+from longshore.tiers.file.index import RecordIndex, index_files, notes_for
 from longshore.tiers.file.index_format import ENTRY, INSERTED, NOTE, fit, pack_entry, pack_note
 from longshore.tiers.file.recovery import load
 from plain_io import PlainIo
@@ -62,7 +62,7 @@ class World:
         self.directory = Directory(Path("/simulated"), self.disk)
         for name, nbytes in index_files(slabs.indices).items():
             self.directory.io.close(self.directory.reserve(name, nbytes))
-        self.index = Index(self.directory, slabs, np.zeros(0, ENTRY), 1, sequence(1, 0))
+        self.index = RecordIndex(self.directory, slabs, np.zeros(0, ENTRY), 1, sequence(1, 0))
         self.live: dict[int, tuple[int, int]] = {}  # pool and sequence number, by slot
         self.dropped: dict[int, tuple[int, int]] = {}  # the same, as long as the disk may not know
         self.serial = 0
@@ -74,7 +74,7 @@ class World:
         if entries is None:
             return
         self.index.close()
-        self.index = Index(self.directory, self.slabs, entries, epoch, sequence(2, self.serial))
+        self.index = RecordIndex(self.directory, self.slabs, entries, epoch, sequence(2, self.serial))
         pools, written = entries["pool"].tolist(), entries["sequence"].tolist()
         self.live = dict(zip(entries["slot"].tolist(), zip(pools, written, strict=True), strict=True))
         self.dropped = {}

@@ -18,7 +18,7 @@ from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, capacity_for
-from longshore.tiers.file.queue import Piece, Queue
+from longshore.tiers.file.queue import IoQueue, Piece
 from longshore.tiers.file.system import SystemIo
 from plain_io import PlainIo
 
@@ -112,7 +112,7 @@ def test_trap_39_sixteen_reads_are_in_the_systems_queue_at_once(
     class Withholding(SystemIo):
         under_way = most = wanted = 0
 
-        def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
+        def open_queue(self, fd: int, pieces: int, buffers: int, /) -> IoQueue | None:
             queue = super().open_queue(fd, pieces, buffers)
             assert queue is not None
             submit, reap = queue.submit, queue.reap

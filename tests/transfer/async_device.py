@@ -34,7 +34,7 @@ from longshore.transfer.device.cuda.calibrate import Always, everything
 from longshore.transfer.device.cuda.chooser import Way
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import Driver
-from longshore.transfer.device.cuda.runs import Shape
+from longshore.transfer.device.cuda.runs import KernelShape
 
 NAME = "queued"
 SOURCE = Path(__file__).with_name("async_device.cpp")
@@ -216,7 +216,7 @@ class QueuedGpu(CudaAccelerator):
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(torch.device(NAME, index))
-        self.prepared: list[Shape] = []
+        self.prepared: list[KernelShape] = []
         self.launched: list[tuple[str, int, int]] = []
 
     @property
@@ -247,16 +247,16 @@ class QueuedGpu(CudaAccelerator):
         yield
         library().async_use_device(before)
 
-    def prepare(self, shape: Shape) -> None:
+    def prepare(self, shape: KernelShape) -> None:
         self.prepared.append(shape)
 
-    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
         self._launch(kernels.gather_reference, blocks, rows, table, shape)
 
-    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
         self._launch(kernels.scatter_reference, blocks, rows, table, shape)
 
-    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
         self._launch(kernels.shift_reference, blocks, sources, table, shape)
 
     def wait(self) -> None:

@@ -25,9 +25,9 @@ from longshore.transfer.device.cuda import driver as ours
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.calibrate import everything
-from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
+from longshore.transfer.device.cuda.chooser import Chooses, CopyShape, Way
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.runs import Shape
+from longshore.transfer.device.cuda.runs import KernelShape
 
 RETURN_INVALID_VALUE = 1
 RETURN_NO_CONTEXT = 201
@@ -331,13 +331,13 @@ class AnyWay:
         self.random = random.Random(seed)
         self.chosen: set[Way] = set()
 
-    def choose(self, load: Load, ways: Collection[Way]) -> Way:
+    def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
         way = self.random.choice(sorted(ways))
         self.chosen.add(way)
         return way
 
 
-def kernels_for(shape: Shape) -> tuple[int, int, bool]:
+def kernels_for(shape: KernelShape) -> tuple[int, int, bool]:
     """What of a shape a kernel is compiled for."""
     return shape.word, shape.span, shape.tail
 
@@ -417,18 +417,18 @@ class StandInAccelerator(CudaAccelerator):
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         return uint8(nbytes, 0x5A)
 
-    def prepare(self, shape: Shape) -> None:
+    def prepare(self, shape: KernelShape) -> None:
         if self.compiler_error is not None:
             raise self.compiler_error
         self.prepared.add(kernels_for(shape))
 
-    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
         self._later(kernels.gather_reference, blocks, rows, table, shape)
 
-    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
         self._later(kernels.scatter_reference, blocks, rows, table, shape)
 
-    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
         self._later(kernels.shift_reference, blocks, sources, table, shape)
 
     def wait(self) -> None:

@@ -10,8 +10,8 @@ from transfer_kit import Bytes, Pools
 
 from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.layout import KVLayout
-from longshore.transfer.batch import Batch
-from longshore.transfer.device.base import Copy, Event, Stream
+from longshore.transfer.batch import CopyBatch
+from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.lane import zero_padding
 from longshore.transfer.selection import Selection, select, select_inside
 
@@ -59,7 +59,7 @@ class Lane:
         self.under_way: deque[Copy] = deque()
         stream.bind()
 
-    def send(self, batches: Iterable[Batch], after: tuple[Event, ...] = ()) -> None:
+    def send(self, batches: Iterable[CopyBatch], after: tuple[DeviceEvent, ...] = ()) -> None:
         for batch in batches:
             while len(self.under_way) >= self.stream.depth:
                 self.finish_one()

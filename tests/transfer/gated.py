@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from longshore.layout import KVLayout
 from longshore.transfer import CpuDevice
-from longshore.transfer.batch import Batch
-from longshore.transfer.device.base import Copy, Event, Stream
+from longshore.transfer.batch import CopyBatch
+from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.device.cpu import CpuStream, copy_pieces
 from longshore.transfer.plan import describe
 
@@ -21,12 +21,12 @@ A_MOMENT = 0.15
 """Seconds for something that must not happen to happen."""
 
 
-class Work(Event):
+class Work(DeviceEvent):
     """Something that the compute side is at until the test says `done`."""
 
     def __init__(self) -> None:
-        self.finished = threading.Event()
-        self.waited_for = threading.Event()
+        self.finished = threading.DeviceEvent()
+        self.waited_for = threading.DeviceEvent()
         self.waits = 0
 
     def done(self) -> None:
@@ -89,7 +89,7 @@ class GatedDevice(CpuDevice):
     def __init__(self) -> None:
         self.gates = {"host": Gate(), "device": Gate()}
         self.log: list[str] = []
-        self.fault: Callable[[str, Batch | None], None] = lambda step, batch: None
+        self.fault: Callable[[str, CopyBatch | None], None] = lambda step, batch: None
         self.closed = 0
         self.streams_closed = 0
         self.bound = 0
@@ -98,7 +98,7 @@ class GatedDevice(CpuDevice):
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return GatedStream(self, into)
 
-    def mark(self, compute: object) -> Event:
+    def mark(self, compute: object) -> DeviceEvent:
         return compute.given[-1] if isinstance(compute, Compute) else super().mark(compute)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class GatedStream(CpuStream):
     def close(self) -> None:
         self.device.streams_closed += 1
 
-    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         for event in after:
             event.wait()
         self.device.log.append(f"{self.into} begins")
@@ -139,7 +139,7 @@ class FaultyCopy(Copy):
         self.copy = copy
 
     @property
-    def reached(self) -> Event:
+    def reached(self) -> DeviceEvent:
         return self.copy.reached
 
     def passed(self) -> bool:
@@ -165,7 +165,7 @@ class SlowStream(CpuStream):
         super().__init__()
         self.pauses = pauses
 
-    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         destination, source, size = describe(batch).directed(batch.into)
         half = len(size) // 2
         for part in (slice(0, half), slice(half, None)):

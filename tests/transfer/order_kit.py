@@ -21,11 +21,11 @@ from longshore.testing.simulated_device import SimulatedDevice, SimulatedQueue, 
 from longshore.testing.simulated_device.device import CELL, SimulatedEvent
 from longshore.testing.simulated_device.simulation import Clock, Mark, WatchedHazards
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
-from longshore.transfer.batch import Batch
-from longshore.transfer.device.base import Copy, Event, Stream
-from longshore.transfer.driver import Gate
-from longshore.transfer.hazards import Ticket
-from longshore.transfer.job import Job
+from longshore.transfer.batch import CopyBatch
+from longshore.transfer.device.base import Copy, DeviceEvent, Stream
+from longshore.transfer.driver import WaitCondition
+from longshore.transfer.hazards import LanePosition
+from longshore.transfer.job import CopyJob
 
 BLOCKS = 4
 SLOTS = 4
@@ -58,14 +58,14 @@ class LoggedDevice(SimulatedDevice):
     def __init__(self, world: Simulation, compute: SimulatedQueue, depth: int) -> None:
         super().__init__(world, compute, depth=depth)
         self.log: list[tuple[str, tuple[int, ...]]] = []
-        self.fault: Callable[[Batch], None] = lambda batch: None
-        self.late_fault: Callable[[Batch], None] = lambda batch: None
+        self.fault: Callable[[CopyBatch], None] = lambda batch: None
+        self.late_fault: Callable[[CopyBatch], None] = lambda batch: None
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         stream = super().stream(layout, into)
         copy = stream.copy
 
-        def logged(batch: Batch, after: tuple[Event, ...]) -> Copy:
+        def logged(batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
             self.log.append((into, tuple(block for part in batch.parts for block in part.blocks.ravel().tolist())))
             self.fault(batch)
             given = copy(batch, after)
@@ -111,7 +111,7 @@ class Tale:
         )
         self.results: dict[int, TransferResult] = {}
         self.wrong: list[str] = []
-        self.tickets: dict[int, Ticket] = {}
+        self.tickets: dict[int, LanePosition] = {}
         self.given: dict[int, tuple[Transfer, Sequence[int]]] = {}
         self._jobs = 0
         self._writes = 0
@@ -355,7 +355,7 @@ def tale(script: Callable[[Tale], None], **options: Any) -> Callable[[Simulation
     return lambda world: Tale(world, script, **options)
 
 
-def _position(steps: Generator[Gate, None, None]) -> tuple[int, ...]:
+def _position(steps: Generator[WaitCondition, None, None]) -> tuple[int, ...]:
     """Where a generator, and those that it yields from, have stopped."""
     inner = steps.gi_yieldfrom
     return (steps.gi_frame.f_lasti, *(_position(inner) if isinstance(inner, Generator) else ()))
@@ -369,11 +369,11 @@ def _of_mark(mark: Mark) -> tuple[object, ...]:
     return mark.queue.name, mark.number, _of_clock(mark.clock)
 
 
-def _of_event(event: Event | None) -> tuple[object, ...] | None:
+def _of_event(event: DeviceEvent | None) -> tuple[object, ...] | None:
     return _of_mark(event.mark) if isinstance(event, SimulatedEvent) else None
 
 
-def _of_job(job: Job) -> tuple[object, ...]:
+def _of_job(job: CopyJob) -> tuple[object, ...]:
     return (
         (job.transfer.job, job.begun, job.handed, job.cancelled, job.arrived, job.stopped, job.ahead is None),
         job.result is None,

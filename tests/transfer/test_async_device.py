@@ -37,9 +37,9 @@ from longshore.transfer.device.base import Device, Stream
 from longshore.transfer.device.cuda.calibrate import Always, Effort
 from longshore.transfer.device.cuda.chooser import Way
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.runs import Shape
+from longshore.transfer.device.cuda.runs import KernelShape
 from longshore.transfer.device.cuda.streams import CudaStream, _Given
-from longshore.transfer.device.torch_streams import StagedStream, TorchDevice, _Through
+from longshore.transfer.device.torch_streams import StagedStream, TorchDevice, _StagedCopy
 from longshore.transfer.job import Board
 
 PAUSE = 100
@@ -137,7 +137,7 @@ def unmarked(patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_when_given(patch: pytest.MonkeyPatch) -> None:
-    for kind in (_Given, _Through):
+    for kind in (_Given, _StagedCopy):
         patch.setattr(kind, "passed", lambda self: True)
         patch.setattr(kind, "finish", lambda self: 0.0)
 
@@ -385,7 +385,7 @@ def test_torch_alone_takes_two_streams_and_the_engine_keeps_its_own(
 def test_kernels_that_cannot_be_compiled_are_done_without_and_counted(
     pools: Callable[..., DevicePools], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_compiler(self: QueuedGpu, shape: Shape) -> None:
+    def no_compiler(self: QueuedGpu, shape: KernelShape) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
     monkeypatch.setattr(QueuedGpu, "prepare", no_compiler)

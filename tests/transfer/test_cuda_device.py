@@ -24,8 +24,8 @@ from longshore.transfer.device import device_for
 from longshore.transfer.device.cuda import chooser, driver
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.calibrate import QUICK, THOROUGH, Effort
-from longshore.transfer.device.cuda.chooser import Calibration, Load, Sample, Way
-from longshore.transfer.device.cuda.runs import Shape
+from longshore.transfer.device.cuda.chooser import Calibration, CopyShape, Sample, Way
+from longshore.transfer.device.cuda.runs import KernelShape
 
 TINY = Effort((24, 512, 4096), small=4096, large=1 << 16, repeats=2)
 
@@ -41,8 +41,8 @@ def calibration(**fixed: float) -> Calibration:
     return Calibration("GPU", 13000, {HOST: curves, DEVICE: curves})
 
 
-def scattered(page: int, count: int, run: int = 1 << 20) -> Load:
-    return Load(HOST, page * count, count, count, max(1, page * count // run))
+def scattered(page: int, count: int, run: int = 1 << 20) -> CopyShape:
+    return CopyShape(HOST, page * count, count, count, max(1, page * count // run))
 
 
 WAYS = tuple(Way)
@@ -57,7 +57,7 @@ def test_small_pages_are_staged_and_large_ones_go_directly() -> None:
 
 
 def test_small_pages_that_merge_go_directly() -> None:
-    load = Load(HOST, 4096 * 8192, pages=8192, pieces=16, runs=16)
+    load = CopyShape(HOST, 4096 * 8192, pages=8192, pieces=16, runs=16)
     assert calibration().choose(load, WAYS) is Way.DIRECT
 
 
@@ -228,7 +228,7 @@ def test_kernels_are_compiled_on_the_gpu_that_they_are_for(monkeypatch: pytest.M
     for name in ("gather", "scatter", "shift"):
         monkeypatch.setattr(f"longshore.transfer.device.cuda.kernels.{name}", lambda *_: seen.append(now.copy()))
     where = torch.device("cpu")
-    CudaAccelerator(where).prepare(Shape.of(1, 1, 1, widest=16, alignment=16, tail=False))
+    CudaAccelerator(where).prepare(KernelShape.of(1, 1, 1, widest=16, alignment=16, tail=False))
     assert seen == [[where]] * 3
     assert not now
 

@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from longshore.checksums import FACTOR, STEP
 from longshore.transfer.device.cuda import kernels as compiled
-from longshore.transfer.device.cuda.runs import Shape
+from longshore.transfer.device.cuda.runs import KernelShape
 
 PAGES = (1, 7, 8, 24, 656, 4096)
 
@@ -69,7 +69,7 @@ class Case:
         self.table = torch.tensor(lines, dtype=torch.int64).reshape(-1)
         self.starts = aligned(self.rows) + skew + np.arange(chunks) * row
         bits = int(np.bitwise_or.reduce([*bases, *strides, subs * page, page, *self.starts]))
-        self.shape = Shape.of(
+        self.shape = KernelShape.of(
             chunks,
             2,
             subs,
@@ -147,7 +147,7 @@ class Built(NamedTuple):
 
 
 @functools.cache
-def built(name: str, architecture: int, shape: Shape | None = None) -> Built:
+def built(name: str, architecture: int, shape: KernelShape | None = None) -> Built:
     """A kernel of pages for `shape`, or of checksums without one, with arguments aligned as they are when it runs."""
     if shape is None:
         kernel, constants = compiled.sum_kernel, {"SPAN": compiled.SPAN, "STEP": STEP, "FACTOR": FACTOR}
@@ -187,15 +187,15 @@ def assembled(ptx: str) -> tuple[int, int]:
 
 
 REALISTIC = {
-    "512 bytes": Shape.of(4, 2, 1, widest=512, alignment=4096, tail=False),
-    "656 bytes": Shape.of(4, 2, 1, widest=656, alignment=16, tail=False),
-    "4 KiB": Shape.of(4, 2, 1, widest=4096, alignment=4096, tail=False),
-    "4 KiB in part": Shape.of(4, 2, 1, widest=4000, alignment=16, tail=True),
-    "2 MiB": Shape.of(4, 2, 1, widest=2 << 20, alignment=4096, tail=False),
-    "7 bytes": Shape.of(4, 2, 1, widest=7, alignment=16, tail=True),
-    "2 bytes in part": Shape.of(4, 2, 1, widest=2, alignment=2, tail=True),
-    "1 byte": Shape.of(4, 2, 1, widest=1, alignment=1, tail=False),
-    "40 bytes in part": Shape.of(4, 2, 1, widest=40, alignment=16, tail=True),
+    "512 bytes": KernelShape.of(4, 2, 1, widest=512, alignment=4096, tail=False),
+    "656 bytes": KernelShape.of(4, 2, 1, widest=656, alignment=16, tail=False),
+    "4 KiB": KernelShape.of(4, 2, 1, widest=4096, alignment=4096, tail=False),
+    "4 KiB in part": KernelShape.of(4, 2, 1, widest=4000, alignment=16, tail=True),
+    "2 MiB": KernelShape.of(4, 2, 1, widest=2 << 20, alignment=4096, tail=False),
+    "7 bytes": KernelShape.of(4, 2, 1, widest=7, alignment=16, tail=True),
+    "2 bytes in part": KernelShape.of(4, 2, 1, widest=2, alignment=2, tail=True),
+    "1 byte": KernelShape.of(4, 2, 1, widest=1, alignment=1, tail=False),
+    "40 bytes in part": KernelShape.of(4, 2, 1, widest=40, alignment=16, tail=True),
 }
 
 
@@ -222,7 +222,7 @@ def test_accesses_of_16_bytes(kernel: str, pages: str, architecture: int) -> Non
 
 @pytest.mark.parametrize("word", [8, 4, 2, 1])
 def test_narrower_words_compile_too(word: int) -> None:
-    ptx = built("gather_kernel", 90, Shape.of(4, 2, 1, widest=4000, alignment=word, tail=True)).ptx
+    ptx = built("gather_kernel", 90, KernelShape.of(4, 2, 1, widest=4000, alignment=word, tail=True)).ptx
     access = {8: "v2.b32", 4: "b32", 2: "b16", 1: "b8"}[word]
     assert re.search(rf"st\.global\S*\.{re.escape(access)}", ptx)
 

@@ -24,7 +24,7 @@ from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.accelerator import EVENTS, Fallbacks
 from longshore.transfer.device.cuda.calibrate import Always, everything
-from longshore.transfer.device.cuda.chooser import Load, Way
+from longshore.transfer.device.cuda.chooser import CopyShape, Way
 from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.cuda.resources import PLACES, Slip, take_ring
 from longshore.transfer.device.cuda.runs import image_runs, pieces_of, staged, staged_pitch
@@ -174,7 +174,7 @@ def test_no_copy_leaves_a_registered_piece() -> None:
         return (first >= border) | (last <= border)
 
     class StagedAsDirectMayNot:
-        def choose(self, load: Load, ways: Collection[Way]) -> Way:
+        def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
             assert Way.DIRECT not in ways
             return Way.STAGED
 

@@ -14,7 +14,7 @@ from longshore.testing.simulated_device import WrongError, explore
 from longshore.testing.simulated_device.device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
 from longshore.transfer import OFFLOAD
 from longshore.transfer.engine import TransferEngine
-from longshore.transfer.hazards import Access, Hazards, Place, Ticket
+from longshore.transfer.hazards import Access, Hazards, LanePosition, Place
 from longshore.transfer.job import Board
 from longshore.transfer.lane import Lane
 from longshore.transfer.plan import Pieces
@@ -217,7 +217,7 @@ def test_a_result_comes_when_the_copy_has_ended_not_when_it_was_given(
 
 def nothing_moves(told: Tale) -> None:
     told.engine.submit(Transfer(told._number(), OFFLOAD, ()))
-    told.tickets[1] = told._hazards().newest or Ticket(0, 0, ())
+    told.tickets[1] = told._hazards().newest or LanePosition(0, 0, ())
     told.wait(1)
 
 
@@ -287,7 +287,7 @@ def test_all_readers_are_waited_for(monkeypatch: Patch) -> None:
     explore(tale(two_readers_then_a_writer))
     admit = Hazards.admit
 
-    def keep_the_last(self: Hazards, lane: int, accesses: Sequence[Access]) -> Ticket:
+    def keep_the_last(self: Hazards, lane: int, accesses: Sequence[Access]) -> LanePosition:
         ticket = admit(self, lane, accesses)
         for place, slots, is_written in accesses:
             if not is_written:
@@ -309,7 +309,7 @@ def test_a_slot_is_its_tier_too(monkeypatch: Patch) -> None:
     explore(tale(block_2_is_not_slot_2))
     admit = Hazards.admit
 
-    def forget_the_tier(self: Hazards, lane: int, accesses: Sequence[Access]) -> Ticket:
+    def forget_the_tier(self: Hazards, lane: int, accesses: Sequence[Access]) -> LanePosition:
         return admit(self, lane, [access._replace(place=Place(DEVICE, 0)) for access in accesses])
 
     monkeypatch.setattr(Hazards, "admit", forget_the_tier)

@@ -24,7 +24,7 @@ from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, 
 from longshore.errors import FreedLayoutError, LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
-from longshore.transfer.batch import Batch
+from longshore.transfer.batch import CopyBatch
 from longshore.transfer.job import Layered
 
 OK = Status.OK
@@ -290,7 +290,7 @@ def test_what_has_not_begun_by_the_deadline_does_not_begin() -> None:
 
 @pytest.mark.parametrize("step", ["bind", "copy", "finish"])
 def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str, caplog: pytest.LogCaptureFixture) -> None:
-    def fail_once(at: str, batch: Batch | None) -> None:
+    def fail_once(at: str, batch: CopyBatch | None) -> None:
         if at == step:
             rig.device.fault = lambda at, batch: None
             raise RuntimeError("the device fell off the bus")
@@ -307,7 +307,7 @@ def test_a_device_that_fails_ends_the_job_and_no_other(rig: Rig, step: str, capl
 def test_a_failed_batch_fails_all_items() -> None:
     rig = Rig(max_batch_bytes=48)
 
-    def fail_second(at: str, batch: Batch | None) -> None:
+    def fail_second(at: str, batch: CopyBatch | None) -> None:
         if batch is not None and batch.parts[0].item == 1:
             raise RuntimeError("no")
 
@@ -553,7 +553,7 @@ def test_layers_that_do_not_come_are_said_to_be_missing() -> None:
 def test_a_layer_whose_copy_fails_at_its_end_is_missing() -> None:
     rig = Rig(flat(16, 24, refs=3))
 
-    def fail(step: str, batch: Batch | None) -> None:
+    def fail(step: str, batch: CopyBatch | None) -> None:
         if step == "finish":
             raise RuntimeError("the device fell off the bus")
 
@@ -657,7 +657,7 @@ def test_a_layer_that_a_group_does_not_have_is_there_at_once() -> None:
 def test_when_a_copy_has_failed_the_rest_of_its_job_is_not_copied() -> None:
     rig = Rig(max_batch_bytes=48)
 
-    def fail(step: str, batch: Batch | None) -> None:
+    def fail(step: str, batch: CopyBatch | None) -> None:
         if step == "finish":
             raise RuntimeError("the device fell off the bus")
 
@@ -673,7 +673,7 @@ def test_compute_goes_on_when_copies_are_given_to_the_device_not_when_they_have_
     rig = Rig()
     go_on = threading.Event()
 
-    def slow(step: str, batch: Batch | None) -> None:
+    def slow(step: str, batch: CopyBatch | None) -> None:
         if step == "finish":
             assert go_on.wait(PATIENCE)
 

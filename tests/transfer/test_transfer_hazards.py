@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.transfer.hazards import Access, Hazards, Place, Ticket
+from longshore.transfer.hazards import Access, Hazards, LanePosition, Place
 
 DEVICE = Place("device", 0)
 HOST = Place("host", 0)
@@ -88,7 +88,7 @@ def test_it_agrees_with_comparing_every_pair_of_jobs(jobs: list[tuple[int, list[
                 if any((place, slot) == (p, s) and (write or w) for p, s, w in others):
                     expected[other_lane] = max(expected[other_lane], ticket)
         tickets[lane] += 1
-        assert records.admit(lane, accesses) == Ticket(lane, tickets[lane], tuple(expected))
+        assert records.admit(lane, accesses) == LanePosition(lane, tickets[lane], tuple(expected))
         earlier.append((lane, tickets[lane], touched))
 
 

@@ -267,7 +267,7 @@ class Two(Ours):
 LONGEST = 8192
 
 
-class Load:
+class PromptSet:
     """Prompts that share prefixes, `blocks` different keys in all: what both sides are filled with and asked for."""
 
     def __init__(self, blocks: int, seed: int = 0) -> None:
@@ -324,14 +324,14 @@ _PROMPT = 64  # blocks
 _WARM_UP = 100 * _PROMPT
 
 
-class Side(Protocol):
+class Filled(Protocol):
     """What stores prompts, and makes room for them."""
 
     def store(self, keys: Sequence[Key]) -> None:
         """Store a prompt of which nothing is known."""
 
 
-def bytes_per_block(make: Callable[[int], Side], blocks: int, refills: int = 0) -> tuple[float, float]:
+def bytes_per_block(make: Callable[[int], Filled], blocks: int, refills: int = 0) -> tuple[float, float]:
     """What `make(blocks)` takes for each of `blocks` blocks; and what more after so many further fillings.
 
     `make` is called in another process, and must be picklable.
@@ -351,10 +351,10 @@ def bytes_per_block(make: Callable[[int], Side], blocks: int, refills: int = 0) 
     return float(filled), float(more)
 
 
-def _measure(answer: Connection, make: Callable[[int], Side], blocks: int, refills: int) -> None:
+def _measure(answer: Connection, make: Callable[[int], Filled], blocks: int, refills: int) -> None:
     dice = random.Random(1)  # noqa: S311 - keys to measure with, not to keep
 
-    def fill(side: Side, count: int) -> int:
+    def fill(side: Filled, count: int) -> int:
         for _ in range(count // _PROMPT):
             side.store([dice.randbytes(32) for _ in range(_PROMPT)])
         gc.collect()

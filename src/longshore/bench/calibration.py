@@ -10,7 +10,7 @@ from pathlib import Path
 from longshore.boundary import HOST
 from longshore.errors import BenchError
 from longshore.transfer.device.cuda.calibrate import THOROUGH, Effort
-from longshore.transfer.device.cuda.chooser import Calibration, Load, Way
+from longshore.transfer.device.cuda.chooser import Calibration, CopyShape, Way
 from longshore.transfer.device.cuda.device import CudaDevice
 
 LOADS = (1 << 20, 32 << 20)
@@ -38,21 +38,23 @@ class Calibrated:
         ]
         return {**self.calibration.as_json(), "path": str(self.path), "chosen": chosen}
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[CalibrationRow]:
         """For each direction, load and size of page, what each way is expected to do."""
         for into, ways in self.calibration.curves.items():
             sizes = sorted({sample.page_bytes for samples in ways.values() for sample in samples})
             for nbytes in LOADS:
                 for size in sizes:
                     pages = max(1, nbytes // size)
-                    load = Load(into, pages * size, pages, pages, max(1, nbytes >> 20))
+                    load = CopyShape(into, pages * size, pages, pages, max(1, nbytes >> 20))
                     rates = {way: load.nbytes / self.calibration.seconds(load, way) / 1e9 for way in ways}
                     direction = "offload" if into == HOST else "onboard"
-                    yield Line(direction, size, load.nbytes, rates, self.calibration.choose(load, tuple(ways)))
+                    yield CalibrationRow(
+                        direction, size, load.nbytes, rates, self.calibration.choose(load, tuple(ways))
+                    )
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CalibrationRow:
     """Scattered pages of one size: GB/s by each way, and the way that is chosen."""
 
     direction: str

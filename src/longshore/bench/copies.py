@@ -43,13 +43,13 @@ def run(*, total_bytes: int = 256 << 20, repeats: int = 9, only: Sequence[str] =
     for size in SIZES:
         routes = [route for route in ROUTES if f"{route}/{size}" in names]
         if routes:
-            with contextlib.closing(Pages(parse_size(size), total_bytes)) as pages:
+            with contextlib.closing(PageSet(parse_size(size), total_bytes)) as pages:
                 for route in routes:
                     taken = compare(lambda: pages.move(ROUTES[route]), pages.memmove, repeats=repeats)  # noqa: B023
                     yield rate(f"{route}/{size}", taken, REFERENCE, pages.nbytes)
 
 
-class Pages:
+class PageSet:
     """A layout of `REFERENCES` pages to a block, as many host slots as blocks, and an engine between them."""
 
     def __init__(self, page_bytes: int, total_bytes: int) -> None:

@@ -117,7 +117,7 @@ class Images:
         return self.arena.view(self.offset(image), self.image_bytes)
 
 
-class Side(Protocol):
+class FileSide(Protocol):
     """Somebody who moves images. `name` goes into the report."""
 
     name: str

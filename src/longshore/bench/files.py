@@ -24,7 +24,17 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from longshore.bench.file_sides import ALONE, SCATTERED, FileTierSide, Fio, Images, PerFile, PlainLoop, Side, VllmFiles
+from longshore.bench.file_sides import (
+    ALONE,
+    SCATTERED,
+    FileSide,
+    FileTierSide,
+    Fio,
+    Images,
+    PerFile,
+    PlainLoop,
+    VllmFiles,
+)
 from longshore.bench.harness import Case, Seconds, check_direct, chosen, has_vllm, medians, rate
 from longshore.config import parse_size
 from longshore.errors import BenchError
@@ -83,20 +93,20 @@ def _measure(name: str, kind: str, ours: FileTierSide, scratch: Path, images: Im
     with contextlib.closing(plain):
         if kind == "cpu":
             return _cpu(name, ours, plain, images, repeats)
-        references: list[Side] = [plain]
+        references: list[FileSide] = [plain]
         if Fio.is_installed():
             path = ours.segment if kind in _IN_PLACE else scratch / "fio"
             references.append(Fio(path, images, direct=ours.direct))
         return _beside(name, kind, ours, references, images, repeats)
 
 
-def _per_file(directory: Path, images: Images, *, direct: bool) -> Side:
+def _per_file(directory: Path, images: Images, *, direct: bool) -> FileSide:
     return VllmFiles(directory, images) if has_vllm() else PerFile(directory, images, direct=direct)
 
 
-def _beside(name: str, kind: str, ours: FileTierSide, references: list[Side], images: Images, repeats: int) -> Case:
+def _beside(name: str, kind: str, ours: FileTierSide, references: list[FileSide], images: Images, repeats: int) -> Case:
     """Ours, and the best of `references`."""
-    sides: list[Side] = [ours, *references]
+    sides: list[FileSide] = [ours, *references]
     for side in reversed(sides):  # ours last: the others may have its file
         if images.reads(kind) or kind == "mixed":  # whatever was measured before: there is something to read
             side.move("overwrite")
@@ -108,7 +118,7 @@ def _beside(name: str, kind: str, ours: FileTierSide, references: list[Side], im
 def _cpu(name: str, ours: FileTierSide, plain: PlainLoop, images: Images, repeats: int) -> Case:
     """Core-seconds of this process per GB, kernel and checksums included; fewer are better."""
 
-    def used(side: Side) -> float:
+    def used(side: FileSide) -> float:
         begun = time.process_time()
         side.move("overwrite")
         side.move("read")

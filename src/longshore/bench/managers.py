@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from longshore.bench.cache_sides import Load, Ours, Policy, Rival, Two, bytes_per_block, lengths, makers_of_rivals
+from longshore.bench.cache_sides import Ours, Policy, PromptSet, Rival, Two, bytes_per_block, lengths, makers_of_rivals
 from longshore.bench.harness import Case, chosen, compare
 from longshore.boundary import Key
 from longshore.cache import GroupKeys
@@ -80,7 +80,7 @@ def run(*, blocks: Sequence[int], repeats: int = 5, only: Sequence[str] = ()) ->
 
 
 def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
-    load = Load(size)
+    load = PromptSet(size)
     gc.collect()
     gc.freeze()  # as engines do at their start
     ours = Ours(size)
@@ -113,7 +113,7 @@ def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
                 yield Case(f"{kind}/{size}", max(0.0, taken), "bytes", "the bound", bound, bound / max(taken, 1.0))
 
 
-def _fill(ours: Ours, others: Sequence[Rival], load: Load) -> tuple[float, list[tuple[float, str]]]:
+def _fill(ours: Ours, others: Sequence[Rival], load: PromptSet) -> tuple[float, list[tuple[float, str]]]:
     """Store all prompts on one side after the other; seconds of ours and of each rival."""
     taken = []
     for other in (None, *others):
@@ -129,17 +129,17 @@ def _fill(ours: Ours, others: Sequence[Rival], load: Load) -> tuple[float, list[
     return taken[0], [(seconds, other.name) for seconds, other in zip(taken[1:], others, strict=True)]
 
 
-def _match(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+def _match(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
     prompts = load.sample(min(4 * size, 100_000))
     return _each(f"match/{size}", prompts, ours.match, [(o.name, o.match) for o in others], repeats)
 
 
-def _commit(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+def _commit(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
     prompts = load.sample(min(4 * size, 50_000))
     return _each(f"commit/{size}", prompts, ours.known, [(o.name, o.known) for o in others], repeats)
 
 
-def _below(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+def _below(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
     """Fresh prompts into a full tier over a full tier."""
     two = Two(size)
     for prompt, first in zip(load.prompts, load.shared, strict=True):
@@ -147,7 +147,7 @@ def _below(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: 
     return _evict(size, two, others, load, repeats, "below")
 
 
-def _evict(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int, name: str = "evict") -> Case:
+def _evict(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int, name: str = "evict") -> Case:
     """Fresh prompts into a full tier, sides in turn: as many blocks each time, at most a quarter of the tier."""
     batches = [[load.fresh(n) for n in lengths(min(size // 4, 30_000))] for _ in range(repeats)]
     total = sum(map(len, batches[0]))
@@ -168,7 +168,7 @@ def _evict(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: 
     )
 
 
-def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
     prompt, cache, taken = load.longest, ours.cache, []
     for _ in range(4 * repeats):
         begun = time.thread_time()
@@ -181,19 +181,19 @@ def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats:
     return _single(f"prompt/{size}", statistics.median(taken), best)
 
 
-def _slots(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+def _slots(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
     prompt, taken = load.longest, [_timed(partial(ours.lend, load.longest))() for _ in range(4 * repeats)]
     best = min((statistics.median(_times(o.slots, prompt, repeats)), o.name) for o in others)
     return _single(f"slots/{size}", statistics.median(taken), best)
 
 
-def _onboard(size: int, ours: Ours, others: Sequence[Rival], load: Load, repeats: int) -> Case:
+def _onboard(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
     taken = statistics.median(ours.onboard(load.longest) for _ in range(4 * repeats))
     best = min((statistics.median(_times(o.slots, load.longest, repeats)), o.name) for o in others)
     return _single(f"onboard/{size}", taken, best)
 
 
-def _pause(size: int, load: Load) -> Case:
+def _pause(size: int, load: PromptSet) -> Case:
     """The longest call of a life without eviction, a first priority included, with nobody else's objects in memory."""
     ours = Ours(size)
     _fill(ours, [], load)

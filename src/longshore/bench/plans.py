@@ -34,7 +34,7 @@ _PAGE_BYTES = 1024
 _SPARE = 4  # times as many blocks and slots as one transfer names, to scatter them over
 
 
-class Shape(NamedTuple):
+class TransferShape(NamedTuple):
     """What one case plans."""
 
     references: int
@@ -43,13 +43,13 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "plan/1000/1": Shape(80, 12, 1),
-    "plan/1000/4": Shape(80, 12, 4),
-    "plan/10240/1": Shape(80, 128, 1),
-    "plan/10240/4": Shape(80, 128, 4),
-    "plan/100000/1": Shape(80, 1250, 1),
-    "plan/100000/4": Shape(80, 1250, 4),
-    "plan/8-refs": Shape(8, 1280, 1),
+    "plan/1000/1": TransferShape(80, 12, 1),
+    "plan/1000/4": TransferShape(80, 12, 4),
+    "plan/10240/1": TransferShape(80, 128, 1),
+    "plan/10240/4": TransferShape(80, 128, 4),
+    "plan/100000/1": TransferShape(80, 1250, 1),
+    "plan/100000/4": TransferShape(80, 1250, 4),
+    "plan/8-refs": TransferShape(8, 1280, 1),
 }
 """By name of the case. 1,000 descriptors over 80 references are 12 blocks, 960 descriptors."""
 
@@ -81,7 +81,7 @@ class Work:
     host_address: int
 
     @classmethod
-    def of(cls, shape: Shape, seed: int = 0) -> Work:
+    def of(cls, shape: TransferShape, seed: int = 0) -> Work:
         """Scattered blocks and slots; the last chunk is partial where the blocks do not fill it."""
         chooser = random.Random(seed)  # noqa: S311 - no secret
         num_blocks = shape.blocks * _SPARE
@@ -118,7 +118,7 @@ def ours(work: Work, planner: Planner) -> Pieces:
     return planner.describe(selection.whole, any_order=True)
 
 
-class Addresses(NamedTuple):
+class PlannedCopies(NamedTuple):
     """What the reference makes: int64 arrays of one shape `(descriptors,)`, filled anew by each call."""
 
     source: I64
@@ -126,19 +126,19 @@ class Addresses(NamedTuple):
     size: I64
 
     @classmethod
-    def of(cls, work: Work) -> Addresses:
+    def of(cls, work: Work) -> PlannedCopies:
         """Room for the descriptors of `work`."""
         total = len(work.blocks) * len(work.layout.groups[0].refs)
         return cls(*(np.empty(total, dtype=np.int64) for _ in range(3)))
 
 
-def baseline(work: Work) -> Callable[[], Addresses]:
+def baseline(work: Work) -> Callable[[], PlannedCopies]:
     """The steps of vLLM's planning, for each reference: both tensors asked, ids widened, addresses, sizes."""
     device, host = _rows(work)
     per_chunk = work.layout.groups[0].blocks_per_chunk
-    made = Addresses.of(work)
+    made = PlannedCopies.of(work)
 
-    def per_reference() -> Addresses:
+    def per_reference() -> PlannedCopies:
         at = 0
         for rows, chunks in zip(device, host, strict=True):
             end = at + len(work.blocks)
@@ -151,7 +151,7 @@ def baseline(work: Work) -> Callable[[], Addresses]:
     return per_reference
 
 
-def _fill(out: I64, rows: _Rows, ids: I32, per_row: int) -> None:
+def _fill(out: I64, rows: _RowTensor, ids: I32, per_row: int) -> None:
     """Addresses of the first `len(out)` pages in the rows `ids`, `per_row` in each."""
     first, pitch = rows.data_ptr(), rows.stride(0)
     starts = ids.astype(np.uint64) * pitch + first
@@ -162,7 +162,7 @@ def _fill(out: I64, rows: _Rows, ids: I32, per_row: int) -> None:
         out[:] = (starts[:, None] + pages).ravel()[: len(out)]
 
 
-def vllm(work: Work) -> tuple[Callable[[], Addresses], str] | None:
+def vllm(work: Work) -> tuple[Callable[[], PlannedCopies], str] | None:
     """vLLM's own planning, and its name; `None` where it is not installed, or has other functions than 0.32 has.
 
     Of `transfer_async` what comes before the copies: its pooled arrays, and its filling of them for each group.
@@ -184,11 +184,11 @@ def vllm(work: Work) -> tuple[Callable[[], Addresses], str] | None:
         src_blocks_per_chunk=1,
         dst_blocks_per_chunk=group.blocks_per_chunk,
     )
-    pooled = Addresses.of(work)
+    pooled = PlannedCopies.of(work)
     total = len(pooled.size)
 
-    def planned() -> Addresses:
-        made = Addresses(*(column[:total] for column in pooled))
+    def planned() -> PlannedCopies:
+        made = PlannedCopies(*(column[:total] for column in pooled))
         fill(
             handler,
             0,
@@ -207,7 +207,7 @@ def vllm(work: Work) -> tuple[Callable[[], Addresses], str] | None:
     return planned, f"vLLM {version}"
 
 
-def _rows(work: Work) -> tuple[Sequence[_Rows], Sequence[_Rows]]:
+def _rows(work: Work) -> tuple[Sequence[_RowTensor], Sequence[_RowTensor]]:
     """The device's pages and the host's, a tensor of rows for each reference."""
     group, table = work.layout.groups[0], work.layout.table(0)
     images = work.host.reshape(-1, work.layout.image_bytes)
@@ -221,7 +221,7 @@ def _rows(work: Work) -> tuple[Sequence[_Rows], Sequence[_Rows]]:
     return [_tensor(rows) for rows in device], [_tensor(rows) for rows in host]
 
 
-class _Rows(Protocol):
+class _RowTensor(Protocol):
     """What a planner asks of a tensor of rows of bytes."""
 
     @property
@@ -232,10 +232,10 @@ class _Rows(Protocol):
     def stride(self, axis: int) -> int: ...
 
 
-def _tensor(rows: npt.NDArray[np.int8]) -> _Rows:
+def _tensor(rows: npt.NDArray[np.int8]) -> _RowTensor:
     """`rows` as vLLM has them, as torch's; as a stand-in that is asked in the same way where there is no torch."""
     try:
-        return cast("_Rows", importlib.import_module("torch").from_numpy(rows))
+        return cast("_RowTensor", importlib.import_module("torch").from_numpy(rows))
     except ImportError:
         return _StandIn(rows)
 

@@ -171,7 +171,7 @@ _BATCHES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SessionPlan:
     """What is asked.
 
     Attributes:
@@ -195,7 +195,7 @@ class Plan:
     engine: Mapping[str, Any]
 
 
-def run_sessions(model: Path, scratch: Path, plan: Plan, *, tell: Tell = lambda line: None) -> Iterator[Case]:
+def run_sessions(model: Path, scratch: Path, plan: SessionPlan, *, tell: Tell = lambda line: None) -> Iterator[Case]:
     """All figures for `model`; the file tier and logs lie in `scratch`, which is the caller's to remove.
 
     Raises `BenchError` where there is no model, or an engine ends.
@@ -214,7 +214,13 @@ def run_sessions(model: Path, scratch: Path, plan: Plan, *, tell: Tell = lambda 
 
 
 def storing(
-    model: Path, scratch: Path, plan: Plan, *, pairs: int = 10, prompt: int = 1000, tell: Tell = lambda line: None
+    model: Path,
+    scratch: Path,
+    plan: SessionPlan,
+    *,
+    pairs: int = 10,
+    prompt: int = 1000,
+    tell: Tell = lambda line: None,
 ) -> Iterator[Case]:
     """What storing costs a vLLM that has its own process: `pairs` batches of prompts that share nothing.
 
@@ -252,7 +258,7 @@ def storing(
 class Sessions:
     """Conversations that take turns, one history for each engine: answers may differ in their last bits."""
 
-    def __init__(self, plan: Plan, facts: Mapping[str, int], tell: Tell) -> None:
+    def __init__(self, plan: SessionPlan, facts: Mapping[str, int], tell: Tell) -> None:
         self._plan = plan
         self._tell = tell
         self._dice = random.Random(plan.sessions)  # noqa: S311 - text to measure with
@@ -305,7 +311,7 @@ class Sessions:
         return [self._dice.randrange(FIRST_TOKEN, self._vocabulary) for _ in range(tokens)]
 
 
-def with_longshore(plan: Plan, scratch: Path) -> dict[str, Any]:
+def with_longshore(plan: SessionPlan, scratch: Path) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for the side with Longshore, whose files lie in `scratch`."""
     extra = {
         **plan.settings,
@@ -323,7 +329,7 @@ def run_trace(
     model: Path,
     trace: Path,
     scratch: Path,
-    plan: Plan,
+    plan: SessionPlan,
     *,
     requests: int,
     block_tokens: int = TRACE_BLOCK_TOKENS,

@@ -188,7 +188,7 @@ def vllm(
     """Run a model under vLLM with and without Longshore: time to first token, and the cost of storing."""
     from longshore.bench import vllm_runs  # noqa: PLC0415
 
-    plan = vllm_runs.Plan(
+    plan = vllm_runs.SessionPlan(
         sessions=sessions,
         prompt=prompt,
         more=more,

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longshore.cli.demo_result import SOURCES, DemoResult, RunRecord
-from longshore.report import RUNS, Level, Page, Points, levels, paired_points, stacked_bars
+from longshore.report import RUNS, Page, Points, TierSeries, levels, paired_points, stacked_bars
 from longshore.report import SOURCES as SOURCE_COLOURS
 from longshore.report.units import milliseconds, share, size, times
 
@@ -237,7 +237,7 @@ def _ttft_figure(result: DemoResult) -> Any:
 def _occupancy_figure(result: DemoResult) -> Any:
     samples = result.tiered.occupancy
     rows = [
-        Level(
+        TierSeries(
             name=tier,
             values=[sample.bytes_in(tier) / MIB for sample in samples],
             limit=result.capacities.get(tier, 0) / MIB,

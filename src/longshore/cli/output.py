@@ -58,11 +58,11 @@ def run(command: Callable[[], object]) -> int:
             if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one of them
                 signal.signal(number, _leave)
     stdout, stderr = sys.stdout, sys.stderr
-    sys.stderr = _Guarded(stderr, failing=False)
+    sys.stderr = _EncodedStream(stderr, failing=False)
     try:
         if stdout is None:
             return _fail("standard output is closed", 1)
-        sys.stdout = _Guarded(stdout)
+        sys.stdout = _EncodedStream(stdout)
         return _ended(command)
     finally:
         sys.stdout, sys.stderr = stdout, stderr
@@ -88,7 +88,7 @@ def _ended(command: Callable[[], object]) -> int:
     return code if isinstance(code, int) else 0 if code is None else 1
 
 
-class _Guarded:
+class _EncodedStream:
     """A standard stream, as far as commands use it; letters that it cannot encode are written as `?`.
 
     Blanks at the end of a line are left out: tables are padded to the width of the console.

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from longshore.trace.tiered import Tally, TieredReplay
 
 
-class Through(StrEnum):
+class ControlPath(StrEnum):
     """What serves the requests of the policy experiment."""
 
     CACHE = "cache"
@@ -77,7 +77,7 @@ def replay(
         typer.Option(min=1, help="Run the policy experiment instead: one tier of this many blocks, no timing."),
     ] = None,
     through: Annotated[
-        Through | None,
+        ControlPath | None,
         typer.Option(
             help="With --capacity-blocks, what serves the requests instead of the bare policy, one at a time. cache: "
             "the path verbs of the control plane. vllm: vLLM's offloading interface, called as its scheduler calls it; "
@@ -147,7 +147,7 @@ def replay(
         check_memory(SLOT_BYTES * capacity_blocks, "--capacity-blocks", capacity_blocks, capacity_blocks)
         with trace_at(trace) as path, console.status("reading") as status:
             requests = Trace(path, form, block_tokens, bad_lines, limit, console)
-            blocks = _Blocks(optimum, console)
+            blocks = _AskedBlocks(optimum, console)
             facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, through, blocks)
     elif through is not None:
         raise ConfigError("--through needs --capacity-blocks")
@@ -182,7 +182,7 @@ def replay(
         run = made(engines)
         with trace_at(trace) as path, console.status("reading") as status:
             requests = Trace(path, form, block_tokens, bad_lines, limit, console)
-            facts, rows = _replay(run, made, requests, name, _Blocks(optimum, console), report, status)
+            facts, rows = _replay(run, made, requests, name, _AskedBlocks(optimum, console), report, status)
     if as_json:
         tell_overload(facts, console)
         write_json(facts)
@@ -191,7 +191,7 @@ def replay(
 
 
 def _experiment(
-    requests: Iterable[TraceRequest], slots: int, policy: str | None, through: Through | None, blocks: _Blocks
+    requests: Iterable[TraceRequest], slots: int, policy: str | None, through: ControlPath | None, blocks: _AskedBlocks
 ) -> tuple[dict[str, object], list[Row]]:
     from longshore.trace.experiment import Hits  # noqa: PLC0415 - numpy takes longer to load than `--help` may
     from longshore.trace.policies import policy_named  # noqa: PLC0415
@@ -232,14 +232,14 @@ def _experiment(
 
 @contextmanager
 def _served(
-    slots: int, name: str, kind: type[EvictionPolicy], through: Through | None
+    slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
 ) -> Iterator[Callable[[Sequence[int]], int]]:
     """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name."""
     if through is None:
         from longshore.trace.experiment import Experiment  # noqa: PLC0415
 
         yield Experiment(kind, slots).serve
-    elif through is Through.CACHE:
+    elif through is ControlPath.CACHE:
         from longshore.trace.through import CacheReplay  # noqa: PLC0415
 
         yield CacheReplay(kind, slots).serve
@@ -259,7 +259,7 @@ def _replay(
     made: Callable[[int], TieredReplay],
     requests: Trace,
     policy: str,
-    blocks: _Blocks,
+    blocks: _AskedBlocks,
     report: Path | None,
     status: Status,
 ) -> tuple[dict[str, object], list[Row]]:
@@ -280,7 +280,7 @@ def _replay(
     return found.as_json(), found.rows()
 
 
-class _Blocks:
+class _AskedBlocks:
     """The blocks that were asked for: which, and, if the optimum is asked for, in what order.
 
     The order takes memory for each block asked for, and not only for each different one: once that is much, it is said.

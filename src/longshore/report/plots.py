@@ -40,7 +40,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class TierSeries:
     """One row of a `levels` figure: a quantity over time, and the limit it must keep."""
 
     name: str
@@ -145,7 +145,7 @@ def curves(lines: Sequence[Curve], *, x_title: str, y_title: str, logarithmic: b
     return figure
 
 
-def levels(x: Sequence[float], rows: Sequence[Level], *, x_title: str, unit: str) -> Any:
+def levels(x: Sequence[float], rows: Sequence[TierSeries], *, x_title: str, unit: str) -> Any:
     """One panel per row: the quantity filled from zero, its limit dashed."""
     subplots = _plotly("plotly.subplots")
     figure = subplots.make_subplots(rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.09)
@@ -251,7 +251,7 @@ def _mark(figure: Any, level: float, points: Points) -> None:
     )
 
 
-def _limit(figure: Any, row: Level, number: int, unit: str) -> None:
+def _limit(figure: Any, row: TierSeries, number: int, unit: str) -> None:
     """Draw the limit; one far above all values is said, not drawn, or the values would vanish."""
     highest = max(row.values, default=0.0)
     near = row.limit <= 3 * highest

@@ -71,7 +71,7 @@ class ImageRing:
 
 
 @dataclass(slots=True)
-class _Job:
+class _GdsJob:
     """A transfer, of which items up to `begun` have been begun, and `pieces` pieces have not ended."""
 
     transfer: Transfer
@@ -86,10 +86,10 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _RingPiece:
     """Items of a job from `first` on, one in each of `slots` of the ring; `statuses` of what is known of them."""
 
-    job: _Job
+    job: _GdsJob
     number: int
     first: int
     slots: list[int]
@@ -119,10 +119,10 @@ class GdsMover:
         self._clock = clock
         self._write = Route(DEVICE, tier.name)
         self._read = Route(tier.name, DEVICE)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _GdsJob] = {}
         self._numbers = 0
-        self._copying: dict[int, _Piece] = {}  # by the engine's job
-        self._filing: dict[int, _Piece] = {}  # by the tier's ticket
+        self._copying: dict[int, _RingPiece] = {}  # by the engine's job
+        self._filing: dict[int, _RingPiece] = {}  # by the tier's ticket
         self._results: list[TransferResult] = []
         self._closed = False
 
@@ -143,7 +143,7 @@ class GdsMover:
         if transfer.job in self._jobs or transfer.job < 0:
             raise PlanError(f"expected an unused job number of at least 0, got {transfer.job}")
         self._check(transfer)
-        job = _Job(transfer, self._clock(), [None] * len(transfer.items))
+        job = _GdsJob(transfer, self._clock(), [None] * len(transfer.items))
         self._jobs[transfer.job] = job
         self._begin_pieces()
 
@@ -210,7 +210,7 @@ class GdsMover:
                     break
             self._settle(job)
 
-    def _why_stop(self, job: _Job) -> Status | None:
+    def _why_stop(self, job: _GdsJob) -> Status | None:
         """Why what has not begun of `job` should not."""
         if self._closed:
             return Status.TIER_OFF
@@ -219,10 +219,10 @@ class GdsMover:
             return Status.CANCELLED  # a chunk is of no use without those before it
         return Status.DEADLINE if self._clock() > job.transfer.deadline else None
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: _GdsJob) -> None:
         slots = self._ring.take(len(job.statuses) - job.begun)
         self._numbers += 1
-        piece = _Piece(job, -self._numbers, job.begun, slots)
+        piece = _RingPiece(job, -self._numbers, job.begun, slots)
         job.begun += len(slots)
         job.pieces += 1
         if job.first is None:
@@ -232,7 +232,7 @@ class GdsMover:
         else:
             self._file(piece, [Status.OK] * len(slots), Op.READ)
 
-    def _to_file(self, piece: _Piece, statuses: Sequence[Status]) -> None:
+    def _to_file(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
         """The copies into the ring have ended: write what has arrived."""
         piece.statuses = list(statuses)
         if Status.OK in statuses:
@@ -240,7 +240,7 @@ class GdsMover:
         else:
             self._end(piece, piece.statuses)
 
-    def _to_pages(self, piece: _Piece, statuses: Sequence[Status]) -> None:
+    def _to_pages(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
         """The reads into the ring have ended: bring the leading good ones to their pages."""
         usable = leading_ok(statuses)
         for slot, status in zip(piece.slots, statuses, strict=True):
@@ -252,7 +252,7 @@ class GdsMover:
         else:
             self._end(piece, piece.statuses)
 
-    def _copy(self, piece: _Piece, count: int, route: Route) -> None:
+    def _copy(self, piece: _RingPiece, count: int, route: Route) -> None:
         """Have the engine copy the first `count` items of `piece`."""
         inner = self._inner(piece, count, route)
         self._copying[piece.number] = piece
@@ -262,7 +262,7 @@ class GdsMover:
             del self._copying[piece.number]
             self._end(piece, [self._refused(piece, error)] * count + piece.statuses)
 
-    def _file(self, piece: _Piece, statuses: Sequence[Status], op: Op) -> None:
+    def _file(self, piece: _RingPiece, statuses: Sequence[Status], op: Op) -> None:
         """Have the tier read or write those items of `piece` that are good so far."""
         good = [index for index, status in enumerate(statuses) if status is Status.OK]
         transfer = piece.job.transfer
@@ -273,14 +273,14 @@ class GdsMover:
             refused = self._refused(piece, error)
             self._end(piece, [refused if status is Status.OK else status for status in statuses])
 
-    def _refused(self, piece: _Piece, error: LongshoreError) -> Status:
+    def _refused(self, piece: _RingPiece, error: LongshoreError) -> Status:
         if isinstance(error, QueueFullError):
             return Status.QUEUE_FULL
         if not isinstance(error, TierClosedError):
             _log.error("transfer job %d between device and file failed", piece.job.transfer.job, exc_info=error)
         return Status.TIER_OFF
 
-    def _end(self, piece: _Piece, statuses: Sequence[Status]) -> None:
+    def _end(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
         """Both sides are done with the slots of `piece`."""
         self._ring.give_back(piece.slots)
         job = piece.job
@@ -288,7 +288,7 @@ class GdsMover:
         job.bytes += self._ring.slabs.slab_bytes * sum(status is Status.OK for status in statuses)
         job.pieces -= 1
 
-    def _settle(self, job: _Job) -> None:
+    def _settle(self, job: _GdsJob) -> None:
         """Report `job` if it has ended."""
         if job.pieces or job.begun < len(job.statuses):
             return
@@ -307,13 +307,13 @@ class GdsMover:
                 f"{len(transfer.items)} items of several groups exceed a staging ring of {self._ring.slabs.slabs} slots"
             )
         op, route = (Op.WRITE, OFFLOAD) if transfer.route == self._write else (Op.READ, ONBOARD)
-        job, most = _Job(transfer, 0.0, []), self._ring.slabs.slabs
+        job, most = _GdsJob(transfer, 0.0, []), self._ring.slabs.slabs
         batch = self._operations(transfer, op, [(index, 0) for index in range(len(transfer.items))])
         tier, memory = self._tier, self._ring.arena
         check_batch(batch, transfer.deadline, slabs=tier.slabs, image_bytes=tier.image_bytes, arena_bytes=memory.nbytes)
         for first in range(0, len(transfer.items), most):
             slots = list(range(min(most, len(transfer.items) - first)))
-            self._engine.check(self._inner(_Piece(job, -1, first, slots), len(slots), route))
+            self._engine.check(self._inner(_RingPiece(job, -1, first, slots), len(slots), route))
 
     def _operations(self, transfer: Transfer, op: Op, places: Sequence[tuple[int, int]]) -> list[TierOp]:
         """What the tier is told of items, by position and slot of the ring."""
@@ -328,7 +328,7 @@ class GdsMover:
             batch.append(TierOp(op, ours.index, item.key, item.parent, offset, length, transfer.generation, ours.pool))
         return batch
 
-    def _inner(self, piece: _Piece, count: int, route: Route) -> Transfer:
+    def _inner(self, piece: _RingPiece, count: int, route: Route) -> Transfer:
         """What the engine is told of the first `count` items of `piece`."""
         transfer = piece.job.transfer
         stop = piece.first + count

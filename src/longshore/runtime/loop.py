@@ -69,7 +69,7 @@ class _Running:
 
 
 @dataclass(slots=True)
-class Guarded:
+class GuardCounters:
     """Counters of block guards: waits, seconds waited, and blocks that were late and parked."""
 
     waits: int = 0
@@ -78,7 +78,7 @@ class Guarded:
 
 
 @dataclass(slots=True)
-class Asked:
+class LookupCounters:
     """Requests looked up by an engine, each counted once, and lookups, which schedulers repeat for waiting requests."""
 
     requests: int = 0
@@ -101,8 +101,8 @@ class Runtime:
         """Without `weighing`, all chunks found are loaded."""
         self.clock = clock
         self.wakeup = threading.Event()
-        self.guarded = Guarded()
-        self.asked = Asked()
+        self.guarded = GuardCounters()
+        self.asked = LookupCounters()
         self.weighing = weighing
         self._cache = cache
         self._movers = list(movers)

@@ -25,7 +25,7 @@ from longshore.transfer.engine import TransferEngine
 _log = logging.getLogger(__name__)
 
 
-class DeviceBlocks(Protocol):
+class BlockAccess(Protocol):
     """The engine's device blocks as bytes."""
 
     def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
@@ -35,7 +35,7 @@ class DeviceBlocks(Protocol):
         """Write `data`, of the same shape, to `blocks`."""
 
 
-def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, files: bool = True) -> None:
+def self_test(stack: Stack, device: BlockAccess, blocks: Sequence[int], *, files: bool = True) -> None:
     """Copy one chunk, the unused device `blocks`, through all tiers and back. Raises `SelfTestError`.
 
     The blocks' former bytes are restored, and the tiers are unchanged; metrics and events exclude the test. If every
@@ -71,9 +71,7 @@ def self_test(stack: Stack, device: DeviceBlocks, blocks: Sequence[int], *, file
         _clear(stack, key)
 
 
-def copy_test(
-    engine: TransferEngine, device: DeviceBlocks, section: Section, slot: Slot, timeout: float = 60.0
-) -> None:
+def copy_test(engine: TransferEngine, device: BlockAccess, section: Section, slot: Slot, timeout: float = 60.0) -> None:
     """Copy one chunk of unused blocks to a free host slot and back. Raises `SelfTestError`.
 
     The blocks' former bytes are restored; the content of the slot is undefined.
@@ -134,7 +132,7 @@ def _discard(stack: Stack, key: Key, tier: str) -> None:
 
 def _check(
     stack: Stack,
-    device: DeviceBlocks,
+    device: BlockAccess,
     key: Key,
     blocks: Sequence[int],
     pattern: npt.NDArray[np.uint8],

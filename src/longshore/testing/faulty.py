@@ -29,7 +29,7 @@ from longshore.boundary import Status
 from longshore.errors import ConfigError, TierClosedError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
-from longshore.tiers.ops import Batch, check_batch
+from longshore.tiers.ops import OpBatch, check_batch
 
 
 class Fault(enum.Enum):
@@ -97,14 +97,14 @@ class FaultPlan:
 class _Passed(NamedTuple):
     """Operations that the inner tier has, under one of its tickets."""
 
-    batch: Batch
+    batch: OpBatch
     positions: tuple[int, ...]
     rules: tuple[Rule | None, ...]
     before: dict[int, bytes]
 
 
 class _Delayed(NamedTuple):
-    batch: Batch
+    batch: OpBatch
     position: int
     due: float
 
@@ -127,7 +127,7 @@ class FaultyTier(Tier):
         self._arena = arena
         self._seen: Counter[Op] = Counter()
         self._tickets = 0
-        self._open: dict[int, Batch] = {}
+        self._open: dict[int, OpBatch] = {}
         self._passed: dict[int, _Passed] = {}
         self._delayed: list[_Delayed] = []
         self._results: list[TierResult] = []
@@ -141,7 +141,7 @@ class FaultyTier(Tier):
             batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=self._arena.array.nbytes
         )
         now = time.monotonic()
-        books = Batch(self._tickets, batch, deadline, now)
+        books = OpBatch(self._tickets, batch, deadline, now)
         rules = [None] * len(books.ops) if books.late(now) else self._rules_for(books.ops)
         passed = [
             position
@@ -212,7 +212,7 @@ class FaultyTier(Tier):
             rules.append(self._plan.rule(op.op, seen[op.op]))
         return rules
 
-    def _pass_on(self, batch: Batch, positions: Sequence[int], rules: Sequence[Rule | None]) -> None:
+    def _pass_on(self, batch: OpBatch, positions: Sequence[int], rules: Sequence[Rule | None]) -> None:
         """Submit the operations at `positions` to the inner tier; `rules` has one for each operation of the batch."""
         if not positions:
             return
@@ -227,7 +227,7 @@ class FaultyTier(Tier):
         for position in positions:
             batch.begin(position, now)
 
-    def _strike(self, batch: Batch, position: int, rule: Rule, now: float) -> None:
+    def _strike(self, batch: OpBatch, position: int, rule: Rule, now: float) -> None:
         """Carry out a fault that the inner tier does not see, or not yet."""
         self.fired[rule.fault] += 1
         if rule.fault is Fault.DELAY:
@@ -249,7 +249,7 @@ class FaultyTier(Tier):
             else:
                 self._begin_delayed(batch, position)
 
-    def _begin_delayed(self, batch: Batch, position: int) -> None:
+    def _begin_delayed(self, batch: OpBatch, position: int) -> None:
         try:
             self._pass_on(batch, [position], [None] * len(batch.ops))
         except TierError:  # a check that only the inner tier knows: too late to refuse the batch

@@ -16,7 +16,7 @@ from longshore.boundary import Key, Status
 from longshore.errors import TierClosedError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import ForeignTier, Op, TierOp, TierResult
-from longshore.tiers.ops import Batch, check_batch, check_generation
+from longshore.tiers.ops import OpBatch, check_batch, check_generation
 
 Images = dict[tuple[Key, int], bytes]
 """What a store has, by key and generation; several stores may share it, as several machines do."""
@@ -60,7 +60,7 @@ class KeyStore(ForeignTier):
         self._lapsed: set[tuple[Key, int]] = set()
         self._forgotten = 0
         self._tickets = 0
-        self._open: dict[int, tuple[Batch, float]] = {}
+        self._open: dict[int, tuple[OpBatch, float]] = {}
         self._asked: dict[int, tuple[tuple[bool, ...], float]] = {}
         self._results: list[TierResult] = []
         self._closed = False
@@ -91,7 +91,7 @@ class KeyStore(ForeignTier):
         check_batch(batch, deadline, slabs=None, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         self._tickets += 1
         now = self._clock()
-        self._open[self._tickets] = Batch(self._tickets, batch, deadline, now), now + self.seconds
+        self._open[self._tickets] = OpBatch(self._tickets, batch, deadline, now), now + self.seconds
         return self._tickets
 
     def poll(self) -> list[TierResult]:
@@ -132,7 +132,7 @@ class KeyStore(ForeignTier):
         self.fired[StoreFault.LATE] += late
         return not self.silent and not late
 
-    def _move(self, books: Batch) -> None:
+    def _move(self, books: OpBatch) -> None:
         now = self._clock()
         if books.late(now):
             books.end_pending(Status.DEADLINE, now)

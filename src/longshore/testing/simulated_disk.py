@@ -28,7 +28,7 @@ from pathlib import Path
 from random import Random
 
 from longshore.slabs import PAGE
-from longshore.tiers.file.queue import Piece, Queue
+from longshore.tiers.file.queue import IoQueue, Piece
 from longshore.tiers.file.system import RawIo
 
 SECTOR = 512
@@ -234,9 +234,9 @@ class SimulatedDisk:
         """It can."""
         return True
 
-    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue:
-        """`OneByOne`."""
-        return OneByOne(self, fd)
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> IoQueue:
+        """`OneByOneQueue`."""
+        return OneByOneQueue(self, fd)
 
     def drop_cache(self, fd: int, offset: int, nbytes: int, /) -> None:
         """Nothing to do."""
@@ -280,7 +280,7 @@ def _moment(file: _File) -> _FileMoment:
     return _FileMoment(bytes(file.data), file.durable, several)
 
 
-class OneByOne:
+class OneByOneQueue:
     """A queue that moves pieces by calls of `io`, the last one first: each can fail, and be cut off from the others.
 
     One moves each time that somebody asks for what has ended, so that those of several turns are under way together.

@@ -18,7 +18,7 @@ from longshore.errors import TierClosedError, TierError
 from longshore.slabs import I64, PAGE, Slabs
 from longshore.tiers.arena import Arena, ArenaReport
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
-from longshore.tiers.ops import Batch, check_batch, check_generation
+from longshore.tiers.ops import OpBatch, check_batch, check_generation
 
 
 class _Content(NamedTuple):
@@ -82,7 +82,7 @@ class HostTier(Tier):
         for op in batch:
             self._check_outside_slots(op)
         now = time.monotonic()
-        books = Batch(self._tickets, batch, deadline, now)
+        books = OpBatch(self._tickets, batch, deadline, now)
         self._tickets += 1
         for index, op in enumerate(books.ops):
             now = time.monotonic()

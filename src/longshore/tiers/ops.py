@@ -84,7 +84,7 @@ def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena
     check_generation(op.generation)
 
 
-class Batch:
+class OpBatch:
     """State of one submitted batch. Not thread-safe: threads that share it need a lock.
 
     Attributes:

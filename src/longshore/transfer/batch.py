@@ -1,6 +1,6 @@
 """Batches of copies: rectangles of blocks, and how they are cut.
 
-A `Part` is a number of chunks of one group, the same consecutive blocks of each chunk, and some of their pages. The
+A `CopyPart` is a number of chunks of one group, the same consecutive blocks of each chunk, and some of their pages. The
 arrays of a plan, and the gather on a device, are computed from parts without a loop over blocks or references.
 """
 
@@ -17,7 +17,7 @@ from longshore.layout.model import U64, KVLayout
 I64 = npt.NDArray[np.int64]
 
 
-class Part(NamedTuple):
+class CopyPart(NamedTuple):
     """A rectangle of blocks of one group.
 
     Attributes:
@@ -63,7 +63,7 @@ class Part(NamedTuple):
         """Pages that move."""
         return self.blocks.size * len(self.widths)
 
-    def cut(self, max_bytes: int) -> Iterator[Part]:
+    def cut(self, max_bytes: int) -> Iterator[CopyPart]:
         """Cut into parts of at most `max_bytes`, in order.
 
         Cuts between chunks; a chunk that is too long by itself is cut between references. A part has at least one
@@ -85,7 +85,7 @@ class Part(NamedTuple):
             else:
                 yield from piece._cut_chunk(max_bytes)
 
-    def _cut_chunk(self, max_bytes: int) -> Iterator[Part]:
+    def _cut_chunk(self, max_bytes: int) -> Iterator[CopyPart]:
         """One chunk, cut between its references."""
         ends = np.cumsum(self.widths, dtype=np.int64) * self.blocks.shape[1]
         first = 0
@@ -95,12 +95,12 @@ class Part(NamedTuple):
             yield self.between(first, stop)
             first = stop
 
-    def between(self, first: int, stop: int) -> Part:
+    def between(self, first: int, stop: int) -> CopyPart:
         """The part with only `[first, stop)` of its references."""
         return self._replace(first_ref=self.first_ref + first, widths=self.widths[first:stop])
 
 
-class Batch(NamedTuple):
+class CopyBatch(NamedTuple):
     """Parts to copy together, in item order.
 
     Attributes:
@@ -115,7 +115,7 @@ class Batch(NamedTuple):
     generation: int
     into: str
     host_address: int
-    parts: tuple[Part, ...]
+    parts: tuple[CopyPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -127,23 +127,23 @@ class Batch(NamedTuple):
         """Whether the copies are inside the device, and not between device and host."""
         return any(part.sources is not None for part in self.parts)
 
-    def of_layer(self, layer: int) -> Batch:
+    def of_layer(self, layer: int) -> CopyBatch:
         """The part of the batch that belongs to one model layer; may be empty."""
         parts = (part.between(*self._refs_of(part, layer)) for part in self.parts)
         return self._replace(parts=tuple(part for part in parts if len(part.widths)))
 
-    def _refs_of(self, part: Part, layer: int) -> tuple[int, int]:
+    def _refs_of(self, part: CopyPart, layer: int) -> tuple[int, int]:
         layers = self.layout.table(part.group, split=part.split).layer[part.refs]
         first, stop = np.searchsorted(layers, (layer, layer + 1)).tolist()
         return first, stop
 
-    def cut(self, max_bytes: int) -> Iterator[Batch]:
-        """Cut into batches of at most `max_bytes`, in order, as `Part.cut` does."""
+    def cut(self, max_bytes: int) -> Iterator[CopyBatch]:
+        """Cut into batches of at most `max_bytes`, in order, as `CopyPart.cut` does."""
         if self.nbytes <= max_bytes:
             if self.parts:
                 yield self
             return
-        taken: list[Part] = []
+        taken: list[CopyPart] = []
         room = max_bytes
         for part in self.parts:
             for piece in part.cut(max_bytes):

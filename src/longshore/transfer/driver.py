@@ -2,8 +2,8 @@
 
 A lane is a generator. It yields what it waits for, and does not block on another lane between two yields:
 
-    lane    ──yield Gate──►  driver        sleeps until the gate is open, then resumes the lane
-            ◄── next() ────
+    lane    ──yield WaitCondition──►  driver        sleeps until it is met, then resumes the lane
+            ◄────── next() ────────
 
 The same lanes and engine run under every driver.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from longshore.transfer.hazards import Hazards
 
 
-class Gate(NamedTuple):
+class WaitCondition(NamedTuple):
     """A condition that a lane waits for.
 
     Attributes:
@@ -34,7 +34,7 @@ class Gate(NamedTuple):
     is_device: bool = False
 
 
-class Driver(ABC):
+class LaneDriver(ABC):
     """The lock of one engine (use `with`), waits for the state that it guards, and the threads that run its lanes."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Driver(ABC):
         """With the lock held: report that the guarded state has changed."""
 
     @abstractmethod
-    def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
+    def start(self, name: str, lane: Generator[WaitCondition, None, None], stop: Callable[[], None]) -> None:
         """Start to run `lane`; `stop` makes it return soon."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Driver(ABC):
         return hazards
 
 
-class Threads(Driver):
+class Threads(LaneDriver):
     """A thread for each lane."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Threads(Driver):
         """Wake all waiting threads."""
         self._changed.notify_all()
 
-    def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
+    def start(self, name: str, lane: Generator[WaitCondition, None, None], stop: Callable[[], None]) -> None:
         """Start a thread called `name`, which is stopped and joined when the interpreter exits."""
         self.stop = stop
         _running.add(self)
@@ -103,12 +103,12 @@ class Threads(Driver):
         for thread in self._threads:
             thread.join(timeout)
 
-    def _run(self, lane: Generator[Gate, None, None]) -> None:
-        for gate in lane:
-            if not gate.is_device:
+    def _run(self, lane: Generator[WaitCondition, None, None]) -> None:
+        for condition in lane:
+            if not condition.is_device:
                 try:
                     with self._changed:
-                        self._changed.wait_for(gate.is_open)
+                        self._changed.wait_for(condition.is_open)
                 except Exception as error:  # noqa: BLE001 - the lane is told, and returns
                     with contextlib.suppress(StopIteration):
                         lane.throw(error)

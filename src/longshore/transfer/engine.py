@@ -23,10 +23,10 @@ from longshore.boundary import DEVICE, HOST, Items, Route, Slot, Slots, Status, 
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.slabs import I64, Slabs
-from longshore.transfer.device.base import Device, Event
-from longshore.transfer.driver import Driver, Threads
+from longshore.transfer.device.base import Device, DeviceEvent
+from longshore.transfer.driver import LaneDriver, Threads
 from longshore.transfer.hazards import Access, Hazards, Place
-from longshore.transfer.job import Board, Job, Layered
+from longshore.transfer.job import Board, CopyJob, Layered
 from longshore.transfer.lane import Lane
 from longshore.transfer.selection import Selection, repeated, select, select_inside
 
@@ -124,7 +124,7 @@ class TransferEngine:
         max_batch_bytes: int = MAX_BYTES,
         max_queued: int = MAX_QUEUED,
         clock: Callable[[], float] = time.monotonic,
-        driver: Driver | None = None,
+        driver: LaneDriver | None = None,
     ) -> None:
         """Allocate all resources and start.
 
@@ -152,7 +152,7 @@ class TransferEngine:
         self._max_queued = max_queued
         self._lock = driver or Threads()
         self._compute: object = None
-        self._step: tuple[Event, ...] = ()
+        self._step: tuple[DeviceEvent, ...] = ()
         self._layered = Layered()
         self._refused = 0
         places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
@@ -224,7 +224,7 @@ class TransferEngine:
                 )
             fences = self._step or (self._device.mark(self._compute),)
             ticket = self._board.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
-            job = Job(transfer, selection, fences, ticket, self._board.clock(), keeps)
+            job = CopyJob(transfer, selection, fences, ticket, self._board.clock(), keeps)
             self._board.jobs[transfer.job] = job
             self._layered.add(job)
             lane.put(job)

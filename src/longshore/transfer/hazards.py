@@ -36,7 +36,7 @@ class Access(NamedTuple):
     writes: bool
 
 
-class Ticket(NamedTuple):
+class LanePosition(NamedTuple):
     """The position of a job.
 
     Attributes:
@@ -60,7 +60,7 @@ class Hazards:
         self._readers = {place: np.zeros((lanes, size), dtype=np.int64) for place, size in sizes.items()}
         self._writers = {place: np.zeros((lanes, size), dtype=np.int64) for place, size in sizes.items()}
 
-    def admit(self, lane: int, accesses: Sequence[Access]) -> Ticket:
+    def admit(self, lane: int, accesses: Sequence[Access]) -> LanePosition:
         """Record the slots of the next job of `lane`; returns its ticket, which names the jobs to wait for."""
         needs = np.zeros(len(self._given), dtype=np.int64)
         for place, slots, writes in accesses:
@@ -73,12 +73,12 @@ class Hazards:
         for place, slots, writes in accesses:
             newest = self._writers if writes else self._readers
             newest[place][lane, slots] = self._given[lane]
-        return Ticket(lane, self._given[lane], tuple(needs.tolist()))
+        return LanePosition(lane, self._given[lane], tuple(needs.tolist()))
 
-    def is_clear(self, ticket: Ticket) -> bool:
+    def is_clear(self, ticket: LanePosition) -> bool:
         """Whether all jobs that `ticket` depends on have ended."""
         return all(ended >= need for ended, need in zip(self._ended, ticket.needs, strict=True))
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, ticket: LanePosition) -> None:
         """Record that the job of `ticket`, and all before it in its lane, have ended."""
         self._ended[ticket.lane] = ticket.number

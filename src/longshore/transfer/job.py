@@ -9,22 +9,22 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.boundary import Status, Transfer, TransferResult
-from longshore.transfer.batch import Batch
-from longshore.transfer.device.base import Event
-from longshore.transfer.driver import Driver
-from longshore.transfer.hazards import Hazards, Ticket
+from longshore.transfer.batch import CopyBatch
+from longshore.transfer.device.base import DeviceEvent
+from longshore.transfer.driver import LaneDriver
+from longshore.transfer.hazards import Hazards, LanePosition
 from longshore.transfer.selection import Selection
 
 
-class Step(NamedTuple):
+class CopyStep(NamedTuple):
     """A piece of a job. `completes`: layers whose last piece this is, in a layer-wise job."""
 
-    batch: Batch | None
+    batch: CopyBatch | None
     completes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
-class Job:
+class CopyJob:
     """A transfer in flight.
 
     Attributes:
@@ -42,15 +42,15 @@ class Job:
 
     transfer: Transfer
     selection: Selection
-    fences: tuple[Event, ...]
-    ticket: Ticket
+    fences: tuple[DeviceEvent, ...]
+    ticket: LanePosition
     submitted: float
     keeps: object = None
     begun: float | None = None
-    steps: Iterator[Step] = field(default_factory=lambda: iter(()))
-    ahead: Step | None = None
-    reached: Event | None = None
-    layers: dict[int, Event | None] = field(default_factory=dict)
+    steps: Iterator[CopyStep] = field(default_factory=lambda: iter(()))
+    ahead: CopyStep | None = None
+    reached: DeviceEvent | None = None
+    layers: dict[int, DeviceEvent | None] = field(default_factory=dict)
     handed: bool = False
     cancelled: bool = False
     arrived: int = 0
@@ -85,18 +85,18 @@ class Job:
         return self.result
 
 
-def _steps(job: Job, max_bytes: int) -> Iterator[Step]:
+def _steps(job: CopyJob, max_bytes: int) -> Iterator[CopyStep]:
     whole = job.selection.whole
     if not job.transfer.by_layer:
-        yield from map(Step, whole.cut(max_bytes))
+        yield from map(CopyStep, whole.cut(max_bytes))
         return
     for layer in range(*(job.transfer.layers or (0, whole.layout.num_layers))):
         *rest, last = tuple(whole.of_layer(layer).cut(max_bytes)) or (None,)
-        yield from map(Step, rest)
-        yield Step(last, (layer,))
+        yield from map(CopyStep, rest)
+        yield CopyStep(last, (layer,))
 
 
-def _statuses(job: Job) -> tuple[tuple[Status, ...], int]:
+def _statuses(job: CopyJob) -> tuple[tuple[Status, ...], int]:
     """Status of each item, and the bytes of those that are whole."""
     item_bytes = job.selection.item_bytes
     if job.stopped is None:
@@ -118,11 +118,11 @@ class Board:
         closing: Whether no further step may begin.
     """
 
-    driver: Driver
+    driver: LaneDriver
     hazards: Hazards
     clock: Callable[[], float]
     max_batch_bytes: int
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, CopyJob] = field(default_factory=dict)
     results: list[TransferResult] = field(default_factory=list)
     closing: bool = False
 
@@ -132,7 +132,7 @@ class Board:
             self.closing = True
             self.driver.notify()
 
-    def why_stop(self, job: Job) -> Status | None:
+    def why_stop(self, job: CopyJob) -> Status | None:
         """The status with which the remaining steps of `job` must be stopped, if any."""
         if job.stopped is not None:
             return job.stopped
@@ -142,11 +142,11 @@ class Board:
             return Status.CANCELLED
         return Status.DEADLINE if self.clock() > job.transfer.deadline else None
 
-    def may_begin(self, job: Job) -> bool:
+    def may_begin(self, job: CopyJob) -> bool:
         """Whether no conflicting job is in flight."""
         return self.hazards.is_clear(job.ticket)
 
-    def end(self, job: Job) -> None:
+    def end(self, job: CopyJob) -> None:
         """End `job`, which has no copy in flight: release its slots and publish its result."""
         self.hazards.end(job.ticket)
         del self.jobs[job.transfer.job]
@@ -160,10 +160,10 @@ class Layered:
     """Largest number of ended jobs kept if `end_step` is not called."""
 
     def __init__(self) -> None:
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, CopyJob] = {}
         self._old: set[int] = set()
 
-    def add(self, job: Job) -> None:
+    def add(self, job: CopyJob) -> None:
         """Add a submitted `job`, in place of an earlier one with its number."""
         number = job.transfer.job
         self._jobs.pop(number, None)
@@ -173,7 +173,7 @@ class Layered:
             if len(self._jobs) > self.MOST:
                 self._forget(self._ended()[:1])
 
-    def get(self, number: int) -> Job | None:
+    def get(self, number: int) -> CopyJob | None:
         """The job of that number, if known."""
         return self._jobs.get(number)
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from longshore.boundary import HOST, Status, Urgency
 from longshore.errors import FreedLayoutError
 from longshore.transfer.device.base import Copy, Stream
-from longshore.transfer.driver import Gate
-from longshore.transfer.job import Board, Job, Step
+from longshore.transfer.driver import WaitCondition
+from longshore.transfer.job import Board, CopyJob, CopyStep
 from longshore.transfer.selection import Selection
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 class _Sent:
     """A step that was taken: what of it is under way. `is_last`: nothing comes after it."""
 
-    job: Job
+    job: CopyJob
     copy: Copy | None
     nbytes: int
     is_last: bool
@@ -48,7 +48,7 @@ class Lane:
         self._stream = stream
         self._board = board
         self._lock = board.driver
-        self._queues: dict[Urgency, deque[Job]] = {urgency: deque() for urgency in sorted(Urgency)}
+        self._queues: dict[Urgency, deque[CopyJob]] = {urgency: deque() for urgency in sorted(Urgency)}
         self._under_way: deque[_Sent] = deque()
         self._bound = False
 
@@ -56,7 +56,7 @@ class Lane:
         """Number of jobs of a class not yet submitted to the device completely. With the lock held."""
         return len(self._queues[urgency])
 
-    def put(self, job: Job) -> None:
+    def put(self, job: CopyJob) -> None:
         """Queue `job`. With the lock held."""
         self._queues[job.transfer.urgency].append(job)
         self._lock.notify()
@@ -65,7 +65,7 @@ class Lane:
         """Release the resources of the stream, once `serve` has returned."""
         self._stream.close()
 
-    def serve(self) -> Generator[Gate, None, None]:
+    def serve(self) -> Generator[WaitCondition, None, None]:
         """Run until the board is closing and no job is left."""
         try:
             yield from self._steps()
@@ -76,9 +76,9 @@ class Lane:
             )
             self._give_up()
 
-    def _steps(self) -> Iterator[Gate]:
+    def _steps(self) -> Iterator[WaitCondition]:
         while True:
-            yield Gate(self._has_work)
+            yield WaitCondition(self._has_work)
             with self._lock:
                 job = self._next()
                 stopped = None if job is None else self._board.why_stop(job)
@@ -87,7 +87,7 @@ class Lane:
             elif self._under_way:
                 sent = self._under_way[0]
                 if sent.copy is not None:
-                    yield Gate(sent.copy.passed, is_device=True)
+                    yield WaitCondition(sent.copy.passed, is_device=True)
                 self._retire(sent)
             else:
                 return
@@ -95,19 +95,19 @@ class Lane:
     def _has_work(self) -> bool:
         return bool(self._under_way) or self._next() is not None or self._board.closing
 
-    def _next(self) -> Job | None:
+    def _next(self) -> CopyJob | None:
         """The job whose step is to be taken next; `None` when none can go on."""
         if len(self._under_way) >= self._stream.depth:
             return None
         heads = (queue[0] for queue in self._queues.values() if queue)
         return next((job for job in heads if self._can_go_on(job)), None)
 
-    def _can_go_on(self, job: Job) -> bool:
+    def _can_go_on(self, job: CopyJob) -> bool:
         return self._board.may_begin(job) or self._board.why_stop(job) is not None
 
-    def _take_step(self, job: Job, stopped: Status | None) -> None:
+    def _take_step(self, job: CopyJob, stopped: Status | None) -> None:
         """Give the next piece of `job` to the device, unless it is `stopped`: then it ends here."""
-        step: Step | None = None
+        step: CopyStep | None = None
         copy: Copy | None = None
         if stopped is None:
             try:
@@ -126,7 +126,7 @@ class Lane:
             self._under_way.append(_Sent(job, copy, nbytes, job.handed))
             self._lock.notify()
 
-    def _send(self, job: Job) -> tuple[Step | None, Copy | None]:
+    def _send(self, job: CopyJob) -> tuple[CopyStep | None, Copy | None]:
         """Give the next step of `job` to the device."""
         if not self._bound:
             self._stream.bind()
@@ -141,7 +141,7 @@ class Lane:
         job.advance()
         return step, copy
 
-    def _failed(self, job: Job, error: Exception) -> Status:
+    def _failed(self, job: CopyJob, error: Exception) -> Status:
         """What `error` means for `job`. When this returns, nothing that was begun is still under way."""
         is_freed = isinstance(error, FreedLayoutError)
         if not is_freed:

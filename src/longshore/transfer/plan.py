@@ -20,7 +20,7 @@ import numpy.typing as npt
 from longshore.boundary import HOST
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout.model import U64, RefTable
-from longshore.transfer.batch import I64, Batch, Part
+from longshore.transfer.batch import I64, CopyBatch, CopyPart
 
 _LONG_ROW = 64
 
@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
         return (self.host, self.device, self.size) if into == HOST else (self.device, self.host, self.size)
 
 
-class Runs(NamedTuple):
+class BlockRuns(NamedTuple):
     """Runs of blocks that are adjacent on both sides, the same in every reference.
 
     Attributes:
@@ -56,7 +56,7 @@ class Runs(NamedTuple):
     size: int | None
 
 
-def runs_of(batch: Batch, part: Part, table: RefTable) -> Runs | None:
+def runs_of(batch: CopyBatch, part: CopyPart, table: RefTable) -> BlockRuns | None:
     """The runs of `part`; `None` where they differ by reference, or span several."""
     chunks, subs = part.blocks.shape
     width = one_value(part.widths)
@@ -75,15 +75,15 @@ def runs_of(batch: Batch, part: Part, table: RefTable) -> Runs | None:
         np.add(images[:, None], within, out=first[1].reshape(chunks, subs))
     # No run leaves an image, unless images are as long as what one reference has in them.
     if width is None or width != table.pitch or (subs == 1 and width < batch.layout.image_bytes_of(part.group)):
-        return Runs(first, None, width)
+        return BlockRuns(first, None, width)
     follows = blocks[1:] - blocks[:-1] == 1
     if np.count_nonzero(follows):
         follows &= first[1, 1:] - first[1, :-1] == width
     if not np.count_nonzero(follows):
-        return Runs(first, None, width)
+        return BlockRuns(first, None, width)
     begins = np.flatnonzero(np.concatenate([[True], ~follows]))
     sizes = np.diff(begins, append=len(blocks)).astype(np.uint64) * table.pitch
-    return Runs(first[:, begins], sizes, None)
+    return BlockRuns(first[:, begins], sizes, None)
 
 
 def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
@@ -92,7 +92,7 @@ def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
     return any(np.count_nonzero(between == seam) for seam in seams)
 
 
-def may_merge(part: Part, table: RefTable) -> Iterator[slice]:
+def may_merge(part: CopyPart, table: RefTable) -> Iterator[slice]:
     """Ranges of chunks outside which no two pieces of `part` are adjacent on both sides.
 
     Looks at blocks and images, not at each piece, so that scattered blocks need no search for runs.
@@ -146,7 +146,7 @@ class Planner:
         if _BUFFER_SIZE_IS_LOCAL:
             self._unbuffered.run(np.setbufsize, 16)
 
-    def describe(self, batch: Batch, *, any_order: bool = False) -> Pieces:
+    def describe(self, batch: CopyBatch, *, any_order: bool = False) -> Pieces:
         """Addresses and sizes of the pieces of `batch`, with adjacent pieces merged; by image, or in the fastest order.
 
         Raises:
@@ -196,7 +196,7 @@ class Planner:
             column[...] = given
         return self._merge(own, 0, count)
 
-    def _fill_by_reference(self, part: Part, runs: Runs, table: RefTable, start: int, stop: int) -> None:
+    def _fill_by_reference(self, part: CopyPart, runs: BlockRuns, table: RefTable, start: int, stop: int) -> None:
         refs, count = len(part.widths), runs.first.shape[1]
         column, row = table.starts[:, part.refs, part.sub, None], runs.first[:, None]
         out = self._addresses[:, start:stop].reshape(2, refs, count)
@@ -249,26 +249,26 @@ class Planner:
         return Pieces(self._addresses[0, :count], self._addresses[1, :count], self._sizes[:count])
 
 
-def describe(batch: Batch) -> Pieces:
+def describe(batch: CopyBatch) -> Pieces:
     """`Planner.describe` with new arrays."""
     return Planner().describe(batch)
 
 
-def host_addresses(part: Part, table: RefTable, host_address: int, out: U64) -> None:
+def host_addresses(part: CopyPart, table: RefTable, host_address: int, out: U64) -> None:
     """Fill `out`, shape `(chunks, references, subs)`, with the addresses of the part's pages in their images."""
     places = table.places[part.refs, part.sub : part.sub + part.blocks.shape[1]]
     images = part.images.view(np.uint64) + np.uint64(host_address)
     np.add(images[:, None, None], places, out=out)
 
 
-def _fill_sizes(part: Part, runs: Runs, out: U64) -> None:
+def _fill_sizes(part: CopyPart, runs: BlockRuns, out: U64) -> None:
     if runs.size is not None:
         out.fill(runs.size)
     else:
         out.reshape(len(part.widths), -1)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
 
 
-def _fill_by_image(part: Part, table: RefTable, host_address: int, out: Pieces) -> None:
+def _fill_by_image(part: CopyPart, table: RefTable, host_address: int, out: Pieces) -> None:
     shape = (len(part.images), len(part.widths), part.blocks.shape[1])
     device, host, size = (column.reshape(shape) for column in out)
     _device_addresses(part, part.blocks, table, device)
@@ -289,7 +289,7 @@ def _span(pieces: Pieces, start: int, stop: int) -> Pieces:
     return Pieces(*(column[start:stop] for column in pieces))
 
 
-def _device_addresses(part: Part, blocks: I64, table: RefTable, out: U64) -> None:
+def _device_addresses(part: CopyPart, blocks: I64, table: RefTable, out: U64) -> None:
     base, subs = table.base[part.refs], blocks.shape[1]
     if table.pitch is None:
         np.multiply(blocks.view(np.uint64)[:, None, :], table.stride[part.refs, None], out=out)

@@ -21,7 +21,7 @@ import numpy as np
 from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.errors import PlanError
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.batch import I64, Batch, Part
+from longshore.transfer.batch import I64, CopyBatch, CopyPart
 
 
 class Selection(NamedTuple):
@@ -33,7 +33,7 @@ class Selection(NamedTuple):
         sections: Group and number of items of each section, in order.
     """
 
-    whole: Batch
+    whole: CopyBatch
     images: I64
     sections: tuple[tuple[int, int], ...]
 
@@ -108,7 +108,7 @@ def select(
         raise PlanError(f"expected {sum(items)} items, as the sections have blocks for {items} chunks; got {got}")
     check_layers(layout, layers)
     last = -1 if tokens is None else max((index for index, count in enumerate(items) if count), default=-1)
-    parts: list[Part] = []
+    parts: list[CopyPart] = []
     item = 0
     for index, (section, count) in enumerate(zip(sections, items, strict=True)):
         if not count:
@@ -119,7 +119,7 @@ def select(
         pages = page_widths(layout, section.group, layers, tokens if index == last else None)
         parts += _parts(layout, section, pages, images=places, valid=masks, item=item)
         item += count
-    whole = Batch(layout, layout.generation, into, host_address, tuple(parts))
+    whole = CopyBatch(layout, layout.generation, into, host_address, tuple(parts))
     groups = [section.group for section in sections]
     selection = Selection(whole, offsets, tuple(zip(groups, items, strict=True)))
     _check_written_once(selection, host_bytes)
@@ -191,7 +191,7 @@ def _parts(
     images: I64,
     valid: Sequence[int] | None,
     item: int,
-) -> Iterator[Part]:
+) -> Iterator[CopyPart]:
     """The parts of one section, whose first chunk is `item`."""
     whole, leading = widths
     per_chunk = layout.groups[section.group].blocks_per_chunk
@@ -211,7 +211,7 @@ def _parts(
         is_last = (box.stop - 1, box.high - 1) == last
         pages = leading if is_last and leading is not None else whole
         rectangle = blocks[start : start + chunks * subs].reshape(chunks, subs)
-        yield Part(
+        yield CopyPart(
             section.group,
             pages.first_ref,
             pages.widths,
@@ -328,7 +328,7 @@ def select_inside(
         raise PlanError(f"expected one item per block: the sections have {given} blocks, got {len(items)} items")
     check_layers(layout, layers)
     last = max((index for index, section in enumerate(sections) if section.blocks), default=-1)
-    parts: list[Part] = []
+    parts: list[CopyPart] = []
     item = 0
     for index, section in enumerate(sections):
         if not section.blocks:
@@ -336,7 +336,7 @@ def select_inside(
         own = items[item : item + len(section.blocks)]
         parts += _parts_inside(layout, section, own, item, layers, tokens if index == last else None)
         item += len(section.blocks)
-    whole = Batch(layout, layout.generation, DEVICE, 0, tuple(parts))
+    whole = CopyBatch(layout, layout.generation, DEVICE, 0, tuple(parts))
     counts = tuple((section.group, len(section.blocks)) for section in sections)
     selection = Selection(whole, np.zeros(item, dtype=np.int64), counts)
     _check_apart(selection)
@@ -350,7 +350,7 @@ def _parts_inside(
     first: int,
     layers: tuple[int, int] | None,
     tokens: int | None,
-) -> list[Part]:
+) -> list[CopyPart]:
     blocks = block_ids(section, layout.num_blocks)
     sources = np.array([_source(layout, section.group, item, first + at) for at, item in enumerate(items)])
     pages, leading = page_widths(layout, section.group, layers, tokens)
@@ -359,7 +359,7 @@ def _parts_inside(
     whole = len(blocks) if leading is None else len(blocks) - 1
     cuts = [(0, whole, pages), (whole, len(blocks), leading or pages)]
     return [
-        Part(
+        CopyPart(
             group=section.group,
             first_ref=moved.first_ref,
             widths=moved.widths,

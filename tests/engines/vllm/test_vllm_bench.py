@@ -72,7 +72,7 @@ def test_sessions_come_back_from_host_memory_and_then_from_files(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     sizes = {"host_size": "32MiB", "file_size": "32MiB", "settings": {"gate": False}}
-    plan = vllm_runs.Plan(sessions=8, prompt=150, more=20, answer=8, engine=ENGINE, **sizes)  # type: ignore[arg-type]
+    plan = vllm_runs.SessionPlan(sessions=8, prompt=150, more=20, answer=8, engine=ENGINE, **sizes)  # type: ignore[arg-type]
     cases = {case.name: case for case in vllm_runs.run_sessions(save("llama", tmp_path), tmp_path, plan)}
     times = [f"ttft-{tier}/{share}" for tier in ("host", "file") for share in ("p50", "p95")]
     assert set(cases) == {"zero-reuse", "zero-reuse/cpu", *times, "found-host", "found-file"}
@@ -90,7 +90,7 @@ def test_the_last_of_the_first_turns_come_back_in_their_order() -> None:
         answers = [{"ttft": 0.1, "tokens": [1] * answer, "cached": 0} for _ in prompts[0]]
         return [{"seconds": 1.0, "cpu_seconds": 1.0, "answers": answers}] * 2
 
-    plan = vllm_runs.Plan(sessions=6, prompt=20, more=5, answer=2, engine={})
+    plan = vllm_runs.SessionPlan(sessions=6, prompt=20, more=5, answer=2, engine={})
     sessions, both = vllm_runs.Sessions(plan, {"vocabulary": 999, "longest": 99}, print), SimpleNamespace(ask=ask)
     list(sessions.begin(both))  # type: ignore[arg-type]
     first = [text for batch in asked[1:] for text in batch]
@@ -106,10 +106,10 @@ def test_orders_that_make_no_sense_are_refused(tmp_path: Path) -> None:
             vllm_runs.options_of(text)
     assert vllm_runs.options_of('{"dtype": "float32"}') == {"dtype": "float32"}
     with pytest.raises(BenchError, match=r"nothing/config\.json is not there"):
-        list(vllm_runs.run_sessions(tmp_path / "nothing", tmp_path, vllm_runs.Plan(engine={})))
+        list(vllm_runs.run_sessions(tmp_path / "nothing", tmp_path, vllm_runs.SessionPlan(engine={})))
     (tmp_path / "config.json").write_text('{"model_type": "no such model"}')
     with pytest.raises(BenchError, match="no such model"):  # the end of the engine's output
-        list(vllm_runs.run_sessions(tmp_path, tmp_path, vllm_runs.Plan(engine={})))
+        list(vllm_runs.run_sessions(tmp_path, tmp_path, vllm_runs.SessionPlan(engine={})))
 
 
 def conversations(path: Path, users: int) -> Path:
@@ -159,7 +159,7 @@ def test_where_the_device_kept_all_it_is_said_what_to_do(tmp_path: Path) -> None
 
 def test_a_trace_that_cannot_be_asked_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    plan = vllm_runs.Plan(engine={})
+    plan = vllm_runs.SessionPlan(engine={})
     once = tmp_path / "once.jsonl"
     once.write_text(conversations(tmp_path / "all.jsonl", 1).read_text().splitlines()[0])
     (tmp_path / "bad.jsonl").write_text('{"hash_ids": [1], "input_length": "many"}')

@@ -45,7 +45,7 @@ from longshore.cache.states import FREE, READY
 from longshore.engines.vllm import store as store_module
 from longshore.slabs import Slabs
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
-from longshore.tiers.ops import Batch, check_batch
+from longshore.tiers.ops import OpBatch, check_batch
 
 BLOCKS = 4096
 WINDOW = 40
@@ -64,7 +64,7 @@ class SlowTier(Tier):
         self.slabs, self.image_bytes, self._arena = slabs, image_bytes, arena
         self.at_once = False
         self._records: dict[tuple[int, int], tuple[bytes, int, bytes]] = {}
-        self._queue: list[tuple[Batch, int]] = []
+        self._queue: list[tuple[OpBatch, int]] = []
         self._done: list[TierResult] = []
         self._oldest = self._tickets = 0
 
@@ -72,7 +72,7 @@ class SlowTier(Tier):
         nbytes = self._arena.array.nbytes
         check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=nbytes)
         self._tickets += 1
-        books = Batch(self._tickets, batch, deadline, 0.0)
+        books = OpBatch(self._tickets, batch, deadline, 0.0)
         self._queue += [(books, at) for at in range(len(books.ops))]
         return self._tickets
 
@@ -81,7 +81,7 @@ class SlowTier(Tier):
         for _ in range(min(count, len(self._queue))):
             self._end(*self._queue.pop(-1 if last_first else 0), status)
 
-    def _end(self, batch: Batch, at: int, status: Status) -> None:
+    def _end(self, batch: OpBatch, at: int, status: Status) -> None:
         op = batch.ops[at]
         place, image = (op.pool, op.slot), self._arena.array[op.offset : op.offset + op.length]
         if op.op is Op.WRITE:

@@ -98,7 +98,7 @@ class Host:
         self._say(
             Kind.OPENED,
             wire.pack_opened(
-                wire.Opened(tier.slabs, tier.generation, dict(tier.fallbacks), self._told, found, tier.others())
+                wire.OpenedReply(tier.slabs, tier.generation, dict(tier.fallbacks), self._told, found, tier.others())
             ),
         )
         tier.call_at_end(partial(os.eventfd_write, self._ended, 1))

@@ -248,7 +248,7 @@ class HostedFileTier(Tier):
         process.send(frame(Kind.OPEN, wire.pack_json(order)))
         return process
 
-    def _open_first(self) -> wire.Opened:
+    def _open_first(self) -> wire.OpenedReply:
         """Wait for the first process: it opens the files, or says why it cannot."""
         try:
             process = self._watch.begin()
@@ -275,7 +275,7 @@ class HostedFileTier(Tier):
                 raise TierError(f"invalid message from the tier host: {error}") from error
             raise
 
-    def _note_opened(self, body: bytes, slabs: Slabs | None) -> wire.Opened:
+    def _note_opened(self, body: bytes, slabs: Slabs | None) -> wire.OpenedReply:
         """A process has opened the files: as `slabs`, if it is not the first. `WireError` if that cannot be so."""
         opened = wire.parse_opened(body, OF_FILES)
         sizes = tuple(PAGE + each for each in self.image_bytes)

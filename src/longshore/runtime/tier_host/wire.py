@@ -77,7 +77,7 @@ _MOST = 1 << 40
 """Largest frame in bytes; OPENED lists all chunks."""
 
 
-class Opened(NamedTuple):
+class OpenedReply(NamedTuple):
     """A tier host's tier: as in `Tier`, with the chunks found and the slots with records of other scopes."""
 
     slabs: Slabs
@@ -235,7 +235,7 @@ def parse_result(body: bytes) -> TierResult:
         return TierResult(ticket, tuple(_STATUSES[number] for number in body[_RESULT.size :]), nbytes, seconds, queued)
 
 
-def pack_opened(opened: Opened) -> bytes:
+def pack_opened(opened: OpenedReply) -> bytes:
     """The body of OPENED: a JSON object, followed by a table of the chunks."""
     slabs = opened.slabs
     about = pack_json(
@@ -251,7 +251,7 @@ def pack_opened(opened: Opened) -> bytes:
     return _LENGTH.pack(len(about)) + about + others + _pack_found(opened.found)
 
 
-def parse_opened(body: bytes, known: Iterable[str]) -> Opened:
+def parse_opened(body: bytes, known: Iterable[str]) -> OpenedReply:
     """The content of OPENED; its counts are for the `known` reasons."""
     with checked("OPENED"):
         (length,) = _LENGTH.unpack_from(body)
@@ -270,7 +270,9 @@ def parse_opened(body: bytes, known: Iterable[str]) -> Opened:
                 slabs.check(chunk.pool, chunk.slot)
         except PlanError as error:
             raise WireError(str(error)) from None
-        return Opened(slabs, _whole(about["generation"]), fallbacks, _counts(about["troubles"], known), found, others)
+        return OpenedReply(
+            slabs, _whole(about["generation"]), fallbacks, _counts(about["troubles"], known), found, others
+        )
 
 
 def _whole(number: Any) -> int:

@@ -7,8 +7,8 @@ from functools import partial
 
 from longshore.layout.model import U64, KVLayout
 from longshore.testing.simulated_device.simulation import BlockedError, Mark, SimulatedQueue, Simulation
-from longshore.transfer.batch import Batch
-from longshore.transfer.device.base import Copy, Device, Event, Stream
+from longshore.transfer.batch import CopyBatch
+from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream
 from longshore.transfer.device.cpu import copy_pieces
 from longshore.transfer.plan import Planner
 
@@ -16,7 +16,7 @@ CELL = 8
 """Bytes that are read or written as one; all addresses and sizes must be multiples of it."""
 
 
-class SimulatedEvent(Event):
+class SimulatedEvent(DeviceEvent):
     """A mark; an actor that sees it as passed knows the operations before it."""
 
     def __init__(self, world: Simulation, mark: Mark) -> None:
@@ -42,7 +42,7 @@ class SimulatedCopy(Copy):
         self._event = event
 
     @property
-    def reached(self) -> Event:
+    def reached(self) -> DeviceEvent:
         """Its end."""
         return self._event
 
@@ -75,11 +75,11 @@ class SimulatedDevice(Device):
         """The queue itself."""
         return self._queue(compute)
 
-    def mark(self, compute: object) -> Event:
+    def mark(self, compute: object) -> DeviceEvent:
         """The end of the work submitted to `compute`."""
         return SimulatedEvent(self._world, self._world.mark(self._queue(compute)))
 
-    def hold(self, compute: object, event: Event) -> None:
+    def hold(self, compute: object, event: DeviceEvent) -> None:
         """The next operation of `compute` waits for `event`."""
         if not isinstance(event, SimulatedEvent):
             raise TypeError(f"not an event of this device: {event!r}")
@@ -124,7 +124,7 @@ class SimulatedStream(Stream):
         """Make the current actor the only user."""
         self._user = self._world.actor
 
-    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         """Describe the batch in the next buffer, and submit the copy to the queue."""
         if self._world.actor != self._user:
             raise BlockedError(f"{self._queue.name} belongs to {self._user}, and is used by {self._world.actor}")

@@ -27,8 +27,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 from longshore.errors import LongshoreError
-from longshore.transfer.driver import Driver, Gate
-from longshore.transfer.hazards import Access, Hazards, Ticket
+from longshore.transfer.driver import LaneDriver, WaitCondition
+from longshore.transfer.hazards import Access, Hazards, LanePosition
 
 Clock = dict[str, int]
 
@@ -159,12 +159,12 @@ class SimulatedQueue:
 @dataclass(slots=True)
 class _LaneActor:
     name: str
-    steps: Generator[Gate, None, None]
-    gate: Gate | None = None
+    steps: Generator[WaitCondition, None, None]
+    gate: WaitCondition | None = None
     is_running: bool = False
 
 
-class Simulation(Driver):
+class Simulation(LaneDriver):
     """The scheduler and the checker. Drives one engine."""
 
     def __init__(self, choose: Callable[[int], int]) -> None:
@@ -244,7 +244,7 @@ class Simulation(Driver):
     def notify(self) -> None:
         """No effect: gates are checked at every step."""
 
-    def start(self, name: str, lane: Generator[Gate, None, None], stop: Callable[[], None]) -> None:
+    def start(self, name: str, lane: Generator[WaitCondition, None, None], stop: Callable[[], None]) -> None:
         """Add an actor."""
         self._check_new(name)
         self.lanes.append(_LaneActor(name, lane))
@@ -331,21 +331,21 @@ class WatchedHazards(Hazards):
     """
 
     def __init__(self, hazards: Hazards, world: Simulation) -> None:
-        self.newest: Ticket | None = None
+        self.newest: LanePosition | None = None
         self.waits = 0
         self._inner = hazards
         self._world = world
-        self._told: dict[Ticket, Clock] = {}
+        self._told: dict[LanePosition, Clock] = {}
         self._ends: dict[tuple[int, int], Clock] = {}
 
-    def admit(self, lane: int, accesses: Sequence[Access]) -> Ticket:
+    def admit(self, lane: int, accesses: Sequence[Access]) -> LanePosition:
         """As `Hazards.admit`; the actor that runs the job learns what the submitting actor knows."""
         self.newest = self._inner.admit(lane, accesses)
         self._told[self.newest] = dict(self._world.clock)
         self.waits += not self._inner.is_clear(self.newest)
         return self.newest
 
-    def is_clear(self, ticket: Ticket) -> bool:
+    def is_clear(self, ticket: LanePosition) -> bool:
         """As the engine's own."""
         is_clear = self._inner.is_clear(ticket)
         if is_clear:
@@ -354,12 +354,12 @@ class WatchedHazards(Hazards):
                 self._world.knows(self._ends.get(turn, {}))
         return is_clear
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, ticket: LanePosition) -> None:
         """As the engine's own."""
         self._inner.end(ticket)
         self._ends[ticket.lane, ticket.number] = dict(self._world.clock)
 
-    def learn(self, ticket: Ticket) -> None:
+    def learn(self, ticket: LanePosition) -> None:
         """Record that the current actor was told of the end of `ticket`."""
         self._world.knows(self._ends[ticket.lane, ticket.number])
 

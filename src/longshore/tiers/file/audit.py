@@ -31,7 +31,7 @@ from longshore.slabs import PAGE, align
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import LOCK, SEGMENT, Directory
 from longshore.tiers.file.format import Superblock
-from longshore.tiers.file.index import Index, index_files
+from longshore.tiers.file.index import RecordIndex, index_files
 from longshore.tiers.file.index_format import ENTRY, Entries, fit, one_size_a_slab, pack_entry
 from longshore.tiers.file.recovery import load, places
 from longshore.tiers.file.segment import Staging, make_staging
@@ -205,7 +205,7 @@ class Audit:
     def _index(self, entries: Entries) -> None:
         """Have the index list these records."""
         serial = fmt.sequence(self.superblock.opens, 0)
-        Index(self._directory, self.superblock.geometry, entries, self._epoch, serial).close()
+        RecordIndex(self._directory, self.superblock.geometry, entries, self._epoch, serial).close()
 
     def close(self) -> None:
         """Let others use the directory. Idempotent."""
@@ -332,7 +332,7 @@ _AGES = ((_HOUR, "in the last hour"), (_DAY, "in the last day"), (7 * _DAY, "in 
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class ScopeUsage:
     """The records of one scope.
 
     Attributes:
@@ -352,7 +352,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class SizeUsage:
     """The records of one image size.
 
     Attributes:
@@ -368,7 +368,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Age:
+class AgeUsage:
     """How many records were written when."""
 
     written: str
@@ -401,9 +401,9 @@ class Inspection:
     stale: int
     full: float
     live: bool
-    sizes: tuple[Size, ...]
-    scopes: tuple[Scope, ...]
-    ages: tuple[Age, ...]
+    sizes: tuple[SizeUsage, ...]
+    scopes: tuple[ScopeUsage, ...]
+    ages: tuple[AgeUsage, ...]
 
     def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
@@ -439,15 +439,17 @@ def _from_headers(headers: Iterable[Finding]) -> Entries:
     return np.frombuffer(b"".join(pack_entry(header, 0) for header in whole), ENTRY)
 
 
-def _sizes(entries: Entries, superblock: Superblock) -> tuple[Size, ...]:
+def _sizes(entries: Entries, superblock: Superblock) -> tuple[SizeUsage, ...]:
     geometry, sizes = superblock.geometry, []
     for pool, image_bytes in enumerate(superblock.image_bytes):
         slots = entries["slot"][entries["pool"] == pool]
-        sizes.append(Size(image_bytes, geometry.images[pool], len(np.unique(slots // geometry.stride)), len(slots)))
+        sizes.append(
+            SizeUsage(image_bytes, geometry.images[pool], len(np.unique(slots // geometry.stride)), len(slots))
+        )
     return tuple(sizes)
 
 
-def _scopes(entries: Entries) -> tuple[Scope, ...]:
+def _scopes(entries: Entries) -> tuple[ScopeUsage, ...]:
     """By scope, the largest first."""
     last = entries["scope"][entries["sequence"].argmax()].item().hex() if len(entries) else ""
     names = np.array([scope.hex() for scope in entries["scope"].tolist()], dtype=str)
@@ -455,18 +457,18 @@ def _scopes(entries: Entries) -> tuple[Scope, ...]:
     for name in np.unique(names).tolist():
         own = entries[names == name]
         nbytes, reads = int(own["length"].sum()), int(own["hits"].sum(dtype=np.int64))
-        scopes.append(Scope(name, len(own), nbytes, reads, int(own["written"].max()), name == last))
+        scopes.append(ScopeUsage(name, len(own), nbytes, reads, int(own["written"].max()), name == last))
     return tuple(sorted(scopes, key=lambda scope: (-scope.bytes, scope.scope)))
 
 
-def _ages(entries: Entries, now: float) -> tuple[Age, ...]:
+def _ages(entries: Entries, now: float) -> tuple[AgeUsage, ...]:
     known = entries["written"] > 0
     age = now - entries["written"].astype(np.int64)
     left, ages = known, []
     for limit, name in _AGES:
-        ages.append(Age(name, int((left & (age <= limit)).sum())))
+        ages.append(AgeUsage(name, int((left & (age <= limit)).sum())))
         left = left & (age > limit)
-    ages.append(Age("longer ago", int(left.sum())))
+    ages.append(AgeUsage("longer ago", int(left.sum())))
     if not known.all():
-        ages.append(Age("not known", int((~known).sum())))
+        ages.append(AgeUsage("not known", int((~known).sum())))
     return tuple(ages)

@@ -30,9 +30,9 @@ from longshore.boundary import Status
 from longshore.errors import TierClosedError, TierError
 from longshore.slabs import PAGE
 from longshore.tiers.base import Op, TierOp, TierResult
-from longshore.tiers.file.queue import Piece, Queue, Steps, Task
+from longshore.tiers.file.queue import IoQueue, Piece, Steps, Task
 from longshore.tiers.file.segment import FULL, Segment, Staging
-from longshore.tiers.ops import Batch
+from longshore.tiers.ops import OpBatch
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Executor:
 
     def __init__(
         self,
-        queue: Queue,
+        queue: IoQueue,
         segment: Segment,
         steps: Callable[[Sequence[Order], Staging], Steps[Sequence[Status]]],
         stagings: Sequence[Staging],
@@ -107,7 +107,7 @@ class Executor:
         self._reads: deque[_Task] = deque()
         self._writes: deque[_Task] = deque()
         self._reads_in_a_row = 0
-        self._open: dict[int, Batch] = {}
+        self._open: dict[int, OpBatch] = {}
         self._earliest = math.inf  # no open batch has a deadline before this one
         self._results: list[TierResult] = []
         self._tickets = 0
@@ -134,7 +134,7 @@ class Executor:
             if self._closed:
                 raise TierClosedError("the tier was closed")
             now = time.monotonic()
-            batch = Batch(self._tickets, ops, deadline, now)
+            batch = OpBatch(self._tickets, ops, deadline, now)
             self._tickets += 1
             self._open[batch.ticket] = batch
             self._earliest = min(self._earliest, deadline)
@@ -182,13 +182,13 @@ class Executor:
                     self._end_pending(batch, Status.TIER_OFF)
                 self._queue.wake()
 
-    def _end_pending(self, batch: Batch, status: Status) -> None:
+    def _end_pending(self, batch: OpBatch, status: Status) -> None:
         if batch.end_pending(status, time.monotonic()):
             self._reads = deque(task for task in self._reads if task.pending)
             self._writes = deque(task for task in self._writes if task.pending)
             self._settle(batch)
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: OpBatch) -> None:
         """Report `batch` if it has ended."""
         if batch.ended:
             del self._open[batch.ticket]
@@ -342,7 +342,7 @@ class _Task:
     staging: Staging
     steps: Steps[Sequence[Status]]
 
-    def __init__(self, batch: Batch, at: Task, first: int) -> None:
+    def __init__(self, batch: OpBatch, at: Task, first: int) -> None:
         self.batch = batch
         self.at = at
         self._first = first

@@ -99,7 +99,7 @@ class Wanted(NamedTuple):
     length: int
 
 
-class Verdict(NamedTuple):
+class HeaderCheck(NamedTuple):
     """What `judge` thinks of a header page; what it says of the payload means something only when `status` is OK."""
 
     status: Status
@@ -155,16 +155,16 @@ def parse_header(page: bytes) -> RecordHeader:
     return RecordHeader(key, before, scope, slot, generation, length, written, payload, pool, algorithm)
 
 
-def judge(page: bytes, wanted: Wanted) -> Verdict:
+def judge(page: bytes, wanted: Wanted) -> HeaderCheck:
     """Whether the image behind `page` is the one that was `wanted`; its bytes are still to be verified."""
     if is_empty(page):
-        return Verdict(Status.MISMATCH)
+        return HeaderCheck(Status.MISMATCH)
     try:
         header = parse_header(page)
     except FormatError:
-        return Verdict(Status.CORRUPT)
+        return HeaderCheck(Status.CORRUPT)
     found = (header.key, header.scope, header.slot, header.pool, header.generation, header.length)
-    return Verdict(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum, header.algorithm)
+    return HeaderCheck(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum, header.algorithm)
 
 
 def pack_superblock(superblock: Superblock) -> bytes:

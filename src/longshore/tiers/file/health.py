@@ -29,7 +29,7 @@ _WRONG = (*((Op.READ, each) for each in _UNREADABLE), (Op.WRITE, Status.IO_ERROR
 """What can go wrong with an operation that was tried."""
 
 
-class State(enum.Enum):
+class TierState(enum.Enum):
     """What a file tier still does."""
 
     ON = "on"
@@ -39,7 +39,7 @@ class State(enum.Enum):
 
 TROUBLES = (
     *(f"{op.value}_{status.value}" for op, status in _WRONG),
-    *(state.value for state in (State.READ_ONLY, State.OFF)),
+    *(state.value for state in (TierState.READ_ONLY, TierState.OFF)),
     "checkpoint",
 )
 """All that `FileTier.troubles` counts."""
@@ -53,20 +53,20 @@ class Health:
     """
 
     def __init__(self, name: str) -> None:
-        self.state = State.ON
+        self.state = TierState.ON
         self._name = name
         self._failures = dict.fromkeys(Op, 0)
         self._wrong: Counter[tuple[Op, Status]] = Counter()
 
     def allows(self, op: Op) -> bool:
         """Whether operations of this kind may be tried."""
-        return self.state is State.ON or (self.state is State.READ_ONLY and op is Op.READ)
+        return self.state is TierState.ON or (self.state is TierState.READ_ONLY and op is Op.READ)
 
     @property
     def troubles(self) -> dict[str, int]:
         """How often each thing went wrong, whether the tier is read-only, and whether it is off."""
         wrong = {f"{op.value}_{status.value}": self._wrong[op, status] for op, status in _WRONG}
-        return {**wrong, **{state.value: int(state is self.state) for state in (State.READ_ONLY, State.OFF)}}
+        return {**wrong, **{state.value: int(state is self.state) for state in (TierState.READ_ONLY, TierState.OFF)}}
 
     def note(self, op: Op, statuses: Sequence[Status]) -> None:
         """Some were tried, one after the other, and ended so."""
@@ -77,7 +77,7 @@ class Health:
                 self._wrong[op, status] += 1
             self._failures[op] = self._failures[op] + 1 if status in _FAILED else 0
             if self._failures[op] >= PATIENCE and self.allows(op):
-                self.state = State.OFF if op is Op.READ else State.READ_ONLY
+                self.state = TierState.OFF if op is Op.READ else TierState.READ_ONLY
                 _log.error(
                     "file tier %s is %s until the engine is restarted; check the disk: %d %ss in a row failed, the "
                     "last with %s",

@@ -81,7 +81,7 @@ def _room(slots: int) -> int:
     return slots + notes_for(slots)
 
 
-class Index:
+class RecordIndex:
     """The index of the slots of `slabs` in `directory`, where room is reserved for its files. Thread-safe.
 
     It begins with `entries`, least recently used first, which are on the medium, as checkpoint `epoch`, when this
@@ -382,7 +382,7 @@ class Checkpointer:
         failures: Checkpoints that could not be written. The index goes on without: a restart may know less.
     """
 
-    def __init__(self, index: Index, name: str) -> None:
+    def __init__(self, index: RecordIndex, name: str) -> None:
         self.failures = 0
         self._index = index
         self._name = name

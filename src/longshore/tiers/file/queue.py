@@ -73,7 +73,7 @@ Steps = Generator[Move, list[Status], T]
 """Yields what is to be moved, is sent how that ended, piece by piece, and returns what it was for."""
 
 
-class Queue(Protocol):
+class IoQueue(Protocol):
     """Moves pieces of one file, for one thread; only `wake` may be called by others."""
 
     def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
@@ -117,25 +117,25 @@ class ThreadQueue:
                 raise TierError(f"expected {threads} threads, the system gave {started}: {error}") from error
 
     def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """As `Queue.submit`."""
+        """As `IoQueue.submit`."""
         numbers = [next(self._numbers) for _ in pieces]
         for number, piece in zip(numbers, pieces, strict=True):
             self._submitted.put((number, piece, writing))
         return numbers
 
     def reap(self) -> list[tuple[int, int]]:
-        """As `Queue.reap`."""
+        """As `IoQueue.reap`."""
         ended = [self._ended.get()]
         while not self._ended.empty():
             ended.append(self._ended.get())
         return [each for each in ended if each is not None]
 
     def wake(self) -> None:
-        """As `Queue.wake`."""
+        """As `IoQueue.wake`."""
         self._ended.put(None)
 
     def close(self) -> None:
-        """As `Queue.close`."""
+        """As `IoQueue.close`."""
         alive = [thread for thread in self._threads if thread.is_alive()]  # none, in a forked child
         for _ in alive:
             self._submitted.put(None)

@@ -32,7 +32,7 @@ from longshore.slabs import PAGE, Slabs
 from longshore.tiers.file import format as records
 from longshore.tiers.file import index_format as fmt
 from longshore.tiers.file.directory import SEGMENT, Directory
-from longshore.tiers.file.index import Index, checkpoint_name, index_files, journal_name
+from longshore.tiers.file.index import RecordIndex, checkpoint_name, index_files, journal_name
 from longshore.tiers.file.index_format import ENTRY, Entries, Notes, pack_entry
 from longshore.tiers.file.segment import Segment
 from longshore.tiers.file.superblock import FILES, Superblocks
@@ -202,13 +202,13 @@ _ENOUGH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenFiles:
     """The files of a tier, open."""
 
     superblock: records.Superblock
     superblocks: Superblocks
     segment: Segment
-    index: Index
+    index: RecordIndex
 
 
 def capacity_for(slots: int, image_bytes: int) -> int:
@@ -245,7 +245,7 @@ def slabs_within(capacity: int, image_bytes: Sequence[int], slab_bytes: int | No
     return replace(slabs, slabs=few)
 
 
-def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) -> Opened:
+def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) -> OpenFiles:
     """Open the files in `directory` for images of `image_bytes`, and keep what they hold of that."""
     superblocks = Superblocks(directory)
     before = superblocks.read()
@@ -266,12 +266,12 @@ def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) 
         superblocks.open()
         superblocks.write(superblock)
         entries, epoch = recover(directory, segment, superblock, held)
-        index = Index(directory, slabs, entries, epoch, records.sequence(superblock.opens, 0))
+        index = RecordIndex(directory, slabs, entries, epoch, records.sequence(superblock.opens, 0))
         undo.callback(index.close)
         for name, nbytes in {**files, SEGMENT: slabs.nbytes}.items():
             directory.trim(name, nbytes)
         undo.pop_all()
-    return Opened(superblock, superblocks, segment, index)
+    return OpenFiles(superblock, superblocks, segment, index)
 
 
 def _next_superblock(

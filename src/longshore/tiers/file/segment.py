@@ -22,8 +22,8 @@ from longshore.slabs import PAGE, align
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.directory import SEGMENT, Directory
-from longshore.tiers.file.format import Verdict
-from longshore.tiers.file.queue import Piece, Queue, Steps, move_records
+from longshore.tiers.file.format import HeaderCheck
+from longshore.tiers.file.queue import IoQueue, Piece, Steps, move_records
 from longshore.tiers.file.system import read_into
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -51,7 +51,7 @@ class Segment:
             self._io.close(self.fd)
             raise TierError(f"{self._path}: cannot be used: {error.strerror}") from error
 
-    def open_queue(self, pieces: int, buffers: int) -> Queue | None:
+    def open_queue(self, pieces: int, buffers: int) -> IoQueue | None:
         """The system's asynchronous I/O, for so many pieces of so many buffers; `None` where it has none."""
         try:
             return self._io.open_queue(self.fd, pieces, buffers) if self.direct else None
@@ -122,7 +122,7 @@ def make_staging(image_bytes: int, records: int = 1) -> Staging:
 class Verifier(NamedTuple):
     """What a read asks about a record that has arrived: of its header, by its position, and of the image's checksum."""
 
-    judge: Callable[[int], Verdict]
+    judge: Callable[[int], HeaderCheck]
     is_intact: Callable[[int, int], bool]
 
 

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from longshore.slabs import PAGE
 from longshore.tiers.file import aio
-from longshore.tiers.file.queue import Queue
+from longshore.tiers.file.queue import IoQueue
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class RawIo(Protocol):
     def enable_direct(self, fd: int, /) -> bool:
         """Switch `fd` to direct I/O; whether it can."""
 
-    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> IoQueue | None:
         """For a file with direct I/O, and so many pieces of so many buffers; `None` where there is none."""
 
     def drop_cache(self, fd: int, offset: int, nbytes: int, /) -> None:
@@ -159,7 +159,7 @@ class SystemIo:
             return False
         return True
 
-    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> Queue | None:
+    def open_queue(self, fd: int, pieces: int, buffers: int, /) -> IoQueue | None:
         """Linux's asynchronous I/O; `None` on other systems, `OSError` where it is refused."""
         return aio.open_queue(fd, pieces, buffers)
 

@@ -24,10 +24,10 @@ from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.executor import WINDOW_TASKS, Executor, Order
-from longshore.tiers.file.health import Health, State
+from longshore.tiers.file.health import Health, TierState
 from longshore.tiers.file.index import Checkpointer
 from longshore.tiers.file.index_format import Entries
-from longshore.tiers.file.queue import TASK_RECORDS, Queue, Steps, ThreadQueue, coalesce
+from longshore.tiers.file.queue import TASK_RECORDS, IoQueue, Steps, ThreadQueue, coalesce
 from longshore.tiers.file.recovery import open_files, slabs_within
 from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, Verifier, make_staging
 from longshore.tiers.file.system import RawIo
@@ -84,7 +84,7 @@ class FileTier(Tier):
         self.image_bytes = sizes
         self._scope = scope
         self._closed = False
-        self._aio: Queue | None = None
+        self._aio: IoQueue | None = None
         self._health = Health(str(directory))
         with contextlib.ExitStack() as resources:
             self._directory = Directory(directory, io)
@@ -128,7 +128,7 @@ class FileTier(Tier):
         return self._superblock.generation
 
     @property
-    def state(self) -> State:
+    def state(self) -> TierState:
         """Whether the tier is on, or its disk has failed so often that it is read-only, or off."""
         return self._health.state
 
@@ -367,10 +367,10 @@ class FileTier(Tier):
         return statuses
 
     def _read(self, ops: Sequence[TierOp], staging: Staging) -> Steps[list[Status]]:
-        def judge(at: int) -> fmt.Verdict:
+        def judge(at: int) -> fmt.HeaderCheck:
             op = ops[at]
             if not self._index.is_given(op.slot, op.pool):
-                return fmt.Verdict(Status.MISMATCH)
+                return fmt.HeaderCheck(Status.MISMATCH)
             wanted = fmt.Wanted(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
             return fmt.judge(bytes(staging.headers[at]), wanted)
 

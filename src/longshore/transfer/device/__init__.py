@@ -14,10 +14,10 @@ from pathlib import Path
 
 from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
-from longshore.transfer.device.base import Device, Event, Stream
+from longshore.transfer.device.base import Device, DeviceEvent, Stream
 from longshore.transfer.device.cpu import CpuDevice
 
-__all__ = ["CpuDevice", "Device", "Event", "Stream", "device_for"]
+__all__ = ["CpuDevice", "Device", "DeviceEvent", "Stream", "device_for"]
 
 _log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ import numpy.typing as npt
 
 from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
-from longshore.transfer.batch import Batch
+from longshore.transfer.batch import CopyBatch
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the order of work on a device. Opaque except to the device that made it."""
 
     def passed(self) -> bool:
@@ -78,7 +78,7 @@ class Copy(Protocol):
     """A batch submitted to the device."""
 
     @property
-    def reached(self) -> Event:
+    def reached(self) -> DeviceEvent:
         """The point after which other work may use the device memory of the batch."""
 
     def passed(self) -> bool:
@@ -105,7 +105,7 @@ class Stream(ABC):
         """Bind the stream to the calling thread. Called once, before any other method."""
 
     @abstractmethod
-    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         """Submit `batch` to the device, to be copied after the points `after` and all earlier copies.
 
         May return earlier. May raise errors of the device; part of the batch may then be in flight, and `drain` is
@@ -132,7 +132,7 @@ class Device(ABC):
     def stream(self, layout: KVLayout, into: str) -> Stream:
         """A stream for copies of `layout` into the tier `into`. Allocates all its resources.
 
-        Copies into the device are from the host, or, with `Batch.inside`, from other blocks of the device.
+        Copies into the device are from the host, or, with `CopyBatch.inside`, from other blocks of the device.
         """
 
     def resolve(self, compute: object) -> object:
@@ -140,11 +140,11 @@ class Device(ABC):
         return compute
 
     @abstractmethod
-    def mark(self, compute: object) -> Event:
+    def mark(self, compute: object) -> DeviceEvent:
         """The point after all work submitted to `compute` so far."""
 
     @abstractmethod
-    def hold(self, compute: object, event: Event) -> None:
+    def hold(self, compute: object, event: DeviceEvent) -> None:
         """Make work submitted to `compute` from now on wait for `event`."""
 
     def reach(self, in_one_piece: InOnePiece) -> None:  # noqa: B027 - most devices need not know

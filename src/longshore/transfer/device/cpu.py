@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 from longshore.checksums import mix64
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.batch import Batch
-from longshore.transfer.device.base import Copy, Device, Event, Stream
+from longshore.transfer.batch import CopyBatch
+from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream
 from longshore.transfer.plan import Planner
 
 SMALL = 4096
@@ -43,14 +43,14 @@ _SHORTEST_RUN = 64 << 10  # average bytes, for which a call of numpy's pays
 _STAGE = 256 << 10  # bytes that small pieces pass through at a time; fits a second-level cache
 
 
-class _Done(Event, Copy):
+class _Done(DeviceEvent, Copy):
     """A point that has passed, a copy that has finished: on the CPU, work ends when the call that does it returns."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
 
     @property
-    def reached(self) -> Event:
+    def reached(self) -> DeviceEvent:
         return self
 
     def passed(self) -> bool:
@@ -70,11 +70,11 @@ class CpuDevice(Device):
         """A stream that copies in the calling thread."""
         return CpuStream()
 
-    def mark(self, compute: object) -> Event:
+    def mark(self, compute: object) -> DeviceEvent:
         """A passed point."""
         return _Done()
 
-    def hold(self, compute: object, event: Event) -> None:
+    def hold(self, compute: object, event: DeviceEvent) -> None:
         """Wait in the calling thread."""
         event.wait()
 
@@ -129,7 +129,7 @@ class CpuStream(Stream):
     def bind(self) -> None:
         """Nothing to do."""
 
-    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         """Wait for `after`, then copy `batch`, now."""
         for event in after:
             event.wait()
@@ -178,11 +178,11 @@ def _copy_medium(source: U64, destination: U64, size: U64) -> bool:
         return False
     counts = (size // np.uint64(word)).astype(np.int64)
     index = _spread((offsets // np.uint64(word)).astype(np.int64), counts)
-    words = np.asarray(_Memory(int(first), int(index.max()) + 1, word, step=word))
+    words = np.asarray(_ByteArray(int(first), int(index.max()) + 1, word, step=word))
     before = np.cumsum(counts) - counts
     starts = before[runs].tolist()
     low = int(dense.min())
-    memory = np.asarray(_Memory(low, int(dense.max()) - low + int(size.max()), 1))
+    memory = np.asarray(_ByteArray(low, int(dense.max()) - low + int(size.max()), 1))
     element = words.dtype
     begins = (dense[runs] - np.uint64(low)).tolist()
     for start, stop, begin in zip(starts, [*starts[1:], len(index)], begins, strict=True):
@@ -215,7 +215,7 @@ def _copy_small(source: U64, destination: U64, width: int) -> None:
         written[write_at[now]] = read[read_at[now]]
 
 
-class _Memory:
+class _ByteArray:
     """Memory from `address` on as elements of `width` bytes, one starting every `step` bytes, for `np.asarray`."""
 
     def __init__(self, address: int, length: int, width: int, step: int = 1) -> None:
@@ -232,4 +232,4 @@ def _bytewise(addresses: U64, width: int) -> tuple[npt.NDArray[Any], npt.NDArray
     """A view of the memory around `addresses`, and the index of each of them in it."""
     first = int(addresses.min())
     offsets = (addresses - np.uint64(first)).astype(np.int64)
-    return np.asarray(_Memory(first, int(offsets.max()) + 1, width)), offsets
+    return np.asarray(_ByteArray(first, int(offsets.max()) + 1, width)), offsets

@@ -23,9 +23,9 @@ import torch
 from longshore.boundary import HOST
 from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout, PageRef
-from longshore.transfer.batch import I64, Batch, Part
+from longshore.transfer.batch import I64, CopyBatch, CopyPart
 from longshore.transfer.device.accelerator import Accelerator, Events, Fallbacks, Point, pinned_or_pageable
-from longshore.transfer.device.base import Copy, Device, Event, Stream
+from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream
 from longshore.transfer.device.cpu import copy_pieces
 from longshore.transfer.plan import Pieces, host_addresses, merge
 
@@ -63,11 +63,11 @@ class TorchDevice(Device):
         """The stream itself."""
         return self._compute(compute)
 
-    def mark(self, compute: object) -> Event:
+    def mark(self, compute: object) -> DeviceEvent:
         """An event on the compute stream."""
         return self._events.record(self._compute(compute))
 
-    def hold(self, compute: object, event: Event) -> None:
+    def hold(self, compute: object, event: DeviceEvent) -> None:
         """The compute stream waits for `event`; the calling thread does not."""
         cast(Point, event).hold(self._compute(compute))
 
@@ -112,8 +112,8 @@ class _Stage:
         self.host, self._host_ids = _apart(host, ids)
         self.device, self._device_ids = _apart(device, ids)
         self.used: Point | None = None
-        self.pending: tuple[Batch, Part] | None = None
-        self.of: _Through | None = None
+        self.pending: tuple[CopyBatch, CopyPart] | None = None
+        self.of: _StagedCopy | None = None
 
     def on_device(self, *blocks: I64) -> list[torch.Tensor]:
         """Ids of blocks, each int64 of shape `(blocks,)`, on the device.
@@ -137,7 +137,7 @@ def _apart(memory: torch.Tensor, ids: int) -> tuple[torch.Tensor, torch.Tensor]:
     return memory[:end], memory[end:].view(torch.int64).view(2, ids)
 
 
-class _Through(Copy):
+class _StagedCopy(Copy):
     """A batch that went, or goes, through the stages."""
 
     def __init__(self, stream: StagedStream, begun: Point, ended: Point) -> None:
@@ -146,7 +146,7 @@ class _Through(Copy):
         self.ended = ended
 
     @property
-    def reached(self) -> Event:
+    def reached(self) -> DeviceEvent:
         """The point after the last gather or scatter."""
         return self.ended
 
@@ -195,7 +195,7 @@ class StagedStream(Stream):
         """Make this stream current in the calling thread."""
         self._accelerator.use(self._stream)
 
-    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         """Copy `batch` through the stages; the stream waits for `after`, the calling thread does not."""
         if batch.generation != batch.layout.generation:
             raise FreedLayoutError(
@@ -206,7 +206,7 @@ class StagedStream(Stream):
         begun = self._record()
         try:
             sent = [self._send_part(batch, piece) for part in batch.parts for piece in self._pieces(part)]
-            copy = _Through(self, begun, self._record())
+            copy = _StagedCopy(self, begun, self._record())
         except BaseException:
             self._events.release(begun)
             raise
@@ -214,7 +214,7 @@ class StagedStream(Stream):
             stage.of = copy
         return copy
 
-    def finish(self, copy: _Through) -> float:
+    def finish(self, copy: _StagedCopy) -> float:
         """Copy the remaining data of `copy` from the stages to the images, and wait for it."""
         try:
             for stage in self._by_age():
@@ -241,12 +241,12 @@ class StagedStream(Stream):
     def _record(self) -> Point:
         return self._events.record(self._stream, keep=True)
 
-    def _pieces(self, part: Part) -> Iterator[Part]:
+    def _pieces(self, part: CopyPart) -> Iterator[CopyPart]:
         """`part` in parts that a stage has room for."""
         most = max(1, self._most_blocks // part.blocks.shape[1]) * part.chunk_bytes
         return part.cut(min(self._piece_bytes, most))
 
-    def _send_part(self, batch: Batch, part: Part) -> _Stage:
+    def _send_part(self, batch: CopyBatch, part: CopyPart) -> _Stage:
         self._turn = 1 - self._turn
         stage = self._stages[self._turn]
         if part.sources is None:
@@ -256,10 +256,10 @@ class StagedStream(Stream):
         return stage
 
     @abstractmethod
-    def _send(self, batch: Batch, part: Part, stage: _Stage) -> None:
+    def _send(self, batch: CopyBatch, part: CopyPart, stage: _Stage) -> None:
         """Give the copy of `part` through `stage` to the stream."""
 
-    def _send_inside(self, batch: Batch, part: Part, sources: I64, stage: _Stage) -> None:
+    def _send_inside(self, batch: CopyBatch, part: CopyPart, sources: I64, stage: _Stage) -> None:
         """From block to block through the device's side of `stage`, which earlier work on the stream has left."""
         read, written = stage.on_device(sources, part.blocks)
         _gather(batch.layout, part, read, stage)
@@ -279,7 +279,7 @@ class StagedStream(Stream):
 
 
 class _Offload(StagedStream):
-    def _send(self, batch: Batch, part: Part, stage: _Stage) -> None:
+    def _send(self, batch: CopyBatch, part: CopyPart, stage: _Stage) -> None:
         self._empty(stage)
         (blocks,) = stage.on_device(part.blocks)
         _gather(batch.layout, part, blocks, stage)
@@ -299,7 +299,7 @@ class _Offload(StagedStream):
 
 
 class _Onboard(StagedStream):
-    def _send(self, batch: Batch, part: Part, stage: _Stage) -> None:
+    def _send(self, batch: CopyBatch, part: CopyPart, stage: _Stage) -> None:
         if stage.used is not None:
             stage.used.wait()  # the link may still be reading the host side
         pieces = _through(stage, batch, part)
@@ -311,13 +311,13 @@ class _Onboard(StagedStream):
         self._use(stage)
 
 
-def _gather(layout: KVLayout, part: Part, blocks: torch.Tensor, stage: _Stage) -> None:
+def _gather(layout: KVLayout, part: CopyPart, blocks: torch.Tensor, stage: _Stage) -> None:
     """The pages of `blocks` into the device's side of `stage`."""
     for pages, region in zip(_pages(layout, part), _regions(part).offsets, strict=True):
         torch.index_select(pages, 0, blocks, out=_rows(stage.device, region, len(blocks), pages))
 
 
-def _scatter(layout: KVLayout, part: Part, blocks: torch.Tensor, stage: _Stage) -> None:
+def _scatter(layout: KVLayout, part: CopyPart, blocks: torch.Tensor, stage: _Stage) -> None:
     """The device's side of `stage` into the pages of `blocks`."""
     for pages, region in zip(_pages(layout, part), _regions(part).offsets, strict=True):
         pages.index_copy_(0, blocks, _rows(stage.device, region, len(blocks), pages))
@@ -330,14 +330,14 @@ class _Regions(NamedTuple):
     end: int
 
 
-def _regions(part: Part) -> _Regions:
+def _regions(part: CopyPart) -> _Regions:
     sizes = part.widths.astype(np.int64) * part.blocks.size
     aligned = -(-sizes // _ALIGNMENT) * _ALIGNMENT
     ends = np.cumsum(aligned)
     return _Regions((ends - aligned).tolist(), int(ends[-1]))
 
 
-def _through(stage: _Stage, batch: Batch, part: Part) -> Pieces:
+def _through(stage: _Stage, batch: CopyBatch, part: CopyPart) -> Pieces:
     """The copies between the host side of `stage` (as `device`) and the images."""
     chunks, subs = part.blocks.shape
     rows = np.arange(chunks * subs, dtype=np.uint64).reshape(chunks, 1, subs)
@@ -349,7 +349,7 @@ def _through(stage: _Stage, batch: Batch, part: Part) -> Pieces:
     return merge(Pieces(staged.reshape(-1), images.reshape(-1), sizes.reshape(-1)))
 
 
-def _pages(layout: KVLayout, part: Part) -> list[torch.Tensor]:
+def _pages(layout: KVLayout, part: CopyPart) -> list[torch.Tensor]:
     """For each reference that moves, its pages as `(num_blocks, words)` in the widest words that fit."""
     refs = layout.refs(part.group, split=part.split)[part.refs]
     widths = part.widths.tolist()

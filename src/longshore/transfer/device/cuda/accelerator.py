@@ -9,7 +9,7 @@ import torch
 
 from longshore.transfer.device.accelerator import Accelerator
 from longshore.transfer.device.cuda.driver import Driver
-from longshore.transfer.device.cuda.runs import Shape
+from longshore.transfer.device.cuda.runs import KernelShape
 
 
 class CudaAccelerator(Accelerator):
@@ -84,7 +84,7 @@ class CudaAccelerator(Accelerator):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def prepare(self, shape: Shape) -> None:
+    def prepare(self, shape: KernelShape) -> None:
         """Compile the kernels for `shape`, unless they are compiled."""
         from longshore.transfer.device.cuda import kernels  # noqa: PLC0415 - Triton is optional
 
@@ -93,19 +93,19 @@ class CudaAccelerator(Accelerator):
             for move in (kernels.gather, kernels.scatter, kernels.shift):
                 move(none, none, none, shape._replace(chunks=0))
 
-    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
         """`kernels.gather`."""
         from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
 
         kernels.gather(blocks, rows, table, shape)
 
-    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
         """`kernels.scatter`."""
         from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
 
         kernels.scatter(blocks, rows, table, shape)
 
-    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
         """`kernels.shift`."""
         from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.layout.model import KVGroup, KVLayout, PageRef
-from longshore.transfer.batch import Batch
-from longshore.transfer.device.cuda.chooser import Load, Sample, Way
+from longshore.transfer.batch import CopyBatch
+from longshore.transfer.device.cuda.chooser import CopyShape, Sample, Way
 from longshore.transfer.device.cuda.driver import RELAXED
-from longshore.transfer.device.cuda.resources import Paths
+from longshore.transfer.device.cuda.resources import CopyStreams
 from longshore.transfer.device.cuda.streams import CudaStream, Tools
 from longshore.transfer.selection import select
 
@@ -56,12 +56,12 @@ class Always:
     def __init__(self, way: Way) -> None:
         self.way = way
 
-    def choose(self, load: Load, ways: Collection[Way]) -> Way:
+    def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
         """That one."""
         return self.way
 
 
-class Pages:
+class SamplePages:
     """Pages of one size on the device, images for them in pinned memory, and batches between them."""
 
     def __init__(self, tools: Tools, page_bytes: int, total_bytes: int) -> None:
@@ -76,7 +76,7 @@ class Pages:
         random.Random(page_bytes).shuffle(order)  # noqa: S311 - no secret
         self._order = tuple(order)
 
-    def batch(self, into: str, nbytes: int) -> Batch:
+    def batch(self, into: str, nbytes: int) -> CopyBatch:
         """About `nbytes` of scattered pages, at least one block."""
         count = min(self.blocks, max(1, nbytes // self.layout.groups[0].block_bytes))
         return select(
@@ -98,10 +98,10 @@ def measure(tools: Tools, staging_bytes: int, effort: Effort) -> Mapping[str, Ma
     curves: dict[str, dict[Way, list[Sample]]] = {into: {way: [] for way in tools.ways} for into in (HOST, DEVICE)}
     accelerator, driver = tools.accelerator, tools.driver
     with accelerator.as_current():
-        paths = Paths(accelerator, driver, tools.fallbacks, staging_bytes, max(effort.sizes))
+        paths = CopyStreams(accelerator, driver, tools.fallbacks, staging_bytes, max(effort.sizes))
         try:
             for size in effort.sizes:
-                pages = Pages(tools, size, effort.large)
+                pages = SamplePages(tools, size, effort.large)
                 for into, ways in curves.items():
                     for way, samples in ways.items():
                         samples.append(_sample(tools, paths, pages, into, way, effort))
@@ -117,7 +117,7 @@ def everything(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np
     return np.ones(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
 
 
-def _sample(tools: Tools, paths: Paths, pages: Pages, into: str, way: Way, effort: Effort) -> Sample:
+def _sample(tools: Tools, paths: CopyStreams, pages: SamplePages, into: str, way: Way, effort: Effort) -> Sample:
     small, large = pages.batch(into, effort.small), pages.batch(into, effort.large)
     size = pages.layout.groups[0].refs[0].page_bytes
     stream = CudaStream(tools, pages.layout, into, Always(way), everything, 0, paths=paths)

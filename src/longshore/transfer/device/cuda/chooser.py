@@ -35,7 +35,7 @@ class Way(StrEnum):
     ZERO_COPY = "zero_copy"
 
 
-class Load(NamedTuple):
+class CopyShape(NamedTuple):
     """What is to be copied.
 
     Attributes:
@@ -56,7 +56,7 @@ class Load(NamedTuple):
 class Chooses(Protocol):
     """Chooses the way of copying a batch."""
 
-    def choose(self, load: Load, ways: Collection[Way]) -> Way:
+    def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
         """One of `ways`, of which there is at least one."""
 
 
@@ -84,7 +84,7 @@ class Calibration:
     curves: Mapping[str, Mapping[Way, tuple[Sample, ...]]]
     link: str = _UNKNOWN
 
-    def seconds(self, load: Load, way: Way) -> float:
+    def seconds(self, load: CopyShape, way: Way) -> float:
         """An estimate for `load` by `way`; infinite for a way that was not measured."""
         if way is Way.DIRECT:
             fixed, per_byte = self._at(load.into, way, load.nbytes / load.pieces)
@@ -94,7 +94,7 @@ class Calibration:
             per_byte = max(per_byte, self._at(load.into, Way.DIRECT, load.nbytes / load.runs)[1])
         return fixed + per_byte * load.nbytes
 
-    def choose(self, load: Load, ways: Collection[Way]) -> Way:
+    def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
         """The fastest of `ways`."""
         return min(ways, key=lambda way: self.seconds(load, way))
 
@@ -104,7 +104,7 @@ class Calibration:
         found: list[tuple[int, Way]] = []
         for size in sizes:
             pages = max(1, nbytes // size)
-            best = self.choose(Load(into, pages * size, pages, pages, 1), tuple(self.curves[into]))
+            best = self.choose(CopyShape(into, pages * size, pages, pages, 1), tuple(self.curves[into]))
             if not found or found[-1][1] is not best:
                 found.append((size, best))
         return found

@@ -15,13 +15,13 @@ import torch
 from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.accelerator import Events, Fallbacks, Point
-from longshore.transfer.device.base import Device, Event, InOnePiece, Stream
+from longshore.transfer.device.base import Device, DeviceEvent, InOnePiece, Stream
 from longshore.transfer.device.cuda import calibrate, chooser, driver
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.chooser import Calibration, Chooses, Way
 from longshore.transfer.device.cuda.driver import RELAXED, Driver
 from longshore.transfer.device.cuda.resources import Kernels
-from longshore.transfer.device.cuda.runs import Shape
+from longshore.transfer.device.cuda.runs import KernelShape
 from longshore.transfer.device.cuda.streams import CudaStream, Tools
 from longshore.transfer.device.torch_streams import with_index
 
@@ -227,11 +227,11 @@ class CudaDevice(Device):
         """The stream, by torch's class for CUDA."""
         return self._compute(compute)
 
-    def mark(self, compute: object) -> Event:
+    def mark(self, compute: object) -> DeviceEvent:
         """An event on the compute stream."""
         return self._tools.events.record(self._compute(compute))
 
-    def hold(self, compute: object, event: Event) -> None:
+    def hold(self, compute: object, event: DeviceEvent) -> None:
         """The compute stream waits for `event`; the calling thread does not."""
         cast(Point, event).hold(self._compute(compute))
 
@@ -254,7 +254,7 @@ class CudaDevice(Device):
 
     def _has_kernels(self) -> bool:
         """Whether one can be compiled, which is tried."""
-        return self._tools.kernels.prepare([Shape.of(1, 1, 1, widest=16, alignment=16, tail=False)])
+        return self._tools.kernels.prepare([KernelShape.of(1, 1, 1, widest=16, alignment=16, tail=False)])
 
     def _compute(self, compute: object) -> torch.Stream:
         if compute is None:

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from longshore import checksums
-from longshore.transfer.device.cuda.runs import COLUMNS, Shape
+from longshore.transfer.device.cuda.runs import COLUMNS, KernelShape
 
 PROGRAMS = 16
 """Programs of a kernel, one per multiprocessor; about 12 saturate the link."""
@@ -160,7 +160,7 @@ def shift_kernel(
         _shift_some(start, blocks, sources, table, total, refs, subs, segments, WORD, SPAN, PIECES, TAIL)
 
 
-def gather(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+def gather(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
     """Pages into rows, on the calling thread's current stream.
 
     Args:
@@ -172,29 +172,29 @@ def gather(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape:
     _launch(gather_kernel, (blocks, rows, table), shape)
 
 
-def gather_reference(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+def gather_reference(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
     """As `gather`, page by page."""
     for page, place, width in _pages(blocks, rows, table, shape):
         _memory(place, width).copy_(_memory(page, width))
 
 
-def scatter(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+def scatter(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
     """Rows into pages; arguments as for `gather`. No block may be named twice."""
     _launch(scatter_kernel, (blocks, rows, table), shape)
 
 
-def scatter_reference(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+def scatter_reference(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
     """As `scatter`, page by page."""
     for page, place, width in _pages(blocks, rows, table, shape):
         _memory(page, width).copy_(_memory(place, width))
 
 
-def shift(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+def shift(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
     """Pages of `sources` into those of `blocks`, which are as many and none of them; arguments as for `gather`."""
     _launch(shift_kernel, (blocks, sources, table), shape)
 
 
-def shift_reference(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: Shape) -> None:
+def shift_reference(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
     """As `shift`, page by page."""
     rows = torch.zeros(shape.chunks, dtype=torch.int64)
     written, read = _pages(blocks, rows, table, shape), _pages(sources, rows, table, shape)
@@ -202,19 +202,21 @@ def shift_reference(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Te
         _memory(to, width).copy_(_memory(at, width))
 
 
-def constants(shape: Shape) -> dict[str, Any]:
+def constants(shape: KernelShape) -> dict[str, Any]:
     """The compile-time constants of a kernel."""
     return {"WORD": shape.word, "SPAN": shape.span, "PIECES": shape.rows_at_once, "TAIL": shape.tail}
 
 
-def _launch(kernel: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: Shape) -> None:
+def _launch(kernel: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: KernelShape) -> None:
     total = shape.segments_in_all
     programs = max(1, min(PROGRAMS, triton.cdiv(total, shape.rows_at_once)))
     sizes = (total, shape.refs, shape.subs, shape.segments)
     kernel[(programs,)](*tensors, *sizes, **constants(shape), num_warps=_WARPS)
 
 
-def _pages(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: Shape) -> list[tuple[int, int, int]]:
+def _pages(
+    blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape
+) -> list[tuple[int, int, int]]:
     """Of each page its address, its place in its row, and how many bytes of it move."""
     lines = table.view(shape.refs, COLUMNS).tolist()
     return [

@@ -23,7 +23,7 @@ from longshore.layout.model import U64
 from longshore.transfer.device.accelerator import Accelerator, Fallbacks, Point, pinned_or_pageable
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.driver import Driver
-from longshore.transfer.device.cuda.runs import Orders, Shape
+from longshore.transfer.device.cuda.runs import KernelShape, Orders
 from longshore.transfer.plan import Planner
 
 PLACES = 4
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Place:
+class RingSlot:
     """One piece of the ring: its address, and the point after its last use."""
 
     address: int
@@ -60,10 +60,10 @@ class Ring:
         self.room = max(nbytes // PLACES // _ALIGNMENT, -(-largest_page // _ALIGNMENT)) * _ALIGNMENT
         self._memory = accelerator.device_bytes(PLACES * self.room)
         address = self._memory.data_ptr()
-        self._places = [Place(address + index * self.room) for index in range(PLACES)]
+        self._places = [RingSlot(address + index * self.room) for index in range(PLACES)]
         self._turn = 0
 
-    def next(self) -> Place:
+    def next(self) -> RingSlot:
         """The place used least recently."""
         place = self._places[self._turn]
         self._turn = (self._turn + 1) % PLACES
@@ -86,7 +86,7 @@ def take_ring(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int, large
     return None
 
 
-class Paths:
+class CopyStreams:
     """The two streams of one direction, and the ring between them.
 
     Attributes:
@@ -129,7 +129,7 @@ class Kernels:
         self._ready: set[tuple[int, int, bool]] = set()
         self._broken = False
 
-    def prepare(self, shapes: Iterable[Shape]) -> bool:
+    def prepare(self, shapes: Iterable[KernelShape]) -> bool:
         """Compile the kernels for `shapes`. Returns `False` if any compilation has ever failed."""
         for shape in shapes:
             with self._lock:
@@ -140,7 +140,7 @@ class Kernels:
                     return False
         return True
 
-    def _compile(self, shape: Shape) -> None:
+    def _compile(self, shape: KernelShape) -> None:
         try:
             self._accelerator.prepare(shape)
         except Exception as error:  # noqa: BLE001 - a compiler fails in many ways; copies then go without kernels

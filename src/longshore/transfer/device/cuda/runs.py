@@ -14,7 +14,7 @@ import numpy as np
 
 from longshore.boundary import HOST
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.batch import I64, Batch, Part
+from longshore.transfer.batch import I64, CopyBatch, CopyPart
 
 COLUMNS = 5
 """Columns of a kernel's table: base, stride, width, offset, step; int64, one row per reference."""
@@ -27,7 +27,7 @@ _LONGEST_SPAN = 512
 _MOST_TAILS = 64  # each of up to 15 bytes, one by one: more of them do not fit the registers
 
 
-class Shape(NamedTuple):
+class KernelShape(NamedTuple):
     """How a kernel goes about a rectangle of pages.
 
     Attributes:
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(
         cls, chunks: int, refs: int, subs: int, *, widest: int, alignment: int, tail: bool, longest: int | None = None
-    ) -> Shape:
+    ) -> KernelShape:
         """The shape for pages of at most `widest` bytes at multiples of `alignment`, a power of two.
 
         `longest` is the longest page for the same kernel, by default `widest`.
@@ -80,7 +80,7 @@ class Shape(NamedTuple):
 _ALIGNMENT = 16
 
 
-class Runs(NamedTuple):
+class ImageRuns(NamedTuple):
     """The contiguous ranges that a chunk of a part is in its image.
 
     Attributes:
@@ -94,7 +94,7 @@ class Runs(NamedTuple):
     size: U64
 
 
-class Rows(NamedTuple):
+class PageRows(NamedTuple):
     """Positions of the dense pages of each chunk of a part, for a kernel.
 
     Attributes:
@@ -114,43 +114,43 @@ class Orders(NamedTuple):
     blocks: I64
     rows: I64
     table: I64
-    shape: Shape
+    shape: KernelShape
 
 
-def shapes_of(layout: KVLayout) -> set[Shape]:
+def shapes_of(layout: KVLayout) -> set[KernelShape]:
     """All kernel shapes of a layout: for whole pages, and for pages of which only the first tokens move."""
-    found: set[Shape] = set()
+    found: set[KernelShape] = set()
     for group in range(len(layout.groups)):
         for split in (False, True):
             table = layout.table(group, split=split)
             widths = np.where(table.token > 0, table.token, table.page) if split else table.page
             block = np.zeros((1, 1), dtype=np.int64)
-            part = Part(group, 0, widths, block, np.zeros(1, dtype=np.int64), 0, 0, split=split)
+            part = CopyPart(group, 0, widths, block, np.zeros(1, dtype=np.int64), 0, 0, split=split)
             found.add(orders_for(layout, part, rows_in_stage(part, 0)).shape)
     return found
 
 
-def image_runs(layout: KVLayout, part: Part) -> Runs:
+def image_runs(layout: KVLayout, part: CopyPart) -> ImageRuns:
     """The runs of any chunk of `part`: all have the same."""
     table = layout.table(part.group, split=part.split)
     subs = part.blocks.shape[1]
     places = table.places[part.refs, part.sub : part.sub + subs].reshape(-1)
     total = part.chunk_bytes
     if int(places[-1] - places[0]) + int(part.widths[-1]) == total:  # all of it side by side, as for whole references
-        return Runs(places[:1], np.zeros(1, dtype=np.uint64), np.array([total], dtype=np.uint64))
+        return ImageRuns(places[:1], np.zeros(1, dtype=np.uint64), np.array([total], dtype=np.uint64))
     sizes = np.repeat(part.widths, subs)
     first = np.flatnonzero(np.concatenate([[True], places[:-1] + sizes[:-1] != places[1:]]))
     ends = np.cumsum(sizes)
     staged = (ends - sizes)[first]
-    return Runs(places[first], staged, np.diff(np.append(staged, ends[-1])))
+    return ImageRuns(places[first], staged, np.diff(np.append(staged, ends[-1])))
 
 
-def staged_pitch(part: Part) -> int:
+def staged_pitch(part: CopyPart) -> int:
     """Bytes from one chunk of `part` to the next in a stage."""
     return -(-part.chunk_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def pieces_of(part: Part, room: int) -> Iterator[Part]:
+def pieces_of(part: CopyPart, room: int) -> Iterator[CopyPart]:
     """`part` in parts that fit `room` bytes of a stage, a multiple of 16 and no less than any page."""
     fit = room // staged_pitch(part)
     for piece in part.cut(fit * part.chunk_bytes if fit else room):
@@ -163,9 +163,9 @@ def pieces_of(part: Part, room: int) -> Iterator[Part]:
             yield piece._replace(blocks=piece.blocks[:, some], sub=piece.sub + first)
 
 
-def staged(parts: Iterable[Part], room: int) -> list[list[tuple[Part, int]]]:
+def staged(parts: Iterable[CopyPart], room: int) -> list[list[tuple[CopyPart, int]]]:
     """`parts` in loads of at most `room` bytes, each a list of parts and where they start in the stage."""
-    loads: list[list[tuple[Part, int]]] = []
+    loads: list[list[tuple[CopyPart, int]]] = []
     end = room
     for piece in itertools.chain.from_iterable(pieces_of(part, room) for part in parts):
         size = staged_pitch(piece) * len(piece.images)
@@ -177,7 +177,7 @@ def staged(parts: Iterable[Part], room: int) -> list[list[tuple[Part, int]]]:
     return loads
 
 
-def link_copies(batch: Batch, parts: Sequence[tuple[Part, int]], address: int) -> tuple[U64, U64, U64]:
+def link_copies(batch: CopyBatch, parts: Sequence[tuple[CopyPart, int]], address: int) -> tuple[U64, U64, U64]:
     """Destinations, sources and sizes of the copies between the images and a stage that starts at `address`."""
     columns: list[tuple[U64, U64, U64]] = []
     for part, offset in parts:
@@ -191,33 +191,33 @@ def link_copies(batch: Batch, parts: Sequence[tuple[Part, int]], address: int) -
     return (images, stage, size) if batch.into == HOST else (stage, images, size)
 
 
-def rows_in_stage(part: Part, address: int) -> Rows:
+def rows_in_stage(part: CopyPart, address: int) -> PageRows:
     """The chunks of `part` one after the other from `address` on."""
     subs = np.uint64(part.blocks.shape[1])
     sizes = part.widths * subs
     starts = address + np.arange(len(part.images), dtype=np.int64) * staged_pitch(part)
-    return Rows(starts, np.cumsum(sizes) - sizes, part.widths)
+    return PageRows(starts, np.cumsum(sizes) - sizes, part.widths)
 
 
-def rows_in_images(layout: KVLayout, part: Part, host_address: int) -> Rows:
+def rows_in_images(layout: KVLayout, part: CopyPart, host_address: int) -> PageRows:
     """The images that the chunks of `part` are in."""
     table = layout.table(part.group, split=part.split)
-    return Rows(part.images + host_address, table.places[part.refs, part.sub], table.page[part.refs])
+    return PageRows(part.images + host_address, table.places[part.refs, part.sub], table.page[part.refs])
 
 
-def orders_for(layout: KVLayout, part: Part, rows: Rows) -> Orders:
+def orders_for(layout: KVLayout, part: CopyPart, rows: PageRows) -> Orders:
     """For a kernel that moves the pages of `part` to or from `rows`."""
     return _orders(layout, part, rows.starts, rows.offset, rows.step)
 
 
-def orders_inside(layout: KVLayout, part: Part, sources: I64) -> Orders:
+def orders_inside(layout: KVLayout, part: CopyPart, sources: I64) -> Orders:
     """For a kernel that moves the pages of `sources`, shape `(chunks, subs)`, to those of `part`'s blocks."""
     none = np.zeros(len(part.widths), dtype=np.uint64)
     orders = _orders(layout, part, np.zeros(1, dtype=np.int64), none, none)
     return orders._replace(rows=np.ascontiguousarray(sources).reshape(-1))
 
 
-def _orders(layout: KVLayout, part: Part, starts: I64, offset: U64, step: U64) -> Orders:
+def _orders(layout: KVLayout, part: CopyPart, starts: I64, offset: U64, step: U64) -> Orders:
     table = layout.table(part.group, split=part.split)
     columns = (table.base[part.refs], table.stride[part.refs], part.widths, offset, step)
     lines = np.stack(columns, axis=1).astype(np.int64)
@@ -225,7 +225,7 @@ def _orders(layout: KVLayout, part: Part, starts: I64, offset: U64, step: U64) -
     bits = int(np.bitwise_or.reduce(starts)) | (table.token_alignment if part.split else table.alignment) | _ALIGNMENT
     alignment = bits & -bits
     chunks, subs = part.blocks.shape
-    shape = Shape.of(
+    shape = KernelShape.of(
         chunks,
         len(lines),
         subs,

@@ -21,14 +21,14 @@ import torch
 from longshore.boundary import HOST
 from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout
-from longshore.transfer.batch import Batch
+from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.accelerator import Events, Fallbacks, Point
-from longshore.transfer.device.base import Copy, Event, ImageMemory, InOnePiece, Stream
+from longshore.transfer.device.base import Copy, DeviceEvent, ImageMemory, InOnePiece, Stream
 from longshore.transfer.device.cuda import runs
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator
-from longshore.transfer.device.cuda.chooser import Chooses, Load, Way
+from longshore.transfer.device.cuda.chooser import Chooses, CopyShape, Way
 from longshore.transfer.device.cuda.driver import RELAXED, Driver
-from longshore.transfer.device.cuda.resources import Arguments, Descriptors, Kernels, Paths, Place, Ring, Slip
+from longshore.transfer.device.cuda.resources import Arguments, CopyStreams, Descriptors, Kernels, Ring, RingSlot, Slip
 from longshore.transfer.device.torch_streams import StagedStream, stream_into
 from longshore.transfer.plan import Pieces
 
@@ -59,7 +59,7 @@ class _Given(Copy):
         self._ended = ended
 
     @property
-    def reached(self) -> Event:
+    def reached(self) -> DeviceEvent:
         """The point after the last access to the pages."""
         return self._reached
 
@@ -93,7 +93,7 @@ class CudaStream(Stream):
         in_one_piece: InOnePiece | None,
         staging_bytes: int,
         images: ImageMemory | None = None,
-        paths: Paths | None = None,
+        paths: CopyStreams | None = None,
     ) -> None:
         """`images`: device memory of the images, if they are there. `paths` belongs to the caller."""
         self._tools = tools
@@ -107,7 +107,7 @@ class CudaStream(Stream):
         self._lent = paths is not None
         if paths is None:
             largest = max(ref.page_bytes for group in layout.groups for ref in group.refs)
-            paths = Paths(accelerator, tools.driver, tools.fallbacks, staging_bytes, largest)
+            paths = CopyStreams(accelerator, tools.driver, tools.fallbacks, staging_bytes, largest)
         self._paths = paths
         self._kernels, self._link, self._ring = paths.kernels, paths.link, paths.ring
         self._bounce: StagedStream | None = None
@@ -131,7 +131,7 @@ class CudaStream(Stream):
         self._tools.driver.make_current(self._tools.accelerator.ordinal)
         self._tools.driver.exchange_capture_mode(RELAXED)
 
-    def copy(self, batch: Batch, after: tuple[Event, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         """Submit `batch` by the fastest way; the streams wait for `after`, the calling thread does not."""
         if batch.generation != batch.layout.generation:
             raise FreedLayoutError(
@@ -185,14 +185,14 @@ class CudaStream(Stream):
         if not self._lent:
             self._paths.close()
 
-    def _is_reached(self, batch: Batch) -> bool:
+    def _is_reached(self, batch: CopyBatch) -> bool:
         """Whether the device reaches the images of `batch`."""
         return all(
             bool(np.all(self._in_one_piece(part.images, batch.layout.image_bytes_of(part.group))))
             for part in batch.parts
         )
 
-    def _choose(self, batch: Batch, pieces: Pieces) -> Way | None:
+    def _choose(self, batch: CopyBatch, pieces: Pieces) -> Way | None:
         """The way that `batch` goes; `None` when there is none."""
         ways = [way for way in self._tools.ways if way is not Way.STAGED or self._ring is not None]
         if not self._has_kernels:
@@ -205,7 +205,7 @@ class CudaStream(Stream):
         if len(ways) < 2:
             return ways[0] if ways else None
         parts = batch.parts
-        load = Load(
+        load = CopyShape(
             self._into,
             batch.nbytes,
             sum(part.pieces for part in parts),
@@ -232,19 +232,19 @@ class CudaStream(Stream):
     def _direct(self, pieces: Pieces) -> None:
         self._carry(pieces.directed(self._into))
 
-    def _zero_copy(self, batch: Batch, slip: Slip) -> None:
+    def _zero_copy(self, batch: CopyBatch, slip: Slip) -> None:
         rows = [runs.rows_in_images(batch.layout, part, batch.host_address) for part in batch.parts]
         orders = [runs.orders_for(batch.layout, part, where) for part, where in zip(batch.parts, rows, strict=True)]
         self._run(zip(orders, self._upload(slip, orders), strict=True))
 
-    def _shift(self, batch: Batch, slip: Slip) -> None:
+    def _shift(self, batch: CopyBatch, slip: Slip) -> None:
         orders = [
             runs.orders_inside(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None
         ]
         for order, arguments in zip(orders, self._upload(slip, orders), strict=True):
             self._tools.accelerator.shift(*arguments, order.shape)
 
-    def _staged(self, batch: Batch, slip: Slip, ring: Ring) -> Copy:
+    def _staged(self, batch: CopyBatch, slip: Slip, ring: Ring) -> Copy:
         offloads = self._into == HOST
         begun = self._record(self._kernels if offloads else self._link)
         try:
@@ -256,7 +256,7 @@ class CudaStream(Stream):
         slip.used = ended
         return _Given(self._tools.events, begun, reached if offloads else ended, ended)
 
-    def _through_ring(self, batch: Batch, slip: Slip, ring: Ring) -> Point:
+    def _through_ring(self, batch: CopyBatch, slip: Slip, ring: Ring) -> Point:
         """Give a batch to both streams, place by place. Returns the point after the last kernel."""
         loads = [(ring.next(), parts) for parts in runs.staged(batch.parts, ring.room)]
         orders = [
@@ -282,7 +282,7 @@ class CudaStream(Stream):
                 place.used = self._tools.events.record(self._kernels)
         return self._tools.events.record(self._kernels)
 
-    def _through_bounce(self, batch: Batch) -> Copy:
+    def _through_bounce(self, batch: CopyBatch) -> Copy:
         """Through pinned stages that this thread fills and empties, after everything on both streams."""
         bounce = self._bounce
         if bounce is None:
@@ -316,7 +316,7 @@ class CudaStream(Stream):
     def _carry(self, descriptors: Descriptors) -> None:
         self._tools.driver.copy(self._handle(self._link), *descriptors)
 
-    def _reuse(self, place: Place, stream: torch.Stream) -> None:
+    def _reuse(self, place: RingSlot, stream: torch.Stream) -> None:
         if place.used is not None:
             place.used.hold(stream)
 
