@@ -76,7 +76,6 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 MODULES: dict[str, str] = {
     "transfer/hazards.py": "transfer",
-    "transfer/job.py": "transfer",
     "transfer/lane.py": "transfer",
     "transfer/engine.py": "transfer",
     "transfer/driver.py": "transfer",

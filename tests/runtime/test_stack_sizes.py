@@ -125,20 +125,6 @@ def test_host_memory_goes_from_one_size_to_the_other_and_back(machine: Machine) 
     assert machine.load(WINDOW, path(WINDOW, 1, 12))[0] == 12
 
 
-def test_a_smaller_host_tier_has_its_images_in_other_slots_byte_by_byte(machine: Machine) -> None:
-    machine.commit(WINDOW, path(WINDOW, 0, 3))
-    machine.commit(FULL, path(FULL, 0, 2))
-    with machine.stack.runtime.control() as cache:
-        assert cache.discard(path(WINDOW, 0, 3), HOST) == 3
-        job = cache.resize(HOST, 2, move=True)
-    assert job is not None
-    assert machine.stack.runtime.wait_ended([job], PATIENCE)
-    with machine.stack.runtime.control() as cache:
-        assert cache.resize(HOST, 2, move=True) is None
-        cache.check_integrity()
-    assert machine.load(FULL, path(FULL, 0, 2)) == (2, {HOST})
-
-
 def test_files_keep_both_sizes_over_a_restart(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.commit(FULL, path(FULL, 0, 3))

@@ -25,8 +25,8 @@ class Work(DeviceEvent):
     """Something that the compute side is at until the test says `done`."""
 
     def __init__(self) -> None:
-        self.finished = threading.DeviceEvent()
-        self.waited_for = threading.DeviceEvent()
+        self.finished = threading.Event()
+        self.waited_for = threading.Event()
         self.waits = 0
 
     def done(self) -> None:

@@ -25,7 +25,7 @@ from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.driver import WaitCondition
 from longshore.transfer.hazards import LanePosition
-from longshore.transfer.job import CopyJob
+from longshore.transfer.lane import CopyJob
 
 BLOCKS = 4
 SLOTS = 4

@@ -40,7 +40,7 @@ from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.runs import KernelShape
 from longshore.transfer.device.cuda.streams import CudaStream, _Given
 from longshore.transfer.device.torch_streams import StagedStream, TorchDevice, _StagedCopy
-from longshore.transfer.job import Board
+from longshore.transfer.lane import Board
 
 PAUSE = 100
 """Microseconds."""

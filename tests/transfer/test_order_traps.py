@@ -15,8 +15,7 @@ from longshore.testing.simulated_device.device import PlannerRing, SimulatedCopy
 from longshore.transfer import OFFLOAD
 from longshore.transfer.engine import TransferEngine
 from longshore.transfer.hazards import Access, Hazards, LanePosition, Place
-from longshore.transfer.job import Board
-from longshore.transfer.lane import Lane
+from longshore.transfer.lane import Board, Lane
 from longshore.transfer.plan import Pieces
 
 Patch = pytest.MonkeyPatch

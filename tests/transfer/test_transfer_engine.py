@@ -25,7 +25,7 @@ from longshore.errors import FreedLayoutError, LayoutError, PlanError, QueueFull
 from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
 from longshore.transfer.batch import CopyBatch
-from longshore.transfer.job import Layered
+from longshore.transfer.lane import Layered
 
 OK = Status.OK
 

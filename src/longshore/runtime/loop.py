@@ -154,7 +154,7 @@ class Runtime:
                 try:
                     yield self._cache
                 finally:
-                    self._pump()
+                    self._pump(is_told=True)
                     if self._is_busy:
                         self.wakeup.set()
 
@@ -310,16 +310,15 @@ class Runtime:
                     if done():
                         self._pump()
                         return True
-                self._pump()
             if self.clock() >= deadline:
                 self.wakeup.set()
                 return False
             time.sleep(nap)
             nap = min(2 * nap, longest)
 
-    def _pump(self) -> None:
+    def _pump(self, *, is_told: bool = False) -> None:
         with self._reported():
-            self._advance() if self.fault is None else self._drain()
+            self._advance(is_told) if self.fault is None else self._drain()
 
     def _drain(self) -> None:
         """The tiers are off: hear what has ended, so that nobody waits for it.
@@ -344,7 +343,8 @@ class Runtime:
                     if not running.ranks:
                         del self._running[result.job]
 
-    def _advance(self) -> None:
+    def _advance(self, is_told: bool) -> None:
+        """Pass on commands and results until there are none. `is_told`: the cache has just been told the time."""
         commands = self._cache.take()
         while True:
             for command in commands:
@@ -359,7 +359,10 @@ class Runtime:
                     if self._probing.pop(answer.probe, None) is not None:  # it is not too late
                         self._results.append(answer)
             results, self._results = self._results, []
+            if not results and is_told:
+                return
             self._cache.apply(results, now)  # of none, too: deadlines pass all the same
+            is_told = True
             commands = self._cache.take()
             if not results and not commands:
                 return

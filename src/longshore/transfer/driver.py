@@ -16,7 +16,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from longshore.transfer.hazards import Hazards
@@ -35,15 +35,13 @@ class WaitCondition(NamedTuple):
 
 
 class LaneDriver(ABC):
-    """The lock of one engine (use `with`), waits for the state that it guards, and the threads that run its lanes."""
+    """The lock of one engine, waits for the state that it guards, and the threads that run its lanes.
 
-    @abstractmethod
-    def __enter__(self) -> object: ...
+    Attributes:
+        lock: The lock; may be entered again by the thread that holds it.
+    """
 
-    @abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    lock: AbstractContextManager[object]
 
     @abstractmethod
     def wait_for(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -70,17 +68,10 @@ class Threads(LaneDriver):
     """A thread for each lane."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self.lock = lock = threading.RLock()
+        self._changed = threading.Condition(lock)
         self._threads: list[threading.Thread] = []
         self.stop: Callable[[], None] = lambda: None
-
-    def __enter__(self) -> object:
-        return self._changed.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._changed.__exit__(kind, error, trace)
 
     def wait_for(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
         """Sleep until another thread reports a change."""

@@ -26,8 +26,7 @@ from longshore.slabs import I64, Slabs
 from longshore.transfer.device.base import Device, DeviceEvent
 from longshore.transfer.driver import LaneDriver, Threads
 from longshore.transfer.hazards import Access, Hazards, Place
-from longshore.transfer.job import Board, CopyJob, Layered
-from longshore.transfer.lane import Lane
+from longshore.transfer.lane import Board, CopyJob, Lane, Layered
 from longshore.transfer.selection import Selection, repeated, select, select_inside
 
 OFFLOAD = Route(DEVICE, HOST)
@@ -150,17 +149,18 @@ class TransferEngine:
         self._device = device
         self._host = host
         self._max_queued = max_queued
-        self._lock = driver or Threads()
+        self._driver = driver or Threads()
+        self._lock = self._driver.lock
         self._compute: object = None
         self._step: tuple[DeviceEvent, ...] = ()
         self._layered = Layered()
         self._refused = 0
         places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
         hazards = Hazards({**places, Place(HOST, 0): host.slabs.indices}, lanes=len(_DIRECTIONS) * len(Urgency))
-        self._board = Board(self._lock, self._lock.watch(hazards), clock, max_batch_bytes)
+        self._board = Board(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
         self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._board) for into in _DIRECTIONS}
         for lane in self._lanes.values():
-            self._lock.start(f"longshore {lane.name}", lane.serve(), self._board.stop)
+            self._driver.start(f"longshore {lane.name}", lane.serve(), self._board.stop)
         if driver is None:
             weakref.finalize(self, self._board.stop).atexit = False
 
@@ -193,7 +193,7 @@ class TransferEngine:
             self._step = ()
             self._layered.age()
             waited = [job for number, job in self._board.jobs.items() if jobs is None or number in jobs]
-            self._lock.wait_for(lambda: all(job.handed for job in waited))
+            self._driver.wait_for(lambda: all(job.handed for job in waited))
         for job in waited:
             if job.reached is not None:
                 self._device.hold(compute, job.reached)
@@ -245,7 +245,7 @@ class TransferEngine:
         `poll` returns their results. A job that is not in flight counts as ended.
         """
         with self._lock:
-            return self._lock.wait_for(lambda: not any(job in self._board.jobs for job in jobs), timeout)
+            return self._driver.wait_for(lambda: not any(job in self._board.jobs for job in jobs), timeout)
 
     def wait_layer(self, job: int, layer: int, timeout: float | None = None) -> Status:
         """Make compute wait for one layer of a layer-wise job.
@@ -270,7 +270,7 @@ class TransferEngine:
             first, stop = found.transfer.layers or (0, self._layout.num_layers)
             if not first <= layer < stop:
                 raise PlanError(f"job {job} copies layers [{first}, {stop}), got layer {layer}")
-            if not self._lock.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
+            if not self._driver.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
             if layer not in found.layers or found.stopped is Status.IO_ERROR:
                 return cast(Status, found.stopped)  # a job that has ended without a layer was stopped
@@ -292,7 +292,7 @@ class TransferEngine:
         with self._lock:
             if job in self._board.jobs:
                 self._board.jobs[job].cancelled = True
-                self._lock.notify()
+                self._driver.notify()
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """Wait for at most `timeout` seconds until all jobs have ended, then `close`. Idempotent.
@@ -300,14 +300,14 @@ class TransferEngine:
         Returns whether all jobs have ended by themselves.
         """
         with self._lock:
-            is_drained = self._lock.wait_for(lambda: not self._board.jobs, timeout)
+            is_drained = self._driver.wait_for(lambda: not self._board.jobs, timeout)
         self.close()
         return is_drained
 
     def close(self) -> None:
         """Wait for the batches that have begun, end the rest as `Status.TIER_OFF`, close the device. Idempotent."""
         self._board.stop()
-        self._lock.join()
+        self._driver.join()
         for lane in self._lanes.values():
             lane.close()
         self._device.close()

@@ -20,10 +20,10 @@ to run first this time. The method is that of happens-before race detectors (Lam
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import NamedTuple
 
 from longshore.errors import LongshoreError
@@ -169,6 +169,7 @@ class Simulation(LaneDriver):
 
     def __init__(self, choose: Callable[[int], int]) -> None:
         """`choose(count)` picks one of `[0, count)`."""
+        self.lock = contextlib.nullcontext()  # only one actor runs at a time
         self.checker = Checker()
         self.actor = SCRIPT
         self.queues: list[SimulatedQueue] = []
@@ -225,14 +226,6 @@ class Simulation(LaneDriver):
         return self._clocks[self.actor]
 
     # Driver: the engine's side
-
-    def __enter__(self) -> Simulation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Only one runs at a time."""
 
     def wait_for(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
         """Let other actors run until `is_met`; a timeout may expire at any moment."""

@@ -43,9 +43,9 @@ class Accelerator:
         torch.get_device_module(self.device).set_device(self.device.index)
         torch.accelerator.set_stream(stream)
 
-    def new_event(self) -> torch.DeviceEvent:
+    def new_event(self) -> torch.Event:
         """An event with timing."""
-        return torch.DeviceEvent(device=self.device, enable_timing=True)
+        return torch.Event(device=self.device, enable_timing=True)
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
         """Device memory, uint8, shape `(nbytes,)`."""
@@ -77,9 +77,9 @@ class Fallbacks:
 class Point(DeviceEvent):
     """A point on a stream, after all work submitted to it so far. Made by `Events.record`."""
 
-    def __init__(self, pool: Events, event: torch.DeviceEvent) -> None:
+    def __init__(self, pool: Events, event: torch.Event) -> None:
         self._pool = pool
-        self._event: torch.DeviceEvent | None = event
+        self._event: torch.Event | None = event
         self._waiting = 0
 
     def passed(self) -> bool:
@@ -116,7 +116,7 @@ class Point(DeviceEvent):
     def _has_passed(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def _recycle(self) -> torch.DeviceEvent | None:
+    def _recycle(self) -> torch.Event | None:
         """The event, which is no longer this point's, if nothing needs it."""
         if self._waiting or not self._has_passed():
             return None
@@ -160,7 +160,7 @@ class Events:
             self._count = 0
             self._idle.clear()
 
-    def _take(self) -> torch.DeviceEvent:
+    def _take(self) -> torch.Event:
         if not self._idle:
             self._sweep()
         if self._idle:
