@@ -82,17 +82,18 @@ class TestReaders:
     ) -> None:
         size = fmt.ENTRY.itemsize
         data = b"".join(
-            fmt.pack_note(at, serial, kind, entry[:size].ljust(size, b"\0")) for at, serial, kind, entry in notes
+            fmt.pack_journal_record(at, serial, kind, entry[:size].ljust(size, b"\0"))
+            for at, serial, kind, entry in notes
         )
-        found = fmt.parse_notes(epoch, data + noise)
+        found = fmt.parse_journal_records(epoch, data + noise)
         assert len(found) <= len(notes)
         assert set(found["epoch"].tolist()) <= {epoch}
         replayed = fmt.replay(np.zeros(0, fmt.ENTRY), found, stride)
         assert (replayed["length"] > 0).all()
 
-    @given(st.binary(max_size=3 * fmt.NOTE.itemsize), words)
+    @given(st.binary(max_size=3 * fmt.JOURNAL_RECORD.itemsize), words)
     def test_journals_of_noise_hold_nothing(self, noise: bytes, epoch: int) -> None:
-        assert len(fmt.parse_notes(epoch, noise)) == 0
+        assert len(fmt.parse_journal_records(epoch, noise)) == 0
 
 
 def plant(directory: Path, packed: list[bytes]) -> None:

@@ -22,8 +22,8 @@ from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
-from longshore.tiers.file.index import RecordIndex, notes_for
-from longshore.tiers.file.index_format import ENTRY, NOTE, Entries, pack_entry
+from longshore.tiers.file.index import RecordIndex, journal_records_for
+from longshore.tiers.file.index_format import ENTRY, JOURNAL_RECORD, Entries, pack_entry
 from longshore.tiers.file.recovery import load
 from plain_io import PlainIo
 
@@ -302,7 +302,7 @@ class TestJournalsThatFillUp:
     ) -> None:
         before = {name: (directory / name).read_bytes()[:PAGE] for name in ("index.0", "index.1")}
         written = {}
-        for number in range(3 * notes_for(SLOTS) // 2):
+        for number in range(3 * journal_records_for(SLOTS) // 2):
             harness.store(number % SLOTS, number, length=PAGE)
             written[number % SLOTS] = key(number)
         _until(lambda: not harness.tier._index.due)  # type: ignore[attr-defined]
@@ -312,13 +312,13 @@ class TestJournalsThatFillUp:
     def test_a_full_journal_stays_within_its_file(self, directory: Path) -> None:
         opened = Directory(directory)
         index = RecordIndex(opened, Slabs.of_one_size(2 * PAGE, 4), np.zeros(0, ENTRY), 1, sequence(1, 0))
-        for number in range(2 * notes_for(4)):
+        for number in range(2 * journal_records_for(4)):
             index.invalidate([(number % 4, 0)])
             index.insert([_record(number % 4, number + 1)])
             index.flush()
         assert index.due
         size = (directory / "journal.1").stat().st_size
-        assert size <= 2 * PAGE + (4 + notes_for(4)) * NOTE.itemsize
+        assert size <= 2 * PAGE + (4 + journal_records_for(4)) * JOURNAL_RECORD.itemsize
         index.checkpoint()
         index.insert([_record(0, 9999)])
         index.flush()

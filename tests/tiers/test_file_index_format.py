@@ -14,18 +14,18 @@ from longshore.tiers.file.index_format import (
     ENTRY,
     INSERTED,
     INVALIDATED,
-    NOTE,
+    JOURNAL_RECORD,
     CheckpointHeader,
     Entries,
     pack_checkpoint,
     pack_entry,
     pack_invalidation,
     pack_journal_header,
-    pack_note,
+    pack_journal_record,
     parse_checkpoint_body,
     parse_checkpoint_header,
     parse_journal_header,
-    parse_notes,
+    parse_journal_records,
     replay,
 )
 
@@ -83,7 +83,7 @@ def test_golden_bytes() -> None:
     page, body = pack_checkpoint(10, np.frombuffer(GOLDEN_ENTRY, ENTRY), 11)
     assert (page, body) == (GOLDEN_CHECKPOINT, GOLDEN_ENTRY)
     assert pack_journal_header(10) == GOLDEN_JOURNAL
-    assert pack_note(10, 12, INSERTED, GOLDEN_ENTRY) == GOLDEN_NOTE
+    assert pack_journal_record(10, 12, INSERTED, GOLDEN_ENTRY) == GOLDEN_NOTE
 
 
 def test_golden_bytes_are_read() -> None:
@@ -102,7 +102,7 @@ def test_golden_bytes_are_read() -> None:
         0,
     ]
     assert parse_journal_header(GOLDEN_JOURNAL) == 10
-    (note,) = parse_notes(10, GOLDEN_NOTE)
+    (note,) = parse_journal_records(10, GOLDEN_NOTE)
     assert (int(note["serial"]), int(note["kind"]), note["entry"].tobytes()) == (12, INSERTED, GOLDEN_ENTRY)
 
 
@@ -125,7 +125,7 @@ def test_every_flipped_bit_of_a_journal_is_seen() -> None:
     note = bytearray(GOLDEN_NOTE)
     for bit in range(8 * len(note)):
         note[bit // 8] ^= 1 << bit % 8
-        assert len(parse_notes(10, bytes(note))) == 0
+        assert len(parse_journal_records(10, bytes(note))) == 0
         note[bit // 8] ^= 1 << bit % 8
 
 
@@ -169,24 +169,24 @@ def test_more_entries_than_there_are_bytes_is_refused() -> None:
 
 
 def notes(*lines: tuple[int, int, int, bytes]) -> bytes:
-    return b"".join(pack_note(*line) for line in lines)
+    return b"".join(pack_journal_record(*line) for line in lines)
 
 
 class TestNotes:
     ENTRIES = tuple(entries(slot).tobytes() for slot in range(6))
 
     def serials(self, data: bytes) -> list[int]:
-        return [int(serial) for serial in parse_notes(1, data)["serial"]]
+        return [int(serial) for serial in parse_journal_records(1, data)["serial"]]
 
     def test_they_end_where_nothing_was_written(self) -> None:
         data = notes((1, 5, INSERTED, self.ENTRIES[1]), (1, 6, INVALIDATED, pack_invalidation(1, 3)))
-        assert self.serials(data) == self.serials(data + bytes(3 * NOTE.itemsize)) == [5, 6]
+        assert self.serials(data) == self.serials(data + bytes(3 * JOURNAL_RECORD.itemsize)) == [5, 6]
         assert self.serials(data + data[:-1]) == [5, 6]
 
     def test_they_end_at_a_torn_one(self) -> None:
         whole = [(1, serial, INSERTED, self.ENTRIES[serial]) for serial in range(1, 5)]
         data = bytearray(notes(*whole))
-        data[2 * NOTE.itemsize + 100] ^= 1
+        data[2 * JOURNAL_RECORD.itemsize + 100] ^= 1
         assert self.serials(bytes(data)) == [1, 2]
 
     def test_what_another_epoch_left_behind_them_does_not_count(self) -> None:
@@ -214,7 +214,7 @@ class TestNotes:
             (1, 5, INSERTED, self.ENTRIES[2]),
             (1, 6, INVALIDATED, pack_invalidation(5, 3)),
         )
-        assert slots_of(replay(entries(0, 1, 2, 3), parse_notes(1, data), 1)) == [3, 0, 2]
+        assert slots_of(replay(entries(0, 1, 2, 3), parse_journal_records(1, data), 1)) == [3, 0, 2]
 
 
 def test_the_checksum_is_that_of_records() -> None:

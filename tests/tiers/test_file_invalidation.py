@@ -20,8 +20,8 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader, sequence
-from longshore.tiers.file.index import RecordIndex, index_files, notes_for
-from longshore.tiers.file.index_format import ENTRY, INSERTED, NOTE, fit, pack_entry, pack_note
+from longshore.tiers.file.index import RecordIndex, index_files, journal_records_for
+from longshore.tiers.file.index_format import ENTRY, INSERTED, JOURNAL_RECORD, fit, pack_entry, pack_journal_record
 from longshore.tiers.file.recovery import load
 from plain_io import PlainIo
 
@@ -144,7 +144,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def test_a_journal_that_is_full_loses_records_until_the_next_checkpoint_and_no_invalidation(world: World) -> None:
-    for _ in range(4 * notes_for(world.slabs.indices)):
+    for _ in range(4 * journal_records_for(world.slabs.indices)):
         world.write()
         world.index.flush()
         listed = world.listed()
@@ -168,8 +168,8 @@ def test_a_journal_that_is_full_loses_records_until_the_next_checkpoint_and_no_i
 def test_on_a_disk_that_fails_at_times_nothing_that_was_invalidated_is_listed(
     slabs: Slabs, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longshore.tiers.file.index._FEW_NOTES", 8)  # so that journals are full all the time
-    monkeypatch.setattr("longshore.tiers.file.recovery._AT_ONCE", 3 * NOTE.itemsize)
+    monkeypatch.setattr("longshore.tiers.file.index._FEW_RECORDS", 8)  # so that journals are full all the time
+    monkeypatch.setattr("longshore.tiers.file.recovery._AT_ONCE", 3 * JOURNAL_RECORD.itemsize)
     world = World(slabs, seed)
     told, partly, done = 0, 0, 0
     for step in range(1500):
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_failed_does_not_hide_what_the_disk_lists(world: World
 def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_invalidate(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longshore.tiers.file.index._FEW_NOTES", 8)
+    monkeypatch.setattr("longshore.tiers.file.index._FEW_RECORDS", 8)
     world.disk.refuses = "index"
     assert not world.checkpoint()
     for _ in range(20):  # until there is no room for records in the journal that was begun
@@ -247,12 +247,12 @@ def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_
 def test_what_another_time_left_behind_the_notes_counts_for_nothing_however_they_are_read(
     world: World, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longshore.tiers.file.recovery._AT_ONCE", together * NOTE.itemsize)
+    monkeypatch.setattr("longshore.tiers.file.recovery._AT_ONCE", together * JOURNAL_RECORD.itemsize)
     for slot in (0, 1):
         write_to(world, slot)
     fd = world.directory.open("journal.1")
     entry = pack_entry(RecordHeader(bytes(32), None, bytes(32), 2, 0, PAGE, 9, 0), 0)
-    world.disk.pwrite(fd, pack_note(1, sequence(1, 1), INSERTED, entry), PAGE + 2 * NOTE.itemsize)
+    world.disk.pwrite(fd, pack_journal_record(1, sequence(1, 1), INSERTED, entry), PAGE + 2 * JOURNAL_RECORD.itemsize)
     assert set(world.listed() or ()) == {0, 1}
 
 

@@ -12,7 +12,7 @@ import pytest
 from longshore.errors import TierError
 from longshore.testing import TierHarness
 from longshore.tiers.file import FileTier
-from longshore.tiers.file.index import notes_for
+from longshore.tiers.file.index import journal_records_for
 from mappings import open_files
 from plain_io import PlainIo
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_gets_no_thread_is_counted_and_holds_up_nothing(
 ) -> None:
     tier = cast(FileTier, harness.tier)
     refused = refuse("-index")
-    for number in range(notes_for(tier.slabs.slabs)):
+    for number in range(journal_records_for(tier.slabs.slabs)):
         harness.store(number % 2, number)
     assert len(refused) == 1, "tried again at once"
     assert tier.troubles["checkpoint"] == 1

@@ -293,7 +293,7 @@ class Runtime:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """A fault of the control plane goes no further: `fail` has told of it."""
+        """Suppress a fault of the control plane, which `fail` has logged."""
         try:
             yield
         except Exception as error:
@@ -321,9 +321,9 @@ class Runtime:
             self._advance(is_told) if self.fault is None else self._drain()
 
     def _drain(self) -> None:
-        """The tiers are off: hear what has ended, so that nobody waits for it.
+        """With disabled tiers: collect ended jobs, so that no caller waits for them.
 
-        A mover that cannot be asked is not asked again: its jobs count as in flight until the end.
+        A mover that raises is not polled again; its jobs count as in flight until the end.
         """
         for mover in self._movers:
             if mover in self._silent:
@@ -510,7 +510,7 @@ class Runtime:
 class BackgroundLoop:
     """Pumps a runtime in a separate thread, which sleeps while nothing is in flight.
 
-    A mover that raises there disables the tiers: nobody else would learn of it, and what waits for it would wait on.
+    A mover that raises there disables the tiers, because no caller would see the exception.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -532,5 +532,5 @@ class BackgroundLoop:
             self._runtime.wakeup.clear()
             try:
                 busy = self._runtime.pump()
-            except Exception as error:  # noqa: BLE001 - of a mover: here is no caller to see it, and requests wait
+            except Exception as error:  # noqa: BLE001 - of a mover: no caller would see it, and requests wait
                 self._runtime.fail(error)

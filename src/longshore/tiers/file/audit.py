@@ -1,7 +1,7 @@
-"""Every record of a tier directory, verified as a read would: what `longshore fsck` and `longshore inspect` know.
+"""Verification and statistics of all records in a tier directory, for `longshore fsck` and `longshore inspect`.
 
 A slab that the index lists records in has the slots of their image size; another, those of the record written last.
-What stands in a slot that the index does not list is free space, whole or not: no process will ask for it. Without an
+A slot that the index does not list is free space, whatever it contains: no process will read it. Without an
 index, of several records of one key the one written last counts, as it would for the next process.
 
 The directory is locked meanwhile, like that of a running tier, or looked at while a process has it. Nothing in it is
@@ -40,14 +40,14 @@ from longshore.tiers.file.system import read_into, write_all
 
 _THREADS = 8
 _LOOKS, _PAUSE = 5, 0.1
-"""How often the index of a live directory is read until it is whole, and seconds in between."""
+"""Attempts to read the index of a directory in use, and seconds between them."""
 
 _AT_ONCE = 256
-"""Slabs that are handed out to threads at a time: bounds what is kept of those that are done."""
+"""Slabs given to threads at once; bounds the results kept."""
 
 
 class Condition(enum.StrEnum):
-    """What a slot is found to hold."""
+    """Condition of a slot."""
 
     WHOLE = "whole"
     EMPTY = "empty"
@@ -61,12 +61,12 @@ class Condition(enum.StrEnum):
 
     @property
     def is_damage(self) -> bool:
-        """Whether this is not as a healthy tier leaves it."""
+        """Whether it indicates damage."""
         return self not in (Condition.WHOLE, Condition.EMPTY, Condition.STALE, Condition.LEFT_OVER)
 
 
 class Finding(NamedTuple):
-    """What is in a slot; `header` where there is one that can be read."""
+    """Condition of a slot, and its header if that is valid."""
 
     slot: int
     pool: int
@@ -75,7 +75,7 @@ class Finding(NamedTuple):
 
 
 class Audit:
-    """A tier directory, to be looked through. A context manager.
+    """A tier directory under audit. A context manager.
 
     Attributes:
         live: Whether another process has it open; then it is not locked, and must not be changed.
@@ -87,7 +87,7 @@ class Audit:
     """
 
     def __init__(self, path: Path, *, shared: bool = False) -> None:
-        """Lock it. Raises `TierError` for what is no tier directory, `TierInUseError`, or `FormatError`.
+        """Lock the directory. Raises `TierError` if it is no tier directory, `TierInUseError`, or `FormatError`.
 
         With `shared` one that a process has open is looked at all the same: what is read is as of some moment.
         """
@@ -135,26 +135,26 @@ class Audit:
         self._stagings = threading.local()
 
     def entries(self) -> Entries | None:
-        """What the index says of the slots, least recently used first; `None` where there is none that can be used."""
+        """The entries of the index, least recently used first; `None` if it cannot be used."""
         return self._entries
 
     @property
     def most(self) -> int:
-        """No more slots than this are looked at."""
+        """Upper bound of slots to check."""
         return self.slabs.indices
 
     def headers(self) -> Iterator[Finding]:
-        """What the header of each slot says, in order of slots; images are not read."""
+        """Check the header of each slot, in order; does not read images."""
         self._find_newest()
         return self._examine(self._header)
 
     def records(self) -> Iterator[Finding]:
-        """The same with every image verified."""
+        """Check the header and image of each slot, in order."""
         self._find_newest()
         return self._examine(self._record)
 
     def repair(self, damaged: Sequence[Finding], whole: Sequence[fmt.RecordHeader] = ()) -> None:
-        """Empty these slots, on the medium; the index says so, and a damaged copy of the superblock is written anew.
+        """Empty these slots durably, in files and index, and rewrite a damaged copy of the superblock.
 
         Where there is no index that can be used, one is made: of the records that are `whole`.
         """
@@ -188,14 +188,14 @@ class Audit:
             return False
         names = [*COPIES, RESET, SEGMENT, *index_files(0), LOCK]
         with self._directory.as_tier_errors():
-            for name in names:  # the superblocks first: whoever opens what is left if this is cut off finds nothing
+            for name in names:  # the superblocks first: if this is interrupted, the next process finds no records
                 self.path.joinpath(name).unlink(missing_ok=True)
             if not any(self.path.iterdir()):
                 self.path.rmdir()
         return True
 
     def _empty(self, places: Sequence[tuple[int, int]]) -> None:
-        """Slots, each of its pool, hold nothing afterwards, on the medium."""
+        """Empty slots, each with its pool, durably."""
         with self._directory.as_tier_errors(SEGMENT):
             empty = make_staging(0).header
             for slot, pool in places:
@@ -203,12 +203,12 @@ class Audit:
             self._io.fsync(self._fd)
 
     def _index(self, entries: Entries) -> None:
-        """Have the index list these records."""
+        """Rewrite the index with these records."""
         serial = fmt.sequence(self.superblock.opens, 0)
         RecordIndex(self._directory, self.superblock.geometry, entries, self._epoch, serial).close()
 
     def close(self) -> None:
-        """Let others use the directory. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._fd >= 0:
             self._io.close(self._fd)
             self._fd = -1
@@ -222,7 +222,7 @@ class Audit:
         self.close()
 
     def _load(self) -> Entries | None:
-        """What the index says of slots that there may be; notes the epoch of the next checkpoint."""
+        """Load entries from the index; sets the epoch of the next checkpoint."""
         for _ in range(_LOOKS if self.live else 1):
             self._epoch, entries = load(self._directory, self.slabs.stride)
             if entries is not None:
@@ -233,7 +233,7 @@ class Audit:
         return one_size_a_slab(entries[fit(entries, self.superblock.geometry)], self.slabs.stride)
 
     def _find_newest(self) -> None:
-        """Without an index: which record of each key counts."""
+        """Without an index: the newest record of each key."""
         if self._entries is None and not self._newest:
             newest: dict[tuple[bytes, Key], int] = {}
             for found in self._examine(self._header):
@@ -250,7 +250,7 @@ class Audit:
                 yield from chain.from_iterable(threads.map(lambda slab: self._slab(slab, pools.get(slab), look), slabs))
 
     def _pools(self) -> dict[int, int]:
-        """Whose the slabs are, as far as the index knows."""
+        """The pool of each slab that the index lists records in."""
         if len(self.slabs.images) == 1:
             return dict.fromkeys(range(self.slabs.slabs), 0)
         if self._entries is None:
@@ -259,7 +259,7 @@ class Audit:
         return dict(zip(slabs.tolist(), self._entries["pool"].tolist(), strict=True))
 
     def _slab(self, slab: int, pool: int | None, look: Callable[[int, int], Finding]) -> list[Finding]:
-        """Look at the slots of a slab; of one that is nobody's, whose it was last says the newest header in it."""
+        """Check the slots of a slab. The newest header decides the pool of a slab that is not in the index."""
         if pool is None:
             found = [self._header(*place) for place in places(self.slabs, slab)]
             owners = [
@@ -273,7 +273,7 @@ class Audit:
         return [look(slot, pool) for slot in self.slabs.slots_of(slab, pool)]
 
     def _header(self, slot: int, pool: int) -> Finding:
-        """Look at the header of `slot` alone."""
+        """Check the header of `slot`."""
         staging, free = self._staging(), self._listed is not None and slot not in self._listed
         try:
             if read_into(self._io, self._fd, staging.header, self.slabs.offset(pool, slot)) < PAGE:
@@ -296,7 +296,7 @@ class Audit:
         return Finding(slot, pool, Condition.LEFT_OVER if free else Condition.WHOLE, header)
 
     def _belongs(self, header: fmt.RecordHeader, slot: int, pool: int) -> bool:
-        """Whether `header` names the place where it was found; one of another pool may begin there, too."""
+        """Whether `header` belongs to the slot it was found in."""
         try:
             place = self.slabs.offset(header.pool, header.slot)
         except PlanError:
@@ -304,7 +304,7 @@ class Audit:
         return place == self.slabs.offset(pool, slot) and header.length <= self.slabs.image_bytes[header.pool] - PAGE
 
     def _record(self, slot: int, pool: int) -> Finding:
-        """Look at all of `slot`."""
+        """Check header and image of `slot`."""
         found = self._header(slot, pool)
         if found.header is None or found.condition is not Condition.WHOLE:
             return found
@@ -320,7 +320,7 @@ class Audit:
         return found
 
     def _staging(self) -> Staging:
-        """Memory of the calling thread's own."""
+        """Staging memory of the calling thread."""
         staging: Staging | None = getattr(self._stagings, "staging", None)
         if staging is None:
             staging = self._stagings.staging = make_staging(self.superblock.image_bytes[-1])

@@ -1,9 +1,9 @@
-"""The tier's directory: ours alone, and locked while in use.
+"""The directory of a file tier: private to the user, and locked while in use.
 
     directory/            0700: made so, or narrowed to it
       lock                locked for as long as the process lives
       superblock, .copy   geometry and generation, twice (superblock.py)
-      reset               a reset that was ordered while nobody had the directory open (superblock.py)
+      reset               a reset that was requested while the lock was not held (superblock.py)
       index.*, journal.*  which record lies in which slot (index.py)
       segment             the slots
 
@@ -35,20 +35,20 @@ SEGMENT = "segment"
 _PID_BYTES = 16
 
 _owned: set[tuple[int, int, int]] = set()
-"""Directories that are open: process, device, inode. What a forked child finds here is not its own."""
+"""Open directories: process, device, inode. A forked child ignores those of its parent."""
 
 _owning = threading.Lock()
 
 
 class Directory:
-    """An open and locked tier directory; made, with its parents, when it does not exist.
+    """An open and locked tier directory, created with its parents if missing.
 
     Attributes:
         io: The system calls that reach it.
     """
 
     def __init__(self, path: Path, io: RawIo | None = None, *, guest: bool = False) -> None:
-        """As a `guest` it is not locked: another process may have it open. Nothing is made, and no mode changed."""
+        """A `guest` does not lock the directory, creates nothing and changes no mode."""
         self.path = path
         self.io: RawIo = SystemIo() if io is None else io
         self._pid = os.getpid()
@@ -69,7 +69,7 @@ class Directory:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is not the one that opened the directory: then nothing here is its own."""
+        """Whether this process is a fork of the one that opened the directory."""
         return os.getpid() != self._pid
 
     def open(self, name: str, *, create: bool = False) -> int:
@@ -84,7 +84,7 @@ class Directory:
         return fd
 
     def reserve(self, name: str, nbytes: int) -> int:
-        """A descriptor of file `name`, at least `nbytes` long, with every block of it allocated; or as it was.
+        """A descriptor of file `name`, extended to `nbytes` with all blocks allocated; unchanged on failure.
 
         What it held stays; what is new reads as zeros.
         """
@@ -92,7 +92,7 @@ class Directory:
         return self.open(name)
 
     def reserve_all(self, files: Mapping[str, int]) -> None:
-        """Have these files, by name, at least so long, with every block allocated; or all of them as they were."""
+        """Extend these files to these lengths, with all blocks allocated; all are unchanged on failure."""
         with contextlib.ExitStack() as undo:
             statuses = {}
             for name in files:
@@ -123,7 +123,7 @@ class Directory:
                 restore.pop_all()
 
     def trim(self, name: str, nbytes: int) -> None:
-        """Let go of what file `name` has beyond its first `nbytes`."""
+        """Truncate file `name` to `nbytes`."""
         fd = self.open(name)
         try:
             with self.as_tier_errors(name):
@@ -133,7 +133,7 @@ class Directory:
             self.io.close(fd)
 
     def read(self, name: str, nbytes: int | None = None, offset: int = 0) -> bytes:
-        """`nbytes` of file `name`, or all, as far as blocks are allocated to it; nothing if there is none."""
+        """Up to `nbytes` of file `name`, or all of it; empty if there is no file."""
         with self._opened(name) as fd:
             if fd is None:
                 return b""
@@ -149,7 +149,7 @@ class Directory:
             return 0 if fd is None else self.io.fstat(fd).st_size
 
     def sync(self) -> None:
-        """The names of all files are on the medium when this returns."""
+        """Synchronise the directory: file names are durable on return."""
         with self.as_tier_errors():
             self.io.fsync(self._fd)
 
@@ -166,7 +166,7 @@ class Directory:
 
     @contextlib.contextmanager
     def as_tier_errors(self, name: str = "") -> Iterator[None]:
-        """Within it an `OSError` about file `name` becomes a `TierError` that names it."""
+        """Context manager: raises a `TierError` that names the file in place of an `OSError`."""
         path = self.path / name
         try:
             yield
@@ -179,7 +179,7 @@ class Directory:
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int | None]:
-        """A descriptor of file `name`; `None` if there is none. Within it, as in `as_tier_errors`."""
+        """Context manager: a descriptor of file `name`, `None` if there is no file; errors as in `as_tier_errors`."""
         try:
             fd = self.open(name)
         except TierError as error:
@@ -215,7 +215,10 @@ class Directory:
         return fd
 
     def _own(self) -> None:
-        """Before any file is opened: to close one of two descriptors of the lock would release it."""
+        """Raise `TierInUseError` if this process has the directory open already.
+
+        Closing a second descriptor of the lock file would release the lock.
+        """
         with _owning:
             if self._identity in _owned:
                 raise self._in_use(f"{self._pid}, this one")
@@ -248,7 +251,7 @@ class Directory:
             self.io.fchmod(fd, 0o600)
 
     def _restore(self, name: str, fd: int, nbytes: int) -> None:
-        """File `name` is `nbytes` long again, if it became longer."""
+        """Truncate file `name` to `nbytes`, if it became longer."""
         try:
             if self.io.fstat(fd).st_size > nbytes:
                 self.io.ftruncate(fd, nbytes)
@@ -262,7 +265,7 @@ class Directory:
 
 
 def _missing(status: os.stat_result, nbytes: int) -> int:
-    """Bytes that a file lacks to be `nbytes` long, with every block of it allocated."""
+    """Bytes to allocate until a file has `nbytes` with all blocks allocated."""
     allocated = status.st_blocks * 512
     whole = nbytes <= status.st_size <= allocated
     return 0 if whole else max(nbytes - allocated, 1)

@@ -1,4 +1,4 @@
-"""One thread that carries out what a file tier was asked for, over a queue that moves bytes (`queue.py`).
+"""The executor of a file tier: one thread that carries out batches over an I/O queue (`queue.py`).
 
     submit ──► reads  ─┐
                writes ─┴─► take ─► steps ─► pieces ──► queue ~~~ disk ~~~► pieces ─► steps ─► ended batches ──► poll
@@ -9,10 +9,9 @@ Queued reads overtake queued writes, since a request waits for the former and no
 takes the oldest write, so that those go on under a constant load of reads. A deadline, a cancellation or a close ends
 queued operations at once, even while the disk is stuck.
 
-By turns, one task is given to the disk, and one that has come out of it is gone on with: so the disk has something to
-do while checksums are verified. One thread can verify more than a disk delivers, and has nobody to wait for. Several,
-each of which gives up Python's interpreter lock for each checksum, wait for that lock up to ten times as long as they
-work.
+The thread alternates between submitting a task and continuing a completed one, so the disk is busy while checksums are
+verified. One thread verifies more than a disk delivers, without contention. Several threads, each of which releases the
+interpreter lock for each checksum, wait for that lock up to ten times as long as they work.
 """
 
 from __future__ import annotations
@@ -37,30 +36,30 @@ from longshore.tiers.ops import OpBatch
 _log = logging.getLogger(__name__)
 
 WINDOW_TASKS = 16
-"""Tasks that are under way at once, at most."""
+"""Largest number of tasks in flight."""
 
 READ_WINDOW, WRITE_WINDOW = 24 << 20, 64 << 20
-"""Bytes of images that are in the disk to be read, and to be written, or a task more of each.
+"""Bytes of images in flight to be read, and to be written; one task more of each is possible.
 
-Where a disk tells of all that it was given at once, reads of a long prompt are verified while the next ones move.
+A disk may complete all submitted reads at once; with a window, reads of a long prompt are verified while others move.
 """
 
 AHEAD = 2
-"""Tasks that are ready to be moved as soon as there is room in the window: their checksums take their time."""
+"""Tasks prepared before there is room in the window, because their checksums take time."""
 
 _READS_IN_A_ROW = 7
 
 _INTERRUPTIONS = 100
-"""A piece that is interrupted more often than this in a row has failed, and is not unlucky."""
+"""Consecutive interruptions after which a piece has failed."""
 
 _ANSWERS = FULL | {errno.EIO, errno.EINTR}
 """Errors that come from the disk; another one means that the queue did not take the piece."""
 
 _MOMENT = 1e-6
-"""Seconds of sleep for whoever polls, between tasks that have landed together.
+"""Seconds of sleep between tasks that completed together, so that the polling thread gets the interpreter lock.
 
-A checksum of a short image gives the interpreter lock up for less time than another thread takes to wake up; so results
-would be seen, and answered by more to do, when all tasks had been worked on, and the disk had stood still meanwhile.
+A checksum of a short image releases the lock for less time than another thread needs to wake up. Without the sleep,
+results are polled only after all tasks, and the disk is idle meanwhile.
 """
 
 
@@ -74,7 +73,7 @@ class Order(NamedTuple):
 class Executor:
     """Carries out batches, as many tasks at once as there are `stagings`.
 
-    All is thread-safe up to `close`; what follows it is for the executor's own thread.
+    Public methods are thread-safe; the others run in the executor's thread.
 
     Attributes:
         ended: Operations that were carried out.
@@ -118,7 +117,7 @@ class Executor:
         self._begun: set[_Task] = set()
         self._ready: deque[_Task] = deque()  # to be moved when there is room
         self._moving: dict[int, tuple[_Task, int]] = {}  # by the queue's number, which piece of which
-        self._landed: deque[_Task] = deque()
+        self._completed: deque[_Task] = deque()
         self._room = {False: READ_WINDOW, True: WRITE_WINDOW}  # in bytes, by whether they are written
         # A daemon: Python does not wait for it when a process ends without close.
         self._thread = threading.Thread(target=self._work, name=f"{name}-queue", daemon=True)
@@ -195,7 +194,7 @@ class Executor:
             self._results.append(batch.result())
             try:
                 self.at_end()
-            except Exception:  # noqa: BLE001 - the batch has ended, whatever its owner makes of that
+            except Exception:  # noqa: BLE001 - the batch has ended all the same
                 _log.exception("completion callback raised; batch %d is done", batch.ticket)
 
     # ------------------------------------------------------------------ the thread
@@ -203,14 +202,14 @@ class Executor:
     def _work(self) -> None:
         try:
             self._run()
-        except Exception as error:  # noqa: BLE001 - batches without a result would be waited for without end
+        except Exception as error:  # noqa: BLE001 - callers would wait for the batches forever
             _log.exception(
                 "file tier disabled: asynchronous I/O queue failed (%s: %s); restart the process to re-enable it",
                 type(error).__name__,
                 error,
             )
             self._stop()
-            self._queue.close()  # which waits for what is under way: only then is its memory anybody else's
+            self._queue.close()  # waits for I/O in flight; only then may its memory be reused
             for task in list(self._begun):
                 self._end(task, [Status.IO_ERROR] * len(task.at))
 
@@ -218,23 +217,23 @@ class Executor:
         while True:
             self._submit_ready()
             begun = self._begin_next()
-            if self._landed:
-                self._go_on(self._landed.popleft())
+            if self._completed:
+                self._continue(self._completed.popleft())
             elif not begun:
                 if self._closed and not self._moving:
                     return
                 ended = [(*self._moving.pop(number), moved) for number, moved in self._queue.reap()]
-                for task, at, moved in ended:  # their numbers may be given again from here on
+                for task, at, moved in ended:  # their numbers may be reused from here on
                     self._arrive(task, at, moved)
 
     def _begin_next(self) -> bool:
-        """Begin the task that is next, if there is one, as far as there is room for it."""
+        """Begin the next task, if there is one and room to prepare it. Returns whether one began."""
         if not self._stagings or len(self._ready) >= AHEAD or (task := self._take()) is None:
             return False
         task.staging = self._stagings.pop()
         task.steps = self._steps(task.orders, task.staging)
         self._begun.add(task)
-        self._go_on(task)
+        self._continue(task)
         self._submit_ready()
         return True
 
@@ -256,19 +255,19 @@ class Executor:
         self._reads_in_a_row = 0
         return self._writes.popleft()
 
-    def _go_on(self, task: _Task) -> None:
-        """Up to its next pieces, or to its end."""
+    def _continue(self, task: _Task) -> None:
+        """Continue a task up to its next pieces, or to its end."""
         try:
             task.advance()
         except StopIteration as end:
             self._end(task, end.value)
-        except Exception:  # noqa: BLE001 - without a result its batch would never end
+        except Exception:  # noqa: BLE001 - the batch must end
             self._fail(task)
         else:
             self._ready.append(task)
 
     def _submit_ready(self) -> None:
-        """Give the queue what there is room for."""
+        """Submit ready tasks that the window has room for."""
         waiting, self._ready = self._ready, deque()
         for task in waiting:
             if self._room[task.writing] <= 0 or len(self._moving) >= self._depth:
@@ -283,7 +282,7 @@ class Executor:
                 self._moving.update((number, (task, at)) for at, number in enumerate(numbers))
 
     def _arrive(self, task: _Task, at: int, moved: int) -> None:
-        """So much of a piece was moved: the rest goes into the queue again, as long as that leads anywhere."""
+        """A piece has ended after `moved` bytes; submit the rest, if it can be retried."""
         piece, size = task.pieces[at], task.pieces[at].nbytes
         if moved < 0 and -moved not in _ANSWERS:
             moved = self._segment.move(piece, writing=task.writing)
@@ -299,10 +298,10 @@ class Executor:
             status = Status.NO_SPACE if -moved in FULL else Status.IO_ERROR
         if task.arrive(at, status):
             self._room[task.writing] += task.nbytes
-            self._landed.append(task)
+            self._completed.append(task)
 
     def _fail(self, task: _Task) -> None:
-        """End a task that raised what nobody expects, while that is being handled."""
+        """End a task that raised an unexpected exception, while it is being handled."""
         op = task.orders[0].op
         kind, count = op.op.value, len(task.at)
         _log.exception(
@@ -320,7 +319,7 @@ class Executor:
             task.end(statuses, time.monotonic())
             self.ended += len(task.at)
             self._settle(task.batch)
-        if self._landed:
+        if self._completed:
             time.sleep(_MOMENT)
 
 
@@ -354,19 +353,19 @@ class _Task:
         return self.batch.pending(self.at[0])
 
     def begin(self, now: float) -> None:
-        """All of them move from now on."""
+        """Record that all operations begin."""
         for each in self.at:
             self.batch.begin(each, now)
         self.orders = [Order(self.batch.ops[each], self._first + each) for each in self.at]
         self.nbytes = sum(op.length for op, _ in self.orders)
 
     def end(self, statuses: Sequence[Status], now: float) -> None:
-        """All of them are over."""
+        """Record that all operations have ended."""
         for each, status in zip(self.at, statuses, strict=True):
             self.batch.end(each, status, now)
 
     def advance(self) -> None:
-        """Up to what is to be moved next; raises `StopIteration` with the result when there is nothing more."""
+        """Continue up to the next pieces; raises `StopIteration` with the statuses when there are none."""
         pieces, self.writing = self.steps.send(self._statuses) if self._statuses else next(self.steps)
         self.pieces = list(pieces)
         self._left = len(self.pieces)
@@ -374,9 +373,9 @@ class _Task:
         self._patience = [_INTERRUPTIONS] * self._left
 
     def rest(self, at: int, moved: int, page: int) -> Piece | None:
-        """What is left of a piece of which so much was moved; `None` if it is not to be gone on with.
+        """The rest of a piece after `moved` bytes; `None` if it must not be retried.
 
-        Direct I/O goes on from the start of a `page`: what was moved of it is moved a second time.
+        Direct I/O continues from the start of a `page`, whose first bytes move a second time.
         """
         if moved == -errno.EINTR and self._patience[at]:
             self._patience[at] -= 1
@@ -388,7 +387,7 @@ class _Task:
         return self.pieces[at]
 
     def arrive(self, at: int, status: Status) -> bool:
-        """What became of a piece; whether it was the last."""
+        """Record the status of a piece; returns whether it was the last."""
         self._statuses[at] = status
         self._left -= 1
         return not self._left

@@ -25,7 +25,7 @@ from longshore.slabs import PAGE, Slabs
 from longshore.tiers.ops import KEY_BYTES
 
 VERSION = 4
-"""Of all pages. A superblock of another version is refused; nothing in its directory is touched."""
+"""Version of all pages. A superblock of another version is refused, and its directory not changed."""
 
 RECORD_MAGIC = b"LNGSHREC"
 SUPERBLOCK_MAGIC = b"LNGSHSUP"
@@ -54,7 +54,7 @@ _CHECKED = PAGE - _CHECKSUM.size
 
 
 class RecordHeader(NamedTuple):
-    """What stands before an image: all that is needed to know whose bytes follow, and whether they are whole."""
+    """The header before an image: identity and checksum of the image."""
 
     key: Key
     parent: Key | None
@@ -84,12 +84,12 @@ class Superblock(NamedTuple):
 
     @property
     def geometry(self) -> Slabs:
-        """Where slots lie, each with its header."""
+        """Slabs and slots, each slot with its header page."""
         return Slabs(self.slab_bytes, tuple(PAGE + size for size in self.image_bytes), self.slabs)
 
 
 class Wanted(NamedTuple):
-    """What a reader came for."""
+    """The record that a reader expects."""
 
     key: Key
     scope: bytes
@@ -100,7 +100,7 @@ class Wanted(NamedTuple):
 
 
 class HeaderCheck(NamedTuple):
-    """What `judge` thinks of a header page; what it says of the payload means something only when `status` is OK."""
+    """Result of `judge` for a header page; the payload's checksum is valid only if `status` is OK."""
 
     status: Status
     payload_checksum: int = 0
@@ -156,7 +156,7 @@ def parse_header(page: bytes) -> RecordHeader:
 
 
 def judge(page: bytes, wanted: Wanted) -> HeaderCheck:
-    """Whether the image behind `page` is the one that was `wanted`; its bytes are still to be verified."""
+    """Compare the header in `page` with `wanted`. Does not verify the image."""
     if is_empty(page):
         return HeaderCheck(Status.MISMATCH)
     try:
@@ -175,7 +175,7 @@ def pack_superblock(superblock: Superblock) -> bytes:
 
 
 def parse_superblock(page: bytes) -> Superblock:
-    """The superblock in `page`; raises `FormatError` unless it is whole, and of this version."""
+    """The superblock in `page`; raises `FormatError` unless it is valid, and of this version."""
     check_page("superblock", page, SUPERBLOCK_MAGIC)
     _, _, header_bytes, slabs, slab_bytes, generation, opens, count = _SUPERBLOCK.unpack_from(page)
     if header_bytes != PAGE:
@@ -199,12 +199,12 @@ def parse_superblock(page: bytes) -> Superblock:
 
 
 def pack_reset(generation: int) -> bytes:
-    """The page that tells whoever opens the directory next of a reset: nothing older than `generation` is served."""
+    """The page of a pending reset: nothing older than `generation` may be served."""
     return seal(_RESET.pack(RESET_MAGIC, VERSION, 0, generation))
 
 
 def parse_reset(page: bytes) -> int:
-    """The generation in `page`; raises `FormatError` unless it is whole, and of this version."""
+    """The generation in `page`; raises `FormatError` unless it is valid, and of this version."""
     check_page("reset", page, RESET_MAGIC)
     _, _, zero, generation = _RESET.unpack_from(page)
     if zero:
@@ -220,7 +220,7 @@ def seal(fields: bytes) -> bytes:
 
 
 def check_page(what: str, page: bytes, expected: bytes) -> None:
-    """Raise `FormatError` unless `page` is whole, of this version, and begins as expected; `what` is its name."""
+    """Raise `FormatError` unless `page` has a valid checksum, this version and magic; `what` is its name."""
     if len(page) != PAGE:
         raise FormatError(f"{what}: expected {PAGE} bytes, got {len(page)}")
     magic, version = _PROLOGUE.unpack_from(page)

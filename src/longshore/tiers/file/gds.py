@@ -5,8 +5,8 @@
 
 Every call of cuFile, and of the device, is made by a thread of the queue, so that many are under way at once.
 
-It is tried when the tier opens, and again with every image. What cuFile does not do is done by way of the host, each
-time, and counted: the tier serves the same either way, and a record is the same on disk.
+cuFile is tried when the tier opens, and again with every image. Images that cuFile refuses are copied through host
+memory and counted; records on disk are the same either way.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CuFile:
         self._move("write", offset, nbytes, place)
 
     def close(self) -> None:
-        """Let go of memory, file and library, as far as each of them lets itself be let go of. Idempotent."""
+        """Deregister memory and file, and close the library; errors are ignored. Idempotent."""
         while self._undo:
             name, arguments = self._undo.pop()
             try:
@@ -153,8 +153,8 @@ class GdsFileTier(FileTier):
     ) -> None:
         """As for `FileTier`. `library` stands for the functions of cuFile, for tests.
 
-        With `strict` nothing goes by way of the host: where cuFile cannot be used, `TierError` is raised here, and what
-        it refuses later ends as `Status.IO_ERROR`.
+        With `strict` no image goes through host memory: raises `TierError` if cuFile cannot be used, and images that it
+        refuses later end as `Status.IO_ERROR`.
         """
         self._gds: GdsPayload
 
@@ -174,7 +174,7 @@ class GdsFileTier(FileTier):
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """As for `FileTier`, and how often something went by way of the host.
+        """As for `FileTier`, and how many images went through host memory.
 
         `no_gds`: cuFile cannot be used here, so everything does. `gds_write`, `gds_read`: it refused an image.
         `unaligned`: an image that begins or ends within a page. `host_checksum`: a record whose checksum is not for
@@ -203,7 +203,7 @@ class GdsPayload:
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """How often something went by way of the host, by reason."""
+        """Number of images that went through host memory, by reason."""
         return dict(self._fallbacks)
 
     @property
@@ -319,7 +319,7 @@ class GdsPayload:
         return call.result()
 
     def _fell_back(self, reason: str, error: DeviceError | None = None) -> None:
-        """Count what goes by way of the host; `DeviceError` where nothing may."""
+        """Count an image that goes through host memory; `DeviceError` in strict mode."""
         self._fallbacks[reason] += 1
         if self._strict:
             raise DeviceError(f"strict mode: nothing may go by way of the host ({reason}): {error or 'not for cuFile'}")
@@ -328,7 +328,7 @@ class GdsPayload:
 
 
 class _Call(Generic[T]):
-    """What a thread of the queue is to do with the device, once it has made that its own."""
+    """A call for a thread of the queue, with the device current in that thread."""
 
     def __init__(self, bind: Callable[[], None], work: Callable[[], T]) -> None:
         self._bind = bind

@@ -1,10 +1,9 @@
-"""What went wrong, and whether the disk is still good for anything: what fails again and again is left alone.
+"""Failure counters of a file tier, and its state after repeated failures.
 
-    on ──► read-only     so many writes in a row failed: the disk is full, or worn out
-       ──► off           so many reads in a row failed
+    on ──► read-only     `PATIENCE` writes in a row failed: the disk is full or worn out
+       ──► off           `PATIENCE` reads in a row failed
 
-One that succeeds begins the count anew; a tier that is read-only or off stays so until it is opened again, and the log
-says so once.
+A success resets the count. A tier that is read-only or off stays so until it is opened again; this is logged once.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from longshore.tiers.base import Op
 _log = logging.getLogger(__name__)
 
 PATIENCE = 8
-"""Failures in a row, of one kind, that end it."""
+"""Consecutive failures of reads, or of writes, that change the state."""
 
 _FAILED = frozenset({Status.IO_ERROR, Status.NO_SPACE})
 
 _UNREADABLE = (Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR)
 _WRONG = (*((Op.READ, each) for each in _UNREADABLE), (Op.WRITE, Status.IO_ERROR), (Op.WRITE, Status.NO_SPACE))
-"""What can go wrong with an operation that was tried."""
+"""Counted failures."""
 
 
 class TierState(enum.Enum):
-    """What a file tier still does."""
+    """Operations that a file tier accepts: all, reads only, or none."""
 
     ON = "on"
     READ_ONLY = "read_only"
@@ -42,14 +41,14 @@ TROUBLES = (
     *(state.value for state in (TierState.READ_ONLY, TierState.OFF)),
     "checkpoint",
 )
-"""All that `FileTier.troubles` counts."""
+"""Keys of `FileTier.troubles`."""
 
 
 class Health:
-    """Of the disk under the tier called `name`. For one thread, but for what is read here.
+    """Health of the disk of the tier called `name`. Updated by one thread; attributes may be read by any.
 
     Attributes:
-        state: What may still be tried.
+        state: The state.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,17 +58,17 @@ class Health:
         self._wrong: Counter[tuple[Op, Status]] = Counter()
 
     def allows(self, op: Op) -> bool:
-        """Whether operations of this kind may be tried."""
+        """Whether operations of this kind are accepted."""
         return self.state is TierState.ON or (self.state is TierState.READ_ONLY and op is Op.READ)
 
     @property
     def troubles(self) -> dict[str, int]:
-        """How often each thing went wrong, whether the tier is read-only, and whether it is off."""
+        """Number of failures by kind, and 0 or 1 for the states read-only and off."""
         wrong = {f"{op.value}_{status.value}": self._wrong[op, status] for op, status in _WRONG}
         return {**wrong, **{state.value: int(state is self.state) for state in (TierState.READ_ONLY, TierState.OFF)}}
 
-    def note(self, op: Op, statuses: Sequence[Status]) -> None:
-        """Some were tried, one after the other, and ended so."""
+    def record(self, op: Op, statuses: Sequence[Status]) -> None:
+        """Record the statuses of operations, in order."""
         if not self._failures[op] and statuses.count(Status.OK) == len(statuses):
             return
         for status in statuses:

@@ -1,24 +1,23 @@
-"""The tier's index: which record lies in which slot, for the next process. This one asks its control plane.
+"""The tier's index: which record is in which slot. It serves the next process; this one asks its control plane.
 
-    invalidate   these slots hold nothing from now on: said before anything is written to them
-    insert       this record was written, whole
+    invalidate   these slots hold no record; called before anything is written to them
+    insert       this record was written completely
     quarantine   this record was found unusable
-    touch        this record was served: it is the one used last
-    checkpoint   all that is known, in one go, into the older of two files
+    touch        this record was served: it is the most recently used one
+    checkpoint   write all entries into the older of two files
+    Checkpointer writes checkpoints when they are due, in a thread of its own
 
-An invalidation reaches the system before the first byte of what replaces the record does, so no process that follows
-is told of a record that was being overwritten: what cannot be invalidated must not be overwritten. A journal has room
-for an invalidation of every record that the disk lists, whatever else is noted in it. Only a crash of the machine can
-lose one, and reading verifies anyway. What was inserted may wait, for others to be noted in the same call, and is not
-noted where that would take the room of invalidations: a crash loses such records until the next checkpoint, and never
-an invalidation.
+An invalidation is written to the journal before the first byte that overwrites the record, so no later process lists a
+record that was being overwritten; a record that cannot be invalidated must not be overwritten. A journal has room for
+an invalidation of every record that the disk lists. Only a crash of the machine can lose one, and reads verify anyway.
+Insertions are written in batches, and not at all where they would take the room of invalidations: a crash loses such
+records until the next checkpoint, and never an invalidation.
 
     entries   slot 0: a    slot 1: -    slot 2: b    slot 3: c
-    listed    yes          no           yes          no            whether checkpoint and journal, as they lie on disk,
-                                                                   list a record there
+    listed    yes          no           yes          no            whether checkpoint and journal on disk list a record
 
-Only what the disk lists has to be invalidated. A slab has the entries of one pool: whoever writes for another ends
-them all, with one note.
+Only records that the disk lists have to be invalidated. A slab has the entries of one pool: a write for another pool
+invalidates all of them with one journal record.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from longshore.tiers.file.system import write_all
 
 _log = logging.getLogger(__name__)
 
-_FEW_NOTES, _MANY_NOTES = 256, 65536
+_FEW_RECORDS, _MANY_RECORDS = 256, 65536
 
 _AT_ONCE = 64
-"""Records that are noted together at the latest."""
+"""Insertions after which the journal is written at the latest."""
 
 _SIZE = ENTRY.itemsize
 _WHOLE = np.dtype((np.void, _SIZE))  # an entry as a piece of memory: as `ENTRY`, it is copied field by field
@@ -64,9 +63,9 @@ def journal_name(epoch: int) -> str:
     return f"journal.{epoch % 2}"
 
 
-def notes_for(slots: int) -> int:
-    """Notes that call for the next checkpoint of a tier of `slots` slots, at the latest."""
-    return min(max(slots, _FEW_NOTES), _MANY_NOTES)
+def journal_records_for(slots: int) -> int:
+    """Journal records that call for the next checkpoint of a tier of `slots` slots, at the latest."""
+    return min(max(slots, _FEW_RECORDS), _MANY_RECORDS)
 
 
 def index_files(slots: int) -> dict[str, int]:
@@ -77,15 +76,15 @@ def index_files(slots: int) -> dict[str, int]:
 
 
 def _room(slots: int) -> int:
-    """Notes of one journal: one invalidation for each slot, and what calls for a checkpoint."""
-    return slots + notes_for(slots)
+    """Journal records of one journal: one invalidation for each slot, and what calls for a checkpoint."""
+    return slots + journal_records_for(slots)
 
 
 class RecordIndex:
     """The index of the slots of `slabs` in `directory`, where room is reserved for its files. Thread-safe.
 
     It begins with `entries`, least recently used first, which are on the medium, as checkpoint `epoch`, when this
-    returns; `recovery.load` says which epoch may be next. Notes have serial numbers above `serial`.
+    returns; `recovery.load` says which epoch may be next. Journal records have serial numbers above `serial`.
     """
 
     def __init__(self, directory: Directory, slabs: Slabs, entries: Entries, epoch: int, serial: int) -> None:
@@ -109,8 +108,8 @@ class RecordIndex:
         self._lengths, self._sequences, self._hits = (self._table[name] for name in ("length", "sequence", "hits"))
         self._listed_slots = len(entries)  # none needs more than one invalidation
         self._touched = 0
-        self._inserted: dict[int, bytes] = {}  # by slot; not yet noted
-        self._missing = False  # whether something was inserted that is not noted, and will not be
+        self._inserted: dict[int, bytes] = {}  # by slot; not yet journaled
+        self._missing = False  # whether something was inserted that is not journaled, and will not be
         # Until this checkpoint is whole, the one before it must be: its files are the last to be touched.
         self._write(epoch, entries, serial)
         self._journal = _Journal(directory, epoch, self._slots, serial)
@@ -119,7 +118,7 @@ class RecordIndex:
     @property
     def due(self) -> bool:
         """Whether it is time for a checkpoint."""
-        return self._missing or 2 * max(self._journal.written, self._touched) >= notes_for(self._slots)
+        return self._missing or 2 * max(self._journal.written, self._touched) >= journal_records_for(self._slots)
 
     def entries(self) -> Entries:
         """The entries of all records, least recently used first."""
@@ -167,13 +166,13 @@ class RecordIndex:
                     self._use(slot)
                     self._inserted[slot] = entry
             if len(self._inserted) >= _AT_ONCE:
-                self._note_inserted()
+                self._journal_inserted()
 
     def flush(self) -> None:
-        """Note what was inserted: the next process knows of it from here on."""
+        """Journal what was inserted: the next process knows of it from here on."""
         with self._changing:
             if self._inserted:
-                self._note_inserted()
+                self._journal_inserted()
 
     def touch(self, slots: Iterable[int]) -> None:
         """The records in `slots` were served."""
@@ -193,10 +192,10 @@ class RecordIndex:
             self._listed_slots = int(np.count_nonzero(self._is_listed))
 
     def checkpoint(self) -> None:
-        """Put all that is known on the medium. Raises `TierError`: then what stood there before still does.
+        """Write a checkpoint. After a `TierError`, the previous checkpoint and its journals are still valid.
 
-        From its beginning on, notes go into the next journal; until its end, the checkpoint before it and both journals
-        say the same.
+        Changes go into the next journal as soon as the checkpoint begins; until it is complete, the previous checkpoint
+        and both journals have the same content.
         """
         with self._writing:
             if self._journal.epoch != self._epoch:
@@ -217,7 +216,7 @@ class RecordIndex:
             self._finish(_in_order(table, used), known)
 
     def close(self) -> None:
-        """Give the descriptor back, and note nothing: a forked child may call this. Idempotent."""
+        """Close the descriptor without writing the journal; a forked child may call this. Idempotent."""
         self._journal.close()
 
     def _find(self, slot: int, pool: int, key: Key, scope: bytes) -> int:
@@ -239,21 +238,21 @@ class RecordIndex:
             self._invalidate(places)
         except OSError as error:
             self._clear(places)
-            self._note_missing(error)
+            self._journal_failed(error)
 
     def _invalidate(self, places: list[tuple[int, int]]) -> None:
-        notes: dict[range, bytes] = {}
+        records: dict[range, bytes] = {}
         for slot, pool in places:
             slab = self._slab(slot)
             if self.is_given(slot, pool):
                 which = range(slot, slot + self._listed[slot])
             else:
                 which = range(slab.start, slab.stop if self._is_listed[slab].any() else slab.start)
-            if which and which not in notes:
-                notes[which] = fmt.pack_invalidation(slot, pool)
-        if notes:
-            self._journal.append([(fmt.INVALIDATED, entry) for entry in notes.values()])
-            for which in notes:
+            if which and which not in records:
+                records[which] = fmt.pack_invalidation(slot, pool)
+        if records:
+            self._journal.append([(fmt.INVALIDATED, entry) for entry in records.values()])
+            for which in records:
                 for slot in which:
                     self._listed_slots -= self._listed[slot]
                     self._listed[slot] = 0
@@ -271,8 +270,8 @@ class RecordIndex:
             for ended in [each for each in self._inserted if slab.start <= each < slab.stop]:
                 del self._inserted[ended]
 
-    def _note_inserted(self) -> None:
-        """Note what was inserted, in one call, as far as there is room for that and the invalidations to come."""
+    def _journal_inserted(self) -> None:
+        """Journal what was inserted, in one call, as far as there is room for that and the invalidations to come."""
         inserted, journal = list(self._inserted.items()), self._journal
         self._inserted.clear()
         some = inserted[: max(0, (journal.room - journal.written - self._listed_slots) // 2)]
@@ -283,9 +282,9 @@ class RecordIndex:
         try:
             journal.append([(fmt.INSERTED, entry) for _, entry in some])
         except OSError as error:
-            self._note_missing(error)
+            self._journal_failed(error)
 
-    def _note_missing(self, error: OSError) -> None:
+    def _journal_failed(self, error: OSError) -> None:
         if not self._missing:
             _log.warning(
                 "%s: cannot be written: %s; newer records are lost if the process ends before the next checkpoint",
@@ -324,15 +323,15 @@ def _in_order(table: Entries, used: npt.NDArray[np.int64]) -> Entries:
 
 
 class _Journal:
-    """An open journal, empty, for what comes after checkpoint `epoch`: a note at a time.
+    """An open, empty journal for the changes after checkpoint `epoch`.
 
     Nothing is synchronised. What the process has written is the system's, and survives a `kill -9`; a crash of the
-    machine may lose the newest notes, and reading is what then finds out.
+    machine may lose the newest journal records, and reading is what then finds out.
 
     Attributes:
-        room: Notes that it has room for.
-        serial: Of the last note, in this journal or one before it.
-        written: Notes that are in it.
+        room: Journal records that it has room for.
+        serial: Of the last journal record, in this journal or one before it.
+        written: Journal records that are in it.
     """
 
     def __init__(self, directory: Directory, epoch: int, slots: int, serial: int = 0) -> None:
@@ -349,20 +348,21 @@ class _Journal:
             self._io.close(self._fd)
             raise
 
-    def append(self, notes: Sequence[tuple[int, bytes]]) -> None:
-        """Write down `notes`, kinds and entries, at once. Raises `OSError`: then they do not count, if they are there.
+    def append(self, records: Sequence[tuple[int, bytes]]) -> None:
+        """Append `records`, kinds and entries, in one write. After an `OSError` they are not valid, even if on disk.
 
         What comes next has higher serial numbers, and stands in their place.
         """
-        if not notes:
+        if not records:
             return
         first = self.serial + 1
-        self.serial += len(notes)
-        if self.written + len(notes) > self.room:
-            raise OSError(errno.ENOSPC, f"{journal_name(self.epoch)}: no room for {len(notes)} more notes")
-        data = b"".join(fmt.pack_note(self.epoch, first + n, kind, entry) for n, (kind, entry) in enumerate(notes))
-        write_all(self._io, self._fd, data, PAGE + self.written * fmt.NOTE.itemsize)
-        self.written += len(notes)
+        self.serial += len(records)
+        if self.written + len(records) > self.room:
+            raise OSError(errno.ENOSPC, f"{journal_name(self.epoch)}: no room for {len(records)} more journal records")
+        packed = (fmt.pack_journal_record(self.epoch, first + n, *each) for n, each in enumerate(records))
+        data = b"".join(packed)
+        write_all(self._io, self._fd, data, PAGE + self.written * fmt.JOURNAL_RECORD.itemsize)
+        self.written += len(records)
 
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""

@@ -1,14 +1,14 @@
 """The bytes of the file tier's index: checkpoints and journals. Pure; no I/O. Exact in docs/file-format.md.
 
-    index.0, index.1       ┌────────┬───────┬───────┬──     one page, and an entry for each record there is,
+    index.0, index.1       ┌────────┬───────┬───────┬──     one page, and an entry for each record,
                            │ header │ entry │ entry │       least recently used first
                            └────────┴───────┴───────┴──
-    journal.0, journal.1   ┌────────┬──────┬──────┬──       one page, and a note for each change since then
-                           │ header │ note │ note │
+    journal.0, journal.1   ┌────────┬──────┬──────┬──       one page, and a journal record for each change since then
+                           │ header │ rec. │ rec. │
                            └────────┴──────┴──────┴──
 
-Checkpoint `e` and journal `e` lie in the files `e % 2`. What follows a note that is torn, or older than the one before
-it, was written at another time, and counts for nothing.
+Checkpoint `e` and journal `e` are in the files `e % 2`. A journal ends before the first record that is torn, or older
+than the one before it.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ ENTRY = np.dtype(
         ("hits", "<u4"),  # reads that were served, up to the last checkpoint
     ]
 )
-"""What the index knows of one record: 136 bytes. `length` 0 is none."""
+"""An entry: 136 bytes. `length` 0 means no record."""
 
-NOTE = np.dtype([("checksum", "<u8"), ("epoch", "<u8"), ("serial", "<u8"), ("kind", "<u8"), ("entry", ENTRY)])
-"""One line of a journal: 168 bytes."""
+JOURNAL_RECORD = np.dtype([("checksum", "<u8"), ("epoch", "<u8"), ("serial", "<u8"), ("kind", "<u8"), ("entry", ENTRY)])
+"""A journal record: 168 bytes."""
 
 Entries = npt.NDArray[np.void]
-Notes = npt.NDArray[np.void]
+JournalRecords = npt.NDArray[np.void]
 
 INSERTED = 1
-"""Kind of note: the slot holds this record."""
+"""Kind of journal record: the slot holds this record."""
 
 INVALIDATED = 2
-"""Kind of note: the slot holds nothing. As the other kind, it says whose the slab is: what other pools had is gone."""
+"""Kind of journal record: the slot holds no record. Both kinds assign the slab to the pool of the slot."""
 
 MAX_TIME = 2**32 - 1
 """The last second of Unix time that an entry can name."""
 
 EPOCH_LIMIT = 2**63
-"""Epochs lie below this one; no tier will ever come near."""
+"""Upper bound of epochs."""
 
 HAS_PARENT = 1
 NO_PARENT = bytes(32)
 
 _ENTRY = struct.Struct("<32s32s32sIHHQQQII")
-_NOTE = struct.Struct("<QQQ")  # epoch, serial, kind: what stands between the checksum and the entry
+_RECORD_HEAD = struct.Struct("<QQQ")  # epoch, serial, kind: what stands between the checksum and the entry
 _CHECKSUM = struct.Struct("<Q")
 _CHECKPOINT = struct.Struct("<8sIIQQQQ")
 _JOURNAL = struct.Struct("<8sIIQ")
@@ -78,9 +78,9 @@ class CheckpointHeader(NamedTuple):
     epoch: int
     records: int
     known: int
-    """Serial number of the last note in its own journal that is in here already."""
+    """Serial number of the last record of its own journal that these entries include."""
     checksum: int
-    """Of the entries."""
+    """Checksum of the entries."""
 
 
 def checkpoint_bytes(slots: int) -> int:
@@ -88,9 +88,9 @@ def checkpoint_bytes(slots: int) -> int:
     return PAGE + align(slots * ENTRY.itemsize)
 
 
-def journal_bytes(notes: int) -> int:
-    """Length of a file for journals of up to `notes` notes."""
-    return PAGE + align(notes * NOTE.itemsize)
+def journal_bytes(records: int) -> int:
+    """Length of a file for journals of up to `records` records."""
+    return PAGE + align(records * JOURNAL_RECORD.itemsize)
 
 
 def pack_entry(header: RecordHeader, written: int) -> bytes:
@@ -119,7 +119,7 @@ def pack_checkpoint(epoch: int, entries: Entries, known: int) -> tuple[bytes, by
 
 
 def parse_checkpoint_header(page: bytes) -> CheckpointHeader:
-    """The header in `page`; raises `FormatError` unless it is whole, and of this version."""
+    """The header in `page`; raises `FormatError` unless it is valid, and of this version."""
     check_page("checkpoint", page, CHECKPOINT_MAGIC)
     _, _, entry_bytes, epoch, count, known, checksum = _CHECKPOINT.unpack_from(page)
     if entry_bytes != ENTRY.itemsize:
@@ -165,16 +165,16 @@ def fit(entries: Entries, slabs: Slabs) -> npt.NDArray[np.bool_]:
 
 
 def pack_journal_header(epoch: int) -> bytes:
-    """The first page of the journal of what comes after checkpoint `epoch`."""
-    return seal(_JOURNAL.pack(JOURNAL_MAGIC, VERSION, NOTE.itemsize, epoch))
+    """The first page of journal `epoch`."""
+    return seal(_JOURNAL.pack(JOURNAL_MAGIC, VERSION, JOURNAL_RECORD.itemsize, epoch))
 
 
 def parse_journal_header(page: bytes) -> int:
-    """The epoch in `page`; raises `FormatError` unless it is whole, and of this version."""
+    """The epoch in `page`; raises `FormatError` unless it is valid, and of this version."""
     check_page("journal", page, JOURNAL_MAGIC)
-    _, _, note_bytes, epoch = _JOURNAL.unpack_from(page)
-    if note_bytes != NOTE.itemsize:
-        raise FormatError(f"journal: expected notes of {NOTE.itemsize} bytes, got {note_bytes}")
+    _, _, record_bytes, epoch = _JOURNAL.unpack_from(page)
+    if record_bytes != JOURNAL_RECORD.itemsize:
+        raise FormatError(f"journal: expected journal records of {JOURNAL_RECORD.itemsize} bytes, got {record_bytes}")
     _check_epoch("journal", epoch)
     check_padding("journal", page, _JOURNAL.size)
     return int(epoch)
@@ -185,44 +185,44 @@ def _check_epoch(what: str, epoch: int) -> None:
         raise FormatError(f"{what}: expected an epoch from 1 to {EPOCH_LIMIT - 1}, got {epoch}")
 
 
-def pack_note(epoch: int, serial: int, kind: int, entry: bytes) -> bytes:
-    """A note for the journal of `epoch`; `serial` must be higher than that of any note before it in there."""
-    fields = _NOTE.pack(epoch, serial, kind) + entry
+def pack_journal_record(epoch: int, serial: int, kind: int, entry: bytes) -> bytes:
+    """A record for journal `epoch`; `serial` must be higher than that of the record before it."""
+    fields = _RECORD_HEAD.pack(epoch, serial, kind) + entry
     return _CHECKSUM.pack(digest(fields)) + fields
 
 
 def pack_invalidation(slot: int, pool: int) -> bytes:
-    """The entry of a note that `slot` of `pool` holds nothing."""
+    """The entry of a journal record that invalidates `slot` of `pool`."""
     return _ENTRY.pack(NO_PARENT, NO_PARENT, NO_PARENT, slot, 0, pool, 0, 0, 0, 0, 0)
 
 
-def parse_notes(epoch: int, data: bytes, after: int = 0) -> Notes:
-    """The notes (`NOTE`) of `epoch` that `data` begins with, in order; the first has a serial number above `after`."""
-    notes = np.frombuffer(data, NOTE, count=len(data) // NOTE.itemsize)
-    good = notes["epoch"] == epoch
-    good[:1] &= notes["serial"][:1] > after
-    good[1:] &= notes["serial"][1:] > notes["serial"][:-1]
-    inserted, invalidated = notes["kind"] == INSERTED, notes["kind"] == INVALIDATED
-    good &= (inserted & describes(notes["entry"])) | (invalidated & (notes["entry"]["length"] == 0))
+def parse_journal_records(epoch: int, data: bytes, after: int = 0) -> JournalRecords:
+    """The valid records of journal `epoch` that `data` begins with; their serial numbers are above `after`."""
+    records = np.frombuffer(data, JOURNAL_RECORD, count=len(data) // JOURNAL_RECORD.itemsize)
+    good = records["epoch"] == epoch
+    good[:1] &= records["serial"][:1] > after
+    good[1:] &= records["serial"][1:] > records["serial"][:-1]
+    inserted, invalidated = records["kind"] == INSERTED, records["kind"] == INVALIDATED
+    good &= (inserted & describes(records["entry"])) | (invalidated & (records["entry"]["length"] == 0))
     few = _leading(good)
     raw = memoryview(data)
-    size, skip = NOTE.itemsize, _CHECKSUM.size
-    for at, stored in enumerate(notes["checksum"][:few].tolist()):
+    size, skip = JOURNAL_RECORD.itemsize, _CHECKSUM.size
+    for at, stored in enumerate(records["checksum"][:few].tolist()):
         if digest(raw[at * size + skip : (at + 1) * size]) != stored:
-            return notes[:at]
-    return notes[:few]
+            return records[:at]
+    return records[:few]
 
 
-def replay(entries: Entries, notes: Notes, stride: int) -> Entries:
-    """`entries` as they are after `notes`; what was inserted last comes last. A slab has `stride` slots.
+def replay(entries: Entries, records: JournalRecords, stride: int) -> Entries:
+    """`entries` after `records` were applied, in order of insertion. A slab has `stride` slots.
 
-    A note about a slot of one pool ends what other pools had in its slab.
+    A journal record about a slot of one pool ends what other pools had in its slab.
     """
-    if not len(notes):
+    if not len(records):
         return entries
-    lines = np.empty(len(entries) + len(notes), ENTRY)
+    lines = np.empty(len(entries) + len(records), ENTRY)
     lines[: len(entries)] = entries
-    lines[len(entries) :] = notes["entry"]
+    lines[len(entries) :] = records["entry"]
     slots = np.ascontiguousarray(lines["slot"])
     last = np.sort(_last_of_each(slots))
     last = last[last > _ended(slots // stride, np.ascontiguousarray(lines["pool"]))[last]]

@@ -1,11 +1,11 @@
-"""What moves bytes between memory and the segment, many pieces at once: the seam under the executor.
+"""Asynchronous I/O between memory and the segment, many pieces at once: the interface under the executor.
 
     executor ──submit──► queue ~~~ disk ~~~► reap ──► executor
                            │
                            ├─ AioQueue      Linux's asynchronous I/O (`aio.py`): no thread waits for the disk
                            └─ ThreadQueue   threads that make plain calls: where there is none, and for cuFile
 
-A queue moves, and says how far it came. What is short, interrupted or refused is the executor's to go on with.
+A queue moves bytes and reports how many. The executor retries short, interrupted and refused pieces.
 
 The executor is given tasks: operations of a batch that are carried out together, whose adjacent records move as one.
 
@@ -36,10 +36,10 @@ _log = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """What moves as one: writable memory, and the byte of the file that it begins at.
+    """Memory that moves in one call, and the byte of the file that it begins at.
 
-    With a `call` and no buffers, it is something else that takes its time, for a thread of a `ThreadQueue` to do: it
-    returns 0, or an error number below zero.
+    With a `call` and no buffers, it is a blocking call for a thread of a `ThreadQueue`, which returns 0 or a negative
+    error number.
     """
 
     buffers: list[memoryview]
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def after(self, nbytes: int) -> Piece:
-        """What is left of it when its first `nbytes` have moved."""
+        """The piece without its first `nbytes`."""
         left = list(self.buffers)
         offset = self.offset + nbytes
         while left and nbytes >= left[0].nbytes:
@@ -63,38 +63,38 @@ class Piece(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Pieces to be moved between memory and the segment, in any order."""
+    """Pieces to move between memory and the segment, in any order."""
 
     pieces: Sequence[Piece]
     writing: bool
 
 
 Steps = Generator[Move, list[Status], T]
-"""Yields what is to be moved, is sent how that ended, piece by piece, and returns what it was for."""
+"""A generator that yields pieces to move, is sent a status for each, and returns its result."""
 
 
 class IoQueue(Protocol):
     """Moves pieces of one file, for one thread; only `wake` may be called by others."""
 
     def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """Begin to move `pieces`; their numbers, each of one piece until `reap` has returned it."""
+        """Begin to move `pieces`. Returns their numbers, which identify them until `reap` has returned them."""
 
     def reap(self) -> list[tuple[int, int]]:
         """Wait until a piece has ended, or `wake` was called, since the last call.
 
-        Numbers of pieces that have ended, and bytes moved, or an error number below zero: what is not `EINTR`, `EIO` or
-        for want of space means that the queue did not take the piece; a plain call may.
+        Returns numbers of pieces that have ended, with the bytes moved or a negative error number. An error other than
+        `EINTR`, `EIO` or those of a full disk means that the queue did not accept the piece; a plain call may work.
         """
 
     def wake(self) -> None:
         """End `reap`, or the next one."""
 
     def close(self) -> None:
-        """Wait for what is under way, and give back what is held. Idempotent; also called in a forked child."""
+        """Wait for pieces in flight, and release all resources. Idempotent; also called in a forked child."""
 
 
 class ThreadQueue:
-    """A queue of `threads` threads, each of which moves one piece at a time by `move`, those submitted first first.
+    """A queue of `threads` threads, each of which moves one piece at a time with `move`, in order of submission.
 
     Raises `TierError` if the system gives fewer threads.
     """
@@ -147,7 +147,7 @@ class ThreadQueue:
             number, piece, writing = submitted
             try:
                 moved = self._move(piece, writing=writing) if piece.call is None else piece.call()
-            except Exception:  # noqa: BLE001 - a piece without an end would be waited for without end
+            except Exception:  # noqa: BLE001 - the piece must end
                 _log.exception("internal error of the file tier: I/O at byte %d failed; report this", piece.offset)
                 moved = -errno.EIO
             self._ended.put((number, moved))

@@ -33,7 +33,7 @@ from longshore.tiers.file import format as records
 from longshore.tiers.file import index_format as fmt
 from longshore.tiers.file.directory import SEGMENT, Directory
 from longshore.tiers.file.index import RecordIndex, checkpoint_name, index_files, journal_name
-from longshore.tiers.file.index_format import ENTRY, Entries, Notes, pack_entry
+from longshore.tiers.file.index_format import ENTRY, Entries, JournalRecords, pack_entry
 from longshore.tiers.file.segment import Segment
 from longshore.tiers.file.superblock import FILES, Superblocks
 from longshore.tiers.ops import MAX_GENERATION
@@ -44,15 +44,15 @@ _NEVER = bytes(PAGE)
 
 _THREADS = 16
 
-_AT_ONCE = 4096 * fmt.NOTE.itemsize
-"""Bytes of notes that are read together."""
+_AT_ONCE = 4096 * fmt.JOURNAL_RECORD.itemsize
+"""Bytes of journal records read at once."""
 
 
 class IndexOnDisk(NamedTuple):
-    """What was found.
+    """The index in the files.
 
     Attributes:
-        epoch: Of the next checkpoint: higher than any, and not in the file of the one that was found.
+        epoch: Epoch of the next checkpoint: higher than any, and not in the file of the checkpoint that was loaded.
         entries: Least recently used first; `None` where no checkpoint can be used.
     """
 
@@ -67,7 +67,7 @@ class _Checkpoint(NamedTuple):
 
 
 def recover(directory: Directory, segment: Segment, superblock: records.Superblock, held: int) -> tuple[Entries, int]:
-    """What the first `held` slabs hold, least recently used first; and the epoch of the next checkpoint."""
+    """Entries of the first `held` slabs, least recently used first, and the epoch of the next checkpoint."""
     slabs = replace(superblock.geometry, slabs=held)
     epoch, entries = load(directory, slabs.stride)
     if entries is None:
@@ -79,7 +79,7 @@ def recover(directory: Directory, segment: Segment, superblock: records.Superblo
 
 
 def load(directory: Directory, stride: int) -> IndexOnDisk:
-    """What the files in `directory` say, of slabs of `stride` slots. Raises `TierError` for files that are not ours."""
+    """Load checkpoint and journals of a tier whose slabs have `stride` slots. Raises `TierError` for invalid files."""
     checkpoints = [each for file in (0, 1) if (each := _read_checkpoint(directory, file)) is not None]
     journals = [_read_journal(directory, file) for file in (0, 1)]
     epochs = [each.epoch for each in checkpoints] + [each for each in journals if each is not None]
@@ -95,30 +95,30 @@ def load(directory: Directory, stride: int) -> IndexOnDisk:
 def _replayed(directory: Directory, checkpoint: _Checkpoint, journals: list[int | None], stride: int) -> Entries | None:
     entries = checkpoint.entries
     for epoch in (checkpoint.epoch, checkpoint.epoch + 1):
-        notes = _notes(directory, journals[epoch % 2], epoch)
-        if notes is None:
+        records = _journal_records(directory, journals[epoch % 2], epoch)
+        if records is None:
             return None
         if epoch == checkpoint.epoch:
-            notes = notes[notes["serial"] > checkpoint.known]
-        entries = fmt.replay(entries, notes, stride)
+            records = records[records["serial"] > checkpoint.known]
+        entries = fmt.replay(entries, records, stride)
     return entries
 
 
-def _notes(directory: Directory, begun: int | None, epoch: int) -> Notes | None:
-    """The notes of journal `epoch`, in whose file journal `begun` stands; none, if it was never begun; `None` if lost.
+def _journal_records(directory: Directory, begun: int | None, epoch: int) -> JournalRecords | None:
+    """The records of journal `epoch`: empty if it was never begun, `None` if it was overwritten or is damaged.
 
-    No more is read than there are notes: there may be room for many.
+    `begun` is the epoch of the journal in its file. Only as much of the file is read as has records.
     """
     if begun is None or begun > epoch:
         return None
-    notes: list[Notes] = [np.zeros(0, fmt.NOTE)]
+    records: list[JournalRecords] = [np.zeros(0, fmt.JOURNAL_RECORD)]
     last, more = 0, begun == epoch
     while more:
-        data = directory.read(journal_name(epoch), _AT_ONCE, PAGE + _AT_ONCE * (len(notes) - 1))
-        notes.append(fmt.parse_notes(epoch, data, after=last))
-        more = notes[-1].nbytes == _AT_ONCE
-        last = int(notes[-1]["serial"][-1]) if more else 0
-    return np.concatenate(notes)
+        data = directory.read(journal_name(epoch), _AT_ONCE, PAGE + _AT_ONCE * (len(records) - 1))
+        records.append(fmt.parse_journal_records(epoch, data, after=last))
+        more = records[-1].nbytes == _AT_ONCE
+        last = int(records[-1]["serial"][-1]) if more else 0
+    return np.concatenate(records)
 
 
 def _read_checkpoint(directory: Directory, file: int) -> _Checkpoint | None:
@@ -136,7 +136,7 @@ def _read_checkpoint(directory: Directory, file: int) -> _Checkpoint | None:
 
 
 def _read_journal(directory: Directory, file: int) -> int | None:
-    """The epoch of the journal in a file; -1 if there never was one, `None` if its header is no good."""
+    """The epoch of the journal in a file; -1 if there never was one, `None` if its header is invalid."""
     page = directory.read(journal_name(file), PAGE)
     if not page or page == _NEVER:
         return -1
@@ -148,10 +148,7 @@ def _read_journal(directory: Directory, file: int) -> int | None:
 
 
 def scan(segment: Segment, slabs: Slabs) -> Entries:
-    """Entries for all records whose headers are whole, and stand in their places; least recently written first.
-
-    Of one slot there is only the record that was written last.
-    """
+    """Entries of all records with valid headers, least recently written first; the newest record of each slot."""
 
     def headers(some: range) -> list[records.RecordHeader]:
         page = memoryview(mmap.mmap(-1, PAGE))
@@ -175,14 +172,14 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
 
 
 def places(slabs: Slabs, slab: int) -> Iterator[tuple[int, int]]:
-    """Slots and pools: all the records that could be in `slab`."""
+    """All slots that could be in `slab`, each with its pool."""
     for pool in range(len(slabs.images)):
         for slot in slabs.slots_of(slab, pool):
             yield slot, pool
 
 
 def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryview) -> records.RecordHeader | None:
-    """The header of the record in `slot` of `pool`, read into `page`; `None` where none is, or it is torn or rotten."""
+    """The header of the record in `slot` of `pool`, read into `page`; `None` if there is none, or it is damaged."""
     try:
         whole = segment.read_page(page, slabs.offset(pool, slot))
         header = records.parse_header(bytes(page)) if whole and not records.is_empty(bytes(page)) else None
@@ -198,12 +195,12 @@ OVERHEAD = 2 * PAGE + sum(FILES.values())
 """Bytes of a tier's capacity that are neither slots nor index: the directory, the lock, superblock, copy and reset."""
 
 _ENOUGH = 16
-"""Slabs for each image size at which those of a directory are not too large to be kept."""
+"""Slabs for each image size at which the slab size of a directory is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFiles:
-    """The files of a tier, open."""
+    """The open files of a tier."""
 
     superblock: records.Superblock
     superblocks: Superblocks
@@ -222,9 +219,9 @@ def capacity_of(slabs: Slabs) -> int:
 
 
 def slabs_within(capacity: int, image_bytes: Sequence[int], slab_bytes: int | None = None) -> Slabs:
-    """The slabs that `capacity` bytes have room for, of `slab_bytes`, if that is said.
+    """The slabs that fit `capacity` bytes, of `slab_bytes` if given.
 
-    Raises `TierError` if there is none, or for image sizes that cannot be.
+    Raises `TierError` if there is none, or for invalid image sizes.
     """
     sizes = tuple(image_bytes)
     if not sizes or list(sizes) != sorted(set(sizes)) or len(sizes) >= records.SIZES_LIMIT:
@@ -246,7 +243,7 @@ def slabs_within(capacity: int, image_bytes: Sequence[int], slab_bytes: int | No
 
 
 def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) -> OpenFiles:
-    """Open the files in `directory` for images of `image_bytes`, and keep what they hold of that."""
+    """Open the files in `directory` for images of `image_bytes`, and recover their records."""
     superblocks = Superblocks(directory)
     before = superblocks.read()
     for name, why in superblocks.damaged.items():
@@ -256,7 +253,7 @@ def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) 
     files = {**index_files(slabs.indices), **FILES}
     held = 0 if before is None else min(before.slabs, slabs.slabs, directory.length(SEGMENT) // slabs.slab_bytes)
     if before is None and directory.length(SEGMENT):
-        directory.trim(SEGMENT, 0)  # nobody knows which generation is the last
+        directory.trim(SEGMENT, 0)  # the last generation is unknown
     directory.reserve_all({SEGMENT: slabs.nbytes, **files})
     directory.sync()
     with contextlib.ExitStack() as undo:

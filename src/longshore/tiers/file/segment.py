@@ -1,7 +1,7 @@
 """The segment, and how images get between it and memory: host memory here, a device's in `gds.py`.
 
     write    image ─► checksum ─► header │ image ─► segment          one call where images lie in host memory
-    read     segment ─► header │ image                                verified by whoever asked, then delivered
+    read     segment ─► header │ image                                verified by the caller, then delivered
 
 Direct I/O where the file system allows it, so that neither writes nor reads live off the page cache. Where it does not,
 `Segment.direct` says so, and pages are dropped from the cache once they are on the medium.
@@ -27,7 +27,7 @@ from longshore.tiers.file.queue import IoQueue, Piece, Steps, move_records
 from longshore.tiers.file.system import read_into
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a disk, or of a user's share of it, that takes no more."""
+"""Errors of a full disk or an exceeded quota."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Segment:
             raise TierError(f"{self._path}: cannot be used: {error.strerror}") from error
 
     def open_queue(self, pieces: int, buffers: int) -> IoQueue | None:
-        """The system's asynchronous I/O, for so many pieces of so many buffers; `None` where it has none."""
+        """Asynchronous I/O for `pieces` of at most `buffers`; `None` if the system has none."""
         try:
             return self._io.open_queue(self.fd, pieces, buffers) if self.direct else None
         except OSError as error:
@@ -64,7 +64,7 @@ class Segment:
             return None
 
     def move(self, piece: Piece, *, writing: bool) -> int:
-        """One plain call: bytes moved, or an error number below zero: `EINTR`, one of `FULL`, or `EIO` for the rest."""
+        """Move a piece with one plain call. Returns bytes, or a negative `EINTR`, one of `FULL`, or `EIO`."""
         try:
             moved = (self._io.pwritev if writing else self._io.preadv)(self.fd, piece.buffers, piece.offset)
             if not self.direct:
@@ -77,21 +77,21 @@ class Segment:
         return moved
 
     def read_page(self, page: memoryview, offset: int) -> bool:
-        """Read a page; whether the file has all of it. Raises `OSError`."""
+        """Read a page; returns whether the file has all of it. Raises `OSError`."""
         whole = read_into(self._io, self.fd, page, offset) == PAGE
         if not self.direct:
             self._io.drop_cache(self.fd, offset, PAGE)
         return whole
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent."""
+        """Close the descriptor. Idempotent."""
         if self.fd >= 0:
             self._io.close(self.fd)
             self.fd = -1
 
 
 Seal = Callable[[int, int, int], bytes]
-"""The header page of a record, given its position among those that are written, algorithm and checksum of its image."""
+"""Makes the header page of a record: its position in the task, checksum algorithm and checksum -> page."""
 
 
 class Staging(NamedTuple):
@@ -102,11 +102,11 @@ class Staging(NamedTuple):
 
     @property
     def header(self) -> memoryview:
-        """That of a single record."""
+        """The header page of a single record."""
         return self.headers[0]
 
     def padded(self, length: int) -> memoryview:
-        """The whole pages of `bounce` that an image of `length` takes, zero behind it."""
+        """The pages of `bounce` for an image of `length`, zero after it."""
         body = self.bounce[: align(length)]
         body[length:] = bytes(len(body) - length)
         return body
@@ -120,25 +120,25 @@ def make_staging(image_bytes: int, records: int = 1) -> Staging:
 
 
 class Verifier(NamedTuple):
-    """What a read asks about a record that has arrived: of its header, by its position, and of the image's checksum."""
+    """Verifies a record that was read: the header, by its position in the task, and the image's checksum."""
 
     judge: Callable[[int], HeaderCheck]
     is_intact: Callable[[int, int], bool]
 
 
 class Payload(Protocol):
-    """The images of a tier's operations, in the memory that their offsets mean."""
+    """Moves images between the segment and the memory that the operations' offsets refer to."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of that memory. Raises `TierClosedError` when it is gone."""
+        """Bytes of that memory. Raises `TierClosedError` if it was closed."""
 
     @property
     def blocks(self) -> bool:
-        """Whether its pieces have calls, for the threads of a `ThreadQueue`."""
+        """Whether its pieces are blocking calls, for the threads of a `ThreadQueue`."""
 
     def joins(self, op: TierOp) -> bool:
-        """Whether its record can be moved together with others."""
+        """Whether the record of `op` can be coalesced with others."""
 
     def write(self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
         """Write records to bytes `places` of the segment, ascending; several only where all join.
@@ -155,11 +155,11 @@ class Payload(Protocol):
         """
 
     def close(self) -> None:
-        """Give back what was taken at start. Idempotent."""
+        """Release all resources. Idempotent."""
 
 
 class HostPayload:
-    """Images in `arena`: moved with their header in one call, from and to where they are if addresses allow it."""
+    """Images in `arena`. Each moves together with its header, without a copy if it is aligned."""
 
     blocks = False
 
@@ -169,15 +169,15 @@ class HostPayload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arena; raises when it was closed under us."""
+        """Bytes of the arena; raises `TierClosedError` if it was closed."""
         return self._arena.array.nbytes
 
     def joins(self, op: TierOp) -> bool:
-        """Whether it is moved where it is."""
+        """Whether `op` is aligned."""
         return is_aligned(op)
 
     def write(self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
-        """As many pieces as do not lie one behind the other, all at once."""
+        """Adjacent records are one piece; all pieces are submitted at once."""
         bodies = [self._body(op, staging) for op in ops]
         for at, (op, body, header) in enumerate(zip(ops, bodies, staging.headers, strict=False)):
             if self._is_staged(op):
@@ -188,7 +188,7 @@ class HostPayload:
     def read(
         self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
     ) -> Steps[list[Status]]:
-        """The same."""
+        """As `write`."""
         bodies = [self._body(op, staging) for op in ops]
         statuses = yield from move_records(staging.headers, bodies, places, writing=False)
         for at, (op, body) in enumerate(zip(ops, bodies, strict=True)):
@@ -204,7 +204,7 @@ class HostPayload:
         return statuses
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """No resources to release."""
 
     def _body(self, op: TierOp, staging: Staging) -> memoryview:
         return staging.bounce[: align(op.length)] if self._is_staged(op) else self._arena.view(op.offset, op.length)

@@ -1,11 +1,11 @@
-"""What must not be lost with one page: the superblock, in two files that say the same, and a reset beside it.
+"""The superblock, in two identical files, and a pending reset.
 
-    superblock, superblock.copy    a page each; written one after the other, in place, by whoever has the lock
-    reset                          the same page twice; written by whoever has not, while nobody has
+    superblock, superblock.copy    a page each; written one after the other, in place, by the process with the lock
+    reset                          the same page twice; written by another process while the lock is not held
 
-Their blocks are allocated, and their descriptors open, from the start on: neither a full disk nor a lack of descriptors
-keeps a reset from being written. Each copy is synchronised before the next one is touched, and the one that is worth
-most is written last; so whenever this ends, and whichever page is damaged later, one copy is whole.
+Their blocks are allocated and their descriptors open from the start, so neither a full disk nor a lack of descriptors
+prevents a reset. Each copy is synchronised before the next one is written, and the newest copy is written last. So one
+copy is valid after a crash at any point, and after any single page is damaged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BLANK = bytes(PAGE)
 
 
 class Superblocks:
-    """The superblock of a directory that is locked, or looked at by a guest.
+    """The superblock of a directory that is locked, or read without the lock.
 
     Attributes:
         damaged: Which copies `read` could not use, though another one could be, and why.
@@ -72,7 +72,7 @@ class Superblocks:
         )
 
     def reset(self) -> int:
-        """The generation that was left for whoever opens this next; 0 without one. Raises `FormatError`."""
+        """The generation of a pending reset; 0 without one. Raises `FormatError`."""
         data = self._directory.read(RESET, 2 * PAGE)
         pages = [page for at in (0, PAGE) if (page := data[at : at + PAGE]) not in (b"", _BLANK)]
         generations = []
@@ -87,7 +87,7 @@ class Superblocks:
         return max(generations, default=0)
 
     def open(self) -> None:
-        """Have the files, which are reserved, open from now on."""
+        """Open the files, which are reserved."""
         for name in COPIES:
             self._fds[name] = self._directory.open(name)
 
@@ -100,7 +100,7 @@ class Superblocks:
                 io.fsync(self._fds[name])
 
     def drop(self) -> None:
-        """Have the next one who opens this find no superblock, and no records. Raises `TierError`."""
+        """Truncate the superblock, so that the next process finds no records. Raises `TierError`."""
         if not self._fds:
             self.open()
         for name, fd in self._fds.items():
@@ -109,17 +109,17 @@ class Superblocks:
                 self._directory.io.fsync(fd)
 
     def close(self) -> None:
-        """Give the descriptors back. Idempotent."""
+        """Close the descriptors. Idempotent."""
         for fd in self._fds.values():
             self._directory.io.close(fd)
         self._fds = {}
 
 
 class PendingReset:
-    """Tells whoever opens the directory at `path` next of a reset, while another process has it open, or nobody."""
+    """Writes a reset that the next process to open the directory at `path` applies. Does not need the lock."""
 
     def __init__(self, path: Path, io: RawIo | None = None) -> None:
-        """Raises `TierError` where there is no file for that: a tier that was opened has made it."""
+        """Raises `TierError` if there is no reset file; opening a tier creates it."""
         self._path = path
         with contextlib.ExitStack() as undo:
             self._directory = Directory(path, io, guest=True)
@@ -128,7 +128,7 @@ class PendingReset:
             undo.pop_all()
 
     def write(self, generation: int) -> None:
-        """Serve nothing older than `generation`: that is on the medium when this returns. Raises `TierError`."""
+        """Write that nothing older than `generation` may be served; durable on return. Raises `TierError`."""
         io, page = self._directory.io, fmt.pack_reset(generation)
         with self._directory.as_tier_errors(RESET):
             if not io.fstat(self._fd).st_nlink:
@@ -138,7 +138,7 @@ class PendingReset:
                 io.fsync(self._fd)
 
     def drop(self) -> None:
-        """Where it cannot be written, and nobody has the directory open: have the next one who opens it find nothing.
+        """Truncate the superblock, if a reset cannot be written and no process has the directory open.
 
         Raises `TierError`.
         """
@@ -149,7 +149,7 @@ class PendingReset:
             superblocks.close()
 
     def close(self) -> None:
-        """Give the descriptors back. Idempotent."""
+        """Close the descriptors. Idempotent."""
         if self._fd >= 0:
             self._directory.io.close(self._fd)
             self._fd = -1

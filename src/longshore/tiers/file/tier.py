@@ -1,4 +1,4 @@
-"""The file tier: block images on local NVMe that outlive the process, and never a byte that was not written.
+"""The file tier: block images on local NVMe that outlive the process; every read is verified.
 
 Each operation moves [header, image] between a slot of the segment and the memory where images are (`segment.py`). It is
 a cache: nothing is synchronised per record, so a crash may lose or tear the newest ones. Every read therefore verifies
@@ -39,11 +39,11 @@ _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, S
 _log = logging.getLogger(__name__)
 
 _NOT_MOVED = frozenset({Status.IO_ERROR, Status.NO_SPACE, Status.SHORT})
-"""Of a record that was not moved whole."""
+"""Statuses of records that were not moved completely."""
 
 
 class FileTier(Tier):
-    """Slots for images of `image_bytes` in one file in `directory`, which this process alone uses until `close`.
+    """Slots for images of `image_bytes` in one file in `directory`, which is locked until `close`.
 
     `capacity` bounds the bytes on disk, headers and administration included; they are allocated here, so that a full
     disk is met at start. Opening keeps what an earlier process wrote, if it wrote images of these sizes: with less
@@ -116,9 +116,9 @@ class FileTier(Tier):
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """What is done the slower way, by reason.
+        """1 for each slower fallback in use, else 0.
 
-        `no_direct_io`: by way of the page cache. `no_queue`: one piece for each thread, not several at once.
+        `no_direct_io`: I/O through the page cache. `no_queue`: one piece per thread, instead of asynchronous I/O.
         """
         return {"no_direct_io": int(not self.direct), "no_queue": int(self._aio is None and not self._payload.blocks)}
 
@@ -134,12 +134,12 @@ class FileTier(Tier):
 
     @property
     def ended(self) -> int:
-        """Operations that were carried out until now: while this grows, the disk answers."""
+        """Number of completed operations; while it grows, the disk responds."""
         return self._executor.ended
 
     @property
     def troubles(self) -> dict[str, int]:
-        """How often something went wrong, by what it was; everything that can is there from the start."""
+        """Number of failures, by kind; every kind is present from the start."""
         return {**self._health.troubles, "checkpoint": self._checkpointer.failures}
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
@@ -158,7 +158,7 @@ class FileTier(Tier):
         return self._executor.submit(batch, coalesce(batch, self._place, self._payload.joins), deadline)
 
     def poll(self) -> list[TierResult]:
-        """Results since the last call. What they say was written, the next process knows of."""
+        """Results since the last call. Records that they report as written are in the journal."""
         self._check_process()
         results = self._executor.poll()
         if results and not self._closed:
@@ -167,16 +167,16 @@ class FileTier(Tier):
         return results
 
     def call_at_end(self, call: Callable[[], None]) -> None:
-        """Have `call` called, in any thread, when a batch has ended and `poll` tells of it; it must be short."""
+        """Set a completion callback: called in any thread when a batch has ended. It must be short."""
         self._executor.at_end = call
 
     def cancel(self, ticket: int) -> None:
-        """End what has not begun of `ticket`."""
+        """End operations of `ticket` that have not begun."""
         self._check_process()
         self._executor.cancel(ticket)
 
     def close(self) -> None:
-        """End what is queued, wait for what has begun, give back threads, files and the lock.
+        """End queued operations, wait for those that have begun, release threads, files and the lock.
 
         In a forked child, which has neither threads nor lock of its own, only its copies of the descriptors go.
         """
@@ -192,7 +192,7 @@ class FileTier(Tier):
             self._resources.close()
 
     def forget(self, generation: int, scope: bytes | None = None) -> None:
-        """Serve nothing older than `generation`; that is on the medium when this returns.
+        """Serve nothing older than `generation`; durable on return.
 
         Given a `scope`, this process writes, and serves, under that one from then on.
 
@@ -238,24 +238,24 @@ class FileTier(Tier):
         return slots
 
     def discard(self, slots: Sequence[int]) -> None:
-        """Nobody wants what is in `slots` any more: the next process is not told of it.
+        """Discard the records in `slots`: the next process does not recover them.
 
-        Raises `PlanError` for a slot that there is not.
+        Raises `PlanError` for a slot out of range.
         """
         self._check_open()
         check_slots(slots, self.slabs)
         self._index.discard(slots)
 
     def checkpoint(self) -> None:
-        """Put the index on the medium now; it goes there by itself now and then, and in `close`.
+        """Write a checkpoint of the index now. Checkpoints are also written when due, and by `close`.
 
-        Raises `TierError` if that cannot be done.
+        Raises `TierError` on failure.
         """
         self._check_open()
         self._index.checkpoint()
 
     def _settle_reset(self) -> None:
-        """What `forget` could not write is tried once more; if it cannot be, nothing is found here any more."""
+        """Retry a reset that `forget` could not write; if that fails, drop the superblock, and with it all records."""
         if self.generation == self._stored_generation:
             return
         try:
@@ -294,9 +294,9 @@ class FileTier(Tier):
         return Executor(queue, self._segment, self._steps, stagings, name, depth=depth)
 
     def _steps(self, task: Sequence[Order], staging: Staging) -> Steps[Sequence[Status]]:
-        """Carry out operations of one kind and generation; more than one if all can be moved with others.
+        """Carry out operations of one kind and generation; several only if all of them can be coalesced.
 
-        Those that were not moved whole are tried once more, each by itself: a bad sector fails one record.
+        Records that were not moved completely are retried one by one: a bad sector fails one record.
         """
         if (refusal := self._refusal(task[0].op)) is not None:
             return [refusal] * len(task)
@@ -312,13 +312,13 @@ class FileTier(Tier):
         return ended
 
     def _refusal(self, op: TierOp) -> Status | None:
-        """What is said of operations like `op` that are not even tried."""
+        """The status of operations like `op` that must not be tried; `None` if they may."""
         if op.generation < self.generation:
             return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
         return None if self._health.allows(op.op) else Status.TIER_OFF
 
     def _try(self, task: Sequence[Order], staging: Staging) -> Steps[tuple[list[int], list[Status]]]:
-        """Which records to be read the index knows (`Index.find`), and what came of all of `task`."""
+        """Sequence numbers of the records to read (`RecordIndex.find`), and the statuses of `task`."""
         ops = [op for op, _ in task]
         reading = ops[0].op is Op.READ
         claims = self._index.find([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
@@ -332,7 +332,7 @@ class FileTier(Tier):
             return [], [Status.IO_ERROR] * len(ops)
 
     def _settle(self, task: Sequence[Order], claims: Sequence[int], statuses: list[Status]) -> list[Status]:
-        """What `statuses` mean for the index, and for the disk; what they are, if there was a reset meanwhile."""
+        """Update index and health from `statuses`; returns them, as misses if there was a reset meanwhile."""
         if claims:
             self._index.touch([op.slot for (op, _), how in zip(task, statuses, strict=True) if how is Status.OK])
             if not _all_ok(statuses):
@@ -340,12 +340,12 @@ class FileTier(Tier):
             if task[0].op.generation < self.generation:
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:
-            self._health.note(task[0].op.op, statuses)
+            self._health.record(task[0].op.op, statuses)
         self._checkpointer.nudge()
         return statuses
 
     def _quarantine(self, task: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:
-        """What is no good is not to be found again."""
+        """Quarantine records that were found unusable."""
         for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
             if claimed and status.condemns_source:
                 self._index.quarantine(op.slot, claimed)
@@ -378,7 +378,7 @@ class FileTier(Tier):
         return (yield from self._payload.read(ops, staging, list(map(self._place, ops)), verifier))
 
     def _payload_is_intact(self, found: int, expected: int) -> bool:
-        """Whether an image has the checksum that was written. The one place: a negative control overrides it."""
+        """Whether an image has the checksum that was written. Tests override this as a negative control."""
         return found == expected
 
 
