@@ -88,7 +88,7 @@ class CallLog:
         return [*self._kept, *self._idle.values()]
 
     def _watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        is_kept, is_nobodys, is_idle = name not in _READ_ONLY, name in LOOPS_OWN, name in _IDLE
+        is_kept, is_loops_own, is_idle = name not in _READ_ONLY, name in LOOPS_OWN, name in _IDLE
         reads_once = name in _OF_ITERABLES
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ class CallLog:
                     self._keep_idle()
                 return result
             except Exception as error:
-                if is_nobodys or is_fault(error):
+                if is_loops_own or is_fault(error):
                     self._on_fault(error)
                 raise
             finally:

@@ -87,7 +87,7 @@ class _GdsJob:
 
 @dataclass(slots=True)
 class _RingPiece:
-    """Items of a job from `first` on, one in each of `slots` of the ring; `statuses` of what is known of them."""
+    """Items of a job from `first` on, one in each of `slots` of the ring, and their statuses so far."""
 
     job: _GdsJob
     number: int
@@ -172,7 +172,7 @@ class GdsMover:
         return results
 
     def cancel(self, job: int) -> None:
-        """What has not begun of `job` need not begin."""
+        """Items of `job` that have not begun need not begin."""
         found = self._jobs.get(job)
         if found is None:
             self._engine.cancel(job)
@@ -197,7 +197,7 @@ class GdsMover:
     # ------------------------------------------------------------------ pieces
 
     def _begin_pieces(self) -> None:
-        """Begin what the ring has room for, the most urgent jobs first; end what shall not begin."""
+        """Begin items that the ring has room for, most urgent jobs first; end items that must not begin."""
         for job in sorted(self._jobs.values(), key=lambda job: job.transfer.urgency):
             while job.begun < len(job.statuses):
                 stopped = self._why_stop(job)
@@ -211,7 +211,7 @@ class GdsMover:
             self._settle(job)
 
     def _why_stop(self, job: _GdsJob) -> Status | None:
-        """Why what has not begun of `job` should not."""
+        """The status with which items of `job` that have not begun must end, if any."""
         if self._closed:
             return Status.TIER_OFF
         failed = any(status not in (None, Status.OK) for status in job.statuses[: job.begun])
@@ -233,7 +233,7 @@ class GdsMover:
             self._file(piece, [Status.OK] * len(slots), Op.READ)
 
     def _to_file(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
-        """The copies into the ring have ended: write what has arrived."""
+        """The copies into the ring have ended: write the images that arrived."""
         piece.statuses = list(statuses)
         if Status.OK in statuses:
             self._file(piece, statuses, Op.WRITE)
@@ -316,7 +316,7 @@ class GdsMover:
             self._engine.check(self._inner(_RingPiece(job, -1, first, slots), len(slots), route))
 
     def _operations(self, transfer: Transfer, op: Op, places: Sequence[tuple[int, int]]) -> list[TierOp]:
-        """What the tier is told of items, by position and slot of the ring."""
+        """Operations of the tier for items, by position and slot of the ring."""
         batch = []
         for position, slot in places:
             item = transfer.items[position]
@@ -329,7 +329,7 @@ class GdsMover:
         return batch
 
     def _inner(self, piece: _RingPiece, count: int, route: Route) -> Transfer:
-        """What the engine is told of the first `count` items of `piece`."""
+        """The transfer of the engine for the first `count` items of `piece`."""
         transfer = piece.job.transfer
         stop = piece.first + count
         items = []

@@ -49,7 +49,7 @@ class TierMover:
         return results
 
     def cancel(self, job: int) -> None:
-        """What has not begun of `job` need not begin."""
+        """Items of `job` that have not begun need not begin."""
         ticket = self._tickets.get(job)
         if ticket is not None:
             self.tier.cancel(ticket)

@@ -1,4 +1,4 @@
-"""What others may test with: a tier's conformance suite, a faulty tier, a foreign one, disks that rot, a device.
+"""Test kit: conformance suite for tiers, a faulty tier, a foreign tier, bit flips on disk, simulated device and disk.
 
 `TierTests` needs pytest, and is loaded when it is first asked for; the rest needs nothing beyond Longshore.
 """

@@ -1,4 +1,4 @@
-"""Rot on demand: change single bits of what a `FileTier` has stored, behind its back.
+"""Flip single bits of records that a `FileTier` has stored.
 
 flip_header_bit(directory, slot, bit)     ┌────────┬──────────────┐
 flip_image_bit(directory, slot, bit)      │ header │    image     │   of one slot; bit 0 is the lowest of byte 0

@@ -33,7 +33,7 @@ from longshore.tiers.ops import OpBatch, check_batch
 
 
 class Fault(enum.Enum):
-    """How an operation goes wrong."""
+    """A fault of an operation."""
 
     FAIL = "fail"  # IO_ERROR, the inner tier is not called
     FULL = "full"  # NO_SPACE, the inner tier is not called; writes only
@@ -82,7 +82,7 @@ class FaultPlan:
     seed: int = 0
 
     def rule(self, op: Op, number: int) -> Rule | None:
-        """What befalls the `number`th operation (from 1) of kind `op`: the first rule that says so."""
+        """The fault of the `number`th operation (from 1) of kind `op`: that of the first matching rule."""
         for index, rule in enumerate(self.rules):
             if rule.op is op and (number in rule.nth or self._roll(index, number) < rule.probability):
                 return rule
@@ -134,7 +134,7 @@ class FaultyTier(Tier):
         self._closed = False
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
-        """Begin `batch`, as far as the plan lets it."""
+        """Begin the operations of `batch` that the plan does not fail."""
         if self._closed:
             raise TierClosedError("the tier was closed")
         check_batch(
@@ -168,7 +168,7 @@ class FaultyTier(Tier):
         return results
 
     def cancel(self, ticket: int) -> None:
-        """End what has not begun of `ticket`, here and in the inner tier."""
+        """End operations of `ticket` that have not begun, here and in the inner tier."""
         if ticket in self._open:
             self._open[ticket].end_pending(Status.CANCELLED, time.monotonic())
             self._settle()
@@ -176,7 +176,7 @@ class FaultyTier(Tier):
                 self.inner.cancel(inner_ticket)
 
     def close(self) -> None:
-        """End what is delayed, close the inner tier."""
+        """End delayed operations, close the inner tier."""
         self._closed = True
         for batch in self._open.values():
             batch.end_pending(Status.TIER_OFF, time.monotonic())
@@ -184,7 +184,7 @@ class FaultyTier(Tier):
         self.inner.close()
 
     def recover(self) -> list[StoredChunk]:
-        """What the inner tier recovers."""
+        """As the inner tier."""
         return self.inner.recover()
 
     def others(self) -> Sequence[int]:
@@ -266,7 +266,7 @@ class FaultyTier(Tier):
                 batch.end(position, self._harm(batch.ops[position], rule.fault, before.get(position, b"")), now)
 
     def _harm(self, op: TierOp, fault: Fault, before: bytes) -> Status:
-        """Change the bytes that have arrived; what to say about it."""
+        """Change the bytes that were read; returns the status to report."""
         if fault is Fault.SHORT:
             self._second_half(op)[:] = before
             return Status.SHORT

@@ -1,4 +1,4 @@
-"""A foreign tier in this process: images by key in a dictionary, which forgets, dawdles or falls silent when told to.
+"""A foreign tier in this process: images by key in a dictionary, with losses, delays and silence on demand.
 
 lapse     probes say that a chunk is there, and a read finds that it is not
 late      answers and results come some seconds later
@@ -19,11 +19,11 @@ from longshore.tiers.base import ForeignTier, Op, TierOp, TierResult
 from longshore.tiers.ops import OpBatch, check_batch, check_generation
 
 Images = dict[tuple[Key, int], bytes]
-"""What a store has, by key and generation; several stores may share it, as several machines do."""
+"""Content of a store, by key and generation; several stores may share it, as several machines do."""
 
 
 class StoreFault(enum.Enum):
-    """What can go wrong with a key store."""
+    """Faults of a key store."""
 
     LAPSE = "lapse"
     LATE = "late"
@@ -66,12 +66,12 @@ class KeyStore(ForeignTier):
         self._closed = False
 
     def lapse(self, key: Key, generation: int = 0) -> None:
-        """Lose the image of `key`, and go on saying that it is there."""
+        """Lose the image of `key`, and still report that it is there."""
         del self.images[key, generation]
         self._lapsed.add((key, generation))
 
     def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
-        """Look which of `keys` are there; the answer comes by `answers`."""
+        """Ask which of `keys` are there; `answers` returns the answer."""
         self._check_open()
         self._tickets += 1
         known = (self.images.keys() | self._lapsed) if generation >= self._forgotten else set()
@@ -80,7 +80,7 @@ class KeyStore(ForeignTier):
         return self._tickets
 
     def answers(self) -> list[tuple[int, tuple[bool, ...]]]:
-        """Answers whose time has come."""
+        """Answers that are due."""
         tickets = [ticket for ticket, (_, due) in self._asked.items() if self._may_end(due)]
         return [(ticket, self._asked.pop(ticket)[0]) for ticket in tickets]
 
@@ -104,7 +104,7 @@ class KeyStore(ForeignTier):
         return results
 
     def cancel(self, ticket: int) -> None:
-        """End what has not begun of `ticket`."""
+        """End operations of `ticket` that have not begun."""
         if ticket in self._open:
             self._open[ticket][0].end_pending(Status.CANCELLED, self._clock())
             self._settle()

@@ -32,7 +32,7 @@ from longshore.tiers.file.queue import IoQueue, Piece
 from longshore.tiers.file.system import RawIo
 
 SECTOR = 512
-"""What a disk writes whole or not at all."""
+"""Bytes that a disk writes atomically."""
 
 Image = Mapping[str, bytes]
 """The files of a directory, by name."""
@@ -43,7 +43,7 @@ _inodes = itertools.count(1)
 
 @dataclass(slots=True)
 class _File:
-    """A file: its bytes, those that are safe, and what was written since."""
+    """A file: its bytes, its durable bytes, and the writes since."""
 
     inode: int
     data: bytearray
@@ -78,7 +78,7 @@ class Moment:
     _names: tuple[Mapping[str, int], ...]
 
     def killed(self) -> Image:
-        """What the end of the process leaves."""
+        """The disk after the end of the process."""
         return {name: self._files[inode].data for name, inode in self._names[-1].items()}
 
     def states(self, fixed: Collection[str] = ()) -> Iterator[Image]:
@@ -165,11 +165,11 @@ class SimulatedDisk:
         """Nothing to do."""
 
     def lock(self, fd: int, /) -> bool:
-        """Nobody else has this disk."""
+        """The disk is not shared."""
         return True
 
     def pread(self, fd: int, nbytes: int, offset: int, /) -> bytes:
-        """What was written, safe or not."""
+        """All bytes written, durable or not."""
         with self._lock:
             return bytes(self._file(fd).data[offset : offset + nbytes])
 
@@ -196,7 +196,7 @@ class SimulatedDisk:
         return done
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
-        """As direct I/O: whole pages. Not safe all the same: the disk has a cache of its own."""
+        """As direct I/O: whole pages, not durable, because the disk has a cache."""
         self._check_aligned(buffers, offset)
         return self.pwrite(fd, b"".join(buffers), offset)
 
@@ -212,7 +212,7 @@ class SimulatedDisk:
             self._note(f"fsync {self._name(fd)}")
 
     def ftruncate(self, fd: int, nbytes: int, /) -> None:
-        """Zeros where it becomes longer."""
+        """Extends with zeros."""
         with self._lock:
             file = self._file(fd)
             del file.data[nbytes:]

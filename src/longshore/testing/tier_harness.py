@@ -1,4 +1,4 @@
-"""What tests of tiers are written with: an open tier, an arena, known keys and images.
+"""Harness for tests of tiers: an open tier, an arena, known keys and images.
 
 The arena of a test. Places are apart from each other, and start on a page:
 
@@ -28,10 +28,10 @@ PATIENCE = 30.0
 """Seconds to wait for a result; far beyond what any operation takes."""
 
 POISON = 0xCC
-"""What destinations are filled with before a read."""
+"""Content of destinations before a read."""
 
 MISSES = frozenset({Status.MISMATCH, Status.CORRUPT, Status.SHORT})
-"""How a read may end of a slot that does not hold what was asked for."""
+"""Statuses of a read of another record than expected."""
 
 
 def span(image_bytes: int) -> int:
@@ -50,7 +50,7 @@ def image(number: int, length: int) -> Bytes:
 
 
 class TierHarness:
-    """An open tier, its arena, and short words for what tests do with them.
+    """An open tier, its arena, and helpers for tests.
 
     Attributes:
         tier: The tier; tests may put another one here, whose images are no larger.

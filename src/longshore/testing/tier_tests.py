@@ -1,4 +1,4 @@
-"""What every `Tier` must do: subclass `TierTests`, say how yours is opened, run pytest.
+"""Conformance suite for every `Tier`: subclass `TierTests` with a fixture that opens the tier, and run pytest.
 
     class TestMyTier(TierTests):
         persistent = True

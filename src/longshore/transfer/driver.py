@@ -113,7 +113,7 @@ _running: weakref.WeakSet[Threads] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """End the lanes of engines that nobody closed: the interpreter would stop their threads within torch, and abort."""
+    """End the lanes of open engines: the interpreter would stop their threads within torch, and abort."""
     drivers = list(_running)
     for driver in drivers:
         driver.stop()

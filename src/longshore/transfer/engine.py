@@ -317,7 +317,7 @@ class TransferEngine:
             raise TierClosedError("the transfer engine was closed")
 
     def _select(self, transfer: Transfer) -> tuple[Selection, list[Access]]:
-        """What moves, and the slots that are touched."""
+        """The pages that move, and the slots that are accessed."""
         if transfer.route not in self.routes:
             served = ", ".join(map(str, sorted(self.routes)))
             raise PlanError(f"route {transfer.route} is not served, only {served}")

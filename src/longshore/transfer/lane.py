@@ -4,7 +4,7 @@
                prefetch                 urgent job overtakes others, between two batches of a large one
                write     ■▨ ■ ■ ■
                            │ batch by batch
-    under way              ▼
+    in flight              ▼
                ▢ ▢         at most `Stream.depth` copies at once, finished in order
                            │
     ended                  ▼            per class in the order of submission
@@ -143,7 +143,7 @@ class Board:
     closing: bool = False
 
     def stop(self) -> None:
-        """Let no further step begin. Takes the lock; does not wait."""
+        """Begin no further step. Takes the lock; does not wait."""
         with self.driver.lock:
             self.closing = True
             self.driver.notify()
@@ -211,7 +211,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Sent:
-    """A step that was taken: what of it is under way. `is_last`: nothing comes after it."""
+    """A step in flight. `is_last`: it is the last step of its job."""
 
     job: CopyJob
     copy: Copy | None
@@ -229,7 +229,7 @@ class Lane:
         self._driver = board.driver
         self._lock = board.driver.lock
         self._queues: dict[Urgency, deque[CopyJob]] = {urgency: deque() for urgency in sorted(Urgency)}
-        self._under_way: deque[_Sent] = deque()
+        self._in_flight: deque[_Sent] = deque()
         self._bound = False
 
     def queued(self, urgency: Urgency) -> int:
@@ -249,7 +249,7 @@ class Lane:
         """Run until the board is closing and no job is left."""
         try:
             yield from self._steps()
-        except Exception:  # noqa: BLE001 - a fault of ours, or of the clock: jobs must end all the same
+        except Exception:  # noqa: BLE001 - an internal error, or one of the clock: jobs must end
             _log.exception(
                 "transfer lane %s failed; transfer engine closed, nothing is stored or loaded; restart the engine",
                 self.name,
@@ -264,8 +264,8 @@ class Lane:
                 stopped = None if job is None else self._board.why_stop(job)
             if job is not None:
                 self._take_step(job, stopped)
-            elif self._under_way:
-                sent = self._under_way[0]
+            elif self._in_flight:
+                sent = self._in_flight[0]
                 if sent.copy is not None:
                     yield WaitCondition(sent.copy.passed, is_device=True)
                 self._retire(sent)
@@ -273,11 +273,11 @@ class Lane:
                 return
 
     def _has_work(self) -> bool:
-        return bool(self._under_way) or self._next() is not None or self._board.closing
+        return bool(self._in_flight) or self._next() is not None or self._board.closing
 
     def _next(self) -> CopyJob | None:
         """The job whose step is to be taken next; `None` when none can go on."""
-        if len(self._under_way) >= self._stream.depth:
+        if len(self._in_flight) >= self._stream.depth:
             return None
         heads = (queue[0] for queue in self._queues.values() if queue)
         return next((job for job in heads if self._can_go_on(job)), None)
@@ -303,7 +303,7 @@ class Lane:
             if job.handed:
                 self._queues[job.transfer.urgency].popleft()
             nbytes = 0 if step is None or step.batch is None else step.batch.nbytes
-            self._under_way.append(_Sent(job, copy, nbytes, job.handed))
+            self._in_flight.append(_Sent(job, copy, nbytes, job.handed))
             self._driver.notify()
 
     def _send(self, job: CopyJob) -> tuple[CopyStep | None, Copy | None]:
@@ -322,7 +322,7 @@ class Lane:
         return step, copy
 
     def _failed(self, job: CopyJob, error: Exception) -> Status:
-        """What `error` means for `job`. When this returns, nothing that was begun is still under way."""
+        """Log `error`, wait until no copy is in flight, and return the status of `job`."""
         is_freed = isinstance(error, FreedLayoutError)
         if not is_freed:
             _log.error("transfer job %d (%s) failed", job.transfer.job, job.transfer.route, exc_info=error)
@@ -333,12 +333,12 @@ class Lane:
         return Status.TIER_OFF if is_freed else Status.IO_ERROR
 
     def _give_up(self) -> None:
-        """End all jobs as failed, once nothing of them is under way."""
+        """End all jobs as failed, once no copy is in flight."""
         with contextlib.suppress(Exception):
             self._stream.drain()
         with self._lock:
             self._board.closing = True
-            jobs = [sent.job for sent in self._under_way if sent.is_last]
+            jobs = [sent.job for sent in self._in_flight if sent.is_last]
             jobs += [job for queue in self._queues.values() for job in queue]
             for job in jobs:
                 job.stopped, job.handed = Status.IO_ERROR, True
@@ -347,7 +347,7 @@ class Lane:
             self._driver.notify()
 
     def _retire(self, sent: _Sent) -> None:
-        """Take in the oldest step, which is in place or failed; end its job if it was the last."""
+        """Finish the oldest step in flight; end its job if it was the last."""
         job, failed, seconds = sent.job, None, 0.0
         try:
             if sent.copy is not None:
@@ -355,7 +355,7 @@ class Lane:
         except Exception as error:  # noqa: BLE001 - as above; what was copied may not have arrived
             failed = self._failed(job, error)
         with self._lock:
-            self._under_way.popleft()
+            self._in_flight.popleft()
             job.seconds += seconds
             job.arrived += sent.nbytes
             job.stopped = failed or job.stopped

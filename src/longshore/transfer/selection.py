@@ -79,7 +79,7 @@ def select(
     layers: tuple[int, int] | None = None,
     tokens: int | None = None,
 ) -> Selection:
-    """Check every id and say what moves.
+    """Validate all ids and select the pages that move.
 
     Args:
         layout: Where pages lie.
@@ -248,7 +248,7 @@ def _integers(values: Sequence[int] | I64, what: str) -> I64:
 
 
 def _largest(values: I64) -> int:
-    """The largest of `values`, a negative one being larger than all others: one pass finds what is on either side."""
+    """The largest of `values` as unsigned integers: negative values count as larger than all others."""
     unsigned = values.view(np.uint64)
     return int(unsigned[unsigned.argmax()])  # several times as fast as `max`
 
@@ -308,7 +308,7 @@ def select_inside(
     layers: tuple[int, int] | None = None,
     tokens: int | None = None,
 ) -> Selection:
-    """Check every id and say what moves.
+    """Validate all ids and select the pages that move.
 
     Args:
         layout: Where pages lie.
@@ -451,7 +451,7 @@ def keep_valid(rectangles: Sequence[Rectangle], valid: Sequence[int], per_chunk:
 
 
 def set_apart(rectangles: Sequence[Rectangle], chunk: int, place: int) -> list[Rectangle]:
-    """`rectangles` with the last position of the last chunk in a rectangle of its own."""
+    """`rectangles` with the last position of the last chunk split off."""
     apart: list[Rectangle] = []
     for box in rectangles:
         if (box.stop - 1, box.high - 1) != (chunk, place):

@@ -1,4 +1,4 @@
-"""The tier host: `python -m longshore.runtime.tier_host.child FD`, started by `HostedFileTier` and by nobody else.
+"""The tier host: `python -m longshore.runtime.tier_host.child FD`, started by `HostedFileTier` only.
 
     standard input   orders                    FD   the host arena's memory
     standard output  answers
@@ -85,7 +85,7 @@ class Host:
         return 0
 
     def _first_order(self) -> Order | None:
-        """OPEN; `None` if nobody is there to give it."""
+        """The OPEN request; `None` if the engine has closed the pipe."""
         while data := os.read(self._orders, _AT_ONCE):
             for _, body in self._frames.feed(data):
                 order: Order = wire.parse_json(body)
@@ -134,12 +134,12 @@ class Host:
                 raise TierError(f"{kind.name} is not an order")
 
     def _report(self, tier: FileTier) -> None:
-        """Tell what has ended, and what went wrong."""
+        """Send results, and counts of failures."""
         results = tier.poll()
         troubles = tier.troubles
         if troubles != self._told:
             self._told = troubles
-            self._say(Kind.TROUBLES, wire.pack_json(troubles))  # first: whoever hears of a failure finds it counted
+            self._say(Kind.TROUBLES, wire.pack_json(troubles))  # first: a failure is counted before its result arrives
         for result in results:
             self._say(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
 

@@ -170,7 +170,7 @@ class HostedFileTier(Tier):
         return results
 
     def cancel(self, ticket: int) -> None:
-        """What has not begun of `ticket` ends as `Status.CANCELLED`. An unknown or ended ticket is ignored."""
+        """End operations of `ticket` that have not begun as `CANCELLED`. Unknown and ended tickets are ignored."""
         self._check_process()
         if ticket in self._under_way:
             self._tell(Kind.CANCEL, wire.pack_cancel(ticket))
@@ -249,7 +249,7 @@ class HostedFileTier(Tier):
         return process
 
     def _open_first(self) -> wire.OpenedReply:
-        """Wait for the first process: it opens the files, or says why it cannot."""
+        """Wait until the first process has opened the files, or has reported why it cannot."""
         try:
             process = self._watch.begin()
         except OSError as error:
@@ -290,7 +290,7 @@ class HostedFileTier(Tier):
         return opened
 
     def _tell(self, kind: Kind, body: bytes) -> bool:
-        """Give an order, if there is a process that has opened the files; says whether there is."""
+        """Send a request, if a process has opened the files; returns whether one has."""
         if self._is_open and self._watch.process is not None:
             self._watch.process.send(frame(kind, body))
         return self._is_open
@@ -306,7 +306,7 @@ class HostedFileTier(Tier):
         self._look_for_progress()
 
     def _look_for_progress(self) -> None:
-        """Has the disk done anything since the last look? What was not begun in time, or called off, does not count."""
+        """Detect a stalled disk: no operation completed, not counting late and cancelled ones."""
         was, moved = self._is_stalled, self._ended != self._ended_before
         self._ended_before = self._ended
         self._standstill.look(over=moved or not self._under_way)
@@ -320,7 +320,7 @@ class HostedFileTier(Tier):
             _log.warning("file tier is no longer stalled: the disk responds")
 
     def _hear_all(self, frames: Sequence[tuple[Kind, bytes]]) -> None:
-        """Take answers in. A process that says what cannot be is ended, and counts as one that has died."""
+        """Handle messages. A process that sends an invalid one is killed, and counted as dead."""
         try:
             for kind, body in frames:
                 self._hear(kind, body)
@@ -361,7 +361,7 @@ class HostedFileTier(Tier):
             self._listen()
 
     def _settle_reset(self) -> None:
-        """What `forget` could not write is tried once more; if it cannot be, nothing is found here any more."""
+        """Retry a reset that `forget` could not write; if that fails, drop the superblock, and with it all records."""
         self._forgotten = self._write_down(lambda pending: pending.write(self._generation))
         if not self._forgotten:
             return
@@ -376,7 +376,7 @@ class HostedFileTier(Tier):
     def _write_down(self, order: Callable[[PendingReset], None]) -> str:
         """Write a reset beside the files, for the next process to find; why that could not be done, or nothing.
 
-        In a thread, for which this waits as long as for a process: a disk that hangs takes whoever writes to it.
+        Writes in a thread and waits with a timeout, because a write to a hung disk blocks.
         """
         pending, outcome = self._pending, queue.SimpleQueue[str]()
         if pending is None:
@@ -400,7 +400,7 @@ class HostedFileTier(Tier):
             return f"{self._order['directory']}: the reset was not written to disk within {FORGET_PATIENCE:.0f} s"
 
     def _see_off(self, process: HostProcess) -> None:
-        """The process finishes what it has begun, and ends; if it does not, it is killed."""
+        """Wait until the process has finished its operations and ended; kill it if it does not."""
         process.hang_up()
         deadline = time.monotonic() + CLOSE_PATIENCE
         while not process.hung_up and (left := deadline - time.monotonic()) > 0:
@@ -432,7 +432,7 @@ class HostedFileTier(Tier):
 
 
 def _error(body: bytes) -> TierError:
-    """What a tier host refused, as the error that it is."""
+    """The typed error for a refusal of the tier host."""
     name, message = wire.parse_refused(body)
     kind = getattr(errors, name, TierError)
     return kind(message) if isinstance(kind, type) and issubclass(kind, TierError) else TierError(message)

@@ -131,7 +131,7 @@ def pack_json(value: Any) -> bytes:
 
 
 def parse_json(body: bytes) -> Any:
-    """What `pack_json` was given."""
+    """The inverse of `pack_json`."""
     return json.loads(body)
 
 

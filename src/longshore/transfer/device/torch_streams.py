@@ -105,7 +105,7 @@ def stream_into(
 
 
 class _Stage:
-    """One of the two stages: its memory, the point after its last use, and what is still to be carried from it."""
+    """One of the two stages: its memory, the point after its last use, and copies still to be made from it."""
 
     def __init__(self, host: torch.Tensor, device: torch.Tensor, ids: int) -> None:
         """Both sides have room for twice `ids` numbers of blocks behind the bytes."""
@@ -138,7 +138,7 @@ def _apart(memory: torch.Tensor, ids: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _StagedCopy(Copy):
-    """A batch that went, or goes, through the stages."""
+    """A batch copied through the stages."""
 
     def __init__(self, stream: StagedStream, begun: Point, ended: Point) -> None:
         self._stream = stream
@@ -267,7 +267,7 @@ class StagedStream(Stream):
         self._use(stage)
 
     def _use(self, stage: _Stage) -> None:
-        """What was given to the stream so far was the last use of `stage`."""
+        """Record that all uses of `stage` so far are on the stream."""
         stage.used = self._events.record(self._stream)
 
     def _by_age(self) -> tuple[_Stage, _Stage]:
@@ -275,7 +275,7 @@ class StagedStream(Stream):
         return self._stages[1 - self._turn], self._stages[self._turn]
 
     def _empty(self, stage: _Stage) -> None:
-        """Carry what `stage` still holds to its images."""
+        """Copy the content of `stage` to its images."""
 
 
 class _Offload(StagedStream):
@@ -289,7 +289,7 @@ class _Offload(StagedStream):
         stage.pending = (batch, part)
 
     def _empty(self, stage: _Stage) -> None:
-        """If this fails, the stage still holds what it did: whoever comes next tries again, or fails as well."""
+        """If this fails, the stage keeps its content, and the next call retries."""
         if stage.pending is not None:
             if stage.used is not None:
                 stage.used.wait()

@@ -36,7 +36,7 @@ class Way(StrEnum):
 
 
 class CopyShape(NamedTuple):
-    """What is to be copied.
+    """Sizes of a batch to copy.
 
     Attributes:
         into: The tier that is written.

@@ -236,7 +236,7 @@ class CudaDevice(Device):
         cast(Point, event).hold(self._compute(compute))
 
     def fallbacks(self) -> Mapping[str, int]:
-        """What was done the slower way, by reason.
+        """Number of slower fallbacks, by reason.
 
         `no_batched_copy`: the driver has no batched call. `host_unregistered`: a batch was copied through pinned
         stages. `late_bounce`: these were allocated only then. `straddling_piece`: adjacent images are in different

@@ -197,6 +197,6 @@ class Slip:
         return self.keep(*(np.array([number], dtype=np.uint64) for number in whole)), arguments
 
     def _take(self, numbers: int) -> None:
-        """Room for `numbers`. What was there before stays until the copy has ended."""
+        """Allocate room for `numbers`. The previous array is kept until the copy has ended."""
         self._host = pinned_or_pageable(self._accelerator, self._fallbacks, 8 * numbers).view(torch.int64)
         self._device = self._accelerator.device_bytes(8 * numbers).view(torch.int64)

@@ -28,7 +28,7 @@ _MOST_TAILS = 64  # each of up to 15 bytes, one by one: more of them do not fit 
 
 
 class KernelShape(NamedTuple):
-    """How a kernel goes about a rectangle of pages.
+    """Launch parameters of a kernel for a rectangle of pages.
 
     Attributes:
         chunks: Chunks, hence rows.

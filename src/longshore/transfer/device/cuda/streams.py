@@ -50,7 +50,7 @@ class Tools:
 
 
 class _Given(Copy):
-    """A batch that went one of the ways."""
+    """A batch copied by one of the ways."""
 
     def __init__(self, events: Events, begun: Point, reached: Point, ended: Point) -> None:
         self._events = events
@@ -75,7 +75,7 @@ class _Given(Copy):
 
 
 def _nowhere(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """`InOnePiece` of host memory that nobody has spoken for."""
+    """`InOnePiece` of host memory that is not registered."""
     return np.zeros(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
 
 
@@ -193,7 +193,7 @@ class CudaStream(Stream):
         )
 
     def _choose(self, batch: CopyBatch, pieces: Pieces) -> Way | None:
-        """The way that `batch` goes; `None` when there is none."""
+        """The way to copy `batch`; `None` if none is possible."""
         ways = [way for way in self._tools.ways if way is not Way.STAGED or self._ring is not None]
         if not self._has_kernels:
             self._tools.fallbacks.count("no_kernels")
@@ -215,7 +215,7 @@ class CudaStream(Stream):
         return self._chooser.choose(load, ways)
 
     def _alone(self, stream: torch.Stream, slip: Slip, send: Callable[[], None]) -> Copy:
-        """A copy by `stream` that comes after everything on both, and before everything that follows on both."""
+        """A copy on `stream`, ordered after all earlier and before all later work on both streams."""
         other = self._link if stream is self._kernels else self._kernels
         self._join(other, stream)
         begun = self._record(stream)
@@ -321,7 +321,7 @@ class CudaStream(Stream):
             place.used.hold(stream)
 
     def _join(self, before: torch.Stream, after: torch.Stream) -> None:
-        """What is given to `after` from here on comes after all that was given to `before`."""
+        """Order later work on `after` behind all earlier work on `before`."""
         self._tools.events.record(before).hold(after)
 
     def _record(self, stream: torch.Stream) -> Point:
