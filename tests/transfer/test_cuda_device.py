@@ -79,10 +79,6 @@ def test_a_way_that_was_not_measured_is_not_chosen() -> None:
     assert Calibration("GPU", 1, curves).choose(scattered(4096, 9), WAYS[::-1]) is Way.DIRECT
 
 
-def test_crossovers() -> None:
-    assert calibration().crossovers(HOST, 32 << 20) == [(512, Way.STAGED), (2 << 20, Way.DIRECT)]
-
-
 def test_a_calibration_is_what_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file.json"
     found = calibration()

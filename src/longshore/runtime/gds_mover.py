@@ -30,8 +30,7 @@ from longshore.boundary import (
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.slabs import I64, Slabs
-from longshore.tiers.base import Op, Tier, TierOp
-from longshore.tiers.ops import check_batch
+from longshore.tiers.base import Op, Tier, TierOp, check_batch
 from longshore.transfer.device.base import ImageMemory
 from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 

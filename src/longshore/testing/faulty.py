@@ -28,8 +28,7 @@ import xxhash
 from longshore.boundary import Status
 from longshore.errors import ConfigError, TierClosedError, TierError
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
-from longshore.tiers.ops import OpBatch, check_batch
+from longshore.tiers.base import Op, OpBatch, StoredChunk, Tier, TierOp, TierResult, check_batch
 
 
 class Fault(enum.Enum):

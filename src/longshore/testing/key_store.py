@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from longshore.boundary import Key, Status
 from longshore.errors import TierClosedError
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import ForeignTier, Op, TierOp, TierResult
-from longshore.tiers.ops import OpBatch, check_batch, check_generation
+from longshore.tiers.base import ForeignTier, Op, OpBatch, TierOp, TierResult, check_batch, check_generation
 
 Images = dict[tuple[Key, int], bytes]
 """Content of a store, by key and generation; several stores may share it, as several machines do."""

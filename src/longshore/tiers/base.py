@@ -13,17 +13,29 @@ A tier that Longshore does not own (`ForeignTier`) has no slots; images are addr
 A tier decides nothing: the control plane chooses the slot of each key. A tier moves bytes, verifies
 what it reads, and reports one `Status` per operation. Nothing here blocks, returns bytes objects or calls back.
 
+`check_batch` and `OpBatch` validate and track batches for every tier:
+
+    pending ──begin──► begun ──end──► ended with a status
+       └───────────────end────────────►
+
+A pending operation can be ended at any time (deadline, cancel, close). An operation that has begun owns its slot and
+its arena bytes, and only the thread that began it can end it.
+
 To write a new tier: subclass `Tier`, and subclass `longshore.testing.TierTests` with a fixture that opens it.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from longshore.boundary import Key, Status
+from longshore.errors import PlanError, TierError
 from longshore.slabs import Slabs
 
 
@@ -162,3 +174,133 @@ class ForeignTier(Tier):
     @abstractmethod
     def answers(self) -> list[tuple[int, tuple[bool, ...]]]:
         """Answers that arrived since the last call, without waiting: a ticket, and whether each key is there."""
+
+
+KEY_BYTES = 32
+"""Length of a key, of a parent and of a scope fingerprint."""
+
+MAX_GENERATION = 2**64 - 1
+
+
+def check_batch(
+    batch: Sequence[TierOp], deadline: float, *, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int
+) -> None:
+    """Raise `TierError` unless every operation of `batch` is valid; foreign tiers have no `slabs`."""
+    if math.isnan(deadline):
+        raise TierError("expected a deadline in clock seconds, got NaN")
+    for index, op in enumerate(batch):
+        try:
+            _check_op(op, slabs, image_bytes, arena_bytes)
+        except (TierError, PlanError) as error:
+            raise TierError(f"operation {index} of {len(batch)}: {error}") from None
+
+
+def check_generation(generation: int) -> None:
+    """Raise `TierError` unless `generation` can be stored."""
+    _check_whole("a generation", generation)
+    if not 0 <= generation <= MAX_GENERATION:
+        raise TierError(f"expected a generation in [0, 2**64), got {generation}")
+
+
+def check_slots(slots: Sequence[int], slabs: Slabs) -> None:
+    """Raise `TierError` for a slot that is not an integer, and `PlanError` for one out of range."""
+    for slot in slots:
+        _check_whole("a slot", slot)
+        slabs.slab_of(slot)
+
+
+def _check_whole(what: str, number: int) -> None:
+    if not isinstance(number, int | np.integer):
+        raise TierError(f"expected {what} to be a whole number, got {number!r}")
+
+
+def check_digest(what: str, digest: bytes) -> None:
+    """Raise `TierError` unless `digest` (named `what` in the message) is 32 bytes."""
+    if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
+        raise TierError(f"expected {what} of {KEY_BYTES} bytes, got {digest!r}")
+
+
+def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int) -> None:
+    if not isinstance(op.op, Op):
+        raise TierError(f"expected Op.READ or Op.WRITE, got {op.op!r}")
+    numbers = op.slot, op.offset, op.length, op.generation, op.pool
+    if set(map(type, numbers)) != {int}:
+        for what, number in zip(("a slot", "an offset", "a length", "a generation", "a pool"), numbers, strict=True):
+            _check_whole(what, number)
+    if slabs is not None:
+        slabs.check(op.pool, op.slot)
+    elif op.slot != BY_KEY or not 0 <= op.pool < len(image_bytes):
+        raise TierError(f"a foreign tier is addressed by key, got slot {op.slot} of pool {op.pool}")
+    if not 0 < op.length <= image_bytes[op.pool]:
+        raise TierError(f"expected a length in [1, {image_bytes[op.pool]}], got {op.length}")
+    if op.offset < 0 or op.offset + op.length > arena_bytes:
+        raise TierError(f"bytes [{op.offset}, {op.offset + op.length}) are outside an arena of {arena_bytes} bytes")
+    check_digest("a key", op.key)
+    if op.parent is not None:
+        check_digest("a parent", op.parent)
+    check_generation(op.generation)
+
+
+class OpBatch:
+    """State of one submitted batch. Not thread-safe: threads that share it need a lock.
+
+    Attributes:
+        ticket: What `submit` returned.
+        ops: The operations, in the order of submission.
+        deadline: Clock reading after which no operation may begin.
+    """
+
+    __slots__ = ("_begun", "_first_begin", "_last_end", "_open", "_statuses", "_submitted", "deadline", "ops", "ticket")
+
+    def __init__(self, ticket: int, ops: Sequence[TierOp], deadline: float, now: float) -> None:
+        self.ticket = ticket
+        self.ops = tuple(ops)
+        self.deadline = deadline
+        self._statuses: list[Status | None] = [None] * len(self.ops)
+        self._begun: set[int] = set()
+        self._open = len(self.ops)
+        self._submitted = now
+        self._first_begin: float | None = None
+        self._last_end = now
+
+    @property
+    def ended(self) -> bool:
+        """Whether every operation has a status."""
+        return self._open == 0
+
+    def pending(self, index: int) -> bool:
+        """Whether operation `index` has neither begun nor ended."""
+        return self._statuses[index] is None and index not in self._begun
+
+    def late(self, now: float) -> bool:
+        """Whether the deadline has passed, so that no operation may begin."""
+        return now > self.deadline
+
+    def begin(self, index: int, now: float) -> None:
+        """Record that operation `index` begins to move bytes."""
+        self._begun.add(index)
+        if self._first_begin is None:
+            self._first_begin = now
+
+    def end(self, index: int, status: Status, now: float) -> None:
+        """Record that operation `index` has ended. A second status is ignored."""
+        if self._statuses[index] is None:
+            self._statuses[index] = status
+            self._open -= 1
+            self._last_end = now
+
+    def end_pending(self, status: Status, now: float) -> bool:
+        """End operations that have not begun with `status`; returns whether there were any."""
+        pending = [index for index in range(len(self.ops)) if self.pending(index)]
+        for index in pending:
+            self.end(index, status, now)
+        return bool(pending)
+
+    def result(self) -> TierResult:
+        """The result for `poll`. Only for a batch that has ended."""
+        statuses = tuple(status for status in self._statuses if status is not None)
+        if len(statuses) != len(self.ops):
+            raise TierError(f"ticket {self.ticket}: {self._open} operations are still in flight")
+        moved = sum(op.length for op, status in zip(self.ops, statuses, strict=True) if status is Status.OK)
+        begin = self._last_end if self._first_begin is None else self._first_begin
+        return TierResult(self.ticket, statuses, moved, self._last_end - begin, begin - self._submitted)

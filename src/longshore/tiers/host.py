@@ -17,8 +17,7 @@ from longshore.boundary import HOST, Key, Status
 from longshore.errors import TierClosedError, TierError
 from longshore.slabs import I64, PAGE, Slabs
 from longshore.tiers.arena import Arena, ArenaReport
-from longshore.tiers.base import Op, Tier, TierOp, TierResult
-from longshore.tiers.ops import OpBatch, check_batch, check_generation
+from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch, check_generation
 
 
 class _Content(NamedTuple):

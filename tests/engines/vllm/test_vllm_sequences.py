@@ -44,8 +44,7 @@ from longshore.boundary import FILE, Status
 from longshore.cache.states import FREE, READY
 from longshore.engines.vllm import store as store_module
 from longshore.slabs import Slabs
-from longshore.tiers.base import Op, Tier, TierOp, TierResult
-from longshore.tiers.ops import OpBatch, check_batch
+from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch
 
 BLOCKS = 4096
 WINDOW = 40

@@ -31,10 +31,18 @@ from longshore.runtime.tier_host.process import PROGRAM, HostProcess, Silence, W
 from longshore.runtime.tier_host.wire import Kind, WireError, frame
 from longshore.slabs import PAGE, Slabs
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import StoredChunk, Tier, TierOp, TierResult
+from longshore.tiers.base import (
+    StoredChunk,
+    Tier,
+    TierOp,
+    TierResult,
+    check_batch,
+    check_digest,
+    check_generation,
+    check_slots,
+)
 from longshore.tiers.file import TROUBLES as OF_FILES
 from longshore.tiers.file import PendingReset
-from longshore.tiers.ops import check_batch, check_digest, check_generation, check_slots
 
 _DEATHS, _STALLS = "tier_host", "stalled"
 

@@ -28,10 +28,9 @@ from typing import NamedTuple
 from longshore.boundary import Status
 from longshore.errors import TierClosedError, TierError
 from longshore.slabs import PAGE
-from longshore.tiers.base import Op, TierOp, TierResult
+from longshore.tiers.base import Op, OpBatch, TierOp, TierResult
 from longshore.tiers.file.queue import IoQueue, Piece, Steps, Task
 from longshore.tiers.file.segment import FULL, Segment, Staging
-from longshore.tiers.ops import OpBatch
 
 _log = logging.getLogger(__name__)
 

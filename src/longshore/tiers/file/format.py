@@ -22,7 +22,7 @@ from longshore.boundary import Key, Status
 from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
 from longshore.slabs import PAGE, Slabs
-from longshore.tiers.ops import KEY_BYTES
+from longshore.tiers.base import KEY_BYTES
 
 VERSION = 4
 """Version of all pages. A superblock of another version is refused, and its directory not changed."""

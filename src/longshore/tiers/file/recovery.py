@@ -29,6 +29,7 @@ import numpy as np
 
 from longshore.errors import FormatError, TierError
 from longshore.slabs import PAGE, Slabs
+from longshore.tiers.base import MAX_GENERATION
 from longshore.tiers.file import format as records
 from longshore.tiers.file import index_format as fmt
 from longshore.tiers.file.directory import SEGMENT, Directory
@@ -36,7 +37,6 @@ from longshore.tiers.file.index import RecordIndex, checkpoint_name, index_files
 from longshore.tiers.file.index_format import ENTRY, Entries, JournalRecords, pack_entry
 from longshore.tiers.file.segment import Segment
 from longshore.tiers.file.superblock import FILES, Superblocks
-from longshore.tiers.ops import MAX_GENERATION
 
 _log = logging.getLogger(__name__)
 

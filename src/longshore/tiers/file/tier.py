@@ -20,7 +20,17 @@ import numpy as np
 from longshore.boundary import FILE, Status
 from longshore.errors import DeviceError, TierClosedError, TierError
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import Op, StoredChunk, Tier, TierOp, TierResult
+from longshore.tiers.base import (
+    Op,
+    StoredChunk,
+    Tier,
+    TierOp,
+    TierResult,
+    check_batch,
+    check_digest,
+    check_generation,
+    check_slots,
+)
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.executor import WINDOW_TASKS, Executor, Order
@@ -31,7 +41,6 @@ from longshore.tiers.file.queue import TASK_RECORDS, IoQueue, Steps, ThreadQueue
 from longshore.tiers.file.recovery import open_files, slabs_within
 from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, Verifier, make_staging
 from longshore.tiers.file.system import RawIo
-from longshore.tiers.ops import check_batch, check_digest, check_generation, check_slots
 
 _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, StoredChunk)
 # From C: there may be half a million of them, and a named tuple's own constructor runs in Python.

@@ -98,17 +98,6 @@ class Calibration:
         """The fastest of `ways`."""
         return min(ways, key=lambda way: self.seconds(load, way))
 
-    def crossovers(self, into: str, nbytes: int) -> list[tuple[int, Way]]:
-        """Page sizes from which each way is the fastest for `nbytes` of scattered pages."""
-        sizes = sorted({sample.page_bytes for samples in self.curves[into].values() for sample in samples})
-        found: list[tuple[int, Way]] = []
-        for size in sizes:
-            pages = max(1, nbytes // size)
-            best = self.choose(CopyShape(into, pages * size, pages, pages, 1), tuple(self.curves[into]))
-            if not found or found[-1][1] is not best:
-                found.append((size, best))
-        return found
-
     def _at(self, into: str, way: Way, page_bytes: float) -> tuple[float, float]:
         samples = self.curves.get(into, {}).get(way, ())
         if not samples:
