@@ -101,13 +101,13 @@ class TestDisks:
     def test_a_ram_disk_is_refused_unless_asked_for_and_marked(
         self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("longshore.bench.machine.file_system_of", lambda path: kind)
+        monkeypatch.setattr("longshore.bench.harness.file_system_of", lambda path: kind)
         with pytest.raises(BenchError, match=f"RAM disk \\({kind}\\)"):
             check_disk(tmp_path, allow_ram_disk=False)
         assert check_disk(tmp_path, allow_ram_disk=True) == {"file_system": kind, "ram_disk": True}
 
     def test_a_disk_is_named_and_not_marked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("longshore.bench.machine.file_system_of", lambda path: "ext4")
+        monkeypatch.setattr("longshore.bench.harness.file_system_of", lambda path: "ext4")
         assert check_disk(tmp_path, allow_ram_disk=False) == {"file_system": "ext4"}
 
     def test_the_page_cache_is_refused_unless_asked_for_and_marked(self, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ class TestCommands:
         assert list(tmp_path.iterdir()) == []
 
     def test_a_ram_disk_ends_with_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("longshore.bench.machine.file_system_of", lambda path: "tmpfs")
+        monkeypatch.setattr("longshore.bench.harness.file_system_of", lambda path: "tmpfs")
         result = CliRunner().invoke(app, ["bench", "file", "--dir", str(tmp_path)])
         assert isinstance(result.exception, BenchError)
         assert list(tmp_path.iterdir()) == []

@@ -12,8 +12,7 @@ from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.layout import KVLayout
 from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.lane import zero_padding
-from longshore.transfer.selection import Selection, select, select_inside
+from longshore.transfer.selection import Selection, select, select_inside, zero_padding
 
 
 def between(

@@ -11,15 +11,8 @@ device/        copies on each kind of device
 """
 
 from longshore.transfer.device import CpuDevice, Device, device_for
-from longshore.transfer.engine import (
-    INSIDE,
-    OFFLOAD,
-    ONBOARD,
-    HostMemory,
-    HostSlots,
-    TransferEngine,
-    TransferStats,
-)
+from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine, TransferStats
+from longshore.transfer.selection import HostMemory, HostSlots
 
 __all__ = [
     "INSIDE",

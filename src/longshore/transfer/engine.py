@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, cast
 
-import numpy as np
-
-from longshore.boundary import DEVICE, HOST, Items, Route, Slot, Slots, Status, Transfer, TransferResult, Urgency
+from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferResult, Urgency
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
-from longshore.slabs import I64, Slabs
 from longshore.transfer.device.base import Device, DeviceEvent
 from longshore.transfer.driver import LaneDriver, Threads
 from longshore.transfer.hazards import Access, Hazards, Place
 from longshore.transfer.lane import Board, CopyJob, Lane, Layered
-from longshore.transfer.selection import Selection, repeated, select, select_inside
+from longshore.transfer.selection import HostSlots, Selection, check_room, images_of, kept, select, select_inside
 
 OFFLOAD = Route(DEVICE, HOST)
 ONBOARD = Route(HOST, DEVICE)
@@ -40,47 +37,6 @@ MAX_QUEUED = 1024
 """Largest number of waiting jobs of one direction and class; further jobs are refused."""
 
 _DIRECTIONS = {HOST: 0, DEVICE: 1}
-
-
-class HostMemory(Protocol):
-    """One piece of host memory; `longshore.tiers.arena.Arena` is one."""
-
-    @property
-    def address(self) -> int:
-        """Address of its first byte."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-
-
-class HostSlots(Protocol):
-    """Slots for block images in host memory; `longshore.tiers.host.HostTier` is one."""
-
-    @property
-    def arena(self) -> HostMemory:
-        """Where the slots are."""
-
-    @property
-    def slabs(self) -> Slabs:
-        """Numbering and image sizes of the slots."""
-
-    def offsets(self, pool: int, indices: Sequence[int], /) -> I64:
-        """Bytes from the start of the arena to each of these slots; `PlanError` if one does not exist."""
-
-
-class HostImages(NamedTuple):
-    """The images of one transfer in host memory.
-
-    Attributes:
-        offsets: int64, shape `(items,)`: bytes from the start of the arena to each image.
-        touched: int64: host slots that they overlap, as in `Slabs.touched`.
-        room: int64, shape `(items,)`: bytes of the slot of each image.
-    """
-
-    offsets: I64
-    touched: I64
-    room: I64
 
 
 class TransferStats(NamedTuple):
@@ -210,7 +166,7 @@ class TransferEngine:
         if not isinstance(transfer.deadline, int | float):
             raise PlanError(f"expected a deadline in clock seconds, got {transfer.deadline!r}")
         selection, accesses = self._select(transfer)
-        keeps = (self._layout.tensors, _kept(self._host))
+        keeps = (self._layout.tensors, kept(self._host))
         direction = _DIRECTIONS[transfer.route.destination]
         lane = self._lanes[transfer.route.destination]
         with self._lock:
@@ -328,7 +284,7 @@ class TransferEngine:
             read = [Access(Place(DEVICE, pool), blocks, False) for pool, blocks in selection.sources().items()]
             written = [Access(Place(DEVICE, pool), blocks, True) for pool, blocks in selection.blocks().items()]
             return selection, read + written
-        images = _images_of(transfer, self._host)
+        images = images_of(transfer, self._host)
         into = transfer.route.destination
         selection = select(
             self._layout,
@@ -341,65 +297,6 @@ class TransferEngine:
             layers=transfer.layers,
             tokens=transfer.tokens,
         )
-        _check_room(self._layout, selection, images)
+        check_room(self._layout, selection, images)
         device = [Access(Place(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in selection.blocks().items()]
         return selection, [*device, Access(Place(HOST, 0), images.touched, into == HOST)]
-
-
-def _kept(host: HostSlots) -> object:
-    """An object that keeps the memory of `host` mapped while it is referenced, even if the arena is closed.
-
-    Raises `TierClosedError` if the arena is closed already.
-    """
-    return getattr(host.arena, "array", host.arena)
-
-
-def _images_of(transfer: Transfer, host: HostSlots) -> HostImages:
-    """Offsets of the items' images; `PlanError` for an item that is not between a host slot and the device."""
-    pools = _slots_by_pool(transfer)
-    count = len(transfer.items)
-    offsets, room = np.empty(count, np.int64), np.empty(count, np.int64)
-    touched = [np.empty(0, np.int64)]
-    for pool, (items, indices) in pools.items():
-        offsets[items] = host.offsets(pool, indices)
-        room[items] = host.slabs.image_bytes[pool]
-        touched.append(host.slabs.touched(pool, indices))
-    together = np.concatenate(touched)
-    if len(pools) > 1 and repeated(together) is not None:
-        raise PlanError(f"slots of different image sizes overlap in one slab, near slot {repeated(together)}")
-    return HostImages(offsets, together, room)
-
-
-def _check_room(layout: KVLayout, selection: Selection, images: HostImages) -> None:
-    """Raise `PlanError` unless each slot is large enough for the image of its group."""
-    sizes = np.array([layout.image_bytes_of(group) for group in range(len(layout.groups))])
-    if len(images.room) and images.room.min() < sizes.max():
-        lacking = sizes[selection.item_groups] > images.room
-        if lacking.any():
-            item = int(lacking.argmax())
-            raise PlanError(
-                f"item {item}: {sizes[selection.item_groups[item]]} image bytes exceed a slot of {images.room[item]}"
-            )
-
-
-def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Sequence[int]]]:
-    """By pool, the positions of the items that are in it, and the indices of their slots."""
-    into_host = transfer.route.destination == HOST
-    if isinstance(transfer.items, Items):
-        sides = (transfer.items.destination, transfer.items.source)
-        slots, device = sides if into_host else sides[::-1]
-        if device is not None or not isinstance(slots, Slots) or slots.tier != HOST:
-            raise PlanError(f"expected items between the device and host slots, got {device} and {slots}")
-        if len(slots.indices) != len(transfer.items):
-            raise PlanError(f"expected a slot for each of {len(transfer.items)} items, got {len(slots.indices)}")
-        return {slots.pool: (slice(None), slots.indices)}
-    pools: dict[int, tuple[list[int], list[int]]] = {}
-    for position, item in enumerate(transfer.items):
-        both = (item.destination, item.source)
-        slot, other = both if into_host else both[::-1]
-        if other is not None or not isinstance(slot, Slot) or slot.tier != HOST or not isinstance(slot.index, int):
-            raise PlanError(f"item {position}: expected the device and a host slot, got {other} and {slot}")
-        items, indices = pools.setdefault(slot.pool, ([], []))
-        items.append(position)
-        indices.append(slot.index)
-    return {pool: (items, indices) for pool, (items, indices) in pools.items()}

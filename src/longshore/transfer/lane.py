@@ -29,7 +29,7 @@ from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.driver import LaneDriver, WaitCondition
 from longshore.transfer.hazards import Hazards, LanePosition
-from longshore.transfer.selection import Selection
+from longshore.transfer.selection import Selection, zero_padding
 
 
 class CopyStep(NamedTuple):
@@ -362,17 +362,3 @@ class Lane:
             if sent.is_last:
                 self._board.end(job)
             self._driver.notify()
-
-
-def zero_padding(selection: Selection, zero: Callable[[int, int], None]) -> None:
-    """Call `zero` (address, bytes) for the padding of the images that are written, which may have old bytes."""
-    layout = selection.whole.layout
-    begin = 0
-    for index, items in selection.sections:
-        group = layout.groups[index]
-        padding = group.part_bytes - group.used_bytes
-        if padding:
-            first = selection.whole.host_address + layout.rank * group.part_bytes + group.used_bytes
-            for image in selection.images[begin : begin + items].tolist():
-                zero(first + image, padding)
-        begin += items
