@@ -1,0 +1,45 @@
+"""The source tree stays as `make house` shows it: no import cycles, one meaning for a class name, no long modules."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("house", ROOT / "benchmarks" / "house.py")
+assert spec is not None and spec.loader is not None
+house = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(house)
+
+TIDY = ("bench", "cli", "layout", "report", "runtime", "testing", "tiers", "transfer")
+"""Packages without import cycles, and without two classes of one name."""
+
+
+def of_tidy(modules: list[str]) -> list[str]:
+    return [name for name in modules if name.removeprefix("longshore.").partition(".")[0] in TIDY]
+
+
+def test_no_import_cycles() -> None:
+    assert [knot for knot in house.cycles(house.trees()) if of_tidy(knot)] == []
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    repeated = house.repeated_classes(house.trees())
+    assert {name: where for name, where in repeated.items() if len(of_tidy(where)) > 1} == {}
+
+
+def test_no_module_over_600_lines() -> None:
+    paths = sorted(house.SOURCE.rglob("*.py"))
+    assert [path.name for path in paths if len(path.read_text().splitlines()) > house.LONGEST_MODULE] == []
+
+
+def test_cycles_and_names_are_found() -> None:
+    sources = {
+        "a.x": "def later():\n    from a import y\n",
+        "a.y": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a.x import later\nclass Job: ...\n",
+        "a.z": "import a.y\nclass _Job: ...\n",
+    }
+    modules = {name: ast.parse(source) for name, source in sources.items()}
+    assert house.cycles(modules) == [["a.x", "a.y"]]
+    assert house.repeated_classes(modules) == {"Job": ["a.y", "a.z"]}
