@@ -78,7 +78,6 @@ MODULES: dict[str, str] = {
     "transfer/hazards.py": "transfer",
     "transfer/lane.py": "transfer",
     "transfer/engine.py": "transfer",
-    "transfer/driver.py": "transfer",
     "transfer/device/torch_streams.py": "streams",
     "transfer/device/cuda/streams.py": "cuda",
     "transfer/device/cuda/resources.py": "cuda",

@@ -23,9 +23,8 @@ from longshore.testing.simulated_device.simulation import Clock, Mark, WatchedHa
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.driver import WaitCondition
 from longshore.transfer.hazards import LanePosition
-from longshore.transfer.lane import CopyJob
+from longshore.transfer.lane import CopyJob, WaitCondition
 
 BLOCKS = 4
 SLOTS = 4
@@ -249,7 +248,7 @@ class Tale:
         lanes = tuple(
             (
                 tuple(tuple(job.transfer.job for job in queue) for queue in lane._queues.values()),
-                tuple((sent.job.transfer.job, sent.is_last) for sent in lane._under_way),
+                tuple((sent.job.transfer.job, sent.is_last) for sent in lane._in_flight),
             )
             for lane in self.engine._lanes.values()
         )

@@ -97,7 +97,7 @@ def test_a_place_of_the_ring_is_filled_again_only_when_it_is_empty(into: str, se
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 @pytest.mark.parametrize("way", [*WAYS, None])
-def test_after_a_drain_nothing_is_under_way(way: Way | None, into: str) -> None:
+def test_after_a_drain_nothing_is_in_flight(way: Way | None, into: str) -> None:
     """Whichever way it went; without one, through pinned stages."""
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(way or Way.DIRECT), in_one_piece=everything if way else None)
@@ -113,7 +113,7 @@ def test_after_a_drain_nothing_is_under_way(way: Way | None, into: str) -> None:
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 @pytest.mark.parametrize("way", WAYS)
-def test_copies_are_under_way_together_and_each_says_when_it_has_passed(way: Way, into: str) -> None:
+def test_copies_are_in_flight_together_and_each_says_when_it_has_passed(way: Way, into: str) -> None:
     """Nobody waits to give a stream as many copies as it takes."""
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(way))

@@ -267,7 +267,7 @@ def a_copy_fails_half_way(told: Tale) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_job_that_failed_ends_when_nothing_of_it_is_under_way(monkeypatch: Patch) -> None:
+def test_a_job_that_failed_ends_when_nothing_of_it_is_in_flight(monkeypatch: Patch) -> None:
     explore(tale(a_copy_fails_half_way))
     monkeypatch.setattr(SimulatedStream, "drain", lambda self: None)
     goes_wrong(a_copy_fails_half_way, "WAR: compute")
@@ -333,15 +333,15 @@ def test_a_job_waits_for_what_it_conflicts_with(script: Script, monkeypatch: Pat
     goes_wrong(script, "RAW|WAR|WAW|is wrong at")
 
 
-def two_copies_under_way(told: Tale) -> None:
+def two_copies_in_flight(told: Tale) -> None:
     told.offload([0], [0])
     told.offload([1], [1])
 
 
 def test_descriptors_are_not_rewritten_while_a_copy_reads_them(monkeypatch: Patch) -> None:
-    explore(tale(two_copies_under_way))
+    explore(tale(two_copies_in_flight))
     monkeypatch.setattr(PlannerRing, "take", lambda self: (0, self._planners[0]))
-    goes_wrong(two_copies_under_way, "WAR: descriptors|is wrong at")
+    goes_wrong(two_copies_in_flight, "WAR: descriptors|is wrong at")
 
 
 def ids_that_differ_on_both_sides(told: Tale) -> None:

@@ -5,8 +5,8 @@ batch.py       what moves, and how it is cut
 plan.py        arrays of addresses and sizes
 hazards.py     dependencies between jobs
 engine.py      the mover: submit, wait, results
-lane.py        one direction: choice of the next copy, submission to the device, completion in order; jobs in flight
-driver.py      runs the lanes in threads
+lane.py        one direction: choice of the next copy, submission to the device, completion in order; jobs in
+               flight; threads that run the lanes
 device/        copies on each kind of device
 """
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longshore.errors import LongshoreError
-from longshore.transfer.driver import LaneDriver, WaitCondition
 from longshore.transfer.hazards import Access, Hazards, LanePosition
+from longshore.transfer.lane import LaneDriver, WaitCondition
 
 Clock = dict[str, int]
 
