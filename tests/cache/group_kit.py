@@ -54,7 +54,7 @@ def settle(cache: TieredCache) -> list[Transfer]:
 def store(cache: TieredCache, group: int, keys: Sequence[Key], first: int = 0) -> None:
     """`keys[first:]` of one group are complete, and have gone down as far as they will."""
     blocks = range((len(keys) - first) * cache.settings.blocks_per_chunk)
-    cache.commit(keys, blocks, first=first, group=group)
+    cache.store({group: GroupKeys(keys, first)}, {group: blocks})
     settle(cache)
 
 
@@ -63,6 +63,6 @@ def resident(cache: TieredCache, tier: str = HOST) -> list[str]:
     return sorted(each.key.rstrip(b".").decode() for each in cache.residents() if each.slot.tier == tier)
 
 
-def wanted(*paths: Sequence[Key]) -> list[GroupKeys]:
-    """A request for these paths, of which the device has nothing."""
-    return [GroupKeys(path) for path in paths]
+def wanted(*paths: Sequence[Key]) -> dict[int, GroupKeys]:
+    """A request for the paths of all groups, of which the device has nothing."""
+    return {group: GroupKeys(path, device=()) for group, path in enumerate(paths)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
 from longshore.cache.writing import WritePolicy
 from longshore.keys import Scope, chain
@@ -28,7 +28,7 @@ def serve(cache: TieredCache) -> list[Transfer]:
 
 
 def store(cache: TieredCache, name: int, blocks: int = 1) -> list[Transfer]:
-    cache.commit(path(name, blocks), range(blocks))
+    cache.store({0: GroupKeys(path(name, blocks))}, {0: range(blocks)})
     return serve(cache)
 
 
@@ -83,7 +83,7 @@ def test_what_is_not_backed_up_is_passed_over_once_and_goes_when_it_must() -> No
     """The file tier refuses, so nothing in host memory is safe; the coldest go all the same, in their order."""
     cache = TieredCache([TierSpec(HOST, 8, 64, LRU), TierSpec(FILE, 8, 64, LRU)], CacheSettings())
     for name in range(12):
-        cache.commit(path(name, 1), range(1))
+        cache.store({0: GroupKeys(path(name, 1))}, {0: range(1)})
         while commands := [command for command in cache.take() if isinstance(command, Transfer)]:
             for each in commands:
                 status = Status.NO_SPACE if each.route.destination == FILE else Status.OK

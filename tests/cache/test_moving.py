@@ -51,9 +51,9 @@ def test_what_is_in_the_way_moves_below_and_keeps_its_bytes() -> None:
     for group, of in ((LARGE, "x"), (LARGE, "y"), (SMALL, "e")):
         _, hold = world.match(group, of)
         assert hold is not None
-        assert all(slot.index < 12 for slot in world.cache.slots(hold))
+        assert all(each.slot.index < 12 for each in world.cache.residents() if each.key in keys(group, of))
         before = world.checked
-        world.cache.onboard(hold, [0], group=group)
+        world.cache.load(hold, {group: [0]})
         world.cache.release(hold)
         world.take()
         world.settle()
@@ -68,7 +68,7 @@ def test_what_is_held_moves_too() -> None:
     assert job is not None
     world.end(job)
     assert shrink(world, 3) is None
-    assert world.cache.slots(hold)[0].index < 12
+    assert [each.slot.index < 12 for each in world.cache.residents() if each.key in keys(LARGE, "y")] == [True]
     world.cache.release(hold)
     world.check()
 
@@ -79,7 +79,7 @@ def test_a_request_that_comes_during_the_move_reads_the_old_place() -> None:
     assert job is not None
     _, hold = world.match(LARGE, "y")
     assert hold is not None
-    world.cache.onboard(hold, [0], group=LARGE)
+    world.cache.load(hold, {LARGE: [0]})
     world.cache.release(hold)
     world.take()
     world.end(job)
@@ -95,7 +95,7 @@ def test_while_jobs_work_above_nothing_moves(reading: bool) -> None:
     if reading:
         _, hold = world.match(LARGE, "y")
         assert hold is not None
-        world.cache.onboard(hold, [0], group=LARGE)
+        world.cache.load(hold, {LARGE: [0]})
     else:
         world.commit(SMALL, "ef")
     before = state_of(world.cache)

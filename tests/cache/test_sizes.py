@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_setup import key
+from cache_setup import key, lookup, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickled import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, DropReason, Lease, Retention, StoreOrder, TieredCache, TierSpec, WritePolicy
+from longshore.cache import (
+    CacheSettings,
+    DropReason,
+    GroupKeys,
+    Lease,
+    Retention,
+    StoreOrder,
+    TieredCache,
+    TierSpec,
+    WritePolicy,
+)
 from longshore.cache.eviction import ARC, LRU
 from longshore.errors import CacheError, CapacityError
 from longshore.slabs import Slabs
@@ -43,13 +53,13 @@ class Bytes:
 
     def commit(self, group: int, of: str, **more: object) -> StoreOrder:
         keys = path(group, of)
-        offload = self.cache.commit(keys, range(len(keys)), group=group, **more)  # type: ignore[arg-type]
+        offload = store(self.cache, keys, range(len(keys)), group=group, **more)  # type: ignore[arg-type]
         self.take()
         return offload
 
     def match(self, group: int, of: str) -> tuple[int, Lease | None]:
-        _, length, hold = self.cache.match(path(group, of), 0.0)[:3][:3]
-        return length, hold
+        found = lookup(self.cache, path(group, of), 0.0, group=group)
+        return found.chunks, found.lease
 
     def take(self) -> None:
         for command in self.cache.take():
@@ -116,7 +126,8 @@ def test_each_group_has_slots_of_its_size() -> None:
     length, hold = world.match(LARGE, "abc")
     assert length == 2
     assert hold is not None
-    assert [(slot.pool, slot.index) for slot in world.cache.slots(hold)] == [(1, 4), (1, 8)]
+    at = {each.key: each.slot for each in world.cache.residents()}
+    assert [(at[each].pool, at[each].index) for each in path(LARGE, "ab")] == [(1, 4), (1, 8)]
 
 
 def test_a_size_may_have_all_of_a_tier_and_lose_it_to_another() -> None:
@@ -189,7 +200,7 @@ def test_a_slab_that_jobs_read_or_write_stays() -> None:
     world.settle()
     _, hold = world.match(SMALL, "a")
     assert hold is not None
-    world.cache.onboard(hold, [0])
+    world.cache.load(hold, {0: [0]})
     world.cache.release(hold)
     world.take()
     assert world.commit(LARGE, "x").job is None, "it is being read"
@@ -233,10 +244,10 @@ def test_backups_and_loads_stay_in_their_pools() -> None:
         assert world.cache.discard(path(group, of), HOST) == len(of)
         length, hold = world.match(group, of)
         assert hold is not None
-        world.cache.onboard(hold, range(length), group=group)
+        world.cache.load(hold, {group: range(length)})
         world.take()
         world.settle()
-        outcome = world.cache.outcome(hold)
+        outcome = world.cache.progress(hold).outcome
         assert outcome is not None
         assert (outcome.chunks, set(outcome.sources)) == (len(of), {FILE})
         world.cache.release(hold)
@@ -252,12 +263,12 @@ def test_groups_and_paths_of_the_wrong_size_are_refused_before_anything_changes(
     before = state_of(world.cache)
     keys = path(SMALL, "abc")
     for call in (
-        lambda: world.cache.commit(keys, [0, 1, 2], group=LARGE),
-        lambda: world.cache.commit(keys, [0], first=2, group=LARGE),
-        lambda: world.cache.commit(keys, [0, 1, 2], group=2),
-        lambda: world.cache.commit(keys, [0, 1, 2], group=-1),
-        lambda: world.cache.offer(keys, group=LARGE),
-        lambda: world.cache.onboard(hold, [0], group=LARGE),
+        lambda: store(world.cache, keys, [0, 1, 2], group=LARGE),
+        lambda: store(world.cache, keys, [0], first=2, group=LARGE),
+        lambda: store(world.cache, keys, [0, 1, 2], group=2),
+        lambda: store(world.cache, keys, [0, 1, 2], group=-1),
+        lambda: store(world.cache, keys, group=LARGE),
+        lambda: world.cache.load(hold, {LARGE: [0]}),
     ):
         with pytest.raises(CacheError):
             call()
@@ -354,7 +365,7 @@ def test_whatever_is_done_bytes_stay_with_their_chunks(data: st.DataObject) -> N
             group, hold, length = draw(st.sampled_from(holds))
             if hold not in onboarded:
                 onboarded.add(hold)
-                world.cache.onboard(hold, range(length), group=group)
+                world.cache.load(hold, {group: range(length)})
         elif step == "release" and holds:
             world.cache.release(holds.pop(draw(st.integers(0, len(holds) - 1)))[1])
         elif step in ("end", "fail"):
@@ -400,12 +411,12 @@ def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     tiers = [TierSpec(HOST, Slabs(12, SIZES, 4))]
     cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)), foreign=("far",))
     keys = path(0, "ab")
-    job = cache.commit(keys[:1], [0], group=0).job
+    job = store(cache, keys[:1], [0], group=0).job
     assert job is not None
     cache.apply([TransferResult(job, (Status.OK,))], 0.0)
     before = state_of(cache)
     with pytest.raises(CacheError, match="images of pool 0"):
-        cache.fetch(keys, 0.0, group=1)
+        cache.prefetch({1: GroupKeys(keys)}, 0.0)
     assert state_of(cache) == before
 
 
@@ -420,7 +431,7 @@ def test_a_quarter_is_kept_safe_of_images_of_the_largest_size_too() -> None:
 
 def test_slots_of_any_two_sizes_are_not_of_one() -> None:
     cache = TieredCache([TierSpec(HOST, Slabs(12, (3, 4, 12), 4))], CacheSettings(pools=(0, 1, 2)))
-    slots = [cache.commit([key(str(group))], [0], group=group).slots[0].index for group in range(3)]
+    slots = [store(cache, [key(str(group))], [0], group=group).slots[0].index for group in range(3)]
     is_of_one_pool = cache._store.watching.is_of_one_pool
     assert [is_of_one_pool(0, each) for each in (slots, slots[:2], slots[1:], slots[:1], [])] == [
         *(False, False, False),
