@@ -197,7 +197,7 @@ def residency(cache: TieredCache, keys: Sequence[Key], until: Until = Until.NOTH
 def store(
     cache: TieredCache, keys: Sequence[Key], blocks: Sequence[int] | None = None, first: int = 0, **how: Any
 ) -> StoreOrder:
-    """`TieredCache.store` of one path, in device blocks; or into the slots of the answer, where the host moves bytes."""
+    """`TieredCache.store` of one path; without `blocks` the host moves the bytes."""
     group = how.pop("group", 0)
     path = {name: how.pop(name) for name in ("text", "prompt", "retention") if name in how}
     order = cache.store({group: GroupKeys(keys, first, **path)}, None if blocks is None else {group: blocks}, **how)

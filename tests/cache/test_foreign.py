@@ -114,7 +114,7 @@ def test_what_is_not_known_is_asked_for_and_not_waited_for() -> None:
     assert desk.lookup("abcd").probes == (probe.probe, desk.probes[1].probe)  # only "abcd" is asked for anew
     assert desk.probes[1].keys == (key("abcd"),)
     desk.answer("ab")
-    assert not (not desk.cache.progress(probe.probe).is_over)
+    assert desk.cache.progress(probe.probe).is_over
     assert desk.lookup("abc")[:-2] == Found(foreign=2)[:-2]
     assert desk.misses() == {MissReason.ABSENT: 3 + 4 + 1, MissReason.FOREIGN: 2}
     assert desk.answers() == {Answer.PRESENT: 2, Answer.ABSENT: 1}

@@ -358,8 +358,8 @@ def test_tokens_that_a_block_has_not_are_refused(tokens: int) -> None:
     with pytest.raises(CacheError, match="1 to 4 tokens"):
         cache.load(hold, {0: [0, 1, 2]}, tokens=tokens)
     with pytest.raises(CacheError, match="1 to 4 tokens"):
-        cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)], tokens)}, {0: [1]}).parts[0].job
+        cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)], tokens)}, {0: [1]})
     with pytest.raises(CacheError, match="device blocks lie"):
-        cache.load({0: DeviceCopy([Slot(DEVICE, 0, 8)])}, {0: [1]}).parts[0].job
+        cache.load({0: DeviceCopy([Slot(DEVICE, 0, 8)])}, {0: [1]})
     assert cache.take() == []
     assert cache.load(hold, {0: [0, 1, 2]}, tokens=4).chunks == 3
