@@ -6,7 +6,7 @@ import pickle
 import pytest
 from cache_groups import Groups
 from cache_model import World
-from cache_setup import Setup, chunks, key, lookup, parent, path_of, store
+from cache_setup import LOAD, Setup, chunks, key, lookup, parent, path_of, store
 
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, TierSpec
@@ -165,7 +165,7 @@ def test_an_onboarding_from_before_a_reset_has_brought_nothing() -> None:
     world.settle_all()
     assert world.cache.progress(amid).outcome == (0, ())
     assert world.cache.counters.misses[MissReason.CANCELLED] == 2
-    world.give_up(amid)
+    world.tick(LOAD)
     assert before is not None
     world.onboard(before, 2, 0, 0)
     assert world.cache.progress(before).outcome == (0, ())

@@ -223,9 +223,7 @@ def test_trap_27_no_two_books_are_the_same_list() -> None:
     assert len(slots) == 4
 
 
-@pytest.mark.parametrize(
-    "moment", ["before onboarding", "in a prefetch", "during", "after", "after giving up", "after its time"]
-)
+@pytest.mark.parametrize("moment", ["before onboarding", "in a prefetch", "during", "after", "after its time"])
 def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was read for it alone is called off."""
     world = offloaded(BOTH, "abc")
@@ -240,8 +238,6 @@ def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str, monkeypa
         world.onboard(hold, 3, 0, 0)
     if moment == "after":
         world.settle_all()
-    if moment == "after giving up":
-        world.give_up(hold)
     if moment == "after its time":
         world.tick(LOAD)
         assert world.cache.progress(hold).outcome is not None
