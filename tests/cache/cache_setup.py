@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import old_verbs  # noqa: F401 - the calls are by the names of before
 from longshore.boundary import FILE, HOST, Key, Slot
 from longshore.cache import (
     CacheGroup,
