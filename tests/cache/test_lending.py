@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from cache_setup import residency
 from pickled import state_of
 
 from longshore.boundary import Key, Status, Transfer, TransferResult
@@ -17,7 +18,6 @@ from longshore.cache import (
     GroupKeys,
     Lease,
     Presence,
-    Residency,
     TieredCache,
     TierSpec,
     Until,
@@ -54,11 +54,6 @@ def store(cache: TieredCache, keys: list[Key]) -> int:
     return len(offload.slots)
 
 
-def seen(cache: TieredCache, keys: Sequence[Key]) -> Residency:
-    """Where each of `keys` is, which is kept until the step ends."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True).residency[0]
-
-
 def kept(cache: TieredCache, keys: Sequence[Key], group: int = 0) -> Lease:
     """A lease on single chunks, all of which some tier has."""
     found = cache.lookup({group: GroupKeys(keys)}, 0.0, each=True)
@@ -76,7 +71,7 @@ def test_what_is_lent_stays_until_it_is_reported() -> None:
     cache.check_integrity()
     cache.apply([TransferResult(loan.job, (Status.OK, Status.OK))], 1.0)
     assert store(cache, [c, d]) == 2
-    assert seen(cache, [a, b, c, d]).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
+    assert residency(cache, [a, b, c, d], Until.STEP).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
     cache.end_step()
     cache.check_integrity()
 
@@ -87,7 +82,7 @@ def test_a_loan_is_a_use() -> None:
     store(cache, [b])
     cache.apply([TransferResult(cache.load({0: GroupKeys([a])}).parts[0].job, (Status.OK,))], 1.0)
     assert store(cache, [c]) == 1
-    assert seen(cache, [a, b]).presences == [Presence.READY, Presence.ABSENT]
+    assert residency(cache, [a, b], Until.STEP).presences == [Presence.READY, Presence.ABSENT]
     assert cache.counters.hits["host"] == 1
 
 
@@ -96,7 +91,7 @@ def test_a_loan_outlives_a_reset() -> None:
     store(cache, [a])
     loan = cache.load({0: GroupKeys([a])}).parts[0]
     cache.reset()
-    assert seen(cache, [a]).presences == [Presence.ABSENT]
+    assert residency(cache, [a], Until.STEP).presences == [Presence.ABSENT]
     assert store(cache, [b]) == 0  # the slot is still being read
     cache.apply([TransferResult(loan.job, (Status.OK,))], 1.0)
     assert store(cache, [b]) == 1
@@ -110,16 +105,16 @@ def test_what_is_given_back_unread_is_there_as_before() -> None:
     cache.release(loan.job)
     with pytest.raises(JobError):
         cache.release(loan.job)
-    assert seen(cache, [a]).presences == [Presence.READY]
+    assert residency(cache, [a], Until.STEP).presences == [Presence.READY]
 
 
 def test_what_was_looked_at_stays_in_the_warmest_tier_until_the_step_is_over() -> None:
     """With a copy below, too: a host that was told that a chunk is ready may borrow it in the same step."""
     cache, (a, b, c) = two_tiers(2), keys_of("a", "b", "c")
     store(cache, [a, b])
-    assert seen(cache, [a]).presences == [Presence.READY]
+    assert residency(cache, [a], Until.STEP).presences == [Presence.READY]
     assert store(cache, [c]) == 1
-    assert seen(cache, [a, b, c]).presences == [Presence.READY, Presence.COLDER, Presence.READY]
+    assert residency(cache, [a, b, c], Until.STEP).presences == [Presence.READY, Presence.COLDER, Presence.READY]
     assert len(cache.load({0: GroupKeys([a])}).parts[0].slots) == 1
     assert cache.held == 3
     cache.end_step()
@@ -130,7 +125,7 @@ def test_what_was_looked_at_stays_in_the_warmest_tier_until_the_step_is_over() -
 def test_a_part_of_what_was_seen_can_be_borrowed_also_when_others_have_gone_meanwhile() -> None:
     cache, keys = cache_of(4), keys_of(*"abcd")
     store(cache, keys)
-    sight = seen(cache, keys)
+    sight = residency(cache, keys, Until.STEP)
     loan = cache.load({0: GroupKeys(sight.part(1, 3))}).parts[0]
     assert list(loan.slots) == list(cache.load({0: GroupKeys(keys[1:3])}).parts[0].slots)
     cache.end_step()
@@ -148,11 +143,11 @@ def test_a_part_of_what_was_seen_can_be_borrowed_also_when_others_have_gone_mean
 def test_a_reset_forgets_what_was_looked_at() -> None:
     cache, (a, b, c) = cache_of(1), keys_of("a", "b", "c")
     store(cache, [a])
-    seen(cache, [a])
+    residency(cache, [a], Until.STEP)
     cache.reset()
     assert store(cache, [b]) == 1
     assert store(cache, [c]) == 1  # nobody has looked at b
-    seen(cache, [c])
+    residency(cache, [c], Until.STEP)
     assert store(cache, [a]) == 0
     cache.end_step()
     assert store(cache, [a]) == 1
@@ -161,10 +156,10 @@ def test_a_reset_forgets_what_was_looked_at() -> None:
 
 def test_what_is_no_key_is_refused() -> None:
     cache = cache_of(1)
-    assert not seen(cache, []).presences
+    assert not residency(cache, [], Until.STEP).presences
     for wrong in ([b""], [None], keys_of("a")[0]):
         with pytest.raises(CacheError, match="digests"):
-            seen(cache, wrong)  # type: ignore[arg-type]
+            residency(cache, wrong, Until.STEP)  # type: ignore[arg-type]
 
 
 def test_what_is_kept_is_not_evicted() -> None:
@@ -231,7 +226,7 @@ def test_chunks_of_a_path_are_kept_and_lent_like_others() -> None:
     assert store(cache, keys_of("d", "e", "f")) == 1, "c alone goes: b is kept, a is read"
     cache.apply([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert store(cache, keys_of("g")) == store(cache, keys_of("h")) == 1
-    assert seen(cache, keys).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
+    assert residency(cache, keys, Until.STEP).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
     cache.release(hold)
     cache.end_step()
     cache.check_integrity()
@@ -249,7 +244,7 @@ def test_a_patient_offer_behind_its_head_waits_for_room() -> None:
         cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
     tail = cache.store({1: GroupKeys(keys, 3)}, patient=True)[1]
     assert (tail.again, list(tail.positions)) == (False, [3, 4, 5])
-    assert seen(cache, keys[:3]).presences.count(Presence.COLDER) == 2
+    assert residency(cache, keys[:3], Until.STEP).presences.count(Presence.COLDER) == 2
     cache.end_step()
     cache.check_integrity()
 
@@ -292,12 +287,12 @@ def test_what_was_promised_in_a_step_is_lent_though_its_parent_is_found_rotten()
         cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
     assert cache.discard(keys[:1], "host") == 1
     (read,) = cache.prefetch(kept(cache, keys[:1], 1), 0.0)
-    assert seen(cache, keys[1:]).presences == [Presence.READY]
+    assert residency(cache, keys[1:], Until.STEP).presences == [Presence.READY]
     cache.apply([TransferResult(read, (Status.CORRUPT,))], 0.0)
     loan = cache.load({1: GroupKeys(keys[1:])}).parts[0]
     cache.check_integrity()
     cache.end_step()
-    assert seen(cache, keys).presences == [Presence.ABSENT] * 2, "nothing leads to it any more"
+    assert residency(cache, keys, Until.STEP).presences == [Presence.ABSENT] * 2, "nothing leads to it any more"
     cache.apply([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert cache.counters.lost == {"host": 2, "file": 2}
     cache.end_step()
