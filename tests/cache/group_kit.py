@@ -34,18 +34,18 @@ def orders(cache: TieredCache) -> list[Transfer]:
     return [command for command in cache.take() if isinstance(command, Transfer)]
 
 
-def end(cache: TieredCache, transfers: Iterable[Transfer], status: Status = Status.OK) -> None:
+def end(cache: TieredCache, transfers: Iterable[Transfer], status: Status = Status.OK, now: float = 0.0) -> None:
     """These transfers end on all ranks, all their items likewise."""
     for transfer in transfers:
         statuses = (status,) * len(transfer.items)
-        cache.apply([TransferResult(transfer.job, statuses, rank=rank) for rank in range(transfer.ranks)], 0.0)
+        cache.apply([TransferResult(transfer.job, statuses, rank=rank) for rank in range(transfer.ranks)], now)
 
 
-def settle(cache: TieredCache) -> list[Transfer]:
+def settle(cache: TieredCache, now: float = 0.0) -> list[Transfer]:
     """All that was ordered ends well, and what that brings about; the transfers."""
     done: list[Transfer] = []
     while ordered := orders(cache):
-        end(cache, ordered)
+        end(cache, ordered, now=now)
         done += ordered
     cache.check_integrity()
     return done

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from cache_setup import IMAGE_BYTES, chunks, key, lookup, path_of, store
+from group_kit import end, orders, settle
 
-from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
+from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheSettings, Event, EventKind, TieredCache, TierSpec, Verdict, WritePolicy, explain
 from longshore.cache.eviction import LRU
 from longshore.cache.explain import read_events, requests, write_events
@@ -20,17 +21,10 @@ def build(host: int, file: int = 0, events: int = 100) -> TieredCache:
     return TieredCache(tiers, CacheSettings(events=events, backup=WritePolicy.THROUGH))
 
 
-def finish(cache: TieredCache, now: float = 0.0, *statuses: Status) -> None:
-    """Everything that was ordered ends: as `statuses`, or well."""
-    while transfers := [command for command in cache.take() if isinstance(command, Transfer)]:
-        for transfer in transfers:
-            cache.apply([TransferResult(transfer.job, statuses or (Status.OK,) * len(transfer.items))], now)
-
-
 def put(cache: TieredCache, path: str, now: float = 0.0) -> None:
     cache.apply((), now)
     store(cache, chunks(path), range(len(path)))
-    finish(cache, now)
+    settle(cache, now)
 
 
 def ask(cache: TieredCache, path: str, request: str, start: int = 0) -> None:
@@ -111,7 +105,7 @@ def test_every_chunk_of_a_request_is_accounted_for() -> None:
     put(cache, "xy", 2.0)  # in place of "ab"
     store(cache, chunks("abc"), range(3))  # in place of "xy"; on its way
     ask(cache, "abcd", "early")
-    finish(cache, 3.0)
+    settle(cache, 3.0)
     ask(cache, "abcd", "late", start=1)
     ask(cache, "xy", "other")
     ask(cache, "q", "new")
@@ -139,7 +133,8 @@ def test_every_chunk_of_a_request_is_accounted_for() -> None:
 def test_failures_removals_and_resets_are_reasons_too() -> None:
     cache = build(4)
     store(cache, chunks("ab"), range(2))
-    finish(cache, 1.0, Status.OK, Status.IO_ERROR)
+    (transfer,) = orders(cache)
+    cache.apply([TransferResult(transfer.job, (Status.OK, Status.IO_ERROR))], 1.0)
     ask(cache, "ab", "failed")
     assert accounts(cache, "failed") == [(Verdict.FOUND, HOST, ""), (Verdict.FAILED, HOST, "io_error")]
     put(cache, "x")
@@ -167,7 +162,7 @@ def test_a_bad_read_is_a_reason() -> None:
     hold = lookup(cache, [key("a")], 0.0).lease
     assert hold is not None
     cache.load(hold, {0: (0,)})
-    finish(cache, 2.0, Status.CORRUPT)
+    end(cache, orders(cache), Status.CORRUPT, 2.0)
     ask(cache, "a", "r")
     assert accounts(cache, "r") == [(Verdict.REMOVED, HOST, "corrupt")]
 

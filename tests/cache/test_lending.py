@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from cache_setup import residency
+from group_kit import settle
 from pickled import state_of
 
 from longshore.boundary import Key, Status, Transfer, TransferResult
@@ -49,8 +50,7 @@ def store(cache: TieredCache, keys: list[Key]) -> int:
     if offload.job is None:
         return 0
     cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    settle(cache)
     return len(offload.slots)
 
 
@@ -240,8 +240,7 @@ def test_a_patient_offer_behind_its_head_waits_for_room() -> None:
     waits = cache.store({1: GroupKeys(keys, 3)}, patient=True)[1]
     assert (waits.job, waits.again, waits.positions) == (None, True, ())
     assert cache.counters.drops["host"].total() == 0
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    settle(cache)
     tail = cache.store({1: GroupKeys(keys, 3)}, patient=True)[1]
     assert (tail.again, list(tail.positions)) == (False, [3, 4, 5])
     assert residency(cache, keys[:3], Until.STEP).presences.count(Presence.COLDER) == 2
@@ -283,8 +282,7 @@ def test_what_was_promised_in_a_step_is_lent_though_its_parent_is_found_rotten()
     cache, keys = two_tiers(4), keys_of("a", "b")
     job = cache.store({1: GroupKeys(keys)})[1].job or 0
     cache.apply([TransferResult(job, (Status.OK,) * 2)], 0.0)
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    settle(cache)
     assert cache.discard(keys[:1], "host") == 1
     (read,) = cache.prefetch(kept(cache, keys[:1], 1), 0.0)
     assert residency(cache, keys[1:], Until.STEP).presences == [Presence.READY]

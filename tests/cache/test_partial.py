@@ -176,9 +176,9 @@ def test_tokens_are_learnt_of_what_was_adopted() -> None:
     after = stored(file=8)
     after.adopt(FILE, found)
     tokens = [*ABC[:10], 7, 7]
-    assert after.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    assert lookup(after, path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
     commit(after, 0, ABC)
-    assert after.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial == Partial(path(ABC)[2], 2)
+    assert lookup(after, path(tokens), 0.0, text=Text(tokens, ROOT)).partial == Partial(path(ABC)[2], 2)
 
 
 def test_a_reset_and_a_resize_keep_the_books_whole() -> None:

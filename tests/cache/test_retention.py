@@ -6,8 +6,9 @@ import math
 
 import pytest
 from cache_setup import IMAGE_BYTES, chunks, key, lookup, path_of, store
+from group_kit import settle
 
-from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.boundary import FILE, HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
 from longshore.cache.retention import DEFAULT_PRIORITY, priorities, said
@@ -21,17 +22,9 @@ def build(host: int, file: int = 0, **settings: object) -> TieredCache:
     return TieredCache(tiers, CacheSettings(**settings))  # type: ignore[arg-type]
 
 
-def finish(cache: TieredCache) -> None:
-    """Everything that was ordered ends well."""
-    while transfers := [command for command in cache.take() if isinstance(command, Transfer)]:
-        for transfer in transfers:
-            cache.apply([TransferResult(transfer.job, (Status.OK,) * len(transfer.items))], 0.0)
-
-
 def put(cache: TieredCache, path: str, *retention: Retention, first: int = 0, prompt: int | None = None) -> None:
     store(cache, chunks(path), range(len(path) - first), first=first, retention=retention, prompt=prompt)
-    finish(cache)
-    cache.check_integrity()
+    settle(cache)
 
 
 def on(cache: TieredCache, tier: str = HOST) -> list[str]:
@@ -180,7 +173,7 @@ def test_of_a_prompt_only_the_prompt_is_offloaded() -> None:
     assert dropped(cache) == {DropReason.ANSWER: 3}
     put(cache, "abcd")  # the answer has become a part of the next prompt
     assert on(cache) == ["a", "ab", "abc", "abcd"]
-    assert build(8).commit(chunks("ab"), range(2), prompt=1).kept == 2
+    assert store(build(8), chunks("ab"), range(2), prompt=1).kept == 2
 
 
 def test_a_selective_policy_offloads_what_is_offered_again() -> None:
@@ -212,12 +205,12 @@ def test_a_selective_policy_backs_up_what_is_used_again_and_what_is_before_it() 
     use(cache, "ab")
     use(cache, "ab")
     cache.end_step()
-    finish(cache)
+    settle(cache)
     assert on(cache, FILE) == ["a", "ab"]
     put(cache, "abc", first=2)
     put(cache, "abc", first=2)  # its use is one of the whole path
     cache.end_step()
-    finish(cache)
+    settle(cache)
     assert on(cache, FILE) == ["a", "ab", "abc"]
     cache.check_integrity()
 

@@ -9,8 +9,9 @@ import cache_soak
 import pytest
 from cache_model import World
 from cache_setup import IMAGE_BYTES, Setup, chunks, key, lookup, residency, store
+from group_kit import settle
 
-from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
+from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, Lease, TieredCache, TierSpec, Until, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.errors import CacheError
@@ -104,8 +105,7 @@ def store_in_both(cache: TieredCache, path: list[bytes]) -> None:
     offload = store(cache, path)
     if offload.job is not None:
         cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    settle(cache)
 
 
 def test_five_users_of_one_block() -> None:

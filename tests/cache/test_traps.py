@@ -189,7 +189,7 @@ def test_trap_25_what_idles_on_the_device_does_not_go_for_an_allocation_that_fai
     cache = TieredCache([TierSpec(HOST, 8, 4096)])
     pool = DevicePool(cache, 3)
     blocks = pool.allocate(2)
-    offload = pool.commit(chunks("ab"), blocks)
+    offload = pool.store(GroupKeys(chunks("ab")), blocks)
     cache.apply([TransferResult(offload.job or 0, (Status.OK, Status.OK))], 0.0)
     pool.release(blocks[1:])
     before = pool.stats(), pool.find(chunks("ab"))

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from cache_setup import lookup, residency, store
+from group_kit import settle
 
-from longshore.boundary import Key, Status, Transfer, TransferResult
+from longshore.boundary import Key, Status, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec, Until, WritePolicy
 from longshore.cache.eviction.uses import USES
 from longshore.errors import CacheError
@@ -31,8 +32,7 @@ def alone() -> TieredCache:
 def deliver(cache: TieredCache, *jobs: int | None) -> None:
     """What was ordered has arrived, and `jobs` of one chunk each."""
     cache.apply([TransferResult(job, (Status.OK,)) for job in jobs if job is not None], 0.0)
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    settle(cache)
 
 
 def uses(cache: TieredCache, key: Key, tier: int = 0) -> int:
