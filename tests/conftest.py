@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-import old_verbs  # noqa: F401 - it installs itself
 from longshore.cache import EDGES, State
 
 pytest.register_assert_rewrite(

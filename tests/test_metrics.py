@@ -7,7 +7,7 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from longshore.boundary import Route, Status
-from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, TierSpec
+from longshore.cache import CacheSettings, DropReason, GroupKeys, MissReason, TieredCache, TierSpec, Until
 from longshore.errors import CacheError
 from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
@@ -62,16 +62,16 @@ def test_figures_are_those_of_the_books() -> None:
     runtime, mover = make()
     found = registry(runtime)
     with runtime.control() as cache:
-        cache.commit(PATH, (0, 1))
+        cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})
     assert found.get_sample_value("longshore_jobs_in_flight") == 1
     mover.end(Status.OK, Status.IO_ERROR)
     runtime.pump()
     with runtime.control() as cache:
-        hold = cache.match(PATH, 0.0).hold
+        hold = cache.lookup({0: GroupKeys(PATH)}, 0.0).lease
         assert hold is not None
-        cache.onboard(hold, (5,))
+        cache.load(hold, {0: (5,)})
     mover.end(Status.OK)
-    assert runtime.wait_onboarded(hold, 1.0).chunks == 1
+    assert runtime.wait_over(hold, 1.0).outcome == (1, ("host",))
     assert found.get_sample_value("longshore_hit_chunks_total", {"tier": "host"}) == 1
     assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == 1
     assert found.get_sample_value("longshore_lost_chunks_total", {"tier": "host"}) == 1
@@ -89,7 +89,7 @@ def test_waits_for_device_blocks_are_counted_and_so_is_what_was_late() -> None:
     runtime = Runtime(cache, [Scripted(Route("device", "host"))], clock=lambda: float(next(ticks)))
     found, guard = registry(runtime), BlockGuard(runtime, 1.0)
     with runtime.control() as cache:
-        job = cache.commit(PATH, (0, 1)).job
+        job = cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})[0].job
     assert job is not None
     guard.add(job, (0, 1))
     assert guard.settle([0, 1, 2]) == [2]
@@ -102,7 +102,7 @@ def test_a_scrape_moves_nothing_and_works_after_the_end() -> None:
     runtime, mover = make()
     found = registry(runtime)
     with runtime.control() as cache:
-        cache.commit(PATH[:1], (0,))
+        cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})
     polls = mover.polls
     assert b"longshore_jobs_in_flight 1.0" in generate_latest(found)
     assert mover.polls == polls
@@ -155,7 +155,7 @@ def test_what_foreign_tiers_were_asked_for_is_counted_by_answer() -> None:
     found, labels = registry(runtime), {"tier": "store", "answer": "none"}
     assert found.get_sample_value("longshore_probed_chunks_total", labels) == 0
     with runtime.control() as control:
-        control.match(PATH, 0.0)  # nobody is there to ask
+        control.lookup({0: GroupKeys(PATH)}, 0.0)  # nobody is there to ask
     assert found.get_sample_value("longshore_probed_chunks_total", labels) == len(PATH)
     assert found.get_sample_value("longshore_dropped_chunks_total", {"tier": "store", "reason": "write_failed"}) == 0
 
@@ -164,34 +164,35 @@ def test_a_lookup_that_is_repeated_is_counted_when_it_is_said() -> None:
     runtime, _ = make()
     found = registry(runtime)
     with runtime.control() as cache:
-        matches = [cache.match(PATH, 0.0, count=False) for _ in range(5)]
+        for _ in range(5):
+            cache.lookup({0: GroupKeys(PATH)}, 0.0, count=False)
         assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == 0
-        cache.count_request(PATH, matches[-1], request="mine")
+        cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.NOTHING, request="mine")
     assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == len(PATH)
 
 
 def test_a_device_pool_is_not_replaced_while_jobs_use_it() -> None:
     runtime, mover = make()
     with runtime.control() as cache:
-        cache.commit(PATH[:1], (0,))
+        cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})
         with pytest.raises(CacheError, match="1 jobs in flight"):
-            cache.resize_device(8)
+            cache.wake(8)
     mover.end(Status.OK)
     runtime.pump()
     with runtime.control() as cache:
-        cache.resize_device(8)
+        cache.wake(8)
         with pytest.raises(CacheError, match=r"\[0, 8\)"):
-            cache.commit(PATH, (8, 9))
+            cache.store({0: GroupKeys(PATH)}, {0: (8, 9)})
 
 
 def test_a_mover_that_is_removed_leaves_no_job_behind() -> None:
     runtime, mover = make()
     with runtime.control() as cache:
-        job = cache.commit(PATH[:1], (0,)).job
+        job = cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})[0].job
     assert job is not None
     mover.end(Status.OK)
     runtime.remove(mover, 1.0)
     assert not runtime.in_flight(job)
     with runtime.control() as cache:
-        late = cache.commit(PATH, (0, 1)).job
+        late = cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})[0].job
     assert late is None or not runtime.in_flight(late)

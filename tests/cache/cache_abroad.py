@@ -15,7 +15,7 @@ from cache_setup import PROBE, PROBE_LIFE, Setup, chunks
 from cache_stage import Stage
 
 from longshore.boundary import HOST, Key, Probe, ProbeResult, Status, Transfer
-from longshore.cache import DropReason, MissReason
+from longshore.cache import DropReason, GroupKeys, MissReason
 from longshore.cache.types import Answer
 
 
@@ -95,7 +95,7 @@ class Abroad(Stage):
     def ask(self, probe: Probe) -> None:
         assert (probe.tier, list(probe.keys)) == self.expected.pop(0)
         assert (probe.deadline, probe.generation, probe.ranks) == (self.now + PROBE, self.generation, self.setup.ranks)
-        assert self.cache.in_flight(probe.probe)
+        assert not self.cache.progress(probe.probe).is_over
         assert probe.probe not in self.questions
         self.questions[probe.probe] = Question(probe)
         self.last_job = max(self.last_job, probe.probe)
@@ -144,7 +144,7 @@ class Abroad(Stage):
         """What is known to be abroad behind the ready prefix comes into the host tier, as far as there is room."""
         keys = chunks(path)
         coming, wanted = self.behind(keys, start)
-        self.fetched(self.call("fetch", keys, self.now, start=start), coming, wanted)
+        self.fetched(self.call("prefetch", {0: GroupKeys(keys, start)}, self.now), coming, wanted)
 
     def behind(self, keys: Sequence[Key], start: int = 0) -> tuple[list[Key], list[Key]]:
         """What is on its way behind the ready prefix of a path, and what is known to be abroad behind that."""
@@ -223,7 +223,7 @@ class Abroad(Stage):
     def check_books(self) -> None:
         super().check_books()
         assert not self.expected, "a question was expected"
-        assert all(map(self.cache.in_flight, self.questions))
+        assert not any(self.cache.progress(probe).is_over for probe in self.questions)
         for name in self.setup.foreign:
             assert +self.cache.counters.probes[name] == +self.heard_of[name]
             assert self.cache.counters.drops[name][DropReason.WRITE_FAILED] == self.not_stored[name]

@@ -15,9 +15,9 @@ from cache_movers import Job, Tag, places
 from cache_setup import chunks
 
 from longshore.boundary import DEVICE, Key
-from longshore.cache import Lease
+from longshore.cache import Found, GroupKeys, Lease
+from longshore.cache.device_pool import FoundOnDevice
 from longshore.errors import CacheError, CapacityError
-from old_verbs import Match
 
 
 class Visit:
@@ -51,11 +51,11 @@ class HandedOver(Groups):
 
     # ------------------------------------------------------------------ requests
 
-    def ask_match(self, keys: Sequence[Key], start: int, request: str | None) -> Match:
-        found = self.call("pool.match", keys, self.now, request=request)
+    def look_up(self, keys: Sequence[Key], start: int, request: str | None) -> Found:
+        found: FoundOnDevice = self.call("pool.lookup", keys, self.now, request=request)
+        assert len(found.blocks) == start * self.setup.per_chunk
         self.found = found.blocks
-        match: Match = found.match
-        return match
+        return found.below
 
     def arrive(self, path: str, request: str | None) -> Visit | None:
         """A request takes what the device has, what is below, and blocks for the rest; or there are too few."""
@@ -128,7 +128,7 @@ class HandedOver(Groups):
         self.compute(visit.keys[visit.found + arrived :], visit.blocks[start:])
         wanted = self.setup.offload != "write_back" or evicting
         before = self.before_store(visit.keys, 0, wanted=wanted)
-        offload = self.call("pool.commit", visit.keys, tuple(visit.blocks), evicting=evicting)
+        offload = self.call("pool.store", GroupKeys(visit.keys), tuple(visit.blocks), evicting=evicting)
         assert (self.after_store(before, offload.accepted) if wanted else 0) == len(offload.accepted)
         visit.committed = True
         assert None not in self.call("pool.find", visit.keys)
@@ -158,7 +158,7 @@ class HandedOver(Groups):
         target = visit.blocks[-1]
         if self.asleep or visit.committed or visit.found == len(visit.keys) or target in self.touched_blocks():
             return
-        job = self.call("pool.copy_inside", [source], [target], tokens=1)
+        job = self.call("pool.copy", [source], [target], tokens=1)
         self.carry()
         assert self.jobs[job].transfer.sections[0].blocks == (target,)
         self.check()

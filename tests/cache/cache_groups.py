@@ -41,22 +41,27 @@ class Groups(Life):
             load = tuple(at for at in needed if not has[at])
             needs.append(Need(needed.start, needed.stop, load))
             self.miss_of_group(group, mine, has, needed.stop)
-        wanted = [GroupKeys(mine, device=tuple(has)) for mine, has in zip(keys, there, strict=True)]
-        found = self.call("match_groups", wanted, self.now, request=request)
+        found = self.call("lookup", self.paths(keys, there), self.now, request=request)
         per_letter = GROUPS[0].block_size * self.setup.per_chunk
         assert (found.tokens, found.foreign) == (end * per_letter, (more - end) * per_letter)
         assert found.needs == tuple(needs)
         loads = [mine[at] for mine, need in zip(keys, needs, strict=True) for at in need.load]
-        self.held(found.hold, ModelHold(loads, request, joint=True))
+        self.held(found.lease, ModelHold(loads, request, joint=True))
         self.carry()
         assert found.probes == self.probes()
         self.check()
-        return found.hold
+        return found.lease
 
     def wanted(self, path: str, device: Sequence[Sequence[bool]]) -> tuple[list[list[Key]], list[list[bool]]]:
         """The keys of each group, and for each of these whether the device has it."""
         keys = [chunks(path, group) for group in range(self.setup.groups)]
         return keys, [[*has, *[False] * len(mine)][: len(mine)] for has, mine in zip(device, keys, strict=False)]
+
+    @staticmethod
+    def paths(keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]]) -> dict[int, GroupKeys]:
+        """What is asked for, by group."""
+        both = zip(keys, there, strict=True)
+        return {group: GroupKeys(mine, device=tuple(has)) for group, (mine, has) in enumerate(both)}
 
     def miss_of_group(self, group: int, keys: Sequence[Key], has: Sequence[bool], end: int) -> None:
         """What is missing behind the first `end` chunks of a group is counted, and asked for."""
@@ -80,14 +85,13 @@ class Groups(Life):
             some = self.apart(load) if group else self.behind(mine[: needed.stop])
             coming += some[0]
             lacking += some[1]
-        wanted = [GroupKeys(mine, device=tuple(has)) for mine, has in zip(keys, there, strict=True)]
-        self.fetched(self.call("fetch_groups", wanted, self.now), coming, lacking)
+        self.fetched(self.call("prefetch", self.paths(keys, there), self.now), coming, lacking)
 
     def fetch_alone(self, path: str, group: int) -> None:
         """Of chunks that stand alone each is fetched for itself."""
         keys = chunks(path, group)
         coming, lacking = self.apart(keys)
-        self.fetched(self.call("fetch", keys, self.now, group=group), coming, lacking)
+        self.fetched(self.call("prefetch", {group: GroupKeys(keys)}, self.now), coming, lacking)
 
     def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]], *, abroad: bool = False) -> int:
         """The longest prefix, in letters, of which every group has all that is needed; or could have, from `abroad`."""
@@ -118,10 +122,10 @@ class Groups(Life):
         mine = self.take_blocks(len(model.keys) * per_chunk)
         if not mine:
             return
-        blocks, left = [], list(mine)
+        blocks, left = {}, list(mine)
         for group in range(self.setup.groups):
             count = sum(group_of(each) == group for each in model.keys) * per_chunk
-            blocks.append(tuple(left[:count]))
+            blocks[group] = tuple(left[:count])
             left = left[count:]
         lost = len(self.left_of(model)) < len(model.keys)
         sources = [] if lost else [self.warmest(each) for each in model.keys]
@@ -129,7 +133,7 @@ class Groups(Life):
         before, free = dict(self.resident), self.free(HOST)
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
-        answer = self.call("onboard_groups", hold, tuple(blocks), by_layer=by_layer, timeout=timeout)
+        answer = self.call("load", hold, blocks, by_layer=by_layer, timeout=timeout)
         model.onboarded, model.blocks = True, mine
         self.lenders.append(model)
         self.carry()
@@ -162,7 +166,7 @@ class Groups(Life):
         self.compute(keys[first:], blocks)
         wanted = self.setup.offload != "write_back" or evicting
         fresh, drops, free = self.fresh(keys, first), self.drops(), self.free(HOST)
-        offload = self.call("commit", keys, tuple(blocks), first=first, evicting=evicting, group=group)
+        offload = self.call("store", {group: GroupKeys(keys, first)}, {group: tuple(blocks)}, evicting=evicting)[group]
         if wanted:
             self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
         else:
@@ -181,7 +185,7 @@ class Groups(Life):
         """The same, of which the host moves the bytes."""
         keys = chunks(path, group)
         fresh, drops, free = self.fresh(keys, first), self.drops(), self.free(HOST)
-        offload = self.call("offer", keys, first=first, group=group)
+        offload = self.call("store", {group: GroupKeys(keys, first)})[group]
         self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
         self.offered(keys, offload)
         self.settle()
@@ -208,26 +212,22 @@ class Groups(Life):
         assert offload.kept == next((at for at in range(first, len(keys)) if at not in had), len(keys))
 
     def keep(self, keys: Sequence[Key], group: int, request: str | None) -> None:
-        """Chunks that stand alone are held, if all are ready."""
-        if not self.can_ask(keys, group):
-            self.refused(CacheError, "keep", keys, group=group, request=request)
-            return
-        hold = self.call("keep", keys, group=group, request=request)
-        self.held(hold, ModelHold(keys, request))
+        """Those of the chunks that are ready are leased, each by itself."""
+        ready = [each for each in keys if self.is_readable(each)]
+        found = self.call("lookup", {group: GroupKeys(keys)}, self.now, each=True, request=request)
+        assert found.chunks == len(ready)
+        self.held(found.lease, ModelHold(ready, request))
         self.settle()
 
     def lend(self, keys: Sequence[Key], group: int) -> None:
         """The host reads chunks from the warmest tier, if all are ready there."""
-        if self.asleep or not self.can_ask(keys, group) or not all(self.is_ready(each, HOST) for each in keys):
-            self.refused(CacheError, "lend", keys, group=group)
+        warm = all(self.is_readable(each) and self.is_ready(each, HOST) for each in keys)
+        if self.asleep or not keys or not warm:
+            self.refused(CacheError, "load", {group: GroupKeys(keys)})
             return
-        loan = self.call("lend", keys, group=group)
+        (loan,) = self.call("load", {group: GroupKeys(keys)}).parts
         self.hits[HOST] += len(keys)
         assert list(loan.slots) == [self.resident[each, HOST].slot for each in keys]
         items = tuple(Item(each, None, slot, None, 0) for each, slot in zip(keys, loan.slots, strict=True))
         self.lent(Transfer(loan.job, Route(HOST, DEVICE), items, generation=self.generation, ranks=self.setup.ranks))
         self.settle()
-
-    def can_ask(self, keys: Sequence[Key], group: int) -> bool:
-        """Whether `keep` takes them."""
-        return bool(keys) and bool(group) and len(set(keys)) == len(keys) and all(map(self.is_readable, keys))

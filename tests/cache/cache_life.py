@@ -14,7 +14,7 @@ from cache_setup import Setup
 from pickled import state_of
 
 from longshore.boundary import DEVICE, Key, Slot
-from longshore.cache import Event, EventKind, State
+from longshore.cache import DeviceCopy, Event, EventKind, State
 from longshore.errors import CacheError, CapacityError
 
 
@@ -45,9 +45,9 @@ class Life(World):
     def replace_device(self) -> None:
         """Another device pool takes the place of this one, unless jobs work on it."""
         if any(DEVICE in job.transfer.route for job in self.jobs.values()):
-            self.refused(CacheError, "resize_device", self.setup.device_blocks)
+            self.refused(CacheError, "wake", self.setup.device_blocks)
             return
-        self.call("resize_device", self.setup.device_blocks)
+        self.call("wake", self.setup.device_blocks)
         self.asleep = False
         for rank in self.movers.device:
             rank[:] = [POISON] * len(rank)
@@ -59,7 +59,7 @@ class Life(World):
             return
         blocks = self.take_blocks(2 * count)
         sources = [Slot(DEVICE, 0, block) for block in blocks[:count]]
-        job = self.call("copy_inside", sources, tuple(blocks[count:]), tokens=3)
+        job = self.call("load", {0: DeviceCopy(sources, 3)}, {0: tuple(blocks[count:])}).parts[0].job
         self.carry()
         self.jobs[job].blocks = blocks
         assert self.jobs[job].transfer.sections[0].blocks == tuple(blocks[count:])
@@ -147,7 +147,3 @@ class Life(World):
     def to_be_heard(self) -> set[tuple[Key, str]]:
         """What is where, as the events should tell."""
         return {each for each, r in self.resident.items() if r.state is State.READY}
-
-    def refuse_asleep(self) -> None:
-        """What would touch the device is refused."""
-        self.refused(CacheError, "copy_inside", [Slot(DEVICE, 0, 0)], (1,))

@@ -38,11 +38,7 @@ THOROUGH = 100
 long_paths = st.sampled_from(LEAVES)
 small = st.integers(0, 7)
 
-PUBLIC = frozenset(name for name in dir(TieredCache) if not name.startswith("_")) - {"hide"}
-OF_GROUPS = frozenset({"match_groups", "onboard_groups", "keep", "lend", "slide", "fetch_groups"})
-"""Methods of which only the machine of several groups has rules."""
-OF_THE_DEVICE = frozenset({"note_device"})
-"""The same for that of the handed-over device. The machine of paths has rules for all others."""
+PUBLIC = frozenset(name for name in dir(TieredCache) if not name.startswith("_"))
 
 WrongCall = tuple[type[CacheError], str, tuple[Any, ...], dict[str, Any]]
 
@@ -65,12 +61,6 @@ class Machine(RuleBasedStateMachine):
         holds = list(self.world.holds)
         timed = policy is PrefetchPolicy.TIMEOUT
         self.world.prefetch(holds[pick % len(holds)], policy, timeout if timed else None)
-
-    @precondition(lambda self: any(m.onboarded for m in self.world.holds.values()))
-    @rule(pick=small)
-    def give_up(self, pick: int) -> None:
-        holds = [hold for hold, model in self.world.holds.items() if model.onboarded]
-        self.world.give_up(holds[pick % len(holds)])
 
     @precondition(lambda self: self.world.holds)
     @rule(pick=small)

@@ -51,7 +51,7 @@ class World(Reading, Storing):
     def tick(self, seconds: float = 1.0) -> None:
         """Time passes. Whoever's time is over has what has arrived, whatever is still under way."""
         self.now += seconds
-        self.call("tick", self.now)
+        self.call("apply", (), self.now)
         for model in self.holds.values():
             if model.onboarded and model.outcome is None and model.deadline <= self.now:
                 self.conclude(model, MissReason.DEADLINE)

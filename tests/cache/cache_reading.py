@@ -10,8 +10,7 @@ from cache_holds import ModelHold
 from cache_setup import LOAD, PREFETCH, chunks, group_of, parent, text_of
 
 from longshore.boundary import HOST, Key, Urgency
-from longshore.cache import Lease, LoadOrder, MissReason, PrefetchPolicy
-from old_verbs import Match
+from longshore.cache import Found, GroupKeys, Lease, LoadOrder, MissReason, PrefetchPolicy, Progress, Until
 
 
 class Reading(Abroad):
@@ -23,18 +22,19 @@ class Reading(Abroad):
         keys = chunks(path)
         end = self.ready_end(keys, start)
         foreign = self.miss(keys, end)
-        found = self.ask_match(keys, start, request)
-        assert (found.start, found.length, found.foreign, found.partial) == (start, end - start, foreign, None)
+        found = self.look_up(keys, start, request)
+        assert (found.chunks, found.foreign, found.partial) == (end - start, foreign, None)
         return self.matched(found, ModelHold(keys[start:end], request, start=start))
 
     def count_later(self, path: str, start: int, request: str | None) -> Lease | None:
         """The same for a request that a scheduler asks for again and again: it is counted apart."""
         keys, before = chunks(path), self.cache.counters.misses.copy()
         end = self.ready_end(keys, start)
-        found: Match = self.call("match", keys, self.now, start=start, request=request, count=False)
+        path = {0: GroupKeys(keys, start)}
+        found: Found = self.call("lookup", path, self.now, request=request, count=False)
         assert self.cache.counters.misses == before
-        assert (found.start, found.length, found.foreign) == (start, end - start, self.miss(keys, end))
-        self.call("count_request", keys, found, request=request)
+        assert (found.chunks, found.foreign) == (end - start, self.miss(keys, end))
+        self.call("lookup", path, self.now, until=Until.NOTHING, request=request)
         return self.matched(found, ModelHold(keys[start:end], request, start=start))
 
     def match_text(self, path: str, start: int, request: str | None) -> Lease | None:
@@ -42,8 +42,8 @@ class Reading(Abroad):
         keys, text = chunks(path), text_of(path, self.setup.per_chunk)
         end = self.ready_end(keys, start)
         foreign, alike = self.miss(keys, end), self.alike(keys, end)
-        found: Match = self.call("match", keys, self.now, start=start, request=request, text=text)
-        assert (found.start, found.length, found.foreign) == (start, end - start, foreign)
+        found: Found = self.call("lookup", {0: GroupKeys(keys, start, text=text)}, self.now, request=request)
+        assert (found.chunks, found.foreign) == (end - start, foreign)
         assert (found.partial is None) == (not alike)
         held = keys[start:end]
         if found.partial is not None:
@@ -62,16 +62,16 @@ class Reading(Abroad):
             return set()
         return {each for each in self.told if parent(each) == parent(keys[end]) and self.is_readable(each)}
 
-    def matched(self, found: Match, model: ModelHold) -> Lease | None:
+    def matched(self, found: Found, model: ModelHold) -> Lease | None:
         """What was found is as the model says."""
-        self.held(found.hold, model)
+        self.held(found.lease, model)
         self.carry()
         assert found.probes == self.probes()
         self.check()
-        return found.hold
+        return found.lease
 
-    def ask_match(self, keys: Sequence[Key], start: int, request: str | None) -> Match:
-        found: Match = self.call("match", keys, self.now, start=start, request=request)
+    def look_up(self, keys: Sequence[Key], start: int, request: str | None) -> Found:
+        found: Found = self.call("lookup", {0: GroupKeys(keys, start)}, self.now, request=request)
         return found
 
     def miss(self, keys: Sequence[Key], end: int) -> int:
@@ -88,18 +88,19 @@ class Reading(Abroad):
         assert (hold is None) == (not model.keys)
         if hold is None:
             return
-        tiers = [self.warmest(each) for each in model.keys]
-        assert [run.tier for run in self.call("runs", hold) for _ in range(run.chunks)] == tiers
-        slots = [self.resident[each, tier].slot for each, tier in zip(model.keys, tiers, strict=True)]
-        assert self.call("slots", hold) == slots
+        progress: Progress = self.call("progress", hold)
+        assert (progress.is_over, progress.outcome) == (True, None)
+        assert [run.tier for run in progress.runs for _ in range(run.chunks)] == list(map(self.warmest, model.keys))
         assert hold not in self.holds
         self.holds[hold] = model
 
     def peek(self, *keys: Key) -> str:
         """Where each of `keys` is, and the answer for the last."""
         answer = ""
-        for of, found in zip(keys, self.call("peek", list(keys)).presences, strict=True):
-            answer = str(found.value)
+        asked = {0: GroupKeys(keys)}
+        found: Found = self.call("lookup", asked, self.now, until=Until.STEP, each=True)
+        for of, presence in zip(keys, found.residency[0].presences, strict=True):
+            answer = str(presence.value)
             if self.is_readable(of):
                 self.peeks[of] = False
                 self.warm |= {of} if self.is_ready(of, HOST) else set()
@@ -108,11 +109,6 @@ class Reading(Abroad):
                 assert answer == ("absent" if self.is_absent(of) else "in_flight")
         self.settle()
         return answer
-
-    def begin(self, path: str) -> None:
-        """A request for a path begins, and changes nothing that can be seen."""
-        self.call("begin", chunks(path))
-        self.settle()
 
     def onboard(self, hold: Lease, count: int, skip: int, short: int, timeout: float | None = None) -> None:
         """Onboard the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
@@ -127,7 +123,8 @@ class Reading(Abroad):
         before, free = dict(self.resident), self.free(HOST)
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
-        answer: LoadOrder = self.call(self.VIA + "onboard", hold, tuple(blocks), skip=skip, timeout=timeout)
+        into = tuple(blocks) if self.VIA else {0: tuple(blocks)}
+        answer: LoadOrder = self.call(self.VIA + "load", hold, into, skip=skip, timeout=timeout)
         assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
         for each in keys[answer.chunks : leading]:
             model.cut.append(MissReason.BEHIND if (each, HOST) in before else MissReason.NO_ROOM)
@@ -159,7 +156,7 @@ class Reading(Abroad):
         cold = [each for each in known if (each, HOST) not in self.resident]
         coming = {each for each in known if not self.is_ready(each, HOST) and (each, HOST) in self.resident}
         before = set(self.jobs)
-        jobs: tuple[int, ...] = self.call("prefetch", hold, policy=policy, timeout=timeout)
+        jobs: tuple[int, ...] = self.call("prefetch", hold, self.now, policy=policy, timeout=timeout)
         model.reading, model.reading_until = jobs, self.now + (timeout or PREFETCH)
         if policy is not PrefetchPolicy.TIMEOUT:
             model.reading_until = self.now + LOAD
@@ -180,14 +177,6 @@ class Reading(Abroad):
             found += takewhile(lambda each: each not in model.lost and self.is_readable(each), part)
         return found
 
-    def give_up(self, hold: Lease) -> None:
-        model = self.holds[hold]
-        answer = self.call("give_up", hold)
-        if model.outcome is None:
-            self.conclude(model, MissReason.DEADLINE)
-        assert answer == model.outcome
-        self.settle()
-
     def release(self, hold: Lease) -> None:
         self.call("release", hold)
         self.let_go(hold)
@@ -195,7 +184,7 @@ class Reading(Abroad):
 
     def abort(self, request: str) -> None:
         mine = [hold for hold, model in self.holds.items() if model.request == request]
-        assert self.call("abort", request) == len(mine)
+        assert self.call("release", request) == len(mine)
         for hold in mine:
             self.let_go(hold)
         self.settle()
@@ -210,13 +199,15 @@ class Reading(Abroad):
     def check_books(self) -> None:
         super().check_books()
         for hold, model in self.holds.items():
+            progress = self.cache.progress(hold)
             if model.onboarded:
-                assert self.cache.outcome(hold) == model.outcome
+                assert progress == (model.outcome is not None, model.outcome, ())
+                continue
             patient = model.patient and self.now < model.reading_until
             reads = any(job in self.jobs for job in model.reading)
             known = self.left_of(model)
             leading = next((i for i, each in enumerate(known) if not self.is_ready(each, HOST)), len(known))
-            found = self.cache.prefetched(hold)
+            found = progress.leading(HOST) if progress.is_over else None
             if found is None and patient and not reads:
                 assert leading < len(known), "it waits, and lacks nothing"
                 assert self.jobs or self.peeks or len(self.holds) > 1, "it waits for room that nothing will make"

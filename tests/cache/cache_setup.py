@@ -11,12 +11,25 @@ padded with says which KV cache group it is of:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import old_verbs  # noqa: F401 - the calls are by the names of before
 from longshore.boundary import FILE, HOST, Key, Slot
-from longshore.cache import CacheGroup, CacheSettings, DevicePool, Text, TieredCache, TierSpec, WritePolicy, WriteRule
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    DevicePool,
+    Found,
+    GroupKeys,
+    Residency,
+    StoreOrder,
+    Text,
+    TieredCache,
+    TierSpec,
+    Until,
+    WritePolicy,
+    WriteRule,
+)
 from longshore.cache.eviction import ARC, LRU, Gittins
 from longshore.errors import CacheError
 from longshore.slabs import Slabs
@@ -167,6 +180,27 @@ class Setup(NamedTuple):
         slab, position = divmod(slot.index, SLAB_UNITS // min(IMAGE_UNITS))
         start = slab * SLAB_UNITS + position * IMAGE_UNITS[slot.pool]
         return range(start, start + IMAGE_UNITS[slot.pool])
+
+
+def lookup(cache: TieredCache, keys: Sequence[Key], now: float, first: int = 0, **how: Any) -> Found:
+    """`TieredCache.lookup` of one path."""
+    path = {name: how.pop(name) for name in ("text",) if name in how}
+    return cache.lookup({how.pop("group", 0): GroupKeys(keys, first, **path)}, now, **how)
+
+
+def residency(cache: TieredCache, keys: Sequence[Key], until: Until = Until.NOTHING, **how: Any) -> Residency:
+    """`TieredCache.lookup` of single chunks: where each of them is."""
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=until, each=True, **how).residency[0]
+
+
+def store(
+    cache: TieredCache, keys: Sequence[Key], blocks: Sequence[int] | None = None, first: int = 0, **how: Any
+) -> StoreOrder:
+    """`TieredCache.store` of one path; without `blocks` the host moves the bytes."""
+    group = how.pop("group", 0)
+    path = {name: how.pop(name) for name in ("text", "prompt", "retention") if name in how}
+    order = cache.store({group: GroupKeys(keys, first, **path)}, None if blocks is None else {group: blocks}, **how)
+    return order[group]
 
 
 class Call(NamedTuple):

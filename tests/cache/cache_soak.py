@@ -17,18 +17,21 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 
-import old_verbs  # noqa: F401 - the calls are by the names of before
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
+    GroupKeys,
     Lease,
     PrefetchPolicy,
     Presence,
     Retention,
+    StoreOrder,
     TieredCache,
     TierSpec,
+    Until,
     WritePolicy,
 )
 from longshore.cache.eviction import POLICIES
@@ -73,6 +76,8 @@ class Storm:
         self.cache = TieredCache(tiers, settings)
         self.jobs: dict[int, int] = {}
         """Jobs in flight, and how many chunks each has."""
+        self.offers: set[int] = set()
+        """Those of which the host moves the bytes."""
         self.holds: list[Lease] = []
         self.refused: tuple[int, list[Key], int] | None = None
         """Group, path and first chunk of the offer that is to be made again."""
@@ -118,7 +123,7 @@ class Storm:
         for _ in range(self.draw.randint(1, 3)):
             begin = self.draw.randint(0, len(keys) - 1)
             mine = keys[begin : self.draw.randint(begin + 1, len(keys))]
-            self.cache.peek(mine)
+            self.seen(mine)
             self.cache.check_integrity()
 
     def store(self) -> None:
@@ -134,61 +139,78 @@ class Storm:
             group = draw.randrange(self.groups)
             keys = self.keys(self.path(), group)
             begin = draw.choice((0, draw.randrange(len(keys))))
-        patient = begin > 0 and self.cache.knows(keys[begin - 1]) and draw.random() < 0.8
-        offload = self.cache.offer(keys, first=begin, group=group, patient=patient)
+        patient = begin > 0 and self.is_known(keys[begin - 1]) and draw.random() < 0.8
+        offload = self.cache.store({group: GroupKeys(keys, begin)}, patient=patient)[group]
         if offload.again:
             self.refused = group, keys, begin
             self.again += 1
-        if offload.job is not None:
-            self.jobs[offload.job] = len(offload.positions)
+        self.offered(offload)
+
+    def is_known(self, key: Key) -> bool:
+        """Whether some tier has `key`, or is getting it."""
+        found = self.cache.lookup({0: GroupKeys([key])}, self.now, until=Until.NOTHING, each=True)
+        return found.residency[0].presences[0] is not Presence.ABSENT
+
+    def offered(self, order: StoreOrder) -> None:
+        """The host will report what it was told to move."""
+        if order.job is not None:
+            self.jobs[order.job] = len(order.positions)
+            self.offers.add(order.job)
 
     def priority(self) -> None:
         if self.draw.random() < 0.3:
             some = (
                 Retention(0, self.draw.randint(1, 40), self.draw.choice((10, 35, 90)), self.draw.choice((None, 3.0))),
             )
-            offload = self.cache.offer(self.keys(self.path()), retention=some)
-            if offload.job is not None:
-                self.jobs[offload.job] = len(offload.positions)
+            self.offered(self.cache.store({0: GroupKeys(self.keys(self.path()), retention=some)})[0])
 
     def commit(self) -> None:
         path = self.path()
-        self.cache.commit(self.keys(path), range(len(path)), evicting=self.draw.random() < 0.5)
+        evicting = self.draw.random() < 0.5
+        self.cache.store({0: GroupKeys(self.keys(path))}, {0: range(len(path))}, evicting=evicting)
 
     def serve(self) -> None:
         """A prompt that returns, in the manner of engines that tell paths."""
         if self.alone:
             return
-        found = self.cache.match(self.keys(self.path()), self.now)
-        if found.hold is not None:
-            self.holds.append(found.hold)
+        found = self.cache.lookup({0: GroupKeys(self.keys(self.path()))}, self.now)
+        if found.lease is not None:
+            self.holds.append(found.lease)
             if self.draw.random() < 0.6:
-                self.cache.onboard(found.hold, range(found.length))
+                self.cache.load(found.lease, {0: range(found.chunks)})
+
+    def seen(self, keys: list[Key]) -> Sequence[Presence]:
+        """Where each of `keys` is, which stays so until the step ends."""
+        return self.cache.lookup({0: GroupKeys(keys)}, self.now, until=Until.STEP, each=True).residency[0].presences
 
     def ready(self, wanted: tuple[Presence, ...]) -> tuple[list[Key], int]:
         """Chunks that are in these states, and have been looked at; and their group."""
         group = self.draw.randrange(self.groups)
         keys = self.keys(self.path(), group)
-        found = zip(keys, self.cache.peek(keys).presences, strict=True)
+        found = zip(keys, self.seen(keys), strict=True)
         return [key for key, presence in found if presence in wanted], group
 
     def keep(self) -> None:
         keys, group = self.ready((Presence.READY, Presence.COLDER))
         if keys:
-            hold = self.cache.keep(keys, group=group)
-            self.holds.append(hold)
+            lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, each=True).lease
+            if lease is None:
+                raise AssertionError("what is ready was not leased")
+            self.holds.append(lease)
             self.cache.check_integrity()
-            self.cache.prefetch(hold, policy=self.draw.choice(list(PrefetchPolicy)))
+            self.cache.prefetch(lease, self.now, policy=self.draw.choice(list(PrefetchPolicy)))
 
     def lend(self) -> None:
         keys, group = self.ready((Presence.READY,))
         if keys:
-            self.jobs[self.cache.lend(keys, group=group).job] = len(keys)
+            (part,) = self.cache.load({group: GroupKeys(keys)}).parts
+            self.jobs[part.job] = len(keys)
+            self.offers.add(part.job)
 
     def slide(self) -> None:
         group = 0 if self.alone else self.groups - 1
         if self.cache.settings.stands_alone(group):
-            self.cache.slide(self.keys(self.path(), group), group=group)
+            self.cache.store({group: GroupKeys((), slid=self.keys(self.path(), group))})
 
     def release(self) -> None:
         if self.holds:
@@ -206,15 +228,13 @@ class Storm:
         self.now += self.draw.random()
         told = []
         for job in ended:
-            statuses = [Status.OK] * self.jobs.pop(job)
+            items = self.jobs.pop(job)
+            statuses = [Status.OK] * items
             if self.draw.random() < 0.1:
-                statuses[self.draw.randrange(len(statuses)) :] = [self.draw.choice(BAD)]
-                statuses += [Status.CANCELLED] * (self._items(job) - len(statuses))
+                statuses[self.draw.randrange(items) :] = [self.draw.choice(BAD)]
+                statuses += [Status.CANCELLED] * (items - len(statuses))
             told.append(TransferResult(job, tuple(statuses)))
         self.cache.apply(told, self.now)
-
-    def _items(self, job: int) -> int:
-        return len(self.cache._flow.jobs[job].transfer.items)
 
     def rare(self) -> None:
         match self.draw.randrange(12):
@@ -225,14 +245,14 @@ class Storm:
             case 2:
                 self.cache.events()
             case 3:
-                offers = [job for job in sorted(self.jobs) if not self.cache._flow.jobs[job].commanded]
+                offers = sorted(self.offers.intersection(self.jobs))
                 if offers:
                     withdrawn = self.draw.choice(offers)
                     del self.jobs[withdrawn]
-                    self.cache.withdraw(withdrawn)
+                    self.cache.release(withdrawn)
             case _:
                 self.now += self.draw.random()
-                self.cache.tick(self.now)
+                self.cache.apply((), self.now)
 
 
 def run(seed: int, calls: int = CALLS_OF_A_SEED) -> Counter[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cache_holds import ModelHold
 from cache_movers import BAD, Job, Movers, Tag, places
-from cache_setup import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, method_of, parent
+from cache_setup import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, method_of, parent, residency
 from pickled import state_of
 
 from longshore.boundary import (
@@ -34,7 +34,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import DevicePool, Lease, MissReason, Resident, State
+from longshore.cache import DevicePool, Lease, MissReason, Presence, Resident, State
 from longshore.errors import CacheError
 
 
@@ -359,11 +359,11 @@ class Stage:
                     )
             else:
                 assert r.state is State.FILLING
-        assert all(self.cache.knows(each) for each, _ in self.resident)
-        for (each, tier), r in self.resident.items():
+        found = residency(self.cache, [each for each, _ in self.resident])
+        assert Presence.ABSENT not in found.presences
+        for at, ((_, tier), r) in enumerate(self.resident.items()):
             if tier == next(iter(self.sizes)):
-                found = self.cache.in_place([each])
-                assert (None if found is None else found[2]) == ((r.slot.index,) if r.state is State.READY else None)
+                assert found.part(at, at + 1).slots() == ([r.slot.index] if r.state is State.READY else None)
         for model in self.holds.values():
             assert model.excused or all(map(self.is_readable, model.keys)), "a held chunk is gone"
         for each, excused in self.peeks.items():
@@ -391,7 +391,7 @@ class Stage:
 
     def check_books(self) -> None:
         assert self.cache.jobs_in_flight == len(self.jobs)
-        assert all(map(self.cache.in_flight, self.jobs))
+        assert not any(self.cache.progress(job).is_over for job in self.jobs)
         assert self.cache.held == len(self.holds) + len(self.peeks)
         misses, hits = +self.cache.counters.misses, +self.cache.counters.hits
         assert misses == +self.misses, f"{misses - self.misses} too many, {self.misses - misses} too few"

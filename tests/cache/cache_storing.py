@@ -13,7 +13,7 @@ from cache_setup import Setup, above, chunks, parent, text_of
 from cache_stage import Stage
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, Retention, StoreOrder
+from longshore.cache import DropReason, GroupKeys, Retention, StoreOrder
 from longshore.cache.retention import DEFAULT_PRIORITY
 
 
@@ -47,10 +47,9 @@ class Storing(Stage):
         self.compute(keys[first:], blocks)
         wanted = self.setup.offload != "write_back" or evicting
         before = self.before_store(keys, first, retention, prompt, wanted)
-        how = {"text": text_of(path, per_chunk)} if self.setup.partial else {}
-        offload = self.call(
-            "commit", keys, tuple(blocks), first=first, evicting=evicting, retention=retention, prompt=prompt, **how
-        )
+        text = text_of(path, per_chunk) if self.setup.partial else None
+        asked = GroupKeys(keys, first, text=text, prompt=prompt, retention=retention)
+        offload = self.call("store", {0: asked}, {0: tuple(blocks)}, evicting=evicting)[0]
         accepted = self.after_store(before, offload.accepted) if wanted else 0
         if not wanted:
             assert (offload.job, offload.accepted) == (None, ())
@@ -70,7 +69,7 @@ class Storing(Stage):
     def offer(self, path: str, first: int) -> None:
         keys = chunks(path)
         before = self.before_store(keys, first)
-        offload = self.call("offer", keys, first=first)
+        offload = self.call("store", {0: GroupKeys(keys, first)})[0]
         self.after_store(before, offload.accepted)
         self.offered(keys, offload)
         self.settle()
@@ -97,7 +96,7 @@ class Storing(Stage):
 
     def withdraw(self, job: Job) -> None:
         """The host will not move what it was offered or lent."""
-        self.call("withdraw", job.transfer.job)
+        self.call("release", job.transfer.job)
         job.moving.clear()
         for rank in sorted(job.untold):
             statuses = (Status.CANCELLED,) * len(job.told)

@@ -34,18 +34,18 @@ def orders(cache: TieredCache) -> list[Transfer]:
     return [command for command in cache.take() if isinstance(command, Transfer)]
 
 
-def end(cache: TieredCache, transfers: Iterable[Transfer], status: Status = Status.OK) -> None:
+def end(cache: TieredCache, transfers: Iterable[Transfer], status: Status = Status.OK, now: float = 0.0) -> None:
     """These transfers end on all ranks, all their items likewise."""
     for transfer in transfers:
         statuses = (status,) * len(transfer.items)
-        cache.apply([TransferResult(transfer.job, statuses, rank=rank) for rank in range(transfer.ranks)], 0.0)
+        cache.apply([TransferResult(transfer.job, statuses, rank=rank) for rank in range(transfer.ranks)], now)
 
 
-def settle(cache: TieredCache) -> list[Transfer]:
+def settle(cache: TieredCache, now: float = 0.0) -> list[Transfer]:
     """All that was ordered ends well, and what that brings about; the transfers."""
     done: list[Transfer] = []
     while ordered := orders(cache):
-        end(cache, ordered)
+        end(cache, ordered, now=now)
         done += ordered
     cache.check_integrity()
     return done
@@ -54,7 +54,7 @@ def settle(cache: TieredCache) -> list[Transfer]:
 def store(cache: TieredCache, group: int, keys: Sequence[Key], first: int = 0) -> None:
     """`keys[first:]` of one group are complete, and have gone down as far as they will."""
     blocks = range((len(keys) - first) * cache.settings.blocks_per_chunk)
-    cache.commit(keys, blocks, first=first, group=group)
+    cache.store({group: GroupKeys(keys, first)}, {group: blocks})
     settle(cache)
 
 
@@ -63,6 +63,6 @@ def resident(cache: TieredCache, tier: str = HOST) -> list[str]:
     return sorted(each.key.rstrip(b".").decode() for each in cache.residents() if each.slot.tier == tier)
 
 
-def wanted(*paths: Sequence[Key]) -> list[GroupKeys]:
-    """A request for these paths, of which the device has nothing."""
-    return [GroupKeys(path) for path in paths]
+def wanted(*paths: Sequence[Key]) -> dict[int, GroupKeys]:
+    """A request for the paths of all groups, of which the device has nothing."""
+    return {group: GroupKeys(path, device=()) for group, path in enumerate(paths)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-from cache_setup import key, parent, path_of
+from cache_setup import key, lookup, parent, path_of, store
 from group_kit import end, orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,10 +76,10 @@ def check_matches(cache: TieredCache, served: set[str], asked: set[str]) -> None
     for path in asked:
         keys = [key(path[:end]) for end in range(1, len(path) + 1)]
         length = next((end for end in range(len(path)) if path[: end + 1] not in served), len(path))
-        match = cache.match(keys, 0.0)
-        assert match.length == length
-        if match.hold is not None:
-            cache.release(match.hold)
+        match = lookup(cache, keys, 0.0)
+        assert match.chunks == length
+        if match.lease is not None:
+            cache.release(match.lease)
 
 
 @st.composite
@@ -160,7 +160,7 @@ def test_many_chunks_go_in_the_order_in_which_they_were_found(policy: str, lengt
     cache.check_integrity()
     store = cache._store
     assert [store.index.slot[1][node] for node in store.policies[1].order()] == oldest_first
-    assert cache.match(keys[-length:], 0.0).length == length
+    assert lookup(cache, keys[-length:], 0.0).chunks == length
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -168,7 +168,7 @@ def test_what_was_found_has_no_advantage_over_what_comes_after_it(policy: str) -
     cache = TieredCache([TierSpec(HOST, 4, 4096, POLICIES[policy])], CacheSettings())
     cache.adopt(HOST, [Copy(slot, path).found for slot, path in enumerate("ab")])
     for path in "cdef":
-        cache.commit([key(path)], [0])
+        store(cache, [key(path)], [0])
         end(cache, orders(cache))
     assert set(where(cache, HOST)) == set("cdef")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from group_kit import end, orders, settle
 
-from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.boundary import FILE, HOST, Key, Status, Transfer
+from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
 from longshore.cache.writing import WritePolicy
 from longshore.keys import Scope, chain
@@ -17,19 +18,9 @@ def path(name: int, blocks: int) -> list[Key]:
     return chain(ROOT, [name, *range(1000, 1000 + blocks - 1)], 1)
 
 
-def serve(cache: TieredCache) -> list[Transfer]:
-    """Let all that was ordered succeed, and what follows from that; all that was moved."""
-    done: list[Transfer] = []
-    while commands := [command for command in cache.take() if isinstance(command, Transfer)]:
-        for each in commands:
-            cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items), 1)], 0.0)
-        done += commands
-    return done
-
-
 def store(cache: TieredCache, name: int, blocks: int = 1) -> list[Transfer]:
-    cache.commit(path(name, blocks), range(blocks))
-    return serve(cache)
+    cache.store({0: GroupKeys(path(name, blocks))}, {0: range(blocks)})
+    return settle(cache)
 
 
 @pytest.mark.parametrize(("slots", "ahead"), [(255, 0), (256, 1), (1024, 4), (40_000, 64)])
@@ -71,7 +62,7 @@ def test_copies_that_leave_one_tier_are_told_from_those_that_leave_the_last() ->
     for name in range(12):
         store(cache, name, 2)
         cache.flush()
-        serve(cache)
+        settle(cache)
     cache.check_integrity()
     counters = cache.counters
     assert counters.evictions[HOST] == counters.demotions[HOST] == 20
@@ -83,11 +74,10 @@ def test_what_is_not_backed_up_is_passed_over_once_and_goes_when_it_must() -> No
     """The file tier refuses, so nothing in host memory is safe; the coldest go all the same, in their order."""
     cache = TieredCache([TierSpec(HOST, 8, 64, LRU), TierSpec(FILE, 8, 64, LRU)], CacheSettings())
     for name in range(12):
-        cache.commit(path(name, 1), range(1))
-        while commands := [command for command in cache.take() if isinstance(command, Transfer)]:
-            for each in commands:
-                status = Status.NO_SPACE if each.route.destination == FILE else Status.OK
-                cache.apply([TransferResult(each.job, (status,) * len(each.items))], 0.0)
+        cache.store({0: GroupKeys(path(name, 1))}, {0: range(1)})
+        while ordered := orders(cache):
+            for each in ordered:
+                end(cache, [each], Status.NO_SPACE if each.route.destination == FILE else Status.OK)
         cache.check_integrity()
     here = {resident.key for resident in cache.residents()}
     assert here == {path(name, 1)[0] for name in range(4, 12)}

@@ -6,7 +6,7 @@ import pytest
 from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, resident, settle, store, wanted
 
 from longshore.boundary import FILE, HOST, Section, Status, TransferResult
-from longshore.cache import DropReason, MissReason, Retention, WritePolicy
+from longshore.cache import DropReason, GroupKeys, MissReason, Retention, WritePolicy
 from longshore.errors import CacheError
 
 
@@ -16,8 +16,8 @@ def test_an_orphan_is_taken_and_served() -> None:
     paths = [keys_of(0, 16), keys_of(1, 4)]
     store(cache, 0, paths[0], first=13)
     store(cache, 1, paths[1], first=3)
-    assert cache.match_groups(wanted(*paths), 0.0).tokens == 32
-    assert cache.match_groups(wanted(paths[0][:15], paths[1]), 0.0).tokens == 0
+    assert cache.lookup(wanted(*paths), 0.0).tokens == 32
+    assert cache.lookup(wanted(paths[0][:15], paths[1]), 0.0).tokens == 0
 
 
 def test_full_attention_still_takes_no_orphan() -> None:
@@ -56,7 +56,7 @@ def test_a_window_that_served_a_match_keeps_its_place() -> None:
     path = keys_of(1, 6)
     store(cache, 0, keys_of(0, 3))
     store(cache, 1, path[:3])
-    hold = cache.match_groups(wanted(keys_of(0, 3), path[:3]), 0.0).hold  # four tokens
+    hold = cache.lookup(wanted(keys_of(0, 3), path[:3]), 0.0).lease  # four tokens
     assert hold is not None
     cache.release(hold)
     store(cache, 1, path, first=3)
@@ -75,7 +75,7 @@ def test_a_commit_does_not_push_out_its_own_window() -> None:
 
 def test_the_last_window_gets_the_room_there_is() -> None:
     cache = grouped(WINDOW, host=4)
-    offload = cache.commit(keys_of(0, 10), range(10))
+    offload = cache.store({0: GroupKeys(keys_of(0, 10))}, {0: range(10)})[0]
     assert list(offload.positions) == [6, 7, 8, 9]
     assert cache.counters.drops[HOST][DropReason.NO_ROOM] == 6
     assert offload.kept == 0
@@ -88,7 +88,7 @@ def test_only_what_is_missing_is_stored_in_runs() -> None:
     for at in (1, 2, 4):
         assert cache.discard([path[at]], HOST) == 1
     blocks = range(10, 22)
-    offload = cache.commit(path, blocks)
+    offload = cache.store({0: GroupKeys(path)}, {0: blocks})[0]
     assert list(offload.positions) == [1, 2, 4]
     assert [(at, slot) for at, slot in offload.accepted] == list(zip((1, 2, 4), offload.slots, strict=True))
     assert offload.kept == 6
@@ -120,7 +120,7 @@ def test_device_host_file_host_device_gone() -> None:
             states[each.slot.tier].append(each.state.value)
         return states
 
-    cache.commit(path, range(3), first=5)
+    cache.store({0: GroupKeys(path, 5)}, {0: range(3)})
     assert where() == {HOST: ["filling"] * 3, FILE: []}
     end(cache, orders(cache))
     assert where() == {HOST: ["ready"] * 3, FILE: ["filling"] * 3}
@@ -128,16 +128,16 @@ def test_device_host_file_host_device_gone() -> None:
     assert where() == {HOST: ["ready"] * 3, FILE: ["ready"] * 3}
     assert cache.discard(path, HOST) == 3
     assert where() == {HOST: [], FILE: ["ready"] * 3}
-    hold = cache.match_groups(wanted(path), 0.0).hold
+    hold = cache.lookup(wanted(path), 0.0).lease
     assert hold is not None
-    cache.onboard_groups(hold, [[1, 2, 3]])
+    cache.load(hold, {0: [1, 2, 3]})
     read, load = orders(cache)
     assert where() == {HOST: ["filling"] * 3, FILE: ["ready"] * 3}
     end(cache, [read])
     assert where() == {HOST: ["ready"] * 3, FILE: ["ready"] * 3}
-    assert cache.outcome(hold) is None
+    assert cache.progress(hold).outcome is None
     end(cache, [load])
-    assert cache.outcome(hold) == (3, (FILE,) * 3)
+    assert cache.progress(hold).outcome == (3, (FILE,) * 3)
     assert cache.discard(path, FILE) == 3
     assert cache.discard(path, HOST) == 0  # held
     cache.release(hold)
@@ -153,16 +153,16 @@ def test_orphans_are_adopted_after_a_restart() -> None:
     after = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
     assert after.adopt(FILE, found) == 4
     after.check_integrity()
-    assert after.match_groups(wanted(path), 0.0).tokens == 16
+    assert after.lookup(wanted(path), 0.0).tokens == 16
 
 
 def test_a_copy_that_is_lost_takes_nothing_with_it() -> None:
     cache = grouped(WINDOW)
     path = keys_of(0, 3)
     store(cache, 0, path)
-    hold = cache.match_groups(wanted(path), 0.0).hold
+    hold = cache.lookup(wanted(path), 0.0).lease
     assert hold is not None
-    cache.onboard_groups(hold, [[0, 1, 2]])
+    cache.load(hold, {0: [0, 1, 2]})
     (load,) = orders(cache)
     end(cache, [load], Status.CORRUPT)
     assert resident(cache) == []
@@ -203,8 +203,8 @@ def test_the_write_policy_asks_of_each_chunk() -> None:
     cache = grouped(WINDOW, offload=WritePolicy.SELECTIVE, prompt_only=True, priority_floor=30)
     path = keys_of(0, 6)
     low = [Retention(1, 2, 10)]
-    assert cache.commit(path, range(6), prompt=4, retention=low).job is None
-    offload = cache.commit(path, range(6), prompt=4, retention=low)
+    assert cache.store({0: GroupKeys(path, prompt=4, retention=low)}, {0: range(6)})[0].job is None
+    offload = cache.store({0: GroupKeys(path, prompt=4, retention=low)}, {0: range(6)})[0]
     assert list(offload.positions) == [0, 2, 3]
     drops = cache.counters.drops[HOST]
     assert (drops[DropReason.ANSWER], drops[DropReason.PRIORITY], drops[DropReason.SELDOM]) == (4, 2, 3)
@@ -212,7 +212,7 @@ def test_the_write_policy_asks_of_each_chunk() -> None:
 
 def test_a_priority_outweighs_what_slid() -> None:
     cache = grouped(FULL, WINDOW, host=8)
-    cache.commit(keys_of(1, 5), range(5), retention=[Retention(0, 2, 90)], group=1)
+    cache.store({1: GroupKeys(keys_of(1, 5), retention=[Retention(0, 2, 90)])}, {1: range(5)})
     settle(cache)
     store(cache, 0, keys_of(0, 4, "new"))
     assert {"a1.000", "a1.001"} <= set(resident(cache))
@@ -220,11 +220,11 @@ def test_a_priority_outweighs_what_slid() -> None:
 
 def test_hosts_that_move_the_bytes_are_offered_slots_too() -> None:
     cache = grouped(FULL, WINDOW)
-    offload = cache.offer(keys_of(1, 4), first=2, group=1)
+    offload = cache.store({1: GroupKeys(keys_of(1, 4), 2)})[1]
     assert list(offload.positions) == [2, 3]
     assert orders(cache) == []
     assert offload.job is not None
-    cache.withdraw(offload.job)
+    cache.release(offload.job)
     assert resident(cache) == []
     cache.check_integrity()
 
@@ -234,23 +234,23 @@ def test_they_are_prefetched_and_named() -> None:
     path = keys_of(0, 4)
     store(cache, 0, path)
     assert cache.discard(path, HOST) == 4
-    hold = cache.match_groups(wanted(path), 0.0).hold
+    hold = cache.lookup(wanted(path), 0.0).lease
     assert hold is not None
-    assert [slot.tier for slot in cache.slots(hold)] == [FILE] * 3
-    assert len(cache.prefetch(hold)) == 1
+    assert cache.progress(hold).runs == ((FILE, 3),)
+    assert len(cache.prefetch(hold, 0.0)) == 1
     settle(cache)
-    assert [(run.tier, run.chunks) for run in cache.runs(hold)] == [(HOST, 3)]
+    assert cache.progress(hold).runs == ((HOST, 3),)
 
 
 def test_a_failed_offload_of_one_leaves_the_others() -> None:
     cache = grouped(WINDOW)
     path = keys_of(0, 3)
-    cache.commit(path, range(3))
+    cache.store({0: GroupKeys(path)}, {0: range(3)})
     (transfer,) = orders(cache)
     cache.apply([TransferResult(transfer.job, (Status.OK, Status.IO_ERROR, Status.OK))], 0.0)
     cache.check_integrity()
     assert resident(cache) == ["a0.000", "a0.002"]
-    assert cache.match_groups(wanted(path), 0.0).tokens == 2
+    assert cache.lookup(wanted(path), 0.0).tokens == 2
     assert cache.counters.misses[MissReason.ABSENT] == 1
 
 
@@ -258,7 +258,7 @@ def test_a_path_that_repeats_a_key_is_refused() -> None:
     cache = grouped(WINDOW)
     (one,) = keys_of(0, 1)
     with pytest.raises(CacheError, match="differ"):
-        cache.commit([one, one], [0, 1])
+        cache.store({0: GroupKeys([one, one])}, {0: [0, 1]})
 
 
 def test_hosts_that_do_not_offer_whole_paths_say_what_has_slid() -> None:
@@ -266,10 +266,11 @@ def test_hosts_that_do_not_offer_whole_paths_say_what_has_slid() -> None:
     store(cache, 0, keys_of(0, 2, "old"))
     path = keys_of(1, 6)
     for at in range(6):
-        offer = cache.offer(path[at : at + 1], group=1)
+        offer = cache.store({1: GroupKeys(path[at : at + 1])})[1]
         assert offer.job is not None
         cache.apply([TransferResult(offer.job, (Status.OK,))], 0.0)
-        cache.slide([*path[max(0, at - 3) : max(0, at - 2)], *keys_of(1, 1, "unknown")], group=1)
+        slid = [*path[max(0, at - 3) : max(0, at - 2)], *keys_of(1, 1, "unknown")]
+        assert cache.store({1: GroupKeys((), slid=slid)})[1].job is None
     store(cache, 0, keys_of(0, 3, "new"))
     assert resident(cache)[:3] == ["a1.003", "a1.004", "a1.005"]
     assert len(resident(cache)) == 8
@@ -277,7 +278,7 @@ def test_hosts_that_do_not_offer_whole_paths_say_what_has_slid() -> None:
 
 def test_no_window_slides_past_a_path() -> None:
     with pytest.raises(CacheError, match="do not stand alone"):
-        grouped(FULL, WINDOW, host=8).slide(keys_of(0, 1), group=0)
+        grouped(FULL, WINDOW, host=8).store({0: GroupKeys((), slid=keys_of(0, 1))})
 
 
 @pytest.mark.parametrize("offload", list(WritePolicy))
@@ -285,4 +286,4 @@ def test_keys_that_are_not_distinct_are_refused_whatever_the_write_policy(offloa
     cache = grouped(WINDOW, offload=offload)
     (key,) = keys_of(0, 1)
     with pytest.raises(CacheError, match="only 1 do"):
-        cache.commit([key, key], [0, 1])
+        cache.store({0: GroupKeys([key, key])}, {0: [0, 1]})

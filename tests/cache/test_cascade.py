@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cache_model import World
-from cache_setup import Setup, chunks, key, path_of
+from cache_setup import Setup, chunks, key, lookup, path_of, store
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, EventKind, Lease, TieredCache, TierSpec, WritePolicy, WriteRule
@@ -51,7 +51,7 @@ def test_down_through_three_tiers_up_again_and_gone() -> None:
     assert world.where("a") == {HOST: "filling", THIRD: "ready"}  # not by way of the file tier
     world.end(world.on("third->host")[0])
     world.end(world.on("host->device")[0])
-    assert world.cache.outcome(hold) == (1, (THIRD,))
+    assert world.cache.progress(hold).outcome == (1, (THIRD,))
     assert world.where("a") == {HOST: "ready", THIRD: "ready"}
     world.release(hold)
     assert [world.discard("a", THIRD), world.discard("a", HOST)] == [1, 1]
@@ -70,10 +70,10 @@ def test_runs_name_each_tier_along_a_path() -> None:
     world.settle_all()
     hold = world.match("abcd", 0, None)
     assert hold is not None
-    assert world.cache.runs(hold) == ((HOST, 1), (FILE, 1), (THIRD, 1), (HOST, 1))
+    assert world.cache.progress(hold).runs == ((HOST, 1), (FILE, 1), (THIRD, 1), (HOST, 1))
     world.onboard(hold, 4, 0, 0)
     world.settle_all()
-    assert world.cache.outcome(hold) == (4, (HOST, FILE, THIRD, HOST))
+    assert world.cache.progress(hold).outcome == (4, (HOST, FILE, THIRD, HOST))
 
 
 def safe(world: World) -> World:
@@ -206,9 +206,9 @@ def test_found_in_two_tiers_at_start() -> None:
     found = [(0, key("abc"), key("ab")), (3, key("xy"), key("x")), (2, key("ab"), key("a"))]
     assert world.cache.adopt(FILE, found) == 2
     world.cache.check_integrity()
-    hold = world.cache.match(chunks("abc"), 0.0).hold
+    hold = lookup(world.cache, chunks("abc"), 0.0).lease
     assert hold is not None
-    assert world.cache.runs(hold) == ((THIRD, 1), (FILE, 2))
+    assert world.cache.progress(hold).runs == ((THIRD, 1), (FILE, 2))
 
 
 def test_events_name_the_tier_that_a_copy_came_from() -> None:
@@ -221,7 +221,7 @@ def test_events_name_the_tier_that_a_copy_came_from() -> None:
 
 def copies(cache: TieredCache, keys: list[Key]) -> None:
     """Commit `keys`, and let everything that comes of it end well."""
-    cache.commit(keys, range(len(keys)))
+    store(cache, keys, range(len(keys)))
     while commands := cache.take():
         for command in commands:
             if isinstance(command, Transfer):

@@ -2,10 +2,10 @@
 
 import pytest
 from cache_model import World
-from cache_setup import Setup, chunks, key, path_of
+from cache_setup import Setup, chunks, key, lookup, path_of, store
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
@@ -99,7 +99,7 @@ def test_a_corrupt_parent_takes_its_subtree() -> None:
     world.end(world.on("file->host")[0], Status.CORRUPT, Status.OK)
     assert not world.resident
     world.end(world.on("host->device")[0])
-    assert world.cache.outcome(hold) == (0, ())
+    assert world.cache.progress(hold).outcome == (0, ())
     world.drain()
 
 
@@ -153,25 +153,25 @@ def test_a_chunk_of_which_no_tier_has_the_parent_is_not_taken() -> None:
 
 def test_keys_that_do_not_follow_one_another_are_refused() -> None:
     world = filled(Setup(host=4), "ab")
-    for method, args in (
-        ("match", (chunks("ab")[::-1], 0.0)),
-        ("offer", (chunks("ab")[::-1],)),
-        ("offer", ([key("x"), key("a")],)),
-        ("commit", ([key("x"), key("ab")], (0, 1))),
+    for method, keys, args in (
+        ("lookup", chunks("ab")[::-1], (0.0,)),
+        ("store", chunks("ab")[::-1], ()),
+        ("store", [key("x"), key("a")], ()),
+        ("store", [key("x"), key("ab")], ({0: (0, 1)},)),
         # Where the search for what can be read does not come by, but that for what is known does.
-        ("match", ([key("a"), key("x"), key("y"), key("ab"), key("z")], 1.0)),
+        ("lookup", [key("a"), key("x"), key("y"), key("ab"), key("z")], (1.0,)),
     ):
-        world.refused(CacheError, method, *args)
+        world.refused(CacheError, method, {0: GroupKeys(keys)}, *args)
 
 
 def test_a_long_path_that_waits_for_its_head_can_be_read_as_soon_as_that_arrives() -> None:
     keys = [position.to_bytes(32) for position in range(1, 2501)]
     cache = TieredCache([TierSpec(HOST, len(keys))], CacheSettings(max_writes=len(keys)))
-    head, tail = cache.commit(keys[:10], range(10)), cache.commit(keys, range(10, len(keys)), first=10)
+    head, tail = store(cache, keys[:10], range(10)), store(cache, keys, range(10, len(keys)), first=10)
     for offload, found in ((tail, 0), (head, len(keys))):
         assert offload.job is not None
         cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
-        assert cache.match(keys, 0.0).length == found
+        assert lookup(cache, keys, 0.0).chunks == found
     cache.check_integrity()
 
 
@@ -243,11 +243,11 @@ def test_the_longest_prefix_is_found_without_looking_at_each_chunk() -> None:
     world = World(Setup(host=64, device_blocks=64))
     world.commit("a" * 40, 0, False)
     world.settle_all()
-    found = world.cache.match(Keys(chunks("a" * 60)), 0.0)
-    assert found.length == 40
+    found = lookup(world.cache, Keys(chunks("a" * 60)), 0.0)
+    assert found.chunks == 40
     assert looks < 30
-    assert world.cache.match(chunks("a" * 60), 0.0, start=39).length == 1
-    assert world.cache.match(chunks("a" * 60), 0.0, start=50).length == 0
+    assert lookup(world.cache, chunks("a" * 60), 0.0, first=39).chunks == 1
+    assert lookup(world.cache, chunks("a" * 60), 0.0, first=50).chunks == 0
 
 
 def test_integrity_notices_a_child_that_lies_colder_than_its_parent() -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cache_setup import IMAGE_BYTES, chunks, key, path_of
+from cache_setup import IMAGE_BYTES, chunks, key, lookup, path_of
 from pickled import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Status, Transfer, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, DevicePool, EventKind, TieredCache, TierSpec, WritePolicy
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    DevicePool,
+    EventKind,
+    GroupKeys,
+    TieredCache,
+    TierSpec,
+    WritePolicy,
+)
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, CapacityError
-from old_verbs import OnDevice
 
 
 class Device:
@@ -41,22 +49,22 @@ class Device:
     def serve(self, of: str, *, keep: bool = False) -> tuple[list[int], int]:
         """A request that takes what the device has, then what is below; its blocks, and how many came from below."""
         keys = chunks(of)
-        found = self.pool.match(keys, self.now)
+        found = self.pool.lookup(keys, self.now)
         mine = self.pool.allocate(len(keys) - len(found.blocks))
-        if found.match.hold is not None:
-            self.pool.onboard(found.match.hold, mine[: found.match.length])
+        if found.below.lease is not None:
+            self.pool.load(found.below.lease, mine[: found.below.chunks])
             self.settle()
-            outcome = self.cache.outcome(found.match.hold)
+            outcome = self.cache.progress(found.below.lease).outcome
             assert outcome is not None
-            assert outcome.chunks == found.match.length
-            self.cache.release(found.match.hold)
+            assert outcome.chunks == found.below.chunks
+            self.cache.release(found.below.lease)
         blocks = [*found.blocks, *mine]
-        self.pool.commit(keys, blocks)
+        self.pool.store(GroupKeys(keys), blocks)
         self.settle()
         if not keep:
             self.pool.release(blocks)
         self.check()
-        return blocks, found.match.length
+        return blocks, found.below.chunks
 
     def on_device(self, of: str) -> bool:
         return self.pool.find([key(of)]) != [None]
@@ -76,10 +84,10 @@ def test_a_hundred_branches_over_a_shared_prefix() -> None:
     branches = []
     for branch in range(100):
         keys = [*chunks("ab"), key(f"ab{branch:03}")]
-        found = device.pool.match(keys, 0.0)
+        found = device.pool.lookup(keys, 0.0)
         assert found.blocks == tuple(prefix)
         (own,) = device.pool.allocate(1)
-        device.pool.commit(keys, [*prefix, own])
+        device.pool.store(GroupKeys(keys), [*prefix, own])
         branches.append([*prefix, own])
     device.settle()
     device.pool.release(prefix)
@@ -100,7 +108,7 @@ def test_five_users_of_one_block_take_five_releases() -> None:
     device = Device(2)
     (block, *_), _ = device.serve("a", keep=True)
     for _ in range(4):
-        assert device.pool.match(chunks("a"), 0.0).blocks == (block,)
+        assert device.pool.lookup(chunks("a"), 0.0).blocks == (block,)
     for users in (4, 3, 2, 1):
         device.pool.release([block])
         assert device.pool.stats()[2:4] == (1, 0), f"{users} left"
@@ -129,11 +137,11 @@ def test_trap_18_allocating_nothing_gives_nothing() -> None:
         ("hold", ([3],)),
         ("hold", ([7],)),
         ("hold", (["a"],)),
-        ("commit", (chunks("ab"), [0, 3])),
-        ("commit", (chunks("x"), [1])),
-        ("commit", (chunks("a"), [0, 2])),
-        ("copy_inside", ([0], [1])),
-        ("copy_inside", ([3], [2])),
+        ("store", (GroupKeys(chunks("ab")), [0, 3])),
+        ("store", (GroupKeys(chunks("x")), [1])),
+        ("store", (GroupKeys(chunks("a")), [0, 2])),
+        ("copy", ([0], [1])),
+        ("copy", ([3], [2])),
         ("sleep", ()),
     ],
 )
@@ -155,41 +163,41 @@ def test_a_pool_has_no_less_than_no_blocks() -> None:
 def test_a_hold_cannot_be_onboarded_into_blocks_that_others_find() -> None:
     device = Device(3)
     blocks, _ = device.serve("ab", keep=True)
-    _, _, hold = device.cache.match(chunks("a"), 0.0)[:3]
+    hold = lookup(device.cache, chunks("a"), 0.0).lease
     assert hold is not None
     for bad in (blocks[0], 2):
         with pytest.raises(CacheError):
-            device.pool.onboard(hold, [bad])
-    device.pool.onboard(hold, device.pool.allocate(1))
+            device.pool.load(hold, [bad])
+    device.pool.load(hold, device.pool.allocate(1))
 
 
 def test_a_block_that_is_still_being_filled_is_not_found_on_the_device() -> None:
     device = Device(4)
     device.serve("ab")
     device.serve("wxyz")
-    found = device.pool.match(chunks("ab"), 0.0)
+    found = device.pool.lookup(chunks("ab"), 0.0)
     blocks = device.pool.allocate(2)
-    assert found.match.hold is not None
-    device.pool.onboard(found.match.hold, blocks)
+    assert found.below.lease is not None
+    device.pool.load(found.below.lease, blocks)
     device.take()
     before = state_of(device.pool)
     with pytest.raises(CacheError, match=f"device block {blocks[0]} is still being filled"):
-        device.pool.commit(chunks("ab"), blocks)
+        device.pool.store(GroupKeys(chunks("ab")), blocks)
     assert state_of(device.pool) == before
-    assert device.pool.match(chunks("ab"), 0.0).blocks == ()
+    assert device.pool.lookup(chunks("ab"), 0.0).blocks == ()
     device.settle()
-    device.pool.commit(chunks("ab"), blocks)
-    assert device.pool.match(chunks("ab"), 0.0).blocks == tuple(blocks)
+    device.pool.store(GroupKeys(chunks("ab")), blocks)
+    assert device.pool.lookup(chunks("ab"), 0.0).blocks == tuple(blocks)
     copy = device.pool.allocate(1)
-    device.pool.copy_inside(blocks[:1], copy, tokens=1)
+    device.pool.copy(blocks[:1], copy, tokens=1)
     with pytest.raises(CacheError, match="is still being filled"):
-        device.pool.commit(chunks("q"), copy)
+        device.pool.store(GroupKeys(chunks("q")), copy)
 
 
 def test_a_block_that_a_job_reads_is_not_handed_out_when_its_request_goes() -> None:
     device = Device(1)
     blocks = device.pool.allocate(1)
-    device.pool.commit(chunks("a"), blocks)
+    device.pool.store(GroupKeys(chunks("a")), blocks)
     device.take()
     device.pool.release(blocks)
     with pytest.raises(CapacityError):
@@ -217,7 +225,7 @@ def test_tails_leave_the_device_before_heads() -> None:
     device.serve("abcd")
     device.pool.allocate(1)
     assert [device.on_device("abcd"[: n + 1]) for n in range(4)] == [True, True, True, False]
-    assert device.pool.match(chunks("abcd"), 0.0).match.length == 1, "the tail is below"
+    assert device.pool.lookup(chunks("abcd"), 0.0).below.chunks == 1, "the tail is below"
 
 
 def test_what_was_used_last_stays_longest() -> None:
@@ -280,7 +288,7 @@ def test_device_host_file_host_device_gone() -> None:
     for tier in (HOST, FILE):
         assert device.cache.discard(chunks("a"), tier) == 1
     assert device.where("a") == {"device"}
-    assert device.pool.match(chunks("a"), 0.0).blocks == (0,)
+    assert device.pool.lookup(chunks("a"), 0.0).blocks == (0,)
     device.pool.release([0])
     device.pool.reset()
     device.settle()
@@ -291,12 +299,12 @@ def test_device_host_file_host_device_gone() -> None:
 def test_groups_share_the_blocks_of_one_pool() -> None:
     device = Device(4)
     full, window = device.pool.allocate(2), device.pool.allocate(1)
-    device.pool.commit(chunks("ab"), full, group=0)
-    device.pool.commit(chunks("w"), window, group=1)
+    device.pool.store(GroupKeys(chunks("ab")), full, group=0)
+    device.pool.store(GroupKeys(chunks("w")), window, group=1)
     assert set(full).isdisjoint(window)
     assert device.pool.find([key("a"), key("w"), key("x")]) == [(full[0],), (window[0],), None]
     with pytest.raises(CacheError, match="another chunk"):
-        device.pool.commit(chunks("v"), window, group=0)
+        device.pool.store(GroupKeys(chunks("v")), window, group=0)
 
 
 @pytest.mark.parametrize("clear", [False, True])
@@ -306,12 +314,12 @@ def test_sleep_and_wake_with_transfers_in_flight_both_ways(clear: bool) -> None:
     device.pool.make_way(4)
     device.pool.reset() if clear else None
     device.serve("ab")
-    found = device.pool.match(chunks("xy"), 0.0)
+    found = device.pool.lookup(chunks("xy"), 0.0)
     blocks = device.pool.allocate(2)
-    device.pool.commit(chunks("xy"), blocks)
+    device.pool.store(GroupKeys(chunks("xy")), blocks)
     device.take()
     device.pool.release(blocks)
-    assert found == OnDevice((), found.match)
+    assert found.blocks == ()
     assert not device.pool.sleep(), "it is being read"
     assert device.on_device("ab"), "nothing is forgotten yet"
     for job in list(device.running):
@@ -319,22 +327,22 @@ def test_sleep_and_wake_with_transfers_in_flight_both_ways(clear: bool) -> None:
     assert device.pool.sleep()
     assert device.pool.stats()[1:] == (4, 0, 0, 0, 0)
     with pytest.raises(CacheError, match="given up"):
-        device.pool.commit(chunks("a"), device.pool.allocate(1))
+        device.pool.store(GroupKeys(chunks("a")), device.pool.allocate(1))
     device.pool.wake()
     if clear:
         device.pool.reset()
         assert device.where("ab") == set()
     else:
         assert device.where("ab") == {HOST}
-        assert device.pool.match(chunks("ab"), 0.0).match.length == 2
+        assert device.pool.lookup(chunks("ab"), 0.0).below.chunks == 2
 
 
 def test_chunks_of_several_blocks_go_as_a_whole() -> None:
     device = Device(6, blocks_per_chunk=2)
     blocks = device.pool.allocate(4)
-    device.pool.commit(chunks("ab"), blocks)
+    device.pool.store(GroupKeys(chunks("ab")), blocks)
     device.settle()
-    assert device.pool.match(chunks("abc"), 0.0).blocks == tuple(blocks)
+    assert device.pool.lookup(chunks("abc"), 0.0).blocks == tuple(blocks)
     device.pool.release(blocks)
     device.pool.release(blocks[1:])
     assert device.pool.stats().idle == 2, "of the first chunk one block is still used"
@@ -356,7 +364,7 @@ def test_a_block_that_is_copied_often_remembers_only_what_is_in_flight() -> None
     (source,) = device.pool.allocate(1)
     for _ in range(20):
         blocks = device.pool.allocate(1)
-        device.pool.copy_inside([source], blocks)
+        device.pool.copy([source], blocks)
         device.settle()
         device.pool.release(blocks)
     assert len(device.pool._jobs[source]) == 1
@@ -402,15 +410,15 @@ def test_what_comes_to_the_device_is_told_with_what_it_needs_to_be_reached() -> 
     device = Device(6, events=100, groups=groups)
     paths = chunks("abc"), chunks("xyz", 1)
     for group, keys in enumerate(paths):
-        device.pool.commit(keys, device.pool.allocate(3), group=group)
+        device.pool.store(GroupKeys(keys), device.pool.allocate(3), group=group)
     came = {each.key: each.parent for each in device.cache.events() if each.tier == DEVICE}
     (a, ab, abc), alone = paths
     assert came == {a: None, ab: a, abc: ab} | dict.fromkeys(alone)
 
 
-def test_what_cannot_be_a_key_is_no_event() -> None:
+@pytest.mark.parametrize("wrong", [b"", None])
+def test_what_cannot_be_a_key_is_no_event(wrong: Any) -> None:
     device = Device(1, events=100)
-    for wrong in ({"came": [(b"", None)]}, {"gone": [b"a" * 32, None]}):
-        with pytest.raises(CacheError, match="a key is a digest"):
-            device.cache.note_device(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(CacheError, match="a key is a digest"):
+        device.pool.store(GroupKeys([wrong]), device.pool.allocate(1))
     assert device.cache.events() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cache_setup import store
+
 from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from longshore.cache.adopting import Recovered
@@ -51,7 +53,7 @@ def test_what_nobody_would_find_again_is_not_told() -> None:
 def test_a_slot_that_somebody_took_again_is_told_by_what_is_written_there() -> None:
     cache = cache_with(2, 2)
     keys = [bytes([9, at]) * 16 for at in range(2)]
-    cache.commit(keys, [0, 1])
+    store(cache, keys, [0, 1])
     seen = carry_out(cache)
     (write,) = [each for each in seen if isinstance(each, Transfer) and each.route.destination == FILE]
     assert {item.destination.index for item in write.items if item.destination} == {0, 1}
@@ -62,7 +64,7 @@ def test_what_was_evicted_and_not_taken_again_is_told_before_anything_else_is_wr
     cache = cache_with(6, 6)
     listed = {slot: key(slot) for slot in range(6)}
     for prompt in range(20):
-        cache.commit([bytes([20 + prompt, at]) * 16 for at in range(1 + prompt % 3)], list(range(1 + prompt % 3)))
+        store(cache, [bytes([20 + prompt, at]) * 16 for at in range(1 + prompt % 3)], list(range(1 + prompt % 3)))
         for command in carry_out(cache):
             if isinstance(command, Discard):
                 for slot in command.slots:

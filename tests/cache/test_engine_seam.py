@@ -1,9 +1,10 @@
 """What an engine of its own kind says of its copies: their group, layer by layer, and those inside the device."""
 
 import pytest
+from cache_setup import lookup, store
 
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.cache import CacheSettings, DeviceCopy, TieredCache, TierSpec
 from longshore.errors import CacheError
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
@@ -25,14 +26,14 @@ def cache() -> TieredCache:
 
 
 def test_blocks_of_a_group_go_down_and_come_back_as_that_group(cache: TieredCache) -> None:
-    cache.commit(KEYS, [4, 5, 6], group=2)
+    store(cache, KEYS, [4, 5, 6], group=2)
     down = one(cache)
     assert down.sections == (Section(2, 0, (4, 5, 6)),)
     assert not down.by_layer
     end(cache, down)
-    hold = cache.match(KEYS, 0.0, start=1).hold
+    hold = lookup(cache, KEYS, 0.0, 1, group=2).lease
     assert hold is not None
-    cache.onboard(hold, [7, 8], group=2, by_layer=True)
+    cache.load(hold, {2: [7, 8]}, by_layer=True)
     up = one(cache)
     assert (up.route, up.sections, up.by_layer) == (Route(HOST, DEVICE), (Section(2, 1, (7, 8)),), True)
 
@@ -40,15 +41,15 @@ def test_blocks_of_a_group_go_down_and_come_back_as_that_group(cache: TieredCach
 @pytest.mark.parametrize("status", [Status.OK, Status.IO_ERROR])
 def test_a_copy_inside_the_device_is_a_job_like_any_other(cache: TieredCache, status: Status) -> None:
     slot = Slot(DEVICE, 1, 3)
-    job = cache.copy_inside([slot], [9], tokens=5, group=1)
+    job = cache.load({1: DeviceCopy([slot], 5)}, {1: [9]}).parts[0].job
     transfer = one(cache)
     assert transfer.items == (Item(b"", None, slot, None, 1),)
     assert (transfer.job, transfer.route, transfer.tokens) == (job, Route(DEVICE, DEVICE), 5)
     assert (transfer.sections, transfer.by_layer) == ((Section(1, 0, (9,)),), True)
-    assert cache.in_flight(job)
+    assert not cache.progress(job).is_over
     cache.check_integrity()
     end(cache, transfer, status)
-    assert not cache.in_flight(job)
+    assert cache.progress(job).is_over
     moved = cache.counters.routes["device->device"]
     assert (moved.chunks, moved.failed) == ((1, 0) if status is Status.OK else (0, 1))
     assert not cache.residents()
@@ -68,6 +69,6 @@ def test_a_copy_inside_the_device_that_cannot_be_is_refused(
     cache: TieredCache, sources: list[Slot], blocks: list[int]
 ) -> None:
     with pytest.raises(CacheError):
-        cache.copy_inside(sources, blocks)
+        cache.load({0: DeviceCopy(sources)}, {0: blocks})
     assert not cache.take()
     assert not cache.jobs_in_flight

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from cache_setup import IMAGE_BYTES, chunks, key, path_of
+from cache_setup import IMAGE_BYTES, chunks, key, lookup, path_of, store
+from group_kit import end, orders, settle
 
-from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
+from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheSettings, Event, EventKind, TieredCache, TierSpec, Verdict, WritePolicy, explain
 from longshore.cache.eviction import LRU
 from longshore.cache.explain import read_events, requests, write_events
@@ -20,22 +21,15 @@ def build(host: int, file: int = 0, events: int = 100) -> TieredCache:
     return TieredCache(tiers, CacheSettings(events=events, backup=WritePolicy.THROUGH))
 
 
-def finish(cache: TieredCache, now: float = 0.0, *statuses: Status) -> None:
-    """Everything that was ordered ends: as `statuses`, or well."""
-    while transfers := [command for command in cache.take() if isinstance(command, Transfer)]:
-        for transfer in transfers:
-            cache.apply([TransferResult(transfer.job, statuses or (Status.OK,) * len(transfer.items))], now)
-
-
 def put(cache: TieredCache, path: str, now: float = 0.0) -> None:
-    cache.tick(now)
-    cache.commit(chunks(path), range(len(path)))
-    finish(cache, now)
+    cache.apply((), now)
+    store(cache, chunks(path), range(len(path)))
+    settle(cache, now)
 
 
 def ask(cache: TieredCache, path: str, request: str, start: int = 0) -> None:
-    cache.match(chunks(path), 0.0, start=start, request=request)
-    cache.abort(request)
+    lookup(cache, chunks(path), 0.0, first=start, request=request)
+    cache.release(request)
 
 
 def said(events: list[Event]) -> list[tuple[str, str, str]]:
@@ -97,10 +91,10 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
     cache = build(2, events=0)
     put(cache, "abc")
     ask(cache, "ab", "r")
-    hold = cache.match(chunks("ab"), 0.0).hold
+    hold = lookup(cache, chunks("ab"), 0.0).lease
     assert hold is not None
-    cache.onboard(hold, (0,))
-    cache.give_up(hold)
+    cache.load(hold, {0: (0,)}, timeout=1.0)
+    cache.apply((), 1.0)
     cache.reset()
     assert cache.events() == []
 
@@ -109,9 +103,9 @@ def test_every_chunk_of_a_request_is_accounted_for() -> None:
     cache = build(3, events=1000)
     put(cache, "ab", 1.0)
     put(cache, "xy", 2.0)  # in place of "ab"
-    cache.commit(chunks("abc"), range(3))  # in place of "xy"; on its way
+    store(cache, chunks("abc"), range(3))  # in place of "xy"; on its way
     ask(cache, "abcd", "early")
-    finish(cache, 3.0)
+    settle(cache, 3.0)
     ask(cache, "abcd", "late", start=1)
     ask(cache, "xy", "other")
     ask(cache, "q", "new")
@@ -138,8 +132,9 @@ def test_every_chunk_of_a_request_is_accounted_for() -> None:
 
 def test_failures_removals_and_resets_are_reasons_too() -> None:
     cache = build(4)
-    cache.commit(chunks("ab"), range(2))
-    finish(cache, 1.0, Status.OK, Status.IO_ERROR)
+    store(cache, chunks("ab"), range(2))
+    (transfer,) = orders(cache)
+    cache.apply([TransferResult(transfer.job, (Status.OK, Status.IO_ERROR))], 1.0)
     ask(cache, "ab", "failed")
     assert accounts(cache, "failed") == [(Verdict.FOUND, HOST, ""), (Verdict.FAILED, HOST, "io_error")]
     put(cache, "x")
@@ -154,7 +149,7 @@ def test_failures_removals_and_resets_are_reasons_too() -> None:
 
 def test_what_is_there_behind_a_miss_is_behind() -> None:
     cache = build(4)
-    jobs = [cache.commit(chunks(path), (0,), first=len(path) - 1).job for path in ("a", "ab")]
+    jobs = [store(cache, chunks(path), (0,), first=len(path) - 1).job for path in ("a", "ab")]
     assert jobs[1] is not None
     cache.apply([TransferResult(jobs[1], (Status.OK,))], 0.0)
     ask(cache, "ab", "r")
@@ -164,10 +159,10 @@ def test_what_is_there_behind_a_miss_is_behind() -> None:
 def test_a_bad_read_is_a_reason() -> None:
     cache = build(2)
     put(cache, "a")
-    hold = cache.match([key("a")], 0.0).hold
+    hold = lookup(cache, [key("a")], 0.0).lease
     assert hold is not None
-    cache.onboard(hold, (0,))
-    finish(cache, 2.0, Status.CORRUPT)
+    cache.load(hold, {0: (0,)})
+    end(cache, orders(cache), Status.CORRUPT, 2.0)
     ask(cache, "a", "r")
     assert accounts(cache, "r") == [(Verdict.REMOVED, HOST, "corrupt")]
 
@@ -187,10 +182,10 @@ def test_events_survive_a_file(tmp_path: Path) -> None:
 def test_what_was_found_and_did_not_arrive_has_its_reason() -> None:
     cache = build(4)
     put(cache, "abc")
-    hold = cache.match(chunks("abcd"), 0.0, start=1, request="r").hold
+    hold = lookup(cache, chunks("abcd"), 0.0, first=1, request="r").lease
     assert hold is not None
-    cache.onboard(hold, (0, 1))
-    cache.tick(20.0)
+    cache.load(hold, {0: (0, 1)})
+    cache.apply((), 20.0)
     loaded = cache.events()
     assert [(a.verdict, a.cause) for a in explain(loaded, "r")] == [
         (Verdict.DEVICE, ""),
@@ -206,9 +201,9 @@ def test_what_was_found_and_did_not_arrive_has_its_reason() -> None:
 def test_a_load_that_a_reset_makes_worthless_has_not_arrived() -> None:
     cache = build(4)
     put(cache, "a")
-    hold = cache.match(chunks("a"), 0.0, request="r").hold
+    hold = lookup(cache, chunks("a"), 0.0, request="r").lease
     assert hold is not None
-    cache.onboard(hold, (0,))
+    cache.load(hold, {0: (0,)})
     cache.reset()
     assert accounts(cache, "r") == [(Verdict.MISSED, HOST, "cancelled")]
 

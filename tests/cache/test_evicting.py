@@ -10,7 +10,7 @@ import pytest
 from cache_setup import chunks, key, path_of
 
 from longshore.boundary import HOST, Key, Status, TransferResult
-from longshore.cache import CacheSettings, Lease, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, Lease, TieredCache, TierSpec
 from longshore.cache.events import EventKind
 from longshore.cache.eviction import LRU, POLICIES, EvictionPolicy
 from longshore.cache.index import Index
@@ -26,7 +26,7 @@ def cache_of(slots: int) -> TieredCache:
 
 def order(cache: TieredCache, keys: list[Key], first: int = 0) -> int:
     """Begin to store `keys[first:]`; returns the job."""
-    job = cache.commit(keys, range(len(keys) - first), first=first).job
+    job = cache.store({0: GroupKeys(keys, first)}, {0: range(len(keys) - first)})[0].job
     assert job is not None
     return job
 
@@ -99,7 +99,9 @@ def test_a_head_stays_while_one_of_two_branches_does() -> None:
     store(cache, "ab")
     store(cache, "abc", 2)
     store(cache, "ae", 1)
-    cache.commit(chunks("zyx"), range(3))  # one branch goes from its end, then the other: not the head before that
+    cache.store(
+        {0: GroupKeys(chunks("zyx"))}, {0: range(3)}
+    )  # one branch goes from its end, then the other: not the head before that
     assert residents(cache) == {"a", "z", "zy", "zyx"}
     cache.check_integrity()
 
@@ -109,9 +111,11 @@ def test_what_a_hold_keeps_counts_as_a_child_however_many_branches_go() -> None:
     store(cache, "abc")
     store(cache, "abcd", 3)
     store(cache, "ae", 1)
-    hold = cache.match(chunks("ab"), 0.0).hold
+    hold = cache.lookup({0: GroupKeys(chunks("ab"))}, 0.0).lease
     assert hold is not None
-    offload = cache.commit(chunks("zyxw"), range(4))  # both branches go, and with them all that may: not `a`
+    offload = cache.store({0: GroupKeys(chunks("zyxw"))}, {0: range(4)})[
+        0
+    ]  # both branches go, and with them all that may: not `a`
     assert residents(cache) == {"a", "ab", "z", "zy", "zyx"}
     assert len(offload.accepted) == 3
     cache.check_integrity()
@@ -122,7 +126,7 @@ def test_a_known_chunk_behind_another_one_than_its_own_is_refused() -> None:
     store(cache, "ab")
     store(cache, "c")
     with pytest.raises(CacheError, match="does not follow"):
-        cache.commit([key("c"), key("ab")], [0], first=1)
+        cache.store({0: GroupKeys([key("c"), key("ab")], 1)}, {0: [0]})
     cache.check_integrity()
 
 
@@ -161,11 +165,11 @@ class Life:
     def _store(self, step: int) -> None:
         elder = self.dice.choice(self.prompts[-12:])
         shared = self.dice.choice([0, 0, self.dice.randrange(len(elder)), len(elder)])
-        found = self.cache.match(elder[:shared], 0.0)
-        prompt = [*elder[: found.length], *chunks_of(step, int(3 * 60 ** self.dice.random()))]
-        offload = self.cache.commit(prompt, range(len(prompt) - found.length), first=found.length)
-        if found.hold is not None:
-            self.cache.release(found.hold)
+        found = self.cache.lookup({0: GroupKeys(elder[:shared])}, 0.0)
+        prompt = [*elder[: found.chunks], *chunks_of(step, int(3 * 60 ** self.dice.random()))]
+        offload = self.cache.store({0: GroupKeys(prompt, found.chunks)}, {0: range(len(prompt) - found.chunks)})[0]
+        if found.lease is not None:
+            self.cache.release(found.lease)
         self.cache.take()
         if offload.job is not None:
             self.cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
@@ -173,9 +177,9 @@ class Life:
 
     def _match(self) -> None:
         prompt = self.dice.choice(self.prompts[-30:])
-        found = self.cache.match(prompt[: self.dice.randint(1, len(prompt))], 0.0)
-        if found.hold is not None:
-            self.holds.append(found.hold)
+        found = self.cache.lookup({0: GroupKeys(prompt[: self.dice.randint(1, len(prompt))])}, 0.0)
+        if found.lease is not None:
+            self.holds.append(found.lease)
 
 
 def chunks_of(step: int, count: int) -> list[Key]:

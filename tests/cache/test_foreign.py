@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from cache_setup import chunks, key, path_of
+from cache_setup import chunks, key, lookup, path_of, store
 from pickled import state_of
 
 from longshore.boundary import FILE, HOST, Probe, ProbeResult, Route, Status, Transfer, TransferResult, Urgency
@@ -15,6 +15,8 @@ from longshore.cache import (
     CacheGroup,
     CacheSettings,
     DropReason,
+    Found,
+    GroupKeys,
     MissReason,
     TieredCache,
     TierSpec,
@@ -23,7 +25,6 @@ from longshore.cache import (
 )
 from longshore.cache.types import Answer
 from longshore.errors import CacheError, JobError
-from old_verbs import Match
 
 STORE = "store"
 
@@ -47,13 +48,13 @@ class Desk:
                 self.transfers.append(command)
         self.cache.check_integrity()
 
-    def match(self, path: str) -> Match:
-        found = self.cache.match(chunks(path), self.now)
+    def lookup(self, path: str) -> Found:
+        found = lookup(self.cache, chunks(path), self.now)
         self.look()
         return found
 
-    def fetch(self, path: str) -> tuple[int, ...]:
-        jobs = self.cache.fetch(chunks(path), self.now)
+    def prefetch(self, path: str) -> tuple[int, ...]:
+        jobs = self.cache.prefetch({0: GroupKeys(chunks(path))}, self.now)
         self.look()
         return jobs
 
@@ -75,7 +76,7 @@ class Desk:
 
     def store(self, path: str) -> None:
         """`path` comes from the device; what follows waits."""
-        self.cache.commit(chunks(path), range(len(path)))
+        store(self.cache, chunks(path), range(len(path)))
         self.look()
         self.transfers.insert(0, self.transfers.pop())
         self.end()
@@ -97,7 +98,7 @@ def keys_of(transfer: Transfer) -> list[str]:
 def known(path: str, there: str, **settings: Any) -> Desk:
     """A desk that knows of `path` that `there` is in the store."""
     desk = Desk(**settings)
-    desk.match(path)
+    desk.lookup(path)
     desk.answer(there)
     return desk
 
@@ -105,16 +106,16 @@ def known(path: str, there: str, **settings: Any) -> Desk:
 def test_what_is_not_known_is_asked_for_and_not_waited_for() -> None:
     desk = Desk(probe_timeout=0.5)
     desk.now = 3.0
-    found = desk.match("abc")
+    found = desk.lookup("abc")
     (probe,) = desk.probes
-    assert found == Match(0, 0, None, 0, (probe.probe,), turn=1)
+    assert found == Found(probes=(probe.probe,), turn=1)
     assert (probe.tier, probe.keys, probe.deadline, probe.ranks) == (STORE, tuple(chunks("abc")), 3.5, 1)
-    assert desk.cache.in_flight(probe.probe)
-    assert desk.match("abcd").probes == (probe.probe, desk.probes[1].probe)  # only "abcd" is asked for anew
+    assert not desk.cache.progress(probe.probe).is_over
+    assert desk.lookup("abcd").probes == (probe.probe, desk.probes[1].probe)  # only "abcd" is asked for anew
     assert desk.probes[1].keys == (key("abcd"),)
     desk.answer("ab")
-    assert not desk.cache.in_flight(probe.probe)
-    assert desk.match("abc")[:5] == (0, 0, None, 2, ())
+    assert desk.cache.progress(probe.probe).is_over
+    assert desk.lookup("abc")[:-2] == Found(foreign=2)[:-2]
     assert desk.misses() == {MissReason.ABSENT: 3 + 4 + 1, MissReason.FOREIGN: 2}
     assert desk.answers() == {Answer.PRESENT: 2, Answer.ABSENT: 1}
 
@@ -122,13 +123,13 @@ def test_what_is_not_known_is_asked_for_and_not_waited_for() -> None:
 def test_only_what_our_tiers_have_not_is_asked_for() -> None:
     desk = Desk()
     desk.store("ab")
-    found = desk.match("abc")
-    assert (found.length, desk.probes[0].keys) == (2, (key("abc"),))
+    found = desk.lookup("abc")
+    assert (found.chunks, desk.probes[0].keys) == (2, (key("abc"),))
 
 
 def test_what_is_there_is_fetched_into_the_host_tier_and_then_matched() -> None:
     desk = known("abcd", "abc")
-    (job,) = desk.fetch("abcd")
+    (job,) = desk.prefetch("abcd")
     (transfer,) = desk.transfers
     assert (transfer.job, transfer.route, transfer.urgency) == (job, Route(STORE, HOST), Urgency.PREFETCH)
     assert [(item.key, item.parent) for item in transfer.items] == [
@@ -137,30 +138,30 @@ def test_what_is_there_is_fetched_into_the_host_tier_and_then_matched() -> None:
         (key("abc"), key("ab")),
     ]
     assert all(item.source is None and item.destination is not None for item in transfer.items)
-    assert desk.match("abcd").length == 0
-    assert desk.fetch("abcd") == (job,)  # it is joined
+    assert desk.lookup("abcd").chunks == 0
+    assert desk.prefetch("abcd") == (job,)  # it is joined
     desk.end()
-    found = desk.match("abcd")
-    assert (found.length, found.foreign) == (3, 0)
-    assert found.hold is not None
-    desk.cache.onboard(found.hold, [0, 1, 2])
+    found = desk.lookup("abcd")
+    assert (found.chunks, found.foreign) == (3, 0)
+    assert found.lease is not None
+    desk.cache.load(found.lease, {0: [0, 1, 2]})
     desk.look()
     desk.end()
-    assert desk.cache.outcome(found.hold) == (3, (HOST,) * 3)
+    assert desk.cache.progress(found.lease).outcome == (3, (HOST,) * 3)
     assert desk.cache.counters.routes["store->host"].chunks == 3
 
 
 def test_a_fetch_follows_what_our_tiers_have_and_what_is_on_its_way() -> None:
     desk = Desk()
     desk.store("a")
-    desk.match("abc")
+    desk.lookup("abc")
     desk.answer("abc")
     desk.transfers.clear()
-    assert desk.match("abc").foreign == 2
-    desk.cache.commit(chunks("ab"), [7], first=1)  # comes from the device meanwhile
+    assert desk.lookup("abc").foreign == 2
+    store(desk.cache, chunks("ab"), [7], first=1)  # comes from the device meanwhile
     desk.look()
-    assert desk.match("abc").foreign == 1
-    assert len(desk.fetch("abc")) == 2
+    assert desk.lookup("abc").foreign == 1
+    assert len(desk.prefetch("abc")) == 2
     offload, fetch = desk.transfers
     assert (keys_of(offload), keys_of(fetch)) == (["ab"], ["abc"])
     desk.end(Status.IO_ERROR)  # then nothing behind it can be reached
@@ -170,12 +171,12 @@ def test_a_fetch_follows_what_our_tiers_have_and_what_is_on_its_way() -> None:
 
 def test_a_chunk_that_lapsed_is_a_miss_that_is_counted_and_asked_for_again() -> None:
     desk = known("abc", "abc")
-    desk.fetch("abc")
+    desk.prefetch("abc")
     desk.end(Status.OK, Status.LAPSED, Status.OK)
     assert desk.resident() == {"a"}
     assert desk.misses() == {MissReason.ABSENT: 3, MissReason.LAPSED: 1, MissReason.BEHIND: 1}
-    found = desk.match("abc")
-    assert (found.length, found.foreign) == (1, 0)
+    found = desk.lookup("abc")
+    assert (found.chunks, found.foreign) == (1, 0)
     assert desk.probes[-1].keys == (key("ab"),)
 
 
@@ -184,8 +185,8 @@ def test_a_store_that_never_answers_costs_nothing_but_counted_misses(status: Sta
     desk = Desk(slots=32)
     for path in ("abcd", "wxyz"):
         for _ in range(3):
-            found = desk.match(path)
-            assert (found.length, found.foreign) == (0, 0)
+            found = desk.lookup(path)
+            assert (found.chunks, found.foreign) == (0, 0)
             desk.answer("", present=(False,) * 4, status=status)
     assert desk.answers() == {Answer.NONE: 24}
     assert desk.misses() == {MissReason.ABSENT: 24}
@@ -193,50 +194,50 @@ def test_a_store_that_never_answers_costs_nothing_but_counted_misses(status: Sta
     for _ in range(2):  # two slots of 32 at a time are kept for stores
         desk.end(Status.DEADLINE)
     assert desk.cache.counters.drops[STORE][DropReason.WRITE_FAILED] == 4
-    assert (desk.cache.jobs_in_flight, desk.match("abcd").length) == (0, 4)
+    assert (desk.cache.jobs_in_flight, desk.lookup("abcd").chunks) == (0, 4)
 
 
 def test_an_answer_counts_for_so_long() -> None:
     desk = known("a", "a", probe_life=5.0)
     desk.now = 4.9
-    assert desk.match("a").foreign == 1
+    assert desk.lookup("a").foreign == 1
     desk.now = 5.0
-    assert desk.match("a").foreign == 0
+    assert desk.lookup("a").foreign == 0
     assert len(desk.probes) == 1
 
 
 def test_no_more_is_asked_than_may_be_under_way() -> None:
     desk = Desk(max_probes=3)
-    desk.match("abcde")
+    desk.lookup("abcde")
     assert desk.probes[0].keys == tuple(chunks("abc"))
-    assert desk.match("x").probes == ()
+    assert desk.lookup("x").probes == ()
     assert desk.answers() == {Answer.UNASKED: 3}
     desk.answer("")
-    assert len(desk.match("x").probes) == 1
+    assert len(desk.lookup("x").probes) == 1
 
 
 def test_trap_34_a_chunk_is_there_when_all_ranks_have_their_part() -> None:
     desk = Desk(ranks=2)
-    desk.match("ab")
+    desk.lookup("ab")
     (probe,) = desk.probes
     desk.cache.apply([ProbeResult(probe.probe, (True, True), rank=1)], 0.0)
-    assert desk.cache.in_flight(probe.probe)
+    assert not desk.cache.progress(probe.probe).is_over
     desk.cache.apply([ProbeResult(probe.probe, (True, False), rank=0)], 0.0)
-    assert desk.match("ab").foreign == 1
+    assert desk.lookup("ab").foreign == 1
 
 
 def test_an_answer_that_lacks_a_rank_says_nothing() -> None:
     desk = Desk(ranks=2)
-    desk.match("a")
+    desk.lookup("a")
     number = desk.probes[0].probe
     desk.cache.apply([ProbeResult(number, (True,)), ProbeResult(number, (False,), Status.DEADLINE, rank=1)], 0.0)
-    assert (desk.match("a").foreign, desk.answers()) == (0, {Answer.NONE: 1})
+    assert (desk.lookup("a").foreign, desk.answers()) == (0, {Answer.NONE: 1})
 
 
 @pytest.mark.parametrize("wrong", ["unknown", "twice", "rank", "length"])
 def test_answers_that_nobody_waits_for_are_refused_and_nothing_is_applied(wrong: str) -> None:
     desk = Desk()
-    desk.match("ab")
+    desk.lookup("ab")
     number = desk.probes[0].probe
     right = ProbeResult(number, (True, True))
     results = {
@@ -250,18 +251,18 @@ def test_answers_that_nobody_waits_for_are_refused_and_nothing_is_applied(wrong:
         desk.cache.apply(results, 0.0)
     assert state_of(desk.cache) == before
     desk.answer("ab")
-    assert desk.match("ab").foreign == 2
+    assert desk.lookup("ab").foreign == 2
 
 
 def test_a_reset_forgets_what_was_known_and_what_was_asked() -> None:
     desk = known("ab", "ab")
-    desk.fetch("ab")
-    desk.match("xy")
+    desk.prefetch("ab")
+    desk.lookup("xy")
     desk.cache.reset()
     desk.look()
     desk.end()
     desk.answer("xy")
-    assert (desk.match("ab").foreign, desk.match("xy").foreign) == (0, 0)
+    assert (desk.lookup("ab").foreign, desk.lookup("xy").foreign) == (0, 0)
     assert [(probe.generation, len(probe.keys)) for probe in desk.probes] == [(1, 2), (1, 2)]
     assert desk.misses()[MissReason.ABSENT] == 2 + 2 + 2 + 2
     assert desk.cache.stats()[0].used == 0
@@ -269,7 +270,7 @@ def test_a_reset_forgets_what_was_known_and_what_was_asked() -> None:
 
 def test_what_came_from_the_device_before_a_reset_is_stored_when_it_comes_again() -> None:
     desk = Desk(slots=64)
-    desk.cache.commit(chunks("ab"), range(2))
+    store(desk.cache, chunks("ab"), range(2))
     desk.look()
     desk.cache.reset()
     desk.end()
@@ -301,14 +302,14 @@ def test_what_was_stored_is_known_to_be_there() -> None:
     desk.store("ab")
     desk.end()
     assert desk.cache.discard(chunks("ab"), HOST) == 2
-    assert desk.match("ab")[:5] == (0, 0, None, 2, ())
+    assert desk.lookup("ab")[:-2] == Found(foreign=2)[:-2]
 
 
 def test_what_was_fetched_is_not_stored_again() -> None:
     desk = known("ab", "ab", slots=64)
-    desk.fetch("ab")
+    desk.prefetch("ab")
     desk.end()
-    desk.cache.tick(1.0)
+    desk.cache.apply((), 1.0)
     desk.look()
     assert desk.transfers == []
 
@@ -317,9 +318,9 @@ def test_a_selective_store_takes_what_comes_back() -> None:
     desk = Desk(slots=64, into={STORE: WriteRule(WritePolicy.SELECTIVE, 2)})
     desk.store("ab")
     assert desk.transfers == []
-    found = desk.match("a")
-    assert found.hold is not None
-    desk.cache.release(found.hold)
+    found = desk.lookup("a")
+    assert found.lease is not None
+    desk.cache.release(found.lease)
     desk.cache.end_step()
     desk.look()
     assert keys_of(desk.transfers[0]) == ["a"]
@@ -349,25 +350,25 @@ def test_what_went_before_it_was_stored_is_stored_when_it_comes_again() -> None:
 
 def test_the_first_store_that_has_a_chunk_is_read() -> None:
     desk = Desk(names=("near", "far"))
-    assert len(desk.match("abc").probes) == 2
+    assert len(desk.lookup("abc").probes) == 2
     desk.answer("a")
     desk.answer("abc")
-    assert desk.match("abc").foreign == 3
-    desk.fetch("abc")
+    assert desk.lookup("abc").foreign == 3
+    desk.prefetch("abc")
     assert [(str(t.route), keys_of(t)) for t in desk.transfers] == [("near->host", ["a"]), ("far->host", ["ab", "abc"])]
     desk.end()
     desk.end()
-    assert desk.match("abc").length == 3
+    assert desk.lookup("abc").chunks == 3
 
 
 def test_a_fetch_takes_no_room_from_what_others_hold() -> None:
     desk = Desk(slots=2)
     desk.store("x")
     desk.transfers.clear()
-    assert desk.match("x").hold is not None
-    desk.match("abc")
+    assert desk.lookup("x").lease is not None
+    desk.lookup("abc")
     desk.answer("abc")
-    desk.fetch("abc")
+    desk.prefetch("abc")
     assert [keys_of(transfer) for transfer in desk.transfers] == [["a"]]
 
 
@@ -375,13 +376,13 @@ def test_a_fetch_takes_no_room_from_what_is_not_backed_up() -> None:
     desk = Desk()
     desk.cache = TieredCache([TierSpec(HOST, 2, 4096), TierSpec(FILE, 4, 4096)], foreign=(STORE,))
     for path in "ab":
-        desk.cache.commit(chunks(path), [0])
+        store(desk.cache, chunks(path), [0])
         desk.look()
         while desk.transfers:
             desk.end()
-    desk.match("x")
+    desk.lookup("x")
     desk.answer("x")
-    assert desk.fetch("x") == ()
+    assert desk.prefetch("x") == ()
     assert {path_of(each.key) for each in desk.cache.residents()} == {"a", "b"}
 
 
@@ -389,11 +390,11 @@ def test_a_fetch_takes_no_room_from_what_it_follows() -> None:
     desk = Desk(slots=2)
     desk.store("a")
     desk.end()
-    found = desk.match("abc")
+    found = desk.lookup("abc")
     desk.answer("abc")
-    assert found.hold is not None
-    desk.cache.release(found.hold)
-    desk.fetch("abc")
+    assert found.lease is not None
+    desk.cache.release(found.lease)
+    desk.prefetch("abc")
     assert [keys_of(transfer) for transfer in desk.transfers] == [["ab"]]
     assert desk.resident() == {"a"}
 
@@ -402,10 +403,10 @@ def test_a_fetch_of_chunks_that_stand_alone_takes_no_room_from_those_that_are_he
     desk = Desk(slots=2, groups=(CacheGroup(block_size=4, window=1 << 40),))
     keys = [key(path) for path in "abc"]
     for some in (keys[:1], keys):
-        desk.cache.fetch(some, 0.0)
+        desk.cache.prefetch({0: GroupKeys(some)}, 0.0)
         desk.look()
         desk.answer("", present=(True,) * len(desk.probes[0].keys))
-        desk.cache.fetch(some, 0.0)
+        desk.cache.prefetch({0: GroupKeys(some)}, 0.0)
         desk.look()
         if some != keys:
             desk.end()
@@ -422,31 +423,31 @@ def test_names_and_rules_that_cannot_be_are_refused() -> None:
         CacheSettings(probe_timeout=0.0)
 
 
-@pytest.mark.parametrize("call", ["match", "fetch"])
+@pytest.mark.parametrize("call", ["lookup", "prefetch"])
 def test_keys_that_are_no_path_are_neither_asked_for_nor_fetched(call: str) -> None:
     desk = known("ab", "ab")
     before = state_of(desk.cache)
     with pytest.raises(CacheError, match="keys of a path differ"):
-        getattr(desk.cache, call)([key("a"), key("a")], 1.0)
+        getattr(desk.cache, call)({0: GroupKeys([key("a"), key("a")])}, 1.0)
     assert state_of(desk.cache) == before
 
 
 def test_what_is_behind_chunks_that_only_the_engine_has_is_neither_asked_for_nor_fetched() -> None:
     desk = known("abc", "abc")
-    assert desk.cache.match(chunks("abc"), 0.0, start=1)[:5] == (1, 0, None, 0, ())
-    assert desk.cache.fetch(chunks("abc"), 0.0, start=1) == ()
-    assert desk.cache.fetch(chunks("abc"), 0.0) != ()
+    assert lookup(desk.cache, chunks("abc"), 0.0, first=1)[:-2] == Found()[:-2]
+    assert desk.cache.prefetch({0: GroupKeys(chunks("abc"), 1)}, 0.0) == ()
+    assert desk.cache.prefetch({0: GroupKeys(chunks("abc"))}, 0.0) != ()
 
 
 def test_a_chunk_that_was_queued_twice_is_stored_once() -> None:
     rule = {STORE: WriteRule(WritePolicy.SELECTIVE, 2)}
     desk = Desk(64, max_writes=2, into=rule)
-    desk.match("a")
+    desk.lookup("a")
     for each in "axy":
         desk.store(each)
 
     def use(path: str) -> None:
-        desk.cache.abort(str(desk.cache.match(chunks(path), 0.0, request=path).hold and path))
+        desk.cache.release(str(lookup(desk.cache, chunks(path), 0.0, request=path).lease and path))
         desk.cache.end_step()
         desk.look()
 
@@ -472,16 +473,16 @@ def test_a_chunk_that_was_queued_twice_is_stored_once() -> None:
 def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
     desk = Desk(groups=(CacheGroup(block_size=4, window=1 << 40),))
     keys = [key(path) for path in "abc"]
-    assert desk.cache.fetch(keys, 0.0) == ()
+    assert desk.cache.prefetch({0: GroupKeys(keys)}, 0.0) == ()
     desk.look()
     (probe,) = desk.probes
     assert probe.keys == tuple(keys)
     desk.cache.apply([ProbeResult(probe.probe, (True, False, True))], 0.0)
-    (job,) = desk.cache.fetch(keys, 0.0)
+    (job,) = desk.cache.prefetch({0: GroupKeys(keys)}, 0.0)
     desk.look()
     (transfer,) = desk.transfers
     assert [(item.key, item.parent) for item in transfer.items] == [(keys[0], None), (keys[2], None)]
-    assert desk.cache.fetch(keys, 0.0) == (job,)  # it is joined
+    assert desk.cache.prefetch({0: GroupKeys(keys)}, 0.0) == (job,)  # it is joined
     desk.end(Status.LAPSED, Status.OK)
     assert desk.resident() == {"c"}
     assert desk.misses() == {MissReason.LAPSED: 1}, "what came stands alone: it is not behind what lapsed"

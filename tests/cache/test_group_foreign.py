@@ -33,37 +33,37 @@ def test_what_all_groups_lack_is_asked_for_and_what_the_longest_prefix_needs_is_
     cache = abroad()
     store(cache, 0, FULLS[:1])
     store(cache, 1, WINDOWS[:2])
-    found = cache.match_groups(BOTH, 0.0)
+    found = cache.lookup(BOTH, 0.0)
     assert (found.tokens, found.foreign, len(found.probes)) == (4, 0, 2)
     answered(cache, [*FULLS[:3], *WINDOWS[:6]])  # 12 tokens of each
-    found = cache.match_groups(BOTH, 0.0)
+    found = cache.lookup(BOTH, 0.0)
     assert (found.tokens, found.foreign, found.probes) == (4, 8, ())
-    jobs = cache.fetch_groups(BOTH, 0.0)
+    jobs = cache.prefetch(BOTH, 0.0)
     transfers = [each for each in orders(cache) if each.route.source == STORE]
     assert [each.job for each in transfers] == list(jobs)
     # The twelfth token's window begins with token 7, in chunk 3.
     assert [item.key for each in transfers for item in each.items] == [*FULLS[1:3], *WINDOWS[3:6]]
     end(cache, transfers)
-    assert cache.match_groups(BOTH, 0.0).tokens == 12
+    assert cache.lookup(BOTH, 0.0).tokens == 12
     cache.check_integrity()
 
 
 def test_what_only_the_store_has_is_a_miss_of_its_own_reason() -> None:
     cache = abroad()
-    cache.match_groups(BOTH, 0.0)
+    cache.lookup(BOTH, 0.0)
     answered(cache, [FULLS[0], WINDOWS[7]])
     before = cache.counters.misses.copy()
-    cache.match_groups(BOTH, 0.0)
+    cache.lookup(BOTH, 0.0)
     new = cache.counters.misses - before
     assert new == {MissReason.FOREIGN: 2, MissReason.ABSENT: 3 + 2}  # three chunks lie in the last window
 
 
 def test_a_window_that_the_store_lacks_keeps_the_prefix_short() -> None:
     cache = abroad()
-    cache.match_groups(BOTH, 0.0)
+    cache.lookup(BOTH, 0.0)
     answered(cache, [*FULLS, *WINDOWS[:4]])
-    assert cache.match_groups(BOTH, 0.0).foreign == 8
-    cache.fetch_groups(BOTH, 0.0)
+    assert cache.lookup(BOTH, 0.0).foreign == 8
+    cache.prefetch(BOTH, 0.0)
     transfers = orders(cache)
     assert [item.key for each in transfers for item in each.items] == [*FULLS[:2], *WINDOWS[1:4]]
 
@@ -72,13 +72,13 @@ def test_what_is_fetched_takes_no_room_from_what_the_same_prefix_needs() -> None
     cache = abroad(slots=6)
     store(cache, 1, WINDOWS[:6], first=3)  # what is needed after 12 tokens
     store(cache, 0, keys_of(0, 3, "new"))  # and what was used later
-    cache.match_groups(BOTH, 0.0)
+    cache.lookup(BOTH, 0.0)
     answered(cache, FULLS[:3])
-    cache.fetch_groups(BOTH, 0.0)
+    cache.prefetch(BOTH, 0.0)
     transfers = [each for each in orders(cache) if each.route.source == STORE]
     assert [item.key for each in transfers for item in each.items] == FULLS[:3]
     end(cache, transfers)
-    assert cache.match_groups(BOTH, 0.0).tokens == 12
+    assert cache.lookup(BOTH, 0.0).tokens == 12
 
 
 def test_keys_out_of_place_where_only_the_store_is_asked_are_refused_with_nothing_changed() -> None:
@@ -88,5 +88,5 @@ def test_keys_out_of_place_where_only_the_store_is_asked_are_refused_with_nothin
     store(cache, 1, keys_of(1, 5))
     before = state_of(cache)
     with pytest.raises(CacheError, match="key 3 of a path"):
-        cache.match_groups(wanted([known[0], *new[1:3], known[5], *new[4:]], keys_of(1, 5)), 1.0)
+        cache.lookup(wanted([known[0], *new[1:3], known[5], *new[4:]], keys_of(1, 5)), 1.0)
     assert state_of(cache) == before

@@ -24,9 +24,9 @@ def stored(**settings: object) -> TieredCache:
 
 def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
     cache = stored()
-    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    hold = cache.lookup(wanted(*PATHS), 0.0).lease
     assert hold is not None
-    order = cache.onboard_groups(hold, [range(8), range(8, 11), [11]], by_layer=True)
+    order = cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, by_layer=True)
     (transfer,) = orders(cache)
     assert (order.chunks, len(order.parts)) == (12, 1)
     assert transfer.by_layer
@@ -39,7 +39,7 @@ def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
     at = {each.key: each.slot for each in cache.residents()}
     assert [item.source for item in transfer.items] == [at[item.key] for item in transfer.items]
     end(cache, [transfer])
-    assert cache.outcome(hold) == Outcome(12, (HOST,) * 12)
+    assert cache.progress(hold).outcome == Outcome(12, (HOST,) * 12)
     cache.release(hold)
     cache.check_integrity()
 
@@ -47,10 +47,10 @@ def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
 def test_a_group_that_lacks_some_in_the_middle_has_several_sections() -> None:
     cache = stored()
     device = [False, True, False, False, True, False, True, True]
-    found = cache.match_groups([GroupKeys(PATHS[0], device=device), *wanted(*PATHS[1:])], 0.0)
+    found = cache.lookup({**wanted(*PATHS), 0: GroupKeys(PATHS[0], device=device)}, 0.0)
     assert found.needs[0].load == (0, 2, 3, 5)
-    assert found.hold is not None
-    cache.onboard_groups(found.hold, [[20, 21, 22, 23], [0, 1, 2], [3]])
+    assert found.lease is not None
+    cache.load(found.lease, {0: [20, 21, 22, 23], 1: [0, 1, 2], 2: [3]})
     (transfer,) = orders(cache)
     assert transfer.sections[:3] == (Section(0, 0, (20,)), Section(0, 2, (21, 22)), Section(0, 5, (23,)))
     assert [item.key for item in transfer.items][:4] == [PATHS[0][at] for at in (0, 2, 3, 5)]
@@ -58,9 +58,9 @@ def test_a_group_that_lacks_some_in_the_middle_has_several_sections() -> None:
 
 def test_a_group_of_which_the_device_has_all_travels_not_at_all() -> None:
     cache = stored()
-    found = cache.match_groups([GroupKeys(PATHS[0], device=[True] * 8), *wanted(*PATHS[1:])], 0.0)
-    assert found.hold is not None
-    cache.onboard_groups(found.hold, [(), [0, 1, 2], [3]])
+    found = cache.lookup({**wanted(*PATHS), 0: GroupKeys(PATHS[0], device=[True] * 8)}, 0.0)
+    assert found.lease is not None
+    cache.load(found.lease, {0: (), 1: [0, 1, 2], 2: [3]})
     assert [section.group for section in orders(cache)[0].sections] == [1, 2]
 
 
@@ -68,15 +68,15 @@ def test_what_must_be_read_first_is_read_first() -> None:
     cache = stored(host=64, file=64, backup=WritePolicy.THROUGH)
     assert cache.discard(PATHS[0][6:], HOST) == 2
     assert cache.discard(PATHS[1][14:15], HOST) == 1
-    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    hold = cache.lookup(wanted(*PATHS), 0.0).lease
     assert hold is not None
-    cache.onboard_groups(hold, [range(8), range(8, 11), [11]], by_layer=True)
+    cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, by_layer=True)
     read, load = orders(cache)
     assert [item.key for item in read.items] == [*PATHS[0][6:], PATHS[1][14]]
     assert load.after == (read.job,)
     end(cache, [read])
     end(cache, [load])
-    outcome = cache.outcome(hold)
+    outcome = cache.progress(hold).outcome
     assert outcome is not None
     assert [outcome.sources.count(tier) for tier in (HOST, FILE)] == [9, 3]
 
@@ -86,11 +86,11 @@ def test_without_room_for_all_nothing_is_ordered() -> None:
     for path in PATHS:
         cache.discard(path, HOST)
     cache.resize(HOST, 11)
-    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    hold = cache.lookup(wanted(*PATHS), 0.0).lease
     assert hold is not None
-    order = cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+    order = cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
     assert (order.chunks, orders(cache)) == (0, [])
-    assert cache.outcome(hold) == Outcome(0, ())
+    assert cache.progress(hold).outcome == Outcome(0, ())
     assert cache.counters.misses[MissReason.NO_ROOM] == 12
     cache.release(hold)
     cache.check_integrity()
@@ -98,13 +98,13 @@ def test_without_room_for_all_nothing_is_ordered() -> None:
 
 def test_a_chunk_that_was_lost_meanwhile_keeps_all_away() -> None:
     cache = stored()
-    first, second = (cache.match_groups(wanted(*PATHS), 0.0).hold for _ in range(2))
+    first, second = (cache.lookup(wanted(*PATHS), 0.0).lease for _ in range(2))
     assert first is not None
     assert second is not None
-    cache.onboard_groups(first, [range(8), range(8, 11), [11]])
+    cache.load(first, {0: range(8), 1: range(8, 11), 2: [11]})
     end(cache, orders(cache), Status.CORRUPT)
-    assert cache.onboard_groups(second, [range(8), range(8, 11), [11]]).chunks == 0
-    assert cache.outcome(second) == Outcome(0, ())
+    assert cache.load(second, {0: range(8), 1: range(8, 11), 2: [11]}).chunks == 0
+    assert cache.progress(second).outcome == Outcome(0, ())
     for hold in (first, second):
         cache.release(hold)
     cache.check_integrity()
@@ -115,14 +115,14 @@ def test_a_chunk_of_a_window_that_was_lost_keeps_all_away() -> None:
     cache = grouped(WINDOW)
     path = keys_of(0, 3)
     store(cache, 0, path)
-    first, second = (cache.match_groups(wanted(path), 0.0).hold for _ in range(2))
+    first, second = (cache.lookup(wanted(path), 0.0).lease for _ in range(2))
     assert first is not None
     assert second is not None
-    cache.onboard_groups(first, [range(3)])
+    cache.load(first, {0: range(3)})
     (transfer,) = orders(cache)
     cache.apply([TransferResult(transfer.job, (Status.OK, Status.CORRUPT, Status.OK))], 0.0)
-    assert len(cache.slots(second)) == 1  # what leads to it
-    assert cache.onboard_groups(second, [range(3)]).chunks == 0
+    assert [run.chunks for run in cache.progress(second).runs] == [1]  # what leads to it
+    assert cache.load(second, {0: range(3)}).chunks == 0
     assert orders(cache) == []
     assert cache.counters.misses[MissReason.ABSENT] == 1
 
@@ -132,7 +132,7 @@ def test_nothing_that_is_held_makes_way() -> None:
     paths = [keys_of(0, 4), keys_of(1, 8)]
     store(cache, 0, paths[0])
     store(cache, 1, paths[1], first=5)
-    hold = cache.match_groups(wanted(*paths), 0.0).hold
+    hold = cache.lookup(wanted(*paths), 0.0).lease
     assert hold is not None
     store(cache, 0, keys_of(0, 3, "b"))
     assert len([name for name in resident(cache) if name.startswith("a")]) == 7
@@ -143,31 +143,32 @@ def test_nothing_that_is_held_makes_way() -> None:
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
     cache = stored()
-    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    hold = cache.lookup(wanted(*PATHS), 0.0).lease
     assert hold is not None
     for blocks in ([range(8), range(8, 11)], [range(8), range(8, 10), [11]], [range(9), range(9, 11), [11]]):
         with pytest.raises(CacheError, match="have"):
-            cache.onboard_groups(hold, blocks)
+            cache.load(hold, dict(enumerate(blocks)))
     with pytest.raises(CacheError, match="distinct"):
-        cache.onboard_groups(hold, [range(8), [8, 8, 9], [11]])
-    with pytest.raises(LeaseError, match="several groups"):
-        cache.onboard(hold, [1])
-    single = cache.match(PATHS[0], 0.0).hold
+        cache.load(hold, {0: range(8), 1: [8, 8, 9], 2: [11]})
+    with pytest.raises(CacheError, match=r"have \[8, 3, 1\] blocks"):
+        cache.load(hold, {0: [1]})
+    single = cache.lookup({0: GroupKeys(PATHS[0])}, 0.0).lease
     assert single is not None
-    with pytest.raises(LeaseError, match="one group"):
-        cache.onboard_groups(single, [range(8), (), ()])
-    cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+    with pytest.raises(CacheError, match="there are no chunks"):
+        cache.load(single, {0: range(8), 1: [8]})
+    cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
     with pytest.raises(LeaseError, match="loaded before"):
-        cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+        cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
 
 
-def test_giving_up_a_load_that_has_not_come() -> None:
+def test_the_deadline_of_a_load_that_has_not_come() -> None:
     cache = stored()
-    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    hold = cache.lookup(wanted(*PATHS), 0.0).lease
     assert hold is not None
-    cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+    cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, timeout=5.0)
     (transfer,) = orders(cache)
-    assert cache.give_up(hold) == Outcome(0, ())
+    cache.apply((), 5.0)
+    assert cache.progress(hold).outcome == Outcome(0, ())
     cache.release(hold)
     end(cache, [transfer], Status.CANCELLED)
     settle(cache)
@@ -176,10 +177,10 @@ def test_giving_up_a_load_that_has_not_come() -> None:
 
 def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:
     cache = stored(events=1000)
-    hold = cache.match_groups(wanted(*PATHS), 0.0, request="r").hold
+    hold = cache.lookup(wanted(*PATHS), 0.0, request="r").lease
     assert hold is not None
-    cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
-    cache.tick(20.0)
+    cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
+    cache.apply((), 20.0)
     events = cache.events()
     assert [(a.verdict, a.cause) for a in explain(events, "r/0")] == [
         (Verdict.MISSED, "deadline"),
@@ -201,10 +202,10 @@ def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> Non
         store(cache, group, path)
     cold = data.draw(st.integers(0, 8), "cold")
     assert cache.discard(PATHS[0][8 - cold :], HOST) == cold
-    hold = cache.match_groups(wanted(*PATHS), 0.0).hold
+    hold = cache.lookup(wanted(*PATHS), 0.0).lease
     assert hold is not None
     misses = cache.counters.misses.total()
-    cache.onboard_groups(hold, [range(8), range(8, 11), [11]])
+    cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
     failed = False
     for transfer in orders(cache):  # the read, if there is one, and then the load
         for rank in data.draw(st.permutations(range(ranks))):
@@ -213,7 +214,7 @@ def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> Non
             statuses = tuple(data.draw(each) for _ in transfer.items)
             failed |= any(status is not Status.OK for status in statuses)
             cache.apply([TransferResult(transfer.job, statuses, rank=rank)], 0.0)
-    outcome = cache.outcome(hold)
+    outcome = cache.progress(hold).outcome
     assert outcome is not None
     assert outcome.chunks == len(outcome.sources) == (0 if failed else 12)
     assert cache.counters.hits.total() == outcome.chunks

@@ -63,8 +63,8 @@ def test_the_longest_length_at_which_all_groups_are_served_is_found(request: lis
         keys = keys_of(group, each.count)
         for at in sorted(each.stored):
             store(cache, group, keys[: at + 1], at)
-    asked = [GroupKeys(keys_of(group, each.count), device=each.device) for group, each in enumerate(request)]
-    found = cache.match_groups(asked, 0.0)
+    asked = {g: GroupKeys(keys_of(g, each.count), device=each.device) for g, each in enumerate(request)}
+    found = cache.lookup(asked, 0.0)
     assert found.tokens == longest(request, per_chunk)
     for group, (each, need) in enumerate(zip(request, found.needs, strict=True)):
         size = each.group.block_size * per_chunk
@@ -76,9 +76,9 @@ def test_the_longest_length_at_which_all_groups_are_served_is_found(request: lis
         seen = each.group.window or 1
         assert need.first == (max(0, found.tokens - seen) // size if each.group.alone else 0)
     cache.check_integrity()
-    assert (found.hold is None) == (not any(need.load for need in found.needs))
-    if found.hold is not None:
-        cache.release(found.hold)
+    assert (found.lease is None) == (not any(need.load for need in found.needs))
+    if found.lease is not None:
+        cache.release(found.lease)
         cache.check_integrity()
 
 
@@ -88,7 +88,7 @@ def test_full_window_and_state_in_one_call() -> None:
     paths = [keys_of(0, 8), keys_of(1, 16), keys_of(2, 4)]
     for group, path in enumerate(paths):
         store(cache, group, path)
-    found = cache.match_groups(wanted(*paths), 0.0)
+    found = cache.lookup(wanted(*paths), 0.0)
     assert found.tokens == 32
     assert [(need.first, need.end) for need in found.needs] == [(0, 8), (13, 16), (3, 4)]
 
@@ -99,7 +99,7 @@ def test_a_hole_in_a_window_rules_out_only_lengths_that_need_it() -> None:
     for group, path in enumerate(paths):
         store(cache, group, path)
     assert cache.discard(paths[1][14:15], HOST) == 1
-    found = cache.match_groups(wanted(*paths), 0.0)
+    found = cache.lookup(wanted(*paths), 0.0)
     assert found.tokens == 28  # 14 chunks of two tokens: the hole is right behind
     assert cache.counters.misses[MissReason.ABSENT] == 1
     assert cache.counters.misses[MissReason.BEHIND] == 1 + 1  # the full group's last, the window's last
@@ -111,39 +111,39 @@ def test_what_the_device_has_need_not_be_loaded() -> None:
     for group, path in enumerate(paths):
         store(cache, group, path)
     device = [True, False, True]
-    found = cache.match_groups([GroupKeys(paths[0], device=device), GroupKeys(paths[1], device=[True] * 8)], 0.0)
+    found = cache.lookup({0: GroupKeys(paths[0], device=device), 1: GroupKeys(paths[1], device=[True] * 8)}, 0.0)
     assert found.tokens == 16
     assert [need.load for need in found.needs] == [(1, 3), ()]
 
 
 def test_a_prefix_that_the_device_has_whole_holds_nothing() -> None:
     cache = grouped(FULL)
-    found = cache.match_groups([GroupKeys(keys_of(0, 3), device=[True, True])], 0.0)
-    assert (found.tokens, found.hold, cache.held) == (8, None, 0)
+    found = cache.lookup({0: GroupKeys(keys_of(0, 3), device=[True, True])}, 0.0)
+    assert (found.tokens, found.lease, cache.held) == (8, None, 0)
 
 
 def test_chunks_on_their_way_are_not_served_yet() -> None:
     cache = grouped(FULL, WINDOW)
     paths = [keys_of(0, 2), keys_of(1, 4)]
     store(cache, 0, paths[0])
-    cache.commit(paths[1], range(4), group=1)
-    assert cache.match_groups(wanted(*paths), 0.0).tokens == 0
+    cache.store({1: GroupKeys(paths[1])}, {1: range(4)})
+    assert cache.lookup(wanted(*paths), 0.0).tokens == 0
     end(cache, orders(cache))
-    assert cache.match_groups(wanted(*paths), 0.0).tokens == 8
+    assert cache.lookup(wanted(*paths), 0.0).tokens == 8
 
 
 @pytest.mark.parametrize("groups", [(), (FULL, WINDOW)])
 def test_a_match_is_for_all_groups(groups: tuple[CacheGroup, ...]) -> None:
     with pytest.raises(CacheError, match=f"or of all {len(groups)}, got"):
-        grouped(*groups).match_groups(wanted(keys_of(0, 1)), 0.0)
+        grouped(*groups).lookup(wanted(keys_of(0, 1)), 0.0)
 
 
 def test_what_cannot_be_is_refused() -> None:
     cache = grouped(FULL, WINDOW)
     with pytest.raises(CacheError, match="cannot have 2 of 1 chunks"):
-        cache.match_groups([GroupKeys(keys_of(0, 1), device=[True, True]), GroupKeys(())], 0.0)
+        cache.lookup({0: GroupKeys(keys_of(0, 1), device=[True, True]), 1: GroupKeys(())}, 0.0)
     with pytest.raises(CacheError, match="group 2 is none of the 2 groups"):
-        cache.commit(keys_of(0, 1), [0], group=2)
+        cache.store({2: GroupKeys(keys_of(0, 1))}, {2: [0]})
     for wrong in ({"block_size": 0}, {"block_size": 1, "window": 0}, {"block_size": 1, "window": 3, "recurrent": True}):
         with pytest.raises(CacheError, match="one kind of attention"):
             CacheGroup(**wrong)  # type: ignore[arg-type]
@@ -156,10 +156,10 @@ def test_keys_out_of_place_are_refused_with_nothing_changed() -> None:
         store(cache, group, path)
     for bad in ([paths[0][::-1], paths[1]], [paths[0], [*paths[1][:3], paths[0][1]]]):
         with pytest.raises(CacheError, match=r"does not follow|does not stand alone"):
-            cache.match_groups(wanted(*bad), 0.0)
+            cache.lookup(wanted(*bad), 0.0)
     assert cache.held == 0
     with pytest.raises(CacheError, match="does not stand alone"):
-        cache.commit([paths[0][1]], [0], group=1)
+        cache.store({1: GroupKeys([paths[0][1]])}, {1: [0]})
 
 
 def test_keys_of_the_last_group_that_are_out_of_place_behind_what_can_be_read_change_nothing_either() -> None:
@@ -168,7 +168,7 @@ def test_keys_of_the_last_group_that_are_out_of_place_behind_what_can_be_read_ch
     store(cache, 1, known)
     before = state_of(cache)
     with pytest.raises(CacheError, match="key 2 of a path"):
-        cache.match_groups(wanted(keys_of(0, 5), [known[0], new[1], known[1], *new[3:]]), 1.0)
+        cache.lookup(wanted(keys_of(0, 5), [known[0], new[1], known[1], *new[3:]]), 1.0)
     assert state_of(cache) == before
 
 
@@ -178,7 +178,7 @@ def test_each_group_of_a_request_is_an_event() -> None:
     for group, path in enumerate(paths):
         store(cache, group, path)
     cache.events()
-    cache.match_groups(wanted(*paths), 0.0, request="r")
+    cache.lookup(wanted(*paths), 0.0, request="r")
     asked = [event for event in cache.events() if event.kind is EventKind.REQUEST]
     assert [(event.request, len(event.keys), event.length) for event in asked] == [("r/0", 2, 2), ("r/1", 3, 3)]
 
@@ -188,10 +188,10 @@ def test_abort_lets_go_of_all_groups() -> None:
     paths = [keys_of(0, 2), keys_of(1, 4)]
     for group, path in enumerate(paths):
         store(cache, group, path)
-    hold = cache.match_groups(wanted(*paths), 0.0, request="r").hold
+    hold = cache.lookup(wanted(*paths), 0.0, request="r").lease
     assert hold is not None
     assert all(cache.discard(path, HOST) < len(path) for path in paths)
-    assert cache.abort("r") == 1
+    assert cache.release("r") == 1
     assert cache.held == 0
     with pytest.raises(LeaseError):
         cache.release(hold)
@@ -210,7 +210,7 @@ def test_a_window_costs_no_look_at_what_it_has_passed() -> None:
     cache = TieredCache([TierSpec(HOST, 64, 4096)], CacheSettings(groups=(WINDOW,)))
     path = keys_of(0, 40)
     store(cache, 0, path)
-    found = cache.match_groups([GroupKeys(Keys(path))], 0.0)
+    found = cache.lookup(wanted(Keys(path)), 0.0)
     assert (found.tokens, set(looks)) == (80, {37, 38, 39})
 
 
@@ -219,6 +219,6 @@ def test_groups_that_share_a_key_are_refused() -> None:
     keys = keys_of(0, 2)
     store(cache, 0, keys)
     with pytest.raises(CacheError, match="different keys"):
-        cache.match_groups(wanted(keys, keys), 0.0)
+        cache.lookup(wanted(keys, keys), 0.0)
     assert cache.held == 0
     cache.check_integrity()

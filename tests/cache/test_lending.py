@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from cache_setup import residency
+from group_kit import settle
 from pickled import state_of
 
 from longshore.boundary import Key, Status, Transfer, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, DropReason, Presence, TieredCache, TierSpec, WritePolicy
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    DropReason,
+    GroupKeys,
+    Lease,
+    Presence,
+    TieredCache,
+    TierSpec,
+    Until,
+    WritePolicy,
+)
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, JobError, LeaseError
 
@@ -32,25 +46,32 @@ def two_tiers(slots: int) -> TieredCache:
 
 def store(cache: TieredCache, keys: list[Key]) -> int:
     """Offer `keys`, and report them as stored; says how many were taken."""
-    offload = cache.offer(keys)
+    offload = cache.store({0: GroupKeys(keys)})[0]
     if offload.job is None:
         return 0
     cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    settle(cache)
     return len(offload.slots)
+
+
+def kept(cache: TieredCache, keys: Sequence[Key], group: int = 0) -> Lease:
+    """A lease on single chunks, all of which some tier has."""
+    found = cache.lookup({group: GroupKeys(keys)}, 0.0, each=True)
+    assert found.lease is not None
+    assert found.chunks == len(keys)
+    return found.lease
 
 
 def test_what_is_lent_stays_until_it_is_reported() -> None:
     cache, (a, b, c, d) = cache_of(2), keys_of("a", "b", "c", "d")
     assert store(cache, [a, b]) == 2
-    loan = cache.lend([a, b])
+    loan = cache.load({0: GroupKeys([a, b])}).parts[0]
     assert [slot.tier for slot in loan.slots] == ["host", "host"]
     assert store(cache, [c]) == 0
     cache.check_integrity()
     cache.apply([TransferResult(loan.job, (Status.OK, Status.OK))], 1.0)
     assert store(cache, [c, d]) == 2
-    assert cache.peek([a, b, c, d]).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
+    assert residency(cache, [a, b, c, d], Until.STEP).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
     cache.end_step()
     cache.check_integrity()
 
@@ -59,18 +80,18 @@ def test_a_loan_is_a_use() -> None:
     cache, (a, b, c) = cache_of(2), keys_of("a", "b", "c")
     store(cache, [a])
     store(cache, [b])
-    cache.apply([TransferResult(cache.lend([a]).job, (Status.OK,))], 1.0)
+    cache.apply([TransferResult(cache.load({0: GroupKeys([a])}).parts[0].job, (Status.OK,))], 1.0)
     assert store(cache, [c]) == 1
-    assert cache.peek([a, b]).presences == [Presence.READY, Presence.ABSENT]
+    assert residency(cache, [a, b], Until.STEP).presences == [Presence.READY, Presence.ABSENT]
     assert cache.counters.hits["host"] == 1
 
 
 def test_a_loan_outlives_a_reset() -> None:
     cache, (a, b) = cache_of(1), keys_of("a", "b")
     store(cache, [a])
-    loan = cache.lend([a])
+    loan = cache.load({0: GroupKeys([a])}).parts[0]
     cache.reset()
-    assert cache.peek([a]).presences == [Presence.ABSENT]
+    assert residency(cache, [a], Until.STEP).presences == [Presence.ABSENT]
     assert store(cache, [b]) == 0  # the slot is still being read
     cache.apply([TransferResult(loan.job, (Status.OK,))], 1.0)
     assert store(cache, [b]) == 1
@@ -80,21 +101,21 @@ def test_a_loan_outlives_a_reset() -> None:
 def test_what_is_given_back_unread_is_there_as_before() -> None:
     cache, (a,) = cache_of(1), keys_of("a")
     store(cache, [a])
-    loan = cache.lend([a])
-    cache.withdraw(loan.job)
+    loan = cache.load({0: GroupKeys([a])}).parts[0]
+    cache.release(loan.job)
     with pytest.raises(JobError):
-        cache.withdraw(loan.job)
-    assert cache.peek([a]).presences == [Presence.READY]
+        cache.release(loan.job)
+    assert residency(cache, [a], Until.STEP).presences == [Presence.READY]
 
 
 def test_what_was_looked_at_stays_in_the_warmest_tier_until_the_step_is_over() -> None:
     """With a copy below, too: a host that was told that a chunk is ready may borrow it in the same step."""
     cache, (a, b, c) = two_tiers(2), keys_of("a", "b", "c")
     store(cache, [a, b])
-    assert cache.peek([a]).presences == [Presence.READY]
+    assert residency(cache, [a], Until.STEP).presences == [Presence.READY]
     assert store(cache, [c]) == 1
-    assert cache.peek([a, b, c]).presences == [Presence.READY, Presence.COLDER, Presence.READY]
-    assert len(cache.lend([a]).slots) == 1
+    assert residency(cache, [a, b, c], Until.STEP).presences == [Presence.READY, Presence.COLDER, Presence.READY]
+    assert len(cache.load({0: GroupKeys([a])}).parts[0].slots) == 1
     assert cache.held == 3
     cache.end_step()
     assert cache.held == 0
@@ -104,29 +125,29 @@ def test_what_was_looked_at_stays_in_the_warmest_tier_until_the_step_is_over() -
 def test_a_part_of_what_was_seen_can_be_borrowed_also_when_others_have_gone_meanwhile() -> None:
     cache, keys = cache_of(4), keys_of(*"abcd")
     store(cache, keys)
-    sight = cache.peek(keys)
-    loan = cache.lend(sight.part(1, 3))
-    assert list(loan.slots) == list(cache.lend(keys[1:3]).slots)
+    sight = residency(cache, keys, Until.STEP)
+    loan = cache.load({0: GroupKeys(sight.part(1, 3))}).parts[0]
+    assert list(loan.slots) == list(cache.load({0: GroupKeys(keys[1:3])}).parts[0].slots)
     cache.end_step()
     new = keys_of("x", "y")
     assert store(cache, new) == 2  # a and d have made way, and their numbers may be taken
     with pytest.raises(CacheError, match="2 of 4 chunks are not ready"):
-        cache.lend(sight)
-    assert list(cache.lend(sight.part(1, 3)).slots) == list(loan.slots)
+        cache.load({0: GroupKeys(sight)})
+    assert list(cache.load({0: GroupKeys(sight.part(1, 3))}).parts[0].slots) == list(loan.slots)
     cache.reset()
     with pytest.raises(CacheError, match="not ready"):
-        cache.lend(sight.part(1, 3))
+        cache.load({0: GroupKeys(sight.part(1, 3))})
     cache.check_integrity()
 
 
 def test_a_reset_forgets_what_was_looked_at() -> None:
     cache, (a, b, c) = cache_of(1), keys_of("a", "b", "c")
     store(cache, [a])
-    cache.peek([a])
+    residency(cache, [a], Until.STEP)
     cache.reset()
     assert store(cache, [b]) == 1
     assert store(cache, [c]) == 1  # nobody has looked at b
-    cache.peek([c])
+    residency(cache, [c], Until.STEP)
     assert store(cache, [a]) == 0
     cache.end_step()
     assert store(cache, [a]) == 1
@@ -135,30 +156,45 @@ def test_a_reset_forgets_what_was_looked_at() -> None:
 
 def test_what_is_no_key_is_refused() -> None:
     cache = cache_of(1)
-    assert not cache.peek([]).presences
+    assert not residency(cache, [], Until.STEP).presences
     for wrong in ([b""], [None], keys_of("a")[0]):
         with pytest.raises(CacheError, match="digests"):
-            cache.peek(wrong)  # type: ignore[arg-type]
+            residency(cache, wrong, Until.STEP)  # type: ignore[arg-type]
 
 
 def test_what_is_kept_is_not_evicted() -> None:
     cache, (a, b) = cache_of(1), keys_of("a", "b")
     store(cache, [a])
-    hold = cache.keep([a])
+    hold = kept(cache, [a])
     assert store(cache, [b]) == 0
     cache.release(hold)
     assert store(cache, [b]) == 1
 
 
-@pytest.mark.parametrize("verb", ["keep", "lend"])
-def test_what_cannot_be_read_is_refused_and_nothing_has_changed(verb: str) -> None:
+def test_what_cannot_be_read_is_refused_and_nothing_has_changed() -> None:
     cache, (a, b, c) = cache_of(2), keys_of("a", "b", "c")
     store(cache, [a])
-    cache.offer([b])
+    cache.store({0: GroupKeys([b])})
     before = state_of(cache)
     for keys, group in (([], 0), ([a, a], 0), ([a, b], 0), ([a, c], 0), ([a], 2)):
         with pytest.raises(CacheError):
-            getattr(cache, verb)(keys, group=group)
+            cache.load({group: GroupKeys(keys)})
+        assert state_of(cache) == before
+
+
+def test_single_chunks_that_are_not_ready_are_not_leased() -> None:
+    cache, (a, b, c) = cache_of(2), keys_of("a", "b", "c")
+    store(cache, [a])
+    cache.store({0: GroupKeys([b])})
+    found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, each=True)
+    assert (found.chunks, cache.held) == (1, 1)
+    assert [each.value for each in found.residency[0].presences] == ["ready", "in_flight", "absent"]
+    for none in ([], [b, c]):
+        assert cache.lookup({0: GroupKeys(none)}, 0.0, each=True)[:2] == (None, 0)
+    before = state_of(cache)
+    for keys, group in (([a, a], 0), ([a], 2)):
+        with pytest.raises(CacheError):
+            cache.lookup({group: GroupKeys(keys)}, 0.0, each=True)
         assert state_of(cache) == before
 
 
@@ -171,26 +207,26 @@ def test_a_loan_that_is_refused_changes_no_order_of_eviction() -> None:
     assert isinstance(down, Transfer)
     cache.apply([TransferResult(down.job, (Status.OK,))], 0.0)
     assert cache.discard([a], "host") == 1
-    hold = cache.keep([a])
-    assert cache.prefetch(hold)
+    hold = kept(cache, [a])
+    assert cache.prefetch(hold, 0.0)
     cache.release(hold)  # it is still being read, and so cannot make way for the next
-    cache.apply([TransferResult(cache.offer([b]).job or 0, (Status.OK,))], 0.0)
+    cache.apply([TransferResult(cache.store({0: GroupKeys([b])})[0].job or 0, (Status.OK,))], 0.0)
     cache.flush()
     before = state_of(cache)
     with pytest.raises(CacheError, match="not all of 1 chunks are ready in the warmest tier"):
-        cache.lend([a])
+        cache.load({0: GroupKeys([a])})
     assert state_of(cache) == before
 
 
 def test_chunks_of_a_path_are_kept_and_lent_like_others() -> None:
     cache, keys = cache_of(3), keys_of("a", "b", "c")
-    job = cache.offer(keys, group=1).job or 0
+    job = cache.store({1: GroupKeys(keys)})[1].job or 0
     cache.apply([TransferResult(job, (Status.OK,) * 3)], 0.0)
-    hold, loan = cache.keep(keys[1:2], group=1), cache.lend(keys[:1], group=1)
+    hold, loan = kept(cache, keys[1:2], 1), cache.load({1: GroupKeys(keys[:1])}).parts[0]
     assert store(cache, keys_of("d", "e", "f")) == 1, "c alone goes: b is kept, a is read"
     cache.apply([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert store(cache, keys_of("g")) == store(cache, keys_of("h")) == 1
-    assert cache.peek(keys).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
+    assert residency(cache, keys, Until.STEP).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
     cache.release(hold)
     cache.end_step()
     cache.check_integrity()
@@ -199,23 +235,22 @@ def test_chunks_of_a_path_are_kept_and_lent_like_others() -> None:
 def test_a_patient_offer_behind_its_head_waits_for_room() -> None:
     """What would not come together is not taken in part, and evicts nothing of its own path."""
     cache, keys = two_tiers(4), keys_of(*"abcdef")
-    head = cache.offer(keys[:3], group=1)
+    head = cache.store({1: GroupKeys(keys[:3])})[1]
     cache.apply([TransferResult(head.job or 0, (Status.OK,) * 3)], 0.0)
-    waits = cache.offer(keys, first=3, group=1, patient=True)
+    waits = cache.store({1: GroupKeys(keys, 3)}, patient=True)[1]
     assert (waits.job, waits.again, waits.positions) == (None, True, ())
     assert cache.counters.drops["host"].total() == 0
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
-    tail = cache.offer(keys, first=3, group=1, patient=True)
+    settle(cache)
+    tail = cache.store({1: GroupKeys(keys, 3)}, patient=True)[1]
     assert (tail.again, list(tail.positions)) == (False, [3, 4, 5])
-    assert cache.peek(keys[:3]).presences.count(Presence.COLDER) == 2
+    assert residency(cache, keys[:3], Until.STEP).presences.count(Presence.COLDER) == 2
     cache.end_step()
     cache.check_integrity()
 
 
 def test_an_offer_whose_head_no_tier_has_is_dropped_as_orphan() -> None:
     cache, keys = cache_of(3), keys_of("a", "b", "c")
-    offload = cache.offer(keys, first=1, group=1, patient=True)
+    offload = cache.store({1: GroupKeys(keys, 1)}, patient=True)[1]
     assert (offload.job, offload.again) == (None, False)
     assert cache.counters.drops["host"][DropReason.ORPHAN] == 2
 
@@ -223,9 +258,9 @@ def test_an_offer_whose_head_no_tier_has_is_dropped_as_orphan() -> None:
 def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:
     cache, keys = cache_of(2), keys_of("a", "b")
     store(cache, keys)
-    hold = cache.keep(keys)
+    hold = kept(cache, keys)
     with pytest.raises(LeaseError, match="single chunks"):
-        cache.onboard(hold, [0, 1])
+        cache.load(hold, {0: [0, 1]})
     assert (cache.take(), cache.counters.misses.total()) == ([], 0)
     cache.release(hold)
 
@@ -235,28 +270,27 @@ def test_nothing_is_offered_or_lent_to_a_device_that_sleeps() -> None:
     store(cache, keys[:1])
     assert cache.sleep()
     with pytest.raises(CacheError, match="given up"):
-        cache.offer(keys[1:])
+        cache.store({0: GroupKeys(keys[1:])})
     with pytest.raises(CacheError, match="given up"):
-        cache.lend(keys[:1])
+        cache.load({0: GroupKeys(keys[:1])})
     assert cache.sleep()
     cache.wake()
-    assert cache.lend(keys[:1]).slots
+    assert cache.load({0: GroupKeys(keys[:1])}).parts[0].slots
 
 
 def test_what_was_promised_in_a_step_is_lent_though_its_parent_is_found_rotten() -> None:
     cache, keys = two_tiers(4), keys_of("a", "b")
-    job = cache.offer(keys, group=1).job or 0
+    job = cache.store({1: GroupKeys(keys)})[1].job or 0
     cache.apply([TransferResult(job, (Status.OK,) * 2)], 0.0)
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    settle(cache)
     assert cache.discard(keys[:1], "host") == 1
-    (read,) = cache.prefetch(cache.keep(keys[:1], group=1))
-    assert cache.peek(keys[1:]).presences == [Presence.READY]
+    (read,) = cache.prefetch(kept(cache, keys[:1], 1), 0.0)
+    assert residency(cache, keys[1:], Until.STEP).presences == [Presence.READY]
     cache.apply([TransferResult(read, (Status.CORRUPT,))], 0.0)
-    loan = cache.lend(keys[1:], group=1)
+    loan = cache.load({1: GroupKeys(keys[1:])}).parts[0]
     cache.check_integrity()
     cache.end_step()
-    assert cache.peek(keys).presences == [Presence.ABSENT] * 2, "nothing leads to it any more"
+    assert residency(cache, keys, Until.STEP).presences == [Presence.ABSENT] * 2, "nothing leads to it any more"
     cache.apply([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert cache.counters.lost == {"host": 2, "file": 2}
     cache.end_step()

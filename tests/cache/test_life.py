@@ -6,7 +6,7 @@ import pickle
 import pytest
 from cache_groups import Groups
 from cache_model import World
-from cache_setup import Setup, chunks, key, parent, path_of
+from cache_setup import LOAD, Setup, chunks, key, lookup, parent, path_of, store
 
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, TierSpec
@@ -25,7 +25,7 @@ def load(world: World, path: str) -> Outcome | None:
     assert hold is not None
     world.onboard(hold, len(world.holds[hold].keys), 0, 0)
     world.settle_all()
-    outcome: Outcome | None = world.cache.outcome(hold)
+    outcome: Outcome | None = world.cache.progress(hold).outcome
     world.release(hold)
     return outcome
 
@@ -50,7 +50,7 @@ def test_a_chunk_goes_all_the_way_down_and_back_and_is_gone_in_the_end() -> None
     assert (world.where("a"), world.where("x")) == ({HOST: "filling", FILE: "ready"}, {})
     world.settle_all()
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
-    assert world.cache.outcome(hold) == (1, (FILE,))
+    assert world.cache.progress(hold).outcome == (1, (FILE,))
     world.release(hold)
     world.commit("y", 0, True)
     assert world.where("a") == {FILE: "ready"}
@@ -112,7 +112,7 @@ def test_a_restart_into_the_warmest_tier_knows_what_is_not_backed_up() -> None:
     world = World(BOTH)
     assert world.cache.adopt(HOST, [(3, key("a"), None)]) == 1
     world.cache.check_integrity()
-    world.cache.tick(0.0)
+    world.cache.apply((), 0.0)
     (backup,) = world.cache.take()
     assert isinstance(backup, Transfer)
     assert [item.source.index for item in backup.items if item.source] == [3]
@@ -158,17 +158,17 @@ def test_an_onboarding_from_before_a_reset_has_brought_nothing() -> None:
     assert amid is not None
     world.onboard(over, 2, 0, 0)
     world.settle_all()
-    assert world.cache.outcome(over) == (2, (HOST, HOST))
+    assert world.cache.progress(over).outcome == (2, (HOST, HOST))
     world.onboard(amid, 2, 0, 0)
     world.reset()
-    assert world.cache.outcome(over) == world.cache.outcome(amid) == (0, ())
+    assert world.cache.progress(over).outcome == world.cache.progress(amid).outcome == (0, ())
     world.settle_all()
-    assert world.cache.outcome(amid) == (0, ())
+    assert world.cache.progress(amid).outcome == (0, ())
     assert world.cache.counters.misses[MissReason.CANCELLED] == 2
-    world.give_up(amid)
+    world.tick(LOAD)
     assert before is not None
     world.onboard(before, 2, 0, 0)
-    assert world.cache.outcome(before) == (0, ())
+    assert world.cache.progress(before).outcome == (0, ())
     world.drain()
 
 
@@ -198,8 +198,8 @@ def test_a_step_ends_also_if_its_tier_had_more_slots_before_a_reset() -> None:
 
 def test_commands_come_once_and_in_order() -> None:
     cache = BOTH.build()
-    first = cache.commit([key("a")], (0,)).job
-    second = cache.commit([key("b")], (1,)).job
+    first = store(cache, [key("a")], (0,)).job
+    second = store(cache, [key("b")], (1,)).job
     cache.reset()
     commands = cache.take()
     assert [c.job for c in commands if isinstance(c, Transfer)] == [first, second]
@@ -217,17 +217,17 @@ def test_commands_and_results_survive_a_pipe() -> None:
 @pytest.mark.parametrize("now", [math.nan, math.inf, -math.inf])
 def test_a_time_that_is_none_is_refused(now: float) -> None:
     world = World(BOTH._replace(groups=1))
-    calls: list[tuple[str, tuple[object, ...]]] = [("tick", (now,)), ("apply", ([], now))]
-    calls += [(name, (chunks("a"), now)) for name in ("match", "fetch")]
-    for name, args in [*calls, *((name, ([GroupKeys(chunks("a"))], now)) for name in ("match_groups", "fetch_groups"))]:
-        world.refused(CacheError, name, *args)
+    world.refused(CacheError, "apply", [], now)
+    for path in (GroupKeys(chunks("a")), GroupKeys(chunks("a"), device=())):
+        for verb in ("lookup", "prefetch"):
+            world.refused(CacheError, verb, {0: path}, now)
 
 
 def test_time_does_not_run_backwards() -> None:
     cache = BOTH.build()
-    cache.tick(5.0)
-    cache.match(chunks("a"), 3.0)
-    cache.commit(chunks("a"), (0,))
+    cache.apply((), 5.0)
+    lookup(cache, chunks("a"), 3.0)
+    store(cache, chunks("a"), (0,))
     (offload,) = cache.take()
     assert isinstance(offload, Transfer)
     assert offload.deadline == 65.0
@@ -242,7 +242,7 @@ def test_holds_are_released_once() -> None:
     assert second is not None
     world.release(first)
     world.refused(LeaseError, "release", first)
-    world.refused(LeaseError, "onboard", first, (0,))
+    world.refused(LeaseError, "load", first, {0: (0,)})
     assert world.discard("a", HOST) == 1  # the file has it, too
     assert world.discard("a", FILE) == 0  # the other hold keeps it
     world.abort("mine")
@@ -257,7 +257,7 @@ def test_a_hold_is_onboarded_once() -> None:
     hold = world.match("a", 0, None)
     assert hold is not None
     world.onboard(hold, 1, 0, 0)
-    world.refused(LeaseError, "onboard", hold, (7,))
+    world.refused(LeaseError, "load", hold, {0: (7,)})
 
 
 def test_a_result_is_taken_once() -> None:

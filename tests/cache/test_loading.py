@@ -5,7 +5,7 @@ import math
 
 import pytest
 from cache_model import World
-from cache_setup import Setup, key, path_of
+from cache_setup import LOAD, Setup, chunks, key, lookup, path_of, store
 
 from longshore.boundary import FILE, HOST, Cancel, Status, TransferResult, Urgency
 from longshore.cache import Lease, MissReason, Run, TieredCache, TierSpec, loading
@@ -38,9 +38,9 @@ def test_a_match_names_the_tiers_that_it_will_come_from() -> None:
     world = cold(BOTH, "abc")
     load(world, "a")
     world.settle_all()
-    found = world.call("match", [key("a"), key("ab"), key("abc")], 0.0)
-    assert found[:2] == (0, 3)
-    assert world.call("runs", found.hold) == (Run(HOST, 1), Run(FILE, 2))
+    found = lookup(world.cache, chunks("abc"), 0.0)
+    assert found.chunks == 3
+    assert world.cache.progress(found.lease).runs == (Run(HOST, 1), Run(FILE, 2))
 
 
 def test_a_match_of_nothing_holds_nothing() -> None:
@@ -95,8 +95,8 @@ def test_a_second_request_joins_a_load_in_flight() -> None:
     assert [path_of(i.key) for i in rest.transfer.items] == ["abc"]
     assert set(world.on("host->device")[1].transfer.after) == {reading.transfer.job, rest.transfer.job}
     world.settle_all()
-    assert world.cache.outcome(first) == (2, (FILE, FILE))
-    assert world.cache.outcome(second) == (3, (FILE, FILE, FILE))
+    assert world.cache.progress(first).outcome == (2, (FILE, FILE))
+    assert world.cache.progress(second).outcome == (3, (FILE, FILE, FILE))
 
 
 def test_a_joined_load_outlives_the_request_that_began_it() -> None:
@@ -104,7 +104,7 @@ def test_a_joined_load_outlives_the_request_that_began_it() -> None:
     first, second = load(world, "a"), load(world, "a")
     world.release(first)
     world.settle_all()
-    assert world.cache.outcome(second) == (1, (FILE,))
+    assert world.cache.progress(second).outcome == (1, (FILE,))
 
 
 def test_a_joined_load_that_fails_is_a_miss_for_both() -> None:
@@ -113,7 +113,7 @@ def test_a_joined_load_that_fails_is_a_miss_for_both() -> None:
     world.end(world.on("file->host")[0], Status.OK, Status.SHORT)
     for job in world.on("host->device"):
         world.end(job)
-    assert world.cache.outcome(first) == world.cache.outcome(second) == (1, (FILE,))
+    assert world.cache.progress(first).outcome == world.cache.progress(second).outcome == (1, (FILE,))
     assert misses(world) == {"short": 2}
     assert world.where("ab") == {}
 
@@ -123,7 +123,7 @@ def test_chunks_without_room_in_the_host_tier_are_left_out_and_counted() -> None
     load(world, "abc")
     hold = load(world, "xyz")
     assert not world.holds[hold].parts
-    assert world.cache.outcome(hold) == (0, ())
+    assert world.cache.progress(hold).outcome == (0, ())
     assert misses(world) == {"no_room": 3}
     world.settle_all()
     world.match("a", 0, None)
@@ -131,7 +131,7 @@ def test_chunks_without_room_in_the_host_tier_are_left_out_and_counted() -> None
     hold = load(world, "xyz")
     assert [len(part.told) for part in world.holds[hold].parts] == [3]
     world.settle_all()
-    assert world.cache.outcome(hold) == (3, (FILE,) * 3)
+    assert world.cache.progress(hold).outcome == (3, (FILE,) * 3)
 
 
 def test_as_much_is_loaded_as_there_is_room_for() -> None:
@@ -139,7 +139,7 @@ def test_as_much_is_loaded_as_there_is_room_for() -> None:
     load(world, "ab")
     hold = load(world, "xyz")
     world.settle_all()
-    assert world.cache.outcome(hold) == (1, (FILE,))
+    assert world.cache.progress(hold).outcome == (1, (FILE,))
     assert misses(world) == {"no_room": 2}
 
 
@@ -157,7 +157,7 @@ def test_what_is_loaded_does_not_evict_itself() -> None:
     world.settle_all()
     hold = load(world, "abc")
     world.settle_all()
-    assert world.cache.outcome(hold) == (3, (HOST, HOST, FILE))
+    assert world.cache.progress(hold).outcome == (3, (HOST, HOST, FILE))
 
 
 def test_what_is_ready_does_not_wait_and_the_rest_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,8 @@ def test_what_is_ready_does_not_wait_and_the_rest_comes_in_parts(monkeypatch: py
     world.end(world.on("file->host")[0])
     world.end(parts[0])
     world.end(parts[1])
-    assert world.cache.give_up(hold) == (3, (HOST, FILE, FILE))
+    world.tick(LOAD)
+    assert world.cache.progress(hold).outcome == (3, (HOST, FILE, FILE))
 
 
 def test_a_batch_is_sixteen_chunks() -> None:
@@ -189,7 +190,7 @@ def test_parts_of_the_first_and_the_last_chunk() -> None:
     (section,) = world.on("host->device")[0].transfer.sections
     assert (section.first_block, len(section.blocks)) == (1, 4)
     world.settle_all()
-    assert world.cache.outcome(hold) == (3, (FILE,) * 3)
+    assert world.cache.progress(hold).outcome == (3, (FILE,) * 3)
 
 
 def test_what_has_arrived_by_the_deadline_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,26 +200,30 @@ def test_what_has_arrived_by_the_deadline_is_used(monkeypatch: pytest.MonkeyPatc
     hold = load(world, "abc")
     for job in (world.on("file->host")[0], world.on("host->device")[0]):
         world.end(job)
-    assert world.cache.outcome(hold) is None
-    world.give_up(hold)
-    assert world.cache.outcome(hold) == (1, (FILE,))
+    assert world.cache.progress(hold).outcome is None
+    world.tick(LOAD)
+    assert world.cache.progress(hold).outcome == (1, (FILE,))
     assert misses(world) == {**before, "deadline": 2}
-    world.give_up(hold)  # is the same again
+    world.tick(LOAD)  # is the same again
     late = world.on("host->device")
     world.settle_all()
-    assert world.cache.outcome(hold) == (1, (FILE,))
-    assert not any(map(world.cache.in_flight, (job.transfer.job for job in late)))
+    assert world.cache.progress(hold).outcome == (1, (FILE,))
+    assert all(world.cache.progress(job.transfer.job).is_over for job in late)
 
 
 def test_giving_up_cancels_what_nobody_waits_for_and_nothing_else() -> None:
     world = cold(BOTH, "a")
-    first, second = load(world, "a"), load(world, "a")
-    world.cache.give_up(first)
+    hasty, patient = (world.match("a", 0, None) for _ in range(2))
+    assert hasty is not None
+    assert patient is not None
+    world.onboard(hasty, 1, 0, 0, 1.0)
+    world.onboard(patient, 1, 0, 0)
+    world.cache.apply((), 1.0)
     mine, _ = world.on("host->device")
     assert world.cache.take() == [Cancel(mine.transfer.job)]
-    world.cache.release(first)
+    world.cache.release(hasty)
     assert world.cache.take() == []
-    world.cache.release(second)
+    world.cache.release(patient)
     assert len(world.cache.take()) == 1
 
 
@@ -248,9 +253,9 @@ def test_a_chunk_counts_only_when_all_ranks_have_it() -> None:
     world.deliver(copying, 1, [Status.OK])
     world.deliver(copying, 0, [Status.OK, Status.CANCELLED])
     world.apply(world.results[:1])
-    assert world.cache.outcome(hold) is None
+    assert world.cache.progress(hold).outcome is None
     world.apply(world.results[:])
-    assert world.cache.outcome(hold) == (1, (FILE,))
+    assert world.cache.progress(hold).outcome == (1, (FILE,))
 
 
 @pytest.mark.parametrize("said", [(Status.DEADLINE, Status.CORRUPT), (Status.CORRUPT, Status.DEADLINE)])
@@ -287,7 +292,7 @@ def test_what_others_found_bad_has_not_arrived_whatever_the_mover_says() -> None
     one, two = world.on("host->device")
     world.end(one, Status.CORRUPT)
     world.end(two, Status.OK)
-    assert world.cache.outcome(first) == world.cache.outcome(second) == (0, ())
+    assert world.cache.progress(first).outcome == world.cache.progress(second).outcome == (0, ())
     assert misses(world) == {"corrupt": 2}
 
 
@@ -310,7 +315,7 @@ def test_what_arrived_behind_a_miss_is_counted_as_behind() -> None:
     hold = load(world, "abc")
     world.end(world.on("file->host")[0])
     world.end(world.on("host->device")[0], Status.OK, Status.TIER_OFF, Status.OK)
-    assert world.cache.outcome(hold) == (1, (FILE,))
+    assert world.cache.progress(hold).outcome == (1, (FILE,))
     assert misses(world) == {**before, "tier_off": 1, "behind": 1}
 
 
@@ -320,7 +325,7 @@ def test_each_failure_is_a_miss_of_its_own_name(status: Status) -> None:
     hold = load(world, "a")
     world.end(world.on("file->host")[0], status)
     world.end(world.on("host->device")[0])
-    assert world.cache.outcome(hold) == (0, ())
+    assert world.cache.progress(hold).outcome == (0, ())
     assert misses(world)[status.value] == 1
     assert world.where("a") == ({} if status.condemns_source else {FILE: "ready"})
     world.drain()
@@ -328,16 +333,16 @@ def test_each_failure_is_a_miss_of_its_own_name(status: Status) -> None:
 
 def test_what_was_loaded_leaves_nothing_to_a_garbage_collector() -> None:
     cache, blocks = TieredCache([TierSpec(HOST, 4, 1)]), [0, 1]
-    offload = cache.commit([key("a"), key("ab")], blocks)
+    offload = store(cache, [key("a"), key("ab")], blocks)
     assert offload.job is not None
     cache.apply([TransferResult(offload.job, (Status.OK,) * 2)], 0.0)
     cache.take()
     gc.collect()
     gc.disable()
     try:
-        hold = cache.match([key("a"), key("ab")], 0.0).hold
+        hold = lookup(cache, [key("a"), key("ab")], 0.0).lease
         assert hold is not None
-        (part,) = cache.onboard(hold, blocks).parts
+        (part,) = cache.load(hold, {0: blocks}).parts
         cache.take()
         cache.apply([TransferResult(part.job, (Status.OK,) * 2)], 0.0)
         cache.release(hold)

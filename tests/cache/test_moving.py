@@ -16,11 +16,11 @@ from longshore.slabs import Slabs
 def filled() -> Bytes:
     """Small images in slabs 1 and 3, large ones in 2 and 4; the slabs below are free again."""
     world = Bytes(host=5)
-    world.commit(LARGE, "v")
-    world.commit(SMALL, "abcd")
-    world.commit(LARGE, "x")
-    world.commit(SMALL, "e")
-    world.commit(LARGE, "y")
+    world.store(LARGE, "v")
+    world.store(SMALL, "abcd")
+    world.store(LARGE, "x")
+    world.store(SMALL, "e")
+    world.store(LARGE, "y")
     world.settle()
     for group, of in ((LARGE, "v"), (SMALL, "abcd")):
         assert world.cache.discard(keys(group, of), HOST) == len(of)
@@ -49,11 +49,11 @@ def test_what_is_in_the_way_moves_below_and_keeps_its_bytes() -> None:
     assert shrink(world, 3) is None
     assert world.cache.stats()[0].nbytes == 36
     for group, of in ((LARGE, "x"), (LARGE, "y"), (SMALL, "e")):
-        _, hold = world.match(group, of)
+        _, hold = world.lookup(group, of)
         assert hold is not None
-        assert all(slot.index < 12 for slot in world.cache.slots(hold))
+        assert all(each.slot.index < 12 for each in world.cache.residents() if each.key in keys(group, of))
         before = world.checked
-        world.cache.onboard(hold, [0], group=group)
+        world.cache.load(hold, {group: [0]})
         world.cache.release(hold)
         world.take()
         world.settle()
@@ -62,13 +62,13 @@ def test_what_is_in_the_way_moves_below_and_keeps_its_bytes() -> None:
 
 def test_what_is_held_moves_too() -> None:
     world = filled()
-    _, hold = world.match(LARGE, "y")
+    _, hold = world.lookup(LARGE, "y")
     assert hold is not None
     job = shrink(world, 3)
     assert job is not None
     world.end(job)
     assert shrink(world, 3) is None
-    assert world.cache.slots(hold)[0].index < 12
+    assert [each.slot.index < 12 for each in world.cache.residents() if each.key in keys(LARGE, "y")] == [True]
     world.cache.release(hold)
     world.check()
 
@@ -77,9 +77,9 @@ def test_a_request_that_comes_during_the_move_reads_the_old_place() -> None:
     world = filled()
     job = shrink(world, 3)
     assert job is not None
-    _, hold = world.match(LARGE, "y")
+    _, hold = world.lookup(LARGE, "y")
     assert hold is not None
-    world.cache.onboard(hold, [0], group=LARGE)
+    world.cache.load(hold, {LARGE: [0]})
     world.cache.release(hold)
     world.take()
     world.end(job)
@@ -93,11 +93,11 @@ def test_a_request_that_comes_during_the_move_reads_the_old_place() -> None:
 def test_while_jobs_work_above_nothing_moves(reading: bool) -> None:
     world = filled()
     if reading:
-        _, hold = world.match(LARGE, "y")
+        _, hold = world.lookup(LARGE, "y")
         assert hold is not None
-        world.cache.onboard(hold, [0], group=LARGE)
+        world.cache.load(hold, {LARGE: [0]})
     else:
-        world.commit(SMALL, "ef")
+        world.store(SMALL, "ef")
     before = state_of(world.cache)
     with pytest.raises(CapacityError, match="jobs work on"):
         world.cache.resize(HOST, 3, move=True)

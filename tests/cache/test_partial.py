@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 
 import pytest
+from cache_setup import lookup, store
 from group_kit import FULL, STATE, WINDOW, end, grouped, orders, resident, settle
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Section, Slot, Status
-from longshore.cache import CacheGroup, CacheSettings, GroupKeys, Partial, Text, TieredCache, WritePolicy
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    DeviceCopy,
+    GroupKeys,
+    Lease,
+    Partial,
+    Text,
+    TieredCache,
+    WritePolicy,
+)
 from longshore.cache.chains import LISTS
 from longshore.errors import CacheError
 from longshore.keys import chain
@@ -39,54 +50,60 @@ def commit(cache: TieredCache, group: int, tokens: list[int], root: Key | None =
     root, size = root or ROOTS[group], cache.settings.group(group)[1]
     keys = path(tokens, size, root)
     blocks = range(len(keys) * cache.settings.blocks_per_chunk)
-    cache.commit(keys, blocks, group=group, text=Text(tokens, root))
+    store(cache, keys, blocks, group=group, text=Text(tokens, root))
     settle(cache)
 
 
-def wanted(tokens: list[int], *sizes: int) -> list[GroupKeys]:
+def wanted(tokens: list[int], *sizes: int) -> dict[int, GroupKeys]:
     """A request for these tokens, of groups with chunks of these sizes."""
-    return [
-        GroupKeys(path(tokens, size, root), text=Text(tokens, root)) for size, root in zip(sizes, ROOTS, strict=False)
-    ]
+    return {
+        group: GroupKeys(path(tokens, size, root), text=Text(tokens, root), device=())
+        for group, (size, root) in enumerate(zip(sizes, ROOTS, strict=False))
+    }
+
+
+def leased(cache: TieredCache, lease: Lease) -> int:
+    """How many chunks a lease has."""
+    return sum(run.chunks for run in cache.progress(lease).runs)
 
 
 def test_the_chunk_with_the_longest_beginning_in_common_is_found() -> None:
     cache = stored(ABC, [*ABC[:8], 108, 0, 0, 0], [*ABC[:4], 104, 105, 106, 1])
     tokens = [*ABC[:8], 108, 109, 7, 7]
-    found = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT))
-    assert (found.length, found.partial) == (2, Partial(path(ABC)[2], 2))
+    found = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT))
+    assert (found.chunks, found.partial) == (2, Partial(path(ABC)[2], 2))
 
 
 def test_a_chunk_of_the_same_tokens_by_another_name_leaves_one_to_compute() -> None:
     cache = stored(ABC)
     keys = [*path(ABC)[:2], b"by another name".ljust(32, b".")]
-    found = cache.match(keys, 0.0, text=Text(ABC, ROOT))
-    assert (found.length, found.partial) == (2, Partial(path(ABC)[2], 3))
+    found = lookup(cache, keys, 0.0, text=Text(ABC, ROOT))
+    assert (found.chunks, found.partial) == (2, Partial(path(ABC)[2], 3))
 
 
 def test_its_first_tokens_are_loaded_with_the_rest() -> None:
     cache = stored(ABC)
     tokens = [*ABC[:10], 7, 7]
-    found = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT))
-    assert found.hold is not None
+    found = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT))
+    assert found.lease is not None
     assert found.partial is not None
-    order = cache.onboard(found.hold, [5, 6, 7], tokens=found.partial.tokens)
+    order = cache.load(found.lease, {0: [5, 6, 7]}, tokens=found.partial.tokens)
     (transfer,) = orders(cache)
     assert (transfer.tokens, transfer.sections) == (2, (Section(0, 0, (5, 6, 7)),))
     assert [item.key for item in transfer.items] == path(ABC)
     assert order.chunks == 3
     end(cache, [transfer])
-    assert cache.outcome(found.hold) == (3, (HOST,) * 3)
-    cache.release(found.hold)
+    assert cache.progress(found.lease).outcome == (3, (HOST,) * 3)
+    cache.release(found.lease)
     cache.check_integrity()
 
 
 def test_an_engine_that_does_not_want_it_loads_the_rest() -> None:
     cache = stored(ABC)
     tokens = [*ABC[:10], 7, 7]
-    hold = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).hold
+    hold = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).lease
     assert hold is not None
-    cache.onboard(hold, [5, 6])
+    cache.load(hold, {0: [5, 6]})
     (transfer,) = orders(cache)
     assert (transfer.tokens, len(transfer.items)) == (None, 2)
 
@@ -95,9 +112,9 @@ def test_only_the_last_of_several_jobs_is_partial() -> None:
     cache = stored(ABC, file=16, backup=WritePolicy.THROUGH)
     assert cache.discard(path(ABC)[1:], HOST) == 2
     tokens = [*ABC[:10], 7, 7]
-    hold = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).hold
+    hold = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).lease
     assert hold is not None
-    cache.onboard(hold, [5, 6, 7], tokens=2)
+    cache.load(hold, {0: [5, 6, 7]}, tokens=2)
     assert [(t.route.source, t.tokens) for t in orders(cache)] == [(HOST, None), (FILE, None), (HOST, 2)]
 
 
@@ -107,11 +124,11 @@ def test_the_first_chunk_of_all_may_be_partial_under_its_own_root() -> None:
     other = b"other".ljust(32, b".")
     commit(cache, 0, ABC, other)
     tokens = [*ABC[:3], 0]
-    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    assert lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
     commit(cache, 0, ABC)
-    found = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT))
-    assert (found.length, found.partial) == (0, Partial(path(ABC)[0], 3))
-    assert found.hold is not None
+    found = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT))
+    assert (found.chunks, found.partial) == (0, Partial(path(ABC)[0], 3))
+    assert found.lease is not None
 
 
 def test_what_the_device_has_is_preferred() -> None:
@@ -123,33 +140,33 @@ def test_what_the_device_has_is_preferred() -> None:
         ([(b"x", ABC[8:9])], Partial(here, 2)),
         ([(b"x", [*ABC[8:10], 7])], Partial(b"x", 3, device=True)),
     ):
-        found = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT, {above: beside}))
+        found = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT, {above: beside}))
         assert found.partial == expected
-        assert found.hold is not None
-        assert len(cache.slots(found.hold)) == (2 if expected.device else 3)
+        assert found.lease is not None
+        assert leased(cache, found.lease) == (2 if expected.device else 3)
 
 
 def test_what_is_on_its_way_or_gone_is_not_found() -> None:
     cache = stored()
     tokens = [*ABC[:3], 0]
-    cache.commit(path(ABC), range(3), text=Text(ABC, ROOT))
-    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    store(cache, path(ABC), range(3), text=Text(ABC, ROOT))
+    assert lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
     settle(cache)
-    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is not None
+    assert lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).partial is not None
     cache.reset()
-    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    assert lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
 
 
 def test_what_is_held_partially_does_not_make_way() -> None:
     cache = stored(ABC, host=3)
     tokens = [*ABC[:10], 7, 7]
-    hold = cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).hold
+    hold = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).lease
     assert hold is not None
     commit(cache, 0, [1, 2, 3, 4])
-    assert len(cache.slots(hold)) == 3
+    assert leased(cache, hold) == 3
     cache.release(hold)
     commit(cache, 0, [1, 2, 3, 4])
-    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    assert lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
     cache.check_integrity()
 
 
@@ -159,9 +176,9 @@ def test_tokens_are_learnt_of_what_was_adopted() -> None:
     after = stored(file=8)
     after.adopt(FILE, found)
     tokens = [*ABC[:10], 7, 7]
-    assert after.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    assert lookup(after, path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
     commit(after, 0, ABC)
-    assert after.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial == Partial(path(ABC)[2], 2)
+    assert lookup(after, path(tokens), 0.0, text=Text(tokens, ROOT)).partial == Partial(path(ABC)[2], 2)
 
 
 def test_a_reset_and_a_resize_keep_the_books_whole() -> None:
@@ -169,15 +186,15 @@ def test_a_reset_and_a_resize_keep_the_books_whole() -> None:
     cache.resize(HOST, 8)
     commit(cache, 0, [*ABC[:8], 1, 2, 3, 4])
     tokens = [*ABC[:8], 1, 2, 0, 0]
-    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is not None
+    assert lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).partial is not None
     cache.reset()
-    assert cache.match(path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
+    assert lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).partial is None
     cache.check_integrity()
 
 
 def test_nothing_is_kept_unless_the_settings_ask_for_it() -> None:
     cache = grouped(FULL)
-    cache.commit(path(ABC), range(3), text=Text(ABC, ROOT))
+    store(cache, path(ABC), range(3), text=Text(ABC, ROOT))
     settle(cache)
     books = cache._store.beginnings
     assert (books.nbytes, books.on) == (0, False)
@@ -196,12 +213,12 @@ def test_texts_that_cannot_be_are_refused() -> None:
     cache = stored()
     for text in (Text(ABC[:11], ROOT), Text(ABC, b""), Text([-1] * 12, ROOT), Text([1 << 32] * 12, ROOT)):
         with pytest.raises(CacheError, match=r"tokens and a root|token ids"):
-            cache.commit(path(ABC), range(3), text=text)
+            store(cache, path(ABC), range(3), text=text)
     assert resident(cache) == []
     with pytest.raises(CacheError, match="a root"):
-        cache.match(path(ABC), 0.0, text=Text(ABC, b""))
+        lookup(cache, path(ABC), 0.0, text=Text(ABC, b""))
     with pytest.raises(CacheError, match="a root"):
-        cache.match_groups([GroupKeys(path(ABC), text=Text(ABC, b""))], 0.0)
+        cache.lookup({0: GroupKeys(path(ABC), text=Text(ABC, b""), device=())}, 0.0)
 
 
 # ---------------------------------------------------------------------- several groups
@@ -215,13 +232,13 @@ def test_groups_of_different_chunks_share_a_length_in_tokens() -> None:
     for group in (0, 1):
         commit(cache, group, told)
     tokens = [*told[:13], 7, 7, 7]
-    found = cache.match_groups(wanted(tokens, 8, 2), 0.0)
+    found = cache.lookup(wanted(tokens, 8, 2), 0.0)
     large, small = path(told, 8), path(told, 2, ROOTS[1])
     assert found.tokens == 13
     assert found.needs[0] == (0, 1, (0,), Partial(large[1], 5))
     assert found.needs[1] == (4, 6, (4, 5), Partial(small[6], 1))
-    assert found.hold is not None
-    cache.onboard_groups(found.hold, [[1, 2], [3, 4, 5]])
+    assert found.lease is not None
+    cache.load(found.lease, {0: [1, 2], 1: [3, 4, 5]})
     (transfer,) = orders(cache)
     assert transfer.sections == (Section(0, 0, (1, 2)), Section(1, 4, (3, 4, 5)))
     assert [item.key for item in transfer.items] == [*large[:2], *small[4:7]]
@@ -232,7 +249,7 @@ def test_the_group_that_has_least_says_how_much() -> None:
     told = [*range(200, 208)]
     commit(cache, 0, told)
     commit(cache, 1, [*told[:5], 7, 7, 7])
-    found = cache.match_groups(wanted([*told[:7], 0], 4, 4), 0.0)
+    found = cache.lookup(wanted([*told[:7], 0], 4, 4), 0.0)
     assert found.tokens == 5
     assert [need.partial and need.partial.tokens for need in found.needs] == [1, 1]
 
@@ -243,7 +260,7 @@ def test_a_state_cannot_be_had_in_part() -> None:
     for group in (0, 1):
         commit(cache, group, told)
     tokens = [*told[:13], 7, 7, 7]
-    assert cache.match_groups(wanted(tokens, 4, 8), 0.0).tokens == 8
+    assert cache.lookup(wanted(tokens, 4, 8), 0.0).tokens == 8
 
 
 def test_a_partial_chunk_takes_as_many_blocks_as_its_tokens() -> None:
@@ -252,12 +269,12 @@ def test_a_partial_chunk_takes_as_many_blocks_as_its_tokens() -> None:
     for group in (0, 1):
         commit(cache, group, told)
     tokens = [*told[:13], 7, 7, 7]  # chunks of eight and four tokens
-    found = cache.match_groups(wanted(tokens, 8, 4), 0.0)
+    found = cache.lookup(wanted(tokens, 8, 4), 0.0)
     assert [need.partial and need.partial.tokens for need in found.needs] == [5, 1]
-    assert found.hold is not None
+    assert found.lease is not None
     with pytest.raises(CacheError, match=r"have \[4, 3\] blocks"):
-        cache.onboard_groups(found.hold, [range(4), range(4)])
-    cache.onboard_groups(found.hold, [range(4), range(4, 7)])
+        cache.load(found.lease, {0: range(4), 1: range(4)})
+    cache.load(found.lease, {0: range(4), 1: range(4, 7)})
 
 
 def test_a_partial_chunk_that_is_lost_keeps_all_away() -> None:
@@ -266,12 +283,12 @@ def test_a_partial_chunk_that_is_lost_keeps_all_away() -> None:
     for group in (0, 1):
         commit(cache, group, told)
     tokens = [*told[:13], 7, 7, 7]
-    one, two = (cache.match_groups(wanted(tokens, 4, 2), 0.0).hold for _ in range(2))
+    one, two = (cache.lookup(wanted(tokens, 4, 2), 0.0).lease for _ in range(2))
     assert one is not None
     assert two is not None
-    cache.onboard_groups(one, [range(4), range(4, 7)])
+    cache.load(one, {0: range(4), 1: range(4, 7)})
     end(cache, orders(cache), Status.CORRUPT)
-    assert cache.onboard_groups(two, [range(4), range(4, 7)]).chunks == 0
+    assert cache.load(two, {0: range(4), 1: range(4, 7)}).chunks == 0
     for hold in (one, two):
         cache.release(hold)
     cache.check_integrity()
@@ -297,8 +314,8 @@ def test_the_longest_partial_reuse_is_found(said: tuple[list[CacheGroup], list[l
         for text in texts:
             commit(cache, group, text[: len(text) // kind.block_size * kind.block_size])
     asked = wanted(tokens, *(kind.block_size for kind in groups))
-    found = cache.match_groups(asked, 0.0)
-    whole = cache.match_groups([each._replace(text=None) for each in asked], 0.0).tokens
+    found = cache.lookup(asked, 0.0)
+    whole = cache.lookup({g: each._replace(text=None) for g, each in asked.items()}, 0.0).tokens
     unit = math.lcm(*(kind.block_size for kind in groups))
     ends = [furthest(texts, tokens, kind.block_size, whole) for kind in groups]
     assert found.tokens == min(*ends, whole + unit - 1)
@@ -322,27 +339,27 @@ def test_a_text_that_cannot_be_is_refused_before_a_miss_is_counted() -> None:
     cache.events()
     before = cache.counters.copy()
     with pytest.raises(CacheError, match="token ids"):
-        cache.match(path(ABC), 1.0, text=Text([*ABC, -1, 0, 0, 0], ROOT))
+        lookup(cache, path(ABC), 1.0, text=Text([*ABC, -1, 0, 0, 0], ROOT))
     assert (cache.counters, cache.events(), cache.held) == (before, [], 0)
 
 
 def test_chunks_that_stand_alone_have_no_partial_match_by_path() -> None:
     cache = stored(ABC, group=WINDOW)
     with pytest.raises(CacheError, match="stand alone"):
-        cache.match(path(ABC, 2)[:1], 0.0, text=Text(ABC, ROOT), group=0)
+        lookup(cache, path(ABC, 2)[:1], 0.0, text=Text(ABC, ROOT), group=0)
     assert cache.held == 0
 
 
 @pytest.mark.parametrize("tokens", [-1, 0, 5])
 def test_tokens_that_a_block_has_not_are_refused(tokens: int) -> None:
     cache = stored(ABC, device_blocks=8)
-    hold = cache.match(path(ABC), 0.0).hold
+    hold = lookup(cache, path(ABC), 0.0).lease
     assert hold is not None
     with pytest.raises(CacheError, match="1 to 4 tokens"):
-        cache.onboard(hold, [0, 1, 2], tokens=tokens)
+        cache.load(hold, {0: [0, 1, 2]}, tokens=tokens)
     with pytest.raises(CacheError, match="1 to 4 tokens"):
-        cache.copy_inside([Slot(DEVICE, 0, 0)], [1], tokens=tokens)
+        cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)], tokens)}, {0: [1]})
     with pytest.raises(CacheError, match="device blocks lie"):
-        cache.copy_inside([Slot(DEVICE, 0, 8)], [1])
+        cache.load({0: DeviceCopy([Slot(DEVICE, 0, 8)])}, {0: [1]})
     assert cache.take() == []
-    assert cache.onboard(hold, [0, 1, 2], tokens=4).chunks == 3
+    assert cache.load(hold, {0: [0, 1, 2]}, tokens=4).chunks == 3

@@ -6,14 +6,20 @@ import math
 
 import pytest
 from cache_model import World
-from cache_setup import LOAD, Setup, chunks, key
+from cache_setup import LOAD, Setup, chunks, key, lookup, store
 
 from longshore.boundary import FILE, HOST, Cancel, Key, Status, Transfer, TransferResult, Urgency
-from longshore.cache import CacheSettings, Lease, MissReason, PrefetchPolicy, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, Lease, MissReason, PrefetchPolicy, Run, TieredCache, TierSpec
 from longshore.cache.prefetching import Prefetching
 from longshore.errors import CacheError, LeaseError
 
 BOTH = Setup(host=4, file=8, backup="write_through")
+
+
+def prefetched(world: World, lease: Lease) -> int | None:
+    """How many chunks lead that are in the host tier, once the request need not wait any longer."""
+    progress = world.cache.progress(lease)
+    return progress.leading(HOST) if progress.is_over else None
 
 
 def cold(path: str, setup: Setup = BOTH) -> tuple[World, Lease]:
@@ -38,7 +44,7 @@ def test_held_chunks_come_up_and_are_onboarded_from_there() -> None:
     assert world.prefetch(hold) == ()
     world.onboard(hold, 3, 0, 0)
     world.settle_all()
-    assert world.cache.outcome(hold) == (3, (HOST,) * 3)
+    assert world.cache.progress(hold).outcome == (3, (HOST,) * 3)
     world.release(hold)
     world.drain()
 
@@ -49,7 +55,7 @@ def test_an_onboarding_joins_what_is_under_way() -> None:
     world.onboard(hold, 2, 0, 0)
     assert world.on("file->host") == [world.jobs[job]]
     world.settle_all()
-    assert world.cache.outcome(hold) == (2, (FILE,) * 2)
+    assert world.cache.progress(hold).outcome == (2, (FILE,) * 2)
     world.release(hold)
     world.drain()
 
@@ -58,7 +64,7 @@ def test_an_onboarding_joins_what_is_under_way() -> None:
 def test_a_request_that_goes_away_cancels_its_prefetches(late: Status) -> None:
     world, hold = cold("ab")
     (job,) = world.prefetch(hold)
-    world.call("abort", "request")
+    world.call("release", "request")
     world.let_go(hold)
     assert Cancel(job) in world.call("take")
     world.look()
@@ -70,9 +76,9 @@ def test_a_request_that_goes_away_cancels_its_prefetches(late: Status) -> None:
 
 def test_a_prefetch_takes_no_more_than_the_room_that_is_clean() -> None:
     world, hold = cold("abcd", Setup(host=4, file=8, backup="write_through"))
-    other = world.cache.offer([key("x")])  # one slot is being written
+    other = store(world.cache, [key("x")])  # one slot is being written
     assert other.job is not None
-    jobs = world.cache.prefetch(hold)
+    jobs = world.cache.prefetch(hold, 0.0)
     (transfer,) = (c for c in world.cache.take() if isinstance(c, Transfer))
     assert (transfer.job,) == jobs
     assert [item.key for item in transfer.items] == chunks("abc")
@@ -86,7 +92,7 @@ def test_a_prefetch_that_fails_leaves_what_is_sound() -> None:
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
     assert world.where("ab") == {}
     with pytest.raises(LeaseError):
-        world.cache.prefetch(Lease(99))
+        world.cache.prefetch(Lease(99), 0.0)
 
 
 def test_asleep_nothing_touches_the_device_and_the_tiers_stay() -> None:
@@ -99,9 +105,9 @@ def test_asleep_nothing_touches_the_device_and_the_tiers_stay() -> None:
     world.commit("x", 0, False)
     assert not world.call("sleep")
     assert sum(isinstance(c, Cancel) for c in world.call("take")) == 2
-    world.refused(CacheError, "commit", [key("y")], (7,))
+    world.refused(CacheError, "store", {0: GroupKeys([key("y")])}, {0: (7,)})
     other = world.match("a", 0, None)
-    world.refused(CacheError, "onboard", other, (7,))
+    world.refused(CacheError, "load", other, {0: (7,)})
     world.settle_all()
     assert world.call("sleep")
     assert world.where("ab") == {HOST: "ready"}
@@ -109,7 +115,7 @@ def test_asleep_nothing_touches_the_device_and_the_tiers_stay() -> None:
     assert other is not None
     world.onboard(other, 1, 0, 0)
     world.settle_all()
-    assert world.cache.outcome(other) == (1, (HOST,))
+    assert world.cache.progress(other).outcome == (1, (HOST,))
     world.release(hold)
     world.release(other)
     world.drain()
@@ -128,16 +134,16 @@ def test_how_long_a_request_waits_for_its_prefetch_is_its_policy(policy: Prefetc
     (job,) = world.prefetch(hold, policy, 3.0 if policy is PrefetchPolicy.TIMEOUT else None)
     if ends:
         world.tick(ends - 0.5)
-        assert world.cache.prefetched(hold) is None
-        world.call("tick", ends)
+        assert prefetched(world, hold) is None
+        world.call("apply", (), ends)
         assert called_off(world) == [job]  # its time is over, whatever the mover does
-    assert world.cache.prefetched(hold) == 0
-    assert world.cache.in_flight(job)
+    assert prefetched(world, hold) == 0
+    assert not world.cache.progress(job).is_over
     assert world.where("ab") == {HOST: "filling", FILE: "ready"}
     world.now = ends
     world.look()
     world.settle_all()  # it was too late to stop it
-    assert world.cache.prefetched(hold) == 2
+    assert prefetched(world, hold) == 2
     world.release(hold)
     world.drain()
 
@@ -145,9 +151,9 @@ def test_how_long_a_request_waits_for_its_prefetch_is_its_policy(policy: Prefetc
 def test_a_patient_request_waits_no_longer_when_all_is_there() -> None:
     world, hold = cold("ab")
     world.prefetch(hold, PrefetchPolicy.WAIT)
-    assert world.cache.prefetched(hold) is None
+    assert prefetched(world, hold) is None
     world.settle_all()
-    assert world.cache.prefetched(hold) == 2
+    assert prefetched(world, hold) == 2
 
 
 def test_what_the_cache_prefetches_by_is_a_setting() -> None:
@@ -155,26 +161,26 @@ def test_what_the_cache_prefetches_by_is_a_setting() -> None:
         [TierSpec(HOST, 2, 1), TierSpec(FILE, 2, 1)], CacheSettings(prefetch=PrefetchPolicy.TIMEOUT, prefetch_timeout=3)
     )
     cache.adopt(FILE, [(0, key("a"), None)])
-    hold = cache.match([key("a")], 0.0).hold
+    hold = lookup(cache, [key("a")], 0.0).lease
     assert hold is not None
-    cache.prefetch(hold)
-    cache.tick(2.5)
-    assert cache.prefetched(hold) is None
-    cache.tick(3.0)
-    assert cache.prefetched(hold) == 0
+    cache.prefetch(hold, 0.0)
+    cache.apply((), 2.5)
+    assert not cache.progress(hold).is_over
+    cache.apply((), 3.0)
+    assert cache.progress(hold) == (True, None, (Run(FILE, 1),))
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "1"])
 def test_a_timeout_is_a_positive_number_of_seconds(timeout: float) -> None:
     world, hold = cold("a")
-    world.refused(CacheError, "prefetch", hold, policy=PrefetchPolicy.TIMEOUT, timeout=timeout)
-    world.refused(CacheError, "onboard", hold, (0,), timeout=timeout)
+    world.refused(CacheError, "prefetch", hold, 0.0, policy=PrefetchPolicy.TIMEOUT, timeout=timeout)
+    world.refused(CacheError, "load", hold, {0: (0,)}, timeout=timeout)
 
 
 def test_only_one_policy_has_a_timeout() -> None:
     world, hold = cold("a")
-    world.refused(CacheError, "prefetch", hold, policy=PrefetchPolicy.WAIT, timeout=1.0)
-    world.refused(CacheError, "prefetch", hold, timeout=1.0)
+    world.refused(CacheError, "prefetch", hold, 0.0, policy=PrefetchPolicy.WAIT, timeout=1.0)
+    world.refused(CacheError, "prefetch", hold, 0.0, timeout=1.0)
 
 
 def test_a_prefetch_that_two_have_joined_outlives_the_one_that_began_it() -> None:
@@ -184,14 +190,14 @@ def test_a_prefetch_that_two_have_joined_outlives_the_one_that_began_it() -> Non
     second = world.match("ab", 0, "another")
     assert second is not None
     assert world.prefetch(second, PrefetchPolicy.TIMEOUT, 4.0) == (job,)
-    world.call("tick", 5.0)
+    world.call("apply", (), 5.0)
     assert called_off(world) == []
-    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (0, None)
-    world.call("abort", "request")
+    assert (prefetched(world, first), prefetched(world, second)) == (0, None)
+    world.call("release", "request")
     assert called_off(world) == []
-    world.call("tick", 7.0)
+    world.call("apply", (), 7.0)
     assert called_off(world) == [job]
-    assert world.cache.prefetched(second) == 0
+    assert prefetched(world, second) == 0
 
 
 def test_an_onboarding_keeps_a_prefetch_alive_whose_request_has_gone() -> None:
@@ -203,7 +209,7 @@ def test_an_onboarding_keeps_a_prefetch_alive_whose_request_has_gone() -> None:
     world.release(first)
     world.end(world.jobs[job])
     world.settle_all()
-    assert world.cache.outcome(second) == (2, (FILE,) * 2)
+    assert world.cache.progress(second).outcome == (2, (FILE,) * 2)
 
 
 def test_each_waiter_of_a_load_has_a_deadline_of_its_own() -> None:
@@ -215,30 +221,29 @@ def test_each_waiter_of_a_load_has_a_deadline_of_its_own() -> None:
     world.onboard(second, 2, 0, 0, 5.0)
     (read,) = world.on("file->host")
     world.tick(1.0)
-    assert world.cache.outcome(first) == (0, ())  # at the tick, and the mover has said nothing yet
-    assert world.cache.outcome(second) is None
-    assert world.cache.in_flight(read.transfer.job)
+    assert world.cache.progress(first).outcome == (0, ())  # at the tick, and the mover has said nothing yet
+    assert world.cache.progress(second).outcome is None
+    assert not world.cache.progress(read.transfer.job).is_over
     world.end(read)
     world.settle_all()
-    assert world.cache.outcome(second) == (2, (FILE,) * 2)
+    assert world.cache.progress(second).outcome == (2, (FILE,) * 2)
     assert world.cache.counters.misses[MissReason.DEADLINE] == 2
     world.release(first)
     world.release(second)
     world.drain()
 
 
-@pytest.mark.parametrize("leave", ["give_up", "release"])
-def test_a_load_that_was_given_up_is_left_to_others_until_its_own_deadline(leave: str) -> None:
+def test_the_read_of_a_released_load_is_left_until_its_deadline() -> None:
     world, hold = cold("ab")
     world.onboard(hold, 2, 0, 0, 4.0)
     (read,), (copy,) = world.on("file->host"), world.on("host->device")
-    world.call(leave, hold)
+    world.call("release", hold)
     assert called_off(world) == [copy.transfer.job]
-    world.call("tick", 3.5)
+    world.call("apply", (), 3.5)
     assert called_off(world) == []
-    world.call("tick", 4.0)
+    world.call("apply", (), 4.0)
     assert called_off(world) == [read.transfer.job]
-    world.call("tick", 100.0)
+    world.call("apply", (), 100.0)
     assert called_off(world) == []
 
 
@@ -246,16 +251,16 @@ def test_a_second_prefetch_takes_the_place_of_the_first() -> None:
     world, hold = cold("ab")
     (job,) = world.prefetch(hold, PrefetchPolicy.TIMEOUT, 1.0)
     assert world.prefetch(hold, PrefetchPolicy.TIMEOUT, 3.0) == (job,)
-    world.call("tick", 2.0)
+    world.call("apply", (), 2.0)
     assert called_off(world) == []
-    assert world.cache.prefetched(hold) is None
+    assert prefetched(world, hold) is None
 
 
 def test_nobody_waits_for_what_a_reset_has_made_worthless() -> None:
     world, hold = cold("ab")
     world.prefetch(hold, PrefetchPolicy.WAIT)
     world.reset()
-    assert world.cache.prefetched(hold) == 0
+    assert prefetched(world, hold) == 0
     world.release(hold)
     world.drain()
 
@@ -264,10 +269,9 @@ def test_waits_that_are_over_are_not_kept() -> None:
     world, hold = cold("ab")
     waits = world.cache._flow.waits
     for _ in range(300):
-        each = world.cache.match(chunks("ab"), 0.0).hold
+        each = lookup(world.cache, chunks("ab"), 0.0).lease
         assert each is not None
-        world.cache.onboard(each, (0, 1), timeout=1000.0)
-        world.cache.give_up(each)
+        world.cache.load(each, {0: (0, 1)}, timeout=1000.0)
         world.cache.release(each)
     world.cache.take()
     assert len(waits) == 300  # they have left their read to each other
@@ -275,7 +279,7 @@ def test_waits_that_are_over_are_not_kept() -> None:
     for job in (read, *copies):
         world.cache.apply([TransferResult(job, (Status.OK,) * 2)], 0.0)
     assert len(waits) == 0
-    world.cache.onboard(hold, (0, 1))
+    world.cache.load(hold, {0: (0, 1)})
     assert len(waits._due) == 1
 
 
@@ -318,12 +322,12 @@ def step(world: World, *statuses: Status) -> list[str]:
 def test_a_prefetch_has_room_made_by_copies_down() -> None:
     world, (hold,) = crowded("abc")
     assert world.prefetch(hold, PrefetchPolicy.WAIT) == ()
-    assert world.cache.prefetched(hold) is None
+    assert prefetched(world, hold) is None
     assert set(step(world)) == {"host->file"}
-    assert world.cache.prefetched(hold) is None
+    assert prefetched(world, hold) is None
     while world.jobs:
         step(world)
-    assert world.cache.prefetched(hold) == 3
+    assert prefetched(world, hold) == 3
     assert all(world.where(path) for path in "wxyz"), "what made way is safe"
     world.release(hold)
     world.drain()
@@ -335,10 +339,10 @@ def test_a_prefetch_goes_on_with_what_room_is_made() -> None:
     world.prefetch(hold, PrefetchPolicy.WAIT)
     copies = world.on("host->file")
     world.end(copies[0], Status.OK, Status.IO_ERROR)
-    assert world.cache.prefetched(hold) is None
+    assert prefetched(world, hold) is None
     while world.jobs:
         step(world)
-    assert world.cache.prefetched(hold) == 3
+    assert prefetched(world, hold) == 3
     world.release(hold)
     world.drain()
 
@@ -349,11 +353,11 @@ def test_a_prefetch_waits_for_the_end_of_the_step_that_peeked_at_what_is_in_the_
     world.peek(*(key(path) for path in "wxyz"))
     while world.jobs:
         step(world)
-    assert world.cache.prefetched(hold) is None
+    assert prefetched(world, hold) is None
     world.end_step()
     while world.jobs:
         step(world)
-    assert world.cache.prefetched(hold) == 3
+    assert prefetched(world, hold) == 3
     world.release(hold)
     world.drain()
 
@@ -362,9 +366,9 @@ def test_copies_down_that_take_too_long_end_a_prefetch_at_its_deadline() -> None
     world, (hold,) = crowded("abc")
     world.prefetch(hold, PrefetchPolicy.TIMEOUT, 3.0)
     world.tick(2.5)
-    assert world.cache.prefetched(hold) is None
+    assert prefetched(world, hold) is None
     world.tick(0.5)
-    assert world.cache.prefetched(hold) == 0
+    assert prefetched(world, hold) == 0
     step(world)
     assert step(world) == [], "nothing is read for it any more"
     world.release(hold)
@@ -382,7 +386,7 @@ def test_a_prefetch_does_not_evict_what_its_own_hold_has() -> None:
     assert world.free(HOST) == 0
     world.prefetch(hold, PrefetchPolicy.WAIT)
     assert step(world) == ["file->host"]
-    assert world.cache.prefetched(hold) == 4
+    assert prefetched(world, hold) == 4
     world.release(head)
     world.release(hold)
     world.drain()
@@ -396,14 +400,14 @@ def test_prefetches_that_do_not_fit_together_take_turns() -> None:
     assert world.prefetch(second, PrefetchPolicy.WAIT) == (), "what comes free is for the first"
     while world.jobs:
         step(world)
-    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (3, None)
+    assert (prefetched(world, first), prefetched(world, second)) == (3, None)
     world.commit("v", 0, True)
     world.settle_all()
-    assert world.cache.prefetched(first) == 3, "a store takes what the prefetches left"
+    assert prefetched(world, first) == 3, "a store takes what the prefetches left"
     world.release(first)
     while world.jobs:
         step(world)
-    assert world.cache.prefetched(second) == 3
+    assert prefetched(world, second) == 3
     world.release(second)
     world.drain()
 
@@ -413,7 +417,7 @@ def test_a_reset_ends_prefetches_that_wait_for_room() -> None:
     world.prefetch(first, PrefetchPolicy.WAIT)
     world.prefetch(second, PrefetchPolicy.WAIT)
     world.reset()
-    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (0, 0)
+    assert (prefetched(world, first), prefetched(world, second)) == (0, 0)
     world.release(first)
     world.release(second)
     world.drain()
@@ -439,23 +443,23 @@ def test_prefetches_that_wait_for_room_cost_nothing_while_nothing_changes(monkey
     world.prefetch(first, PrefetchPolicy.TIMEOUT, 3.0)
     world.prefetch(second, PrefetchPolicy.TIMEOUT, 4.0)
     for _ in range(2):
-        world.call("tick", world.now)
+        world.call("apply", (), world.now)
     assert looks, "what was counted is what they look with"
     looks.clear()
     for _ in range(100):
-        world.call("tick", world.now)
+        world.call("apply", (), world.now)
         world.call("apply", [], world.now)
         world.call("end_step")
     assert looks == []
     world.tick(3.5)
     assert looks, "the first has given up"
-    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (0, None)
+    assert (prefetched(world, first), prefetched(world, second)) == (0, None)
     while world.jobs:
         step(world)
-    assert world.cache.prefetched(second) == 3
+    assert prefetched(world, second) == 3
     looks.clear()
     for _ in range(100):
-        world.call("tick", world.now)
+        world.call("apply", (), world.now)
     assert looks == [], "one that has all it wants costs nothing until it lets go"
 
 
@@ -464,14 +468,14 @@ def test_a_prefetch_gives_up_in_time_behind_one_that_waits_longer() -> None:
     world.prefetch(first, PrefetchPolicy.TIMEOUT, 9.0)
     world.prefetch(second, PrefetchPolicy.TIMEOUT, 2.0)
     world.tick(1.5)
-    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (None, None)
+    assert (prefetched(world, first), prefetched(world, second)) == (None, None)
     world.tick(0.5)
-    assert (world.cache.prefetched(first), world.cache.prefetched(second)) == (None, 0)
+    assert (prefetched(world, first), prefetched(world, second)) == (None, 0)
 
 
 def reads(cache: TieredCache) -> list[Key]:
     """Chunks that reads into the host tier were ordered of since the last time, once time has gone on."""
-    cache.tick(0.0)
+    cache.apply((), 0.0)
     transfers = [each for each in cache.take() if isinstance(each, Transfer)]
     return [item.key for each in transfers if str(each.route) == "file->host" for item in each.items]
 
@@ -497,7 +501,7 @@ def test_a_waiting_prefetch_takes_the_room_of_what_a_load_has_read() -> None:
     world.onboard(load, 1, 0, 0)
     world.end_step()
     (copy,) = world.on("host->device")
-    world.cache.prefetch(hold, policy=PrefetchPolicy.WAIT)
+    world.cache.prefetch(hold, world.now, policy=PrefetchPolicy.WAIT)
     assert reads(world.cache) == chunks("abc")
     assert [key for _ in range(3) for key in reads(world.cache)] == []
     world.cache.apply([TransferResult(copy.transfer.job, (Status.OK,))], 0.0)
@@ -517,7 +521,7 @@ def test_a_waiting_prefetch_has_failed_copies_tried_again_when_their_chunks_are_
     world.prefetch(hold, PrefetchPolicy.WAIT)
     (copy,) = world.on("host->file")
     world.end(copy, *[Status.IO_ERROR] * len(copy.transfer.items))
-    assert (world.cache.prefetched(hold), world.on("host->file")) == (None, [])
-    assert world.cache.offer([key("w")]).job is None
+    assert (prefetched(world, hold), world.on("host->file")) == (None, [])
+    assert store(world.cache, [key("w")]).job is None
     world.tick(0.0)
     assert sum(len(job.transfer.items) for job in world.on("host->file")) == 3, "as many as it lacks room for"

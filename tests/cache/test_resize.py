@@ -97,7 +97,7 @@ def test_with_a_copy_below_even_what_is_held_may_leave_the_host_tier() -> None:
     resize(world, HOST, 4)
     world.onboard(hold, 4, 0, 0)
     world.settle_all()
-    assert world.cache.outcome(hold) == (4, (HOST, FILE, FILE, FILE))
+    assert world.cache.progress(hold).outcome == (4, (HOST, FILE, FILE, FILE))
 
 
 def test_a_slot_that_drains_is_in_the_way() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from cache_setup import IMAGE_BYTES, chunks, key, path_of
+from cache_setup import IMAGE_BYTES, chunks, key, lookup, path_of, store
+from group_kit import settle
 
-from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.boundary import FILE, HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
 from longshore.cache.retention import DEFAULT_PRIORITY, priorities, said
@@ -21,17 +22,9 @@ def build(host: int, file: int = 0, **settings: object) -> TieredCache:
     return TieredCache(tiers, CacheSettings(**settings))  # type: ignore[arg-type]
 
 
-def finish(cache: TieredCache) -> None:
-    """Everything that was ordered ends well."""
-    while transfers := [command for command in cache.take() if isinstance(command, Transfer)]:
-        for transfer in transfers:
-            cache.apply([TransferResult(transfer.job, (Status.OK,) * len(transfer.items))], 0.0)
-
-
 def put(cache: TieredCache, path: str, *retention: Retention, first: int = 0, prompt: int | None = None) -> None:
-    cache.commit(chunks(path), range(len(path) - first), first=first, retention=retention, prompt=prompt)
-    finish(cache)
-    cache.check_integrity()
+    store(cache, chunks(path), range(len(path) - first), first=first, retention=retention, prompt=prompt)
+    settle(cache)
 
 
 def on(cache: TieredCache, tier: str = HOST) -> list[str]:
@@ -43,7 +36,7 @@ def dropped(cache: TieredCache, tier: str = HOST) -> dict[DropReason, int]:
 
 
 def use(cache: TieredCache, path: str) -> None:
-    hold = cache.match(chunks(path), 0.0).hold
+    hold = lookup(cache, chunks(path), 0.0).lease
     assert hold is not None
     cache.release(hold)
 
@@ -82,10 +75,10 @@ def test_a_priority_ends_with_its_time() -> None:
     cache = build(2)
     put(cache, "a", Retention(0, None, 90, seconds=30.0))
     put(cache, "b")
-    cache.tick(29.0)
+    cache.apply((), 29.0)
     put(cache, "c")
     assert on(cache) == ["a", "c"]
-    cache.tick(30.0)
+    cache.apply((), 30.0)
     put(cache, "d")
     assert on(cache) == ["c", "d"]
 
@@ -95,7 +88,7 @@ def test_a_path_whose_time_is_over_goes_from_its_end_before_what_never_had_a_pri
     put(cache, "abc", Retention(0, None, 90, seconds=30.0))
     put(cache, "x")
     put(cache, "y", Retention(0, None, 20))
-    cache.tick(30.0)
+    cache.apply((), 30.0)
     cache.check_integrity()
     gone: list[str] = []
     for path in "pqrst":
@@ -109,7 +102,7 @@ def test_a_low_priority_ends_with_its_time_too_and_a_new_one_replaces_an_old_one
     cache = build(2)
     put(cache, "a", Retention(0, None, 1, seconds=5.0))
     put(cache, "a", Retention(0, None, 80))
-    cache.tick(10.0)
+    cache.apply((), 10.0)
     put(cache, "b")
     put(cache, "c")
     assert on(cache) == ["a", "c"]
@@ -121,7 +114,7 @@ def test_a_chunk_that_left_takes_its_priority_along() -> None:
     cache.discard([key("a")], HOST)
     put(cache, "b")
     put(cache, "c")
-    cache.tick(60.0)
+    cache.apply((), 60.0)
     put(cache, "d")
     assert on(cache) == ["c", "d"]
 
@@ -154,8 +147,8 @@ def test_of_several_ranges_the_one_of_the_highest_priority_is_meant_and_the_firs
 def test_a_retention_that_cannot_be_is_refused(wrong: Retention) -> None:
     cache = build(2)
     for call in (
-        lambda: cache.commit([key("a")], (0,), retention=[wrong]),
-        lambda: cache.offer([key("a")], retention=[wrong]),
+        lambda: store(cache, [key("a")], (0,), retention=[wrong]),
+        lambda: store(cache, [key("a")], retention=[wrong]),
     ):
         with pytest.raises(CacheError, match="a retention names chunks"):
             call()
@@ -180,7 +173,7 @@ def test_of_a_prompt_only_the_prompt_is_offloaded() -> None:
     assert dropped(cache) == {DropReason.ANSWER: 3}
     put(cache, "abcd")  # the answer has become a part of the next prompt
     assert on(cache) == ["a", "ab", "abc", "abcd"]
-    assert build(8).commit(chunks("ab"), range(2), prompt=1).kept == 2
+    assert store(build(8), chunks("ab"), range(2), prompt=1).kept == 2
 
 
 def test_a_selective_policy_offloads_what_is_offered_again() -> None:
@@ -212,12 +205,12 @@ def test_a_selective_policy_backs_up_what_is_used_again_and_what_is_before_it() 
     use(cache, "ab")
     use(cache, "ab")
     cache.end_step()
-    finish(cache)
+    settle(cache)
     assert on(cache, FILE) == ["a", "ab"]
     put(cache, "abc", first=2)
     put(cache, "abc", first=2)  # its use is one of the whole path
     cache.end_step()
-    finish(cache)
+    settle(cache)
     assert on(cache, FILE) == ["a", "ab", "abc"]
     cache.check_integrity()
 
@@ -234,18 +227,18 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, object]) -> Non
 def test_an_offer_that_is_withdrawn_leaves_nothing_behind() -> None:
     cache = build(2, ranks=2)
     keys: list[Key] = chunks("ab")
-    job = cache.offer(keys).job
+    job = store(cache, keys).job
     assert job is not None
     cache.apply([TransferResult(job, (Status.OK, Status.OK), rank=1)], 0.0)
-    cache.withdraw(job)
+    cache.release(job)
     assert (cache.jobs_in_flight, cache.residents(), cache.stats()[0].used) == (0, [], 0)
     cache.check_integrity()
     with pytest.raises(JobError, match="no offer that is still open"):
-        cache.withdraw(job)
-    commanded = cache.commit(keys, range(2)).job
+        cache.release(job)
+    commanded = store(cache, keys, range(2)).job
     assert commanded is not None
     with pytest.raises(JobError, match="no offer that is still open"):
-        cache.withdraw(commanded)
+        cache.release(commanded)
 
 
 def test_times_that_were_said_anew_are_not_kept() -> None:
@@ -254,6 +247,6 @@ def test_times_that_were_said_anew_are_not_kept() -> None:
         put(cache, "ab", Retention(0, None, 90, 1e6))
     assert len(cache._store.retention._due) < 100
     put(cache, "ab", Retention(0, None, 90, 1.0))
-    cache.tick(2.0)
+    cache.apply((), 2.0)
     put(cache, "cdef")
     assert "a" not in on(cache)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import cache_soak
 import pytest
 from cache_model import World
-from cache_setup import IMAGE_BYTES, Setup, chunks, key
+from cache_setup import IMAGE_BYTES, Setup, chunks, key, lookup, residency, store
+from group_kit import settle
 
-from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, Lease, TieredCache, TierSpec, WritePolicy
+from longshore.boundary import FILE, HOST, Status, TransferResult
+from longshore.cache import CacheGroup, CacheSettings, Lease, TieredCache, TierSpec, Until, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.errors import CacheError
 from longshore.runtime import containment
@@ -22,7 +23,7 @@ def stored(paths: list[list[bytes]], slots: int) -> TieredCache:
     """A cache with one tier that has these paths."""
     cache = TieredCache([TierSpec(HOST, slots, IMAGE_BYTES)])
     for path in paths:
-        offload = cache.offer(path)
+        offload = store(cache, path)
         assert offload.job is not None
         cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
     return cache
@@ -37,14 +38,14 @@ def test_a_hundred_branches_over_a_shared_prefix_fifty_released() -> None:
     trunk = chunks("abc")
     branches = [[*trunk, b"branch" + bytes([i])] for i in range(100)]
     cache = stored(branches, 200)
-    holds = [cache.match(branch, 0.0).hold for branch in branches]
+    holds = [lookup(cache, branch, 0.0).lease for branch in branches]
     for hold in holds[:50]:
         assert hold is not None
         cache.release(hold)
     assert cache.held == 50
     cache.check_integrity()
     assert evictable(cache, branches) == 50
-    assert all(cache.match(branch, 0.0).length == 4 for branch in branches[50:])
+    assert all(lookup(cache, branch, 0.0).chunks == 4 for branch in branches[50:])
 
 
 @pytest.mark.parametrize("policy", [LRU, ARC, Gittins])
@@ -56,18 +57,19 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
     settings = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40 if alone else None),))
     cache = TieredCache([TierSpec(HOST, size, IMAGE_BYTES, policy)], settings)
     keys = [i.to_bytes(32, "big") for i in range(size)]
-    job = cache.offer(keys).job
+    turn = lookup(cache, keys, 0.0).turn
+    job = store(cache, keys, turn=turn).job
     assert job is not None
     cache.apply([TransferResult(job, (Status.OK,) * size)], 0.0)
     for _ in range(3):
-        cache.peek(keys)
-        cache.peek(keys[5 : size - 5])
+        residency(cache, keys, Until.STEP, turn=turn)
+        residency(cache, keys[5 : size - 5], Until.STEP, turn=turn)
         assert cache.held == size, "a chunk that two lookups have found is protected once"
-        assert cache.offer([b"new".ljust(32)]).job is None  # it needs room, and all is protected
+        assert store(cache, [b"new".ljust(32)]).job is None  # it needs room, and all is protected
         cache.end_step()
         cache.check_integrity()
         assert cache.held == 0
-    offload = cache.offer([b"new%i".ljust(29) % i for i in range(size)])
+    offload = store(cache, [b"new%i".ljust(29) % i for i in range(size)])
     # The end of a prompt promises less than what else is in: Gittins lets it pass where it knows the path.
     assert len(offload.positions) == size - (policy is Gittins and not alone and size < 300)
 
@@ -90,7 +92,7 @@ def test_siblings_that_go_in_several_runs_release_their_parent_once(policy: type
         store_in_both(cache, [*trunks[i % 3], leaf])
         assert cache.discard([leaf], HOST) == 1
     for trunk in trunks:
-        cache.offer(trunk)  # used last of all
+        store(cache, trunk)  # used last of all
     released.clear()
     store_in_both(cache, [b"scan%02i".ljust(32) % at for at in range(12)])
     cache.check_integrity()
@@ -100,16 +102,15 @@ def test_siblings_that_go_in_several_runs_release_their_parent_once(policy: type
 
 def store_in_both(cache: TieredCache, path: list[bytes]) -> None:
     """Offer `path`, and have every transfer end well."""
-    offload = cache.offer(path)
+    offload = store(cache, path)
     if offload.job is not None:
         cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    settle(cache)
 
 
 def test_five_users_of_one_block() -> None:
     cache = stored([[key("a")]], 1)
-    holds = [cache.match([key("a")], 0.0).hold for _ in range(5)]
+    holds = [lookup(cache, [key("a")], 0.0).lease for _ in range(5)]
     for users_left, hold in zip((5, 4, 3, 2, 1), holds, strict=True):
         assert cache.held == users_left
         assert evictable(cache, [[key("a")]]) == 0
@@ -136,7 +137,7 @@ def test_down_to_the_file_up_again_and_gone() -> None:
     world.end(world.on("file->host")[0])
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
     world.end(world.on("host->device")[0])
-    assert world.cache.outcome(hold) == (1, (FILE,))
+    assert world.cache.progress(hold).outcome == (1, (FILE,))
     assert world.discard("a", FILE) == 1
     assert world.where("a") == {HOST: "ready"}
     assert world.discard("a", HOST) == 0  # it is held
@@ -148,10 +149,11 @@ def test_down_to_the_file_up_again_and_gone() -> None:
 
 def test_what_is_held_has_an_address_for_each_chunk() -> None:
     cache = stored([chunks("abcd")], 8)
-    hold = cache.match(chunks("abcde"), 0.0, start=1).hold
+    hold = lookup(cache, chunks("abcde"), 0.0, first=1).lease
     assert hold is not None
-    at = {r.key: r.slot for r in cache.residents()}
-    assert cache.slots(hold) == [at[each] for each in chunks("abcd")[1:]]
+    assert cache.progress(hold).runs == ((HOST, 3),)
+    at = {r.key: r.slot.index for r in cache.residents()}
+    assert residency(cache, chunks("abcd")[1:]).slots() == [at[each] for each in chunks("abcd")[1:]]
 
 
 def test_held_chunks_in_several_tiers_have_the_address_of_the_warmest() -> None:
@@ -165,7 +167,7 @@ def test_held_chunks_in_several_tiers_have_the_address_of_the_warmest() -> None:
     world.settle_all()
     hold = world.match("abcd", 0, None)
     assert hold is not None
-    assert [slot.tier for slot in world.cache.slots(hold)] == [HOST, HOST, FILE, FILE]
+    assert world.cache.progress(hold).runs == ((HOST, 2), (FILE, 2))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -183,7 +185,7 @@ def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: 
     for _ in range(150):
         storm.step()
         storm.cache.take()
-        storm.cache.tick(storm.now)
+        storm.cache.apply((), storm.now)
         asked += 3
     tiers, settings, foreign, generation = storm.cache.made_of
     again = TieredCache(tiers, settings, foreign=foreign, generation=generation)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_setup import key
+from cache_setup import key, lookup, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickled import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, DropReason, Lease, Retention, StoreOrder, TieredCache, TierSpec, WritePolicy
+from longshore.cache import (
+    CacheSettings,
+    DropReason,
+    GroupKeys,
+    Lease,
+    Retention,
+    StoreOrder,
+    TieredCache,
+    TierSpec,
+    WritePolicy,
+)
 from longshore.cache.eviction import ARC, LRU
 from longshore.errors import CacheError, CapacityError
 from longshore.slabs import Slabs
@@ -41,15 +51,15 @@ class Bytes:
         self.running: dict[int, Transfer] = {}
         self.checked = 0
 
-    def commit(self, group: int, of: str, **more: object) -> StoreOrder:
+    def store(self, group: int, of: str, **more: object) -> StoreOrder:
         keys = path(group, of)
-        offload = self.cache.commit(keys, range(len(keys)), group=group, **more)  # type: ignore[arg-type]
+        offload = store(self.cache, keys, range(len(keys)), group=group, **more)  # type: ignore[arg-type]
         self.take()
         return offload
 
-    def match(self, group: int, of: str) -> tuple[int, Lease | None]:
-        _, length, hold = self.cache.match(path(group, of), 0.0)[:3][:3]
-        return length, hold
+    def lookup(self, group: int, of: str) -> tuple[int, Lease | None]:
+        found = lookup(self.cache, path(group, of), 0.0, group=group)
+        return found.chunks, found.lease
 
     def take(self) -> None:
         for command in self.cache.take():
@@ -106,31 +116,32 @@ class Bytes:
 
 def test_each_group_has_slots_of_its_size() -> None:
     world = Bytes(host=4)
-    small, large = world.commit(SMALL, "abc"), world.commit(LARGE, "ab")
+    small, large = world.store(SMALL, "abc"), world.store(LARGE, "ab")
     assert [(slot.pool, slot.index) for slot in small.slots] == [(0, 0), (0, 1), (0, 2)]
     assert [(slot.pool, slot.index) for slot in large.slots] == [(1, 4), (1, 8)]
     world.settle()
     (stats,) = world.cache.stats()
     assert (stats.used_bytes, stats.nbytes) == (3 * 3 + 2 * 12, 48)
     assert [tuple(each) for each in stats.sizes] == [(3, 1, 3), (12, 2, 2)]
-    length, hold = world.match(LARGE, "abc")
+    length, hold = world.lookup(LARGE, "abc")
     assert length == 2
     assert hold is not None
-    assert [(slot.pool, slot.index) for slot in world.cache.slots(hold)] == [(1, 4), (1, 8)]
+    at = {each.key: each.slot for each in world.cache.residents()}
+    assert [(at[each].pool, at[each].index) for each in path(LARGE, "ab")] == [(1, 4), (1, 8)]
 
 
 def test_a_size_may_have_all_of_a_tier_and_lose_it_to_another() -> None:
     world = Bytes(host=3)
     for prompt in "abcdefghijkl":
-        world.commit(SMALL, prompt)
+        world.store(SMALL, prompt)
         world.settle()
     assert [each.slabs for each in world.cache.stats()[0].sizes] == [3, 0]
     for prompt in "abc":
-        assert world.commit(LARGE, prompt).kept == 1
+        assert world.store(LARGE, prompt).kept == 1
         world.settle()
     assert [each.slabs for each in world.cache.stats()[0].sizes] == [0, 3]
     assert world.cache.counters.evictions[HOST] == 12
-    world.commit(SMALL, "z")
+    world.store(SMALL, "z")
     assert [each.slabs for each in world.cache.stats()[0].sizes] == [1, 2]
     assert world.kept(LARGE, *"abc") == ["b", "c"], "the oldest slab went"
 
@@ -138,17 +149,17 @@ def test_a_size_may_have_all_of_a_tier_and_lose_it_to_another() -> None:
 def test_a_size_takes_from_its_own_unless_another_was_not_used_for_longer() -> None:
     world = Bytes(host=3)
     for prompt in "abcd":
-        world.commit(SMALL, prompt)
+        world.store(SMALL, prompt)
     for prompt in "xy":
-        world.commit(LARGE, prompt)
+        world.store(LARGE, prompt)
     world.settle()
-    world.commit(SMALL, "a")  # a use: all of its slab is younger than the large ones now
-    world.commit(LARGE, "z")
+    world.store(SMALL, "a")  # a use: all of its slab is younger than the large ones now
+    world.store(LARGE, "z")
     world.settle()
     assert (world.kept(SMALL, *"abcd"), world.kept(LARGE, *"xyz")) == (list("abcd"), ["y", "z"])
-    world.commit(LARGE, "y")
-    world.commit(LARGE, "z")
-    world.commit(LARGE, "w")
+    world.store(LARGE, "y")
+    world.store(LARGE, "z")
+    world.store(LARGE, "w")
     world.settle()
     assert (world.kept(SMALL, *"abcd"), world.kept(LARGE, *"yzw")) == ([], ["y", "z", "w"])
 
@@ -156,56 +167,56 @@ def test_a_size_takes_from_its_own_unless_another_was_not_used_for_longer() -> N
 def test_a_slab_in_which_something_is_held_stays_and_the_next_one_goes() -> None:
     world = Bytes(host=2)
     for prompt in "abcdefgh":
-        world.commit(SMALL, prompt)
+        world.store(SMALL, prompt)
         world.settle()
-    _, hold = world.match(SMALL, "a")
+    _, hold = world.lookup(SMALL, "a")
     assert hold is not None
-    assert world.commit(LARGE, "x").kept == 1
+    assert world.store(LARGE, "x").kept == 1
     assert world.kept(SMALL, *"abcdefgh") == list("abcd")
-    world.commit(LARGE, "y")
+    world.store(LARGE, "y")
     assert world.cache.counters.drops[HOST][DropReason.NO_ROOM] == 1, "what is left is held, or being filled"
     world.cache.release(hold)
-    assert world.commit(LARGE, "y").kept == 1
+    assert world.store(LARGE, "y").kept == 1
     assert world.kept(SMALL, *"abcd") == []
 
 
 def test_a_slab_is_not_emptied_of_what_is_nowhere_else_before_that_is_copied_down() -> None:
     world = Bytes(host=2, file=4)
     for prompt in "abcdefgh":
-        world.commit(SMALL, prompt)
+        world.store(SMALL, prompt)
         world.settle()
     for _ in range(2):
-        assert world.commit(LARGE, "x").job is None, "copies are under way"
+        assert world.store(LARGE, "x").job is None, "copies are under way"
         world.settle()
-    assert world.commit(LARGE, "x").job is not None
+    assert world.store(LARGE, "x").job is not None
     assert world.cache.counters.drops[HOST][DropReason.BACKPRESSURE] == 2
     assert all(world.where(SMALL, prompt) for prompt in "abcdefgh")
 
 
 def test_a_slab_that_jobs_read_or_write_stays() -> None:
     world = Bytes(host=1)
-    world.commit(SMALL, "a")
-    assert world.commit(LARGE, "x").job is None, "it is being written"
+    world.store(SMALL, "a")
+    assert world.store(LARGE, "x").job is None, "it is being written"
     world.settle()
-    _, hold = world.match(SMALL, "a")
+    _, hold = world.lookup(SMALL, "a")
     assert hold is not None
-    world.cache.onboard(hold, [0])
+    world.cache.load(hold, {0: [0]})
     world.cache.release(hold)
     world.take()
-    assert world.commit(LARGE, "x").job is None, "it is being read"
+    assert world.store(LARGE, "x").job is None, "it is being read"
     world.settle()
-    assert world.commit(LARGE, "x").job is not None
+    assert world.store(LARGE, "x").job is not None
 
 
 def test_what_is_behind_a_chunk_goes_with_its_slab_tails_first() -> None:
     world = Bytes(host=3, events=100)
-    world.commit(SMALL, "abcdefg")  # heads in slab 0, the tail in slab 1
-    world.commit(LARGE, "x")
+    world.store(SMALL, "abcdefg")  # heads in slab 0, the tail in slab 1
+    world.store(LARGE, "x")
     world.settle()
-    world.commit(SMALL, "z")  # and slab 1 is younger than slab 0
+    world.store(SMALL, "z")  # and slab 1 is younger than slab 0
     world.settle()
     world.cache.events()
-    world.commit(LARGE, "y")
+    world.store(LARGE, "y")
     assert world.kept(SMALL, *("abcdefg"[: n + 1] for n in range(7)), "z") == ["z"]
     gone = [event.key for event in world.cache.events() if event.kind.value == "removed"]
     assert gone == path(SMALL, "abcdefg")[::-1]
@@ -213,30 +224,30 @@ def test_what_is_behind_a_chunk_goes_with_its_slab_tails_first() -> None:
 
 def test_a_size_that_has_nothing_to_give_takes_a_younger_slab() -> None:
     world = Bytes(host=2)
-    world.commit(LARGE, "x")
+    world.store(LARGE, "x")
     world.settle()
-    _, hold = world.match(LARGE, "x")
+    _, hold = world.lookup(LARGE, "x")
     assert hold is not None
-    world.commit(SMALL, "a")
+    world.store(SMALL, "a")
     world.settle()
-    world.commit(LARGE, "y")
+    world.store(LARGE, "y")
     assert (world.kept(LARGE, "x", "y"), world.kept(SMALL, "a")) == (["x", "y"], [])
 
 
 def test_backups_and_loads_stay_in_their_pools() -> None:
     world = Bytes(host=3, file=3, backup=WritePolicy.THROUGH)
-    world.commit(SMALL, "abcd")
-    world.commit(LARGE, "xy")
+    world.store(SMALL, "abcd")
+    world.store(LARGE, "xy")
     world.settle()
     for group, of in ((SMALL, "abcd"), (LARGE, "xy")):
         assert world.where(group, of) == {HOST, FILE}
         assert world.cache.discard(path(group, of), HOST) == len(of)
-        length, hold = world.match(group, of)
+        length, hold = world.lookup(group, of)
         assert hold is not None
-        world.cache.onboard(hold, range(length), group=group)
+        world.cache.load(hold, {group: range(length)})
         world.take()
         world.settle()
-        outcome = world.cache.outcome(hold)
+        outcome = world.cache.progress(hold).outcome
         assert outcome is not None
         assert (outcome.chunks, set(outcome.sources)) == (len(of), {FILE})
         world.cache.release(hold)
@@ -245,19 +256,19 @@ def test_backups_and_loads_stay_in_their_pools() -> None:
 
 def test_groups_and_paths_of_the_wrong_size_are_refused_before_anything_changes() -> None:
     world = Bytes(host=3)
-    world.commit(SMALL, "ab")
+    world.store(SMALL, "ab")
     world.settle()
-    _, hold = world.match(SMALL, "ab")
+    _, hold = world.lookup(SMALL, "ab")
     assert hold is not None
     before = state_of(world.cache)
     keys = path(SMALL, "abc")
     for call in (
-        lambda: world.cache.commit(keys, [0, 1, 2], group=LARGE),
-        lambda: world.cache.commit(keys, [0], first=2, group=LARGE),
-        lambda: world.cache.commit(keys, [0, 1, 2], group=2),
-        lambda: world.cache.commit(keys, [0, 1, 2], group=-1),
-        lambda: world.cache.offer(keys, group=LARGE),
-        lambda: world.cache.onboard(hold, [0], group=LARGE),
+        lambda: store(world.cache, keys, [0, 1, 2], group=LARGE),
+        lambda: store(world.cache, keys, [0], first=2, group=LARGE),
+        lambda: store(world.cache, keys, [0, 1, 2], group=2),
+        lambda: store(world.cache, keys, [0, 1, 2], group=-1),
+        lambda: store(world.cache, keys, group=LARGE),
+        lambda: world.cache.load(hold, {LARGE: [0]}),
     ):
         with pytest.raises(CacheError):
             call()
@@ -290,8 +301,8 @@ def test_adopted_chunks_are_of_the_size_of_their_parent() -> None:
 
 def test_a_tier_of_slabs_shrinks_by_slabs() -> None:
     world = Bytes(host=4)
-    world.commit(SMALL, "abcde")
-    world.commit(LARGE, "x")
+    world.store(SMALL, "abcde")
+    world.store(LARGE, "x")
     world.settle()
     before = state_of(world.cache)
     with pytest.raises(CapacityError):
@@ -304,21 +315,21 @@ def test_a_tier_of_slabs_shrinks_by_slabs() -> None:
     world.cache.resize(HOST, 6)
     world.slabs[HOST] = Slabs(12, SIZES, 6)
     world.memory[HOST] = np.zeros(72, np.int64)
-    assert len(world.commit(LARGE, "vwxy").slots) == 4
+    assert len(world.store(LARGE, "vwxy").slots) == 4
     world.check()
 
 
 def test_a_reset_leaves_slabs_that_jobs_touch_to_their_size() -> None:
     world = Bytes(host=2)
-    world.commit(SMALL, "a")
-    world.commit(LARGE, "x")
+    world.store(SMALL, "a")
+    world.store(LARGE, "x")
     world.cache.reset()
     world.take()
     assert [each.slabs for each in world.cache.stats()[0].sizes] == [1, 1]
-    assert world.commit(LARGE, "y").job is None
+    assert world.store(LARGE, "y").job is None
     world.settle()
     assert [each.slabs for each in world.cache.stats()[0].sizes] == [0, 0]
-    assert world.commit(LARGE, "yz").kept == 2
+    assert world.store(LARGE, "yz").kept == 2
 
 
 PROMPTS = ("a", "ab", "abc", "abd", "abcde", "f", "fg", "fgh", "ij", "ijklm", "n", "no")
@@ -338,23 +349,21 @@ def test_whatever_is_done_bytes_stay_with_their_chunks(data: st.DataObject) -> N
     )
     holds: list[tuple[int, Lease, int]] = []
     onboarded: set[Lease] = set()
-    steps = draw(
-        st.lists(st.sampled_from(["commit", "match", "onboard", "release", "end", "fail", "step"]), max_size=60)
-    )
+    steps = draw(st.lists(st.sampled_from(["store", "lookup", "load", "release", "end", "fail", "step"]), max_size=60))
     for step in steps:
         group = draw(st.sampled_from([SMALL, LARGE]))
-        if step == "commit":
+        if step == "store":
             keep = draw(st.sampled_from([(), (Retention(0, 1, 90),), (Retention(0, None, 10),)]))
-            world.commit(group, draw(st.sampled_from(PROMPTS)), retention=keep)
-        elif step == "match":
-            length, hold = world.match(group, draw(st.sampled_from(PROMPTS)))
+            world.store(group, draw(st.sampled_from(PROMPTS)), retention=keep)
+        elif step == "lookup":
+            length, hold = world.lookup(group, draw(st.sampled_from(PROMPTS)))
             if hold is not None:
                 holds.append((group, hold, length))
-        elif step == "onboard" and holds:
+        elif step == "load" and holds:
             group, hold, length = draw(st.sampled_from(holds))
             if hold not in onboarded:
                 onboarded.add(hold)
-                world.cache.onboard(hold, range(length), group=group)
+                world.cache.load(hold, {group: range(length)})
         elif step == "release" and holds:
             world.cache.release(holds.pop(draw(st.integers(0, len(holds) - 1)))[1])
         elif step in ("end", "fail"):
@@ -388,7 +397,7 @@ def test_the_same_calls_give_the_same_log_with_several_sizes() -> None:
         log: list[object] = []
         for prompt in PROMPTS * 2:
             for group in (SMALL, LARGE):
-                log.append(world.commit(group, prompt))
+                log.append(world.store(group, prompt))
             world.settle()
             log.append(world.cache.events())
         return log
@@ -400,19 +409,19 @@ def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     tiers = [TierSpec(HOST, Slabs(12, SIZES, 4))]
     cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)), foreign=("far",))
     keys = path(0, "ab")
-    job = cache.commit(keys[:1], [0], group=0).job
+    job = store(cache, keys[:1], [0], group=0).job
     assert job is not None
     cache.apply([TransferResult(job, (Status.OK,))], 0.0)
     before = state_of(cache)
     with pytest.raises(CacheError, match="images of pool 0"):
-        cache.fetch(keys, 0.0, group=1)
+        cache.prefetch({1: GroupKeys(keys)}, 0.0)
     assert state_of(cache) == before
 
 
 def test_a_quarter_is_kept_safe_of_images_of_the_largest_size_too() -> None:
     bytes_ = Bytes(8, 64, backup=WritePolicy.BACK)
     for each in "abcdefgh":
-        bytes_.commit(LARGE, each)
+        bytes_.store(LARGE, each)
         bytes_.settle()
     below = [each for each in bytes_.cache.residents() if each.slot.tier == FILE]
     assert len(below) == 2
@@ -420,7 +429,7 @@ def test_a_quarter_is_kept_safe_of_images_of_the_largest_size_too() -> None:
 
 def test_slots_of_any_two_sizes_are_not_of_one() -> None:
     cache = TieredCache([TierSpec(HOST, Slabs(12, (3, 4, 12), 4))], CacheSettings(pools=(0, 1, 2)))
-    slots = [cache.commit([key(str(group))], [0], group=group).slots[0].index for group in range(3)]
+    slots = [store(cache, [key(str(group))], [0], group=group).slots[0].index for group in range(3)]
     is_of_one_pool = cache._store.watching.is_of_one_pool
     assert [is_of_one_pool(0, each) for each in (slots, slots[:2], slots[1:], slots[:1], [])] == [
         *(False, False, False),

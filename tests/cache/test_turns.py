@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+from cache_setup import lookup, residency, store
+from group_kit import settle
 
-from longshore.boundary import Key, Status, Transfer, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, WritePolicy
+from longshore.boundary import Key, Status, TransferResult
+from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec, Until, WritePolicy
 from longshore.cache.eviction.uses import USES
 from longshore.errors import CacheError
 
@@ -28,14 +32,18 @@ def alone() -> TieredCache:
 def deliver(cache: TieredCache, *jobs: int | None) -> None:
     """What was ordered has arrived, and `jobs` of one chunk each."""
     cache.apply([TransferResult(job, (Status.OK,)) for job in jobs if job is not None], 0.0)
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+    settle(cache)
 
 
 def uses(cache: TieredCache, key: Key, tier: int = 0) -> int:
     """How often the default policy of a tier counts `key` as used; 0 for the end of a prompt, not used since."""
     policy: Any = cache._store.policies[tier]
     return ((policy._state[cache._store.index.get(key)] & USES) >> 3) - 1
+
+
+def look(cache: TieredCache, keys: Sequence[Key], turn: int | None = None) -> int | None:
+    """Each of `keys` is looked at by itself; the turn of the request."""
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True, turn=turn).turn
 
 
 def ticks(cache: TieredCache) -> int:
@@ -46,19 +54,19 @@ def ticks(cache: TieredCache) -> int:
 
 def test_match_onboard_release_and_commit_of_a_request_are_one_use() -> None:
     cache, keys = cache_of(), keys_of("a", "b")
-    cache.commit(keys, (0, 1), turn=cache.match(keys, 0.0).turn)
+    store(cache, keys, (0, 1), turn=lookup(cache, keys, 0.0).turn)
     deliver(cache)
     before = [uses(cache, key) for key in keys]
-    found = cache.match(keys, 1.0)
-    assert found.hold is not None
-    cache.onboard(found.hold, (2, 3))
+    found = lookup(cache, keys, 1.0)
+    assert found.lease is not None
+    cache.load(found.lease, {0: (2, 3)})
     deliver(cache)
-    cache.commit(keys, (2, 3), turn=found.turn)
-    cache.release(found.hold)
-    again = cache.match(keys, 2.0, turn=found.turn)  # as an engine does whose request waits
-    assert again.hold is not None and again.turn == found.turn
-    cache.release(again.hold)
-    cache.commit(keys, (2, 3), turn=found.turn)
+    store(cache, keys, (2, 3), turn=found.turn)
+    cache.release(found.lease)
+    again = lookup(cache, keys, 2.0, turn=found.turn)  # as an engine does whose request waits
+    assert again.lease is not None and again.turn == found.turn
+    cache.release(again.lease)
+    store(cache, keys, (2, 3), turn=found.turn)
     assert [uses(cache, key) for key in keys] == [before[0] + 1, before[1] + 2]  # the end of a prompt was no use
     assert ticks(cache) == 2
     cache.check_integrity()
@@ -66,42 +74,42 @@ def test_match_onboard_release_and_commit_of_a_request_are_one_use() -> None:
 
 def test_requests_that_run_at_the_same_time_count_once_each() -> None:
     cache, keys = cache_of(), keys_of("a", "b")
-    cache.commit(keys, (0, 1), turn=cache.match(keys, 0.0).turn)
+    store(cache, keys, (0, 1), turn=lookup(cache, keys, 0.0).turn)
     deliver(cache)
-    found = [cache.match(keys, 1.0) for _ in range(3)]
+    found = [lookup(cache, keys, 1.0) for _ in range(3)]
     for each in found:
-        assert each.hold is not None
-        cache.release(each.hold)
+        assert each.lease is not None
+        cache.release(each.lease)
     for each in found:
-        cache.commit(keys, (2, 3), turn=each.turn)
+        store(cache, keys, (2, 3), turn=each.turn)
     assert uses(cache, keys[0]) == 4
     assert ticks(cache) == 4
 
 
 def test_what_arrives_for_a_request_has_its_age() -> None:
     cache, (a, b) = cache_of(), keys_of("a", "b")
-    turn = cache.match([a], 0.0).turn
-    cache.commit([a], (0,), turn=turn)
-    cache.match([b], 0.0)
+    turn = lookup(cache, [a], 0.0).turn
+    store(cache, [a], (0,), turn=turn)
+    lookup(cache, [b], 0.0)
     deliver(cache)
     policy: Any = cache._store.policies[0]
     assert policy._used[cache._store.index.get(a)] == turn == 1
-    cache.commit([a], (0,), turn=turn)
+    store(cache, [a], (0,), turn=turn)
     assert uses(cache, a) == 0
 
 
 def test_a_request_asked_for_key_by_key_counts_its_uses_once() -> None:
     cache, keys = alone(), keys_of("a")
-    turn = cache.begin(keys)
-    deliver(cache, cache.offer(keys, turn=turn).job)
-    second = cache.begin(cache.peek(keys))
+    turn = look(cache, keys)
+    deliver(cache, store(cache, keys, turn=turn).job)
+    second = look(cache, residency(cache, keys))
     for _ in range(3):
-        cache.peek(keys)
+        assert look(cache, keys, second) == second
         cache.end_step()
-    cache.release(cache.keep(keys, turn=second))
-    deliver(cache, cache.lend(keys, turn=second).job)
-    cache.offer(keys, turn=second)
-    cache.offer(keys, turn=second)
+    cache.release(cache.lookup({0: GroupKeys(keys)}, 0.0, each=True, turn=second).lease)
+    deliver(cache, cache.load({0: GroupKeys(keys)}, turn=second).parts[0].job)
+    store(cache, keys, turn=second)
+    store(cache, keys, turn=second)
     assert uses(cache, keys[0]) == 2
     assert ticks(cache) == 2
     cache.check_integrity()
@@ -109,29 +117,30 @@ def test_a_request_asked_for_key_by_key_counts_its_uses_once() -> None:
 
 def test_a_tier_below_counts_a_request_once_too() -> None:
     cache, keys = cache_of("host", "file", backup=WritePolicy.THROUGH), keys_of("a", "b")
-    cache.commit(keys, (0, 1), turn=cache.match(keys, 0.0).turn)
+    store(cache, keys, (0, 1), turn=lookup(cache, keys, 0.0).turn)
     deliver(cache)
-    found = cache.match(keys, 1.0)
-    assert found.hold is not None
-    cache.commit(keys, (0, 1), turn=found.turn)
-    cache.release(found.hold)
+    found = lookup(cache, keys, 1.0)
+    assert found.lease is not None
+    store(cache, keys, (0, 1), turn=found.turn)
+    cache.release(found.lease)
     assert [uses(cache, keys[0], tier) for tier in (0, 1)] == [2, 2]
 
 
 def test_turns_go_on_after_a_reset() -> None:
     cache, keys = cache_of(), keys_of("a", "b")
-    first = cache.match(keys, 0.0).turn
+    first = lookup(cache, keys, 0.0).turn
     cache.reset()
-    cache.commit(keys, (0, 1), turn=first)  # by a request from before
+    store(cache, keys, (0, 1), turn=first)  # by a request from before
     deliver(cache)
-    assert cache.match(keys, 1.0).turn == first + 1
+    assert lookup(cache, keys, 1.0).turn == first + 1
     cache.check_integrity()
 
 
 @pytest.mark.parametrize("turn", [0, -1, 2, 10**9])
 def test_a_turn_that_was_not_drawn_is_refused(turn: int) -> None:
     cache, keys = alone(), keys_of("a")
-    deliver(cache, cache.offer(keys, turn=cache.begin(keys)).job)
-    for call in (cache.offer, cache.lend, cache.keep):
+    deliver(cache, store(cache, keys, turn=look(cache, keys)).job)
+    paths = {0: GroupKeys(keys)}
+    for call in (cache.store, cache.load, partial(cache.lookup, now=0.0, each=True)):
         with pytest.raises(CacheError, match="expected a turn"):
-            call(keys, turn=turn)
+            call(paths, turn=turn)  # type: ignore[operator]

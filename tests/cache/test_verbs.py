@@ -6,8 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
+from group_kit import orders, settle
 
-from longshore.boundary import DEVICE, HOST, Slot, Status, Transfer, TransferResult
+from longshore.boundary import DEVICE, HOST, Slot
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
@@ -35,19 +36,10 @@ def made(groups: tuple[CacheGroup, ...] = GROUPS, slots: int = 16, **settings: A
     return TieredCache([TierSpec(HOST, slots), TierSpec(FILE, 64)], CacheSettings(groups=groups, **settings))
 
 
-def carry(cache: TieredCache, now: float = 0.0) -> list[Any]:
-    """All that was ordered succeeds."""
-    seen = []
-    while orders := [each for each in cache.take() if isinstance(each, Transfer)]:
-        seen += orders
-        cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], now)
-    return seen
-
-
 def stored(cache: TieredCache, *names: str) -> None:
     for group, name in enumerate(names):
         cache.store({group: GroupKeys(keys(name))}, {group: [10 * group + each for each in range(3)]})
-    carry(cache)
+    settle(cache)
 
 
 def books(cache: TieredCache) -> tuple[Any, ...]:
@@ -74,14 +66,14 @@ def test_a_store_of_several_groups_is_one_of_each(known: tuple[int, int]) -> Non
         for group, count in enumerate(known):
             path = keys("ab"[group], count)
             each.store({group: GroupKeys(path)}, {group: range(count)})
-        carry(each)
+        settle(each)
     paths, blocks = {0: GroupKeys(keys("a")), 1: GroupKeys(keys("b"))}, {0: [0, 1, 2], 1: [3, 4, 5]}
     orders = cache.store(paths, blocks)
     assert [list(order.positions) for order in orders.values()] == [list(range(count, 3)) for count in known]
     for group, path in paths.items():
         apart.store({group: path}, {group: blocks[group]})
-    carry(cache)
-    carry(apart)
+    settle(cache)
+    settle(apart)
     assert {(each.key, each.parent) for each in cache.residents()} == {
         (each.key, each.parent) for each in apart.residents()
     }
@@ -91,12 +83,12 @@ def test_a_store_of_several_groups_is_one_of_each(known: tuple[int, int]) -> Non
 def test_a_store_of_a_group_may_evict_what_is_known_of_the_next() -> None:
     cache = TieredCache([TierSpec(HOST, 4, policy=LRU)], CacheSettings(groups=GROUPS))
     cache.store({1: GroupKeys(keys("b"))}, {1: range(3)})
-    carry(cache)
+    settle(cache)
     paths, blocks = {0: GroupKeys(keys("a", 4)), 1: GroupKeys(keys("b"))}, {0: range(4), 1: range(4, 7)}
     orders = cache.store(paths, blocks)
     assert len(orders[0].positions) == 4
     assert (orders[1].kept, list(orders[1].known), orders[1].job) == (0, [], None)
-    carry(cache)
+    settle(cache)
     assert {each.key for each in cache.residents()} == set(keys("a", 4))
     cache.check_integrity()
 
@@ -162,7 +154,7 @@ def test_a_load_that_is_refused_changes_nothing(wrong: str) -> None:
     with pytest.raises(LongshoreError):
         WRONG_LOADS[wrong](cache, lease)
     assert books(cache) == before
-    assert not [each for each in cache.take() if isinstance(each, Transfer)]
+    assert not orders(cache)
 
 
 WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -212,7 +204,7 @@ def test_what_a_lookup_keeps_until_the_step_ends_is_kept_until_then(paths: dict[
     assert found.lease is None
     assert cache.held == 3 * len(paths)
     cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, evicting=True)
-    carry(cache)
+    settle(cache)
     for name in paths.values():
         where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, until=Until.NOTHING, each=True).residency[0]
         assert set(where.presences) == {Presence.READY}
@@ -238,7 +230,7 @@ def test_a_prefetch_waits_from_the_time_that_it_is_told() -> None:
     cache.prefetch(lease, 100.0, policy=PrefetchPolicy.TIMEOUT, timeout=5.0)
     cache.apply((), 100.0)
     assert not cache.progress(lease).is_over
-    carry(cache, 101.0)
+    settle(cache, 101.0)
     assert cache.progress(lease).leading(HOST) == 3
 
 

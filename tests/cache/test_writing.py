@@ -5,7 +5,7 @@ from cache_model import World
 from cache_setup import Setup, chunks, key, path_of
 
 from longshore.boundary import FILE, HOST, Key, Status, TransferResult
-from longshore.cache import CacheSettings, DropReason, StoreOrder, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, DropReason, GroupKeys, StoreOrder, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError
 
@@ -57,7 +57,7 @@ def test_what_a_tier_has_or_is_getting_is_not_written_again() -> None:
     assert [path_of(item.key) for item in second.transfer.items] == ["abc"]
     world.end(second)
     world.end(first)
-    assert world.call("commit", [key("a")], (0,)) == StoreOrder(None, kept=1, known=range(1))
+    assert world.call("store", {0: GroupKeys([key("a")])}, {0: (0,)})[0] == StoreOrder(None, kept=1, known=range(1))
 
 
 def test_write_through_backs_up_what_is_ready() -> None:
@@ -282,7 +282,7 @@ def test_evictions_do_not_walk_past_what_cannot_go_again_and_again(kind: str) ->
 
     def put(path: list[Key], first: int = 0) -> None:
         """Store a path; backups stay under way for ever."""
-        offload = cache.offer(path, first=first)
+        offload = cache.store({0: GroupKeys(path, first)})[0]
         if offload.job is not None:
             cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.accepted))], 0.0)
 
@@ -296,7 +296,7 @@ def test_evictions_do_not_walk_past_what_cannot_go_again_and_again(kind: str) ->
     for single in singles:
         put([single])
     if kind == "held":
-        assert all(cache.match([single], 0.0).hold for single in singles[:300])
+        assert all(cache.lookup({0: GroupKeys([single])}, 0.0).lease for single in singles[:300])
     Policy.looks = 0
     for i in range(60):
         put([b"new" + bytes([i])])

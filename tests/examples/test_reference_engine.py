@@ -13,6 +13,7 @@ from examples.reference_engine import Request
 from reference_kit import DECODER, PATIENCE, SHAPE, Rig, resident, rig, same_bits, tokens
 
 from longshore.boundary import DEVICE, HOST, Section, Slot
+from longshore.cache import DeviceCopy
 from longshore.errors import CapacityError, EngineError, FreedLayoutError
 from longshore.transfer import ONBOARD
 from longshore.transfer.batch import CopyBatch
@@ -617,7 +618,7 @@ def test_asleep_every_plan_is_refused() -> None:
         with pytest.raises(FreedLayoutError):
             made.stack.engine.submit(_onboard_by_hand())
         with made.stack.runtime.control() as cache:
-            job = cache.copy_inside([Slot(DEVICE, 0, 0)], [1])
+            job = cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)])}, {0: [1]}).parts[0].job
         assert made.stack.runtime.wait_ended([job], PATIENCE)
         with made.stack.runtime.observe() as cache:
             assert cache.counters.routes["device->device"].failed == 1

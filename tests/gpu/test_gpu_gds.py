@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from longshore.boundary import FILE
+from longshore.cache import GroupKeys
 from longshore.checksums import mix64
 from longshore.config import Config
 from longshore.keys import Scope
@@ -74,16 +75,17 @@ def there_and_back(folder: Path, *, strict: bool) -> None:
         before = rows[:CHUNKS].clone()
         stack.engine.begin_step(None)
         with stack.runtime.control() as cache:
-            job = cache.commit(KEYS, blocks).job
+            job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
         assert job is not None
         assert stack.runtime.wait_ended([job], 60)
         rows.zero_()
         stack.engine.begin_step(None)
         with stack.runtime.control() as cache:
-            hold = cache.match(KEYS, stack.runtime.clock()).hold
+            hold = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).lease
             assert hold is not None
-            cache.onboard(hold, blocks)
-        outcome = stack.runtime.wait_onboarded(hold, 60)
+            cache.load(hold, {0: blocks})
+        outcome = stack.runtime.wait_over(hold, 60).outcome
+        assert outcome is not None
         assert outcome.sources == (FILE,) * CHUNKS
         assert torch.equal(rows[:CHUNKS], before)
         assert isinstance(stack.file, GdsFileTier)

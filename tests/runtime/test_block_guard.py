@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from longshore.boundary import DEVICE, HOST, Route
-from longshore.cache import TieredCache, TierSpec
+from longshore.cache import GroupKeys, TieredCache, TierSpec
 from longshore.runtime import Runtime
 from longshore.runtime.guard import BlockGuard
 from scripted import Scripted
@@ -28,7 +28,7 @@ class Rig:
         keys = [bytes([self._keys + i]) * 32 for i in range(len(blocks))]
         self._keys += len(blocks)
         with self.runtime.control() as cache:
-            job = cache.commit(keys, blocks, evicting=True).job
+            job = cache.store({0: GroupKeys(keys)}, {0: blocks}, evicting=True)[0].job
         assert job is not None
         self.guard.add(job, blocks)
         return job

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longshore.boundary import HOST
-from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, TierSpec
+from longshore.cache import CacheSettings, DropReason, Found, GroupKeys, MissReason, TieredCache, TierSpec
 from longshore.cache.types import Answer
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import BackgroundLoop, ForeignMover, Runtime
@@ -21,7 +21,6 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer.device import device_for
 from longshore.transfer.engine import TransferEngine
-from old_verbs import Match
 
 BLOCKS, ROW, SLOTS = 24, 6 * 1000, 8
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
@@ -59,7 +58,7 @@ class Machine:
         noise = torch.randint(0, 256, (count, ROW), dtype=torch.uint8, generator=torch.manual_seed(seed))
         self.rows[:count] = noise
         with self.runtime.control() as cache:
-            job = cache.commit(KEYS[:count], range(count)).job
+            job = cache.store({0: GroupKeys(KEYS[:count])}, {0: range(count)})[0].job
         assert job is not None
         assert self.runtime.wait_ended([job], PATIENCE)
         return noise
@@ -71,33 +70,33 @@ class Machine:
             assert time.monotonic() < give_up
             time.sleep(0.0005)
 
-    def match(self, count: int = len(KEYS)) -> Match:
+    def lookup(self, count: int = len(KEYS)) -> Found:
         with self.runtime.control() as cache:
-            found = cache.match(KEYS[:count], self.runtime.clock())
-            if found.hold is not None:
-                cache.release(found.hold)
+            found = cache.lookup({0: GroupKeys(KEYS[:count])}, self.runtime.clock())
+            if found.lease is not None:
+                cache.release(found.lease)
         return found
 
-    def fetch(self) -> int:
+    def prefetch(self) -> int:
         """Ask, wait for the answer, fetch, wait: how many chunks can be matched then."""
-        self.runtime.wait_ended(self.match().probes, PATIENCE)
+        self.runtime.wait_ended(self.lookup().probes, PATIENCE)
         with self.runtime.control() as cache:
-            jobs = cache.fetch(KEYS, self.runtime.clock())
+            jobs = cache.prefetch({0: GroupKeys(KEYS)}, self.runtime.clock())
         assert self.runtime.wait_ended(jobs, PATIENCE)
-        return self.match().length
+        return self.lookup().chunks
 
-    def onboard(self) -> torch.Tensor:
+    def load(self) -> torch.Tensor:
         """All that is matched, in rows that were poisoned before."""
         self.rows[:] = 0xEE
         with self.runtime.control() as cache:
-            found = cache.match(KEYS, self.runtime.clock())
-            assert found.hold is not None
-            cache.onboard(found.hold, range(12, 12 + found.length))
-        outcome = self.runtime.wait_onboarded(found.hold, PATIENCE)
+            found = cache.lookup({0: GroupKeys(KEYS)}, self.runtime.clock())
+            assert found.lease is not None
+            cache.load(found.lease, {0: range(12, 12 + found.chunks)})
+        outcome = self.runtime.wait_over(found.lease, PATIENCE).outcome
         with self.runtime.control() as cache:
-            cache.release(found.hold)
-        assert outcome.chunks == found.length
-        return self.rows[12 : 12 + found.length].clone()
+            cache.release(found.lease)
+        assert outcome.chunks == found.chunks
+        return self.rows[12 : 12 + found.chunks].clone()
 
     def misses(self) -> dict[MissReason, int]:
         return {reason: count for reason, count in self.cache.counters.misses.items() if count}
@@ -118,8 +117,8 @@ def test_what_one_machine_stored_another_one_finds(pair: tuple[Machine, Machine]
     written = here.offload(3)
     here.settle()
     assert len(here.store.images) == 3
-    assert there.fetch() == 3
-    assert torch.equal(there.onboard(), written)
+    assert there.prefetch() == 3
+    assert torch.equal(there.load(), written)
     assert there.cache.counters.routes["store->host"].bytes == 3 * there.store.image_bytes[0]
 
 
@@ -129,8 +128,8 @@ def test_a_broken_image_would_be_noticed_here(pair: tuple[Machine, Machine]) -> 
     here.settle()
     first, *_ = here.store.images
     here.store.images[first] = bytes(len(here.store.images[first]))
-    assert there.fetch() == 3
-    assert not torch.equal(there.onboard(), written)
+    assert there.prefetch() == 3
+    assert not torch.equal(there.load(), written)
 
 
 def test_what_lapsed_between_the_answer_and_the_read_is_a_miss(pair: tuple[Machine, Machine]) -> None:
@@ -138,10 +137,10 @@ def test_what_lapsed_between_the_answer_and_the_read_is_a_miss(pair: tuple[Machi
     written = here.offload(4)
     here.settle()
     there.store.lapse(KEYS[2])
-    assert there.fetch() == 2
+    assert there.prefetch() == 2
     assert there.store.fired[StoreFault.LAPSE] == 1
     assert there.misses()[MissReason.LAPSED] == 1
-    assert torch.equal(there.onboard(), written[:2])
+    assert torch.equal(there.load(), written[:2])
 
 
 def test_a_reset_reaches_the_store(pair: tuple[Machine, Machine]) -> None:
@@ -150,16 +149,16 @@ def test_a_reset_reaches_the_store(pair: tuple[Machine, Machine]) -> None:
     here.settle()
     with there.runtime.control() as cache:
         cache.reset()
-    assert there.fetch() == 0
+    assert there.prefetch() == 0
     assert there.cache.counters.probes["store"][Answer.ABSENT] > 0
-    assert here.fetch() == 2
+    assert here.prefetch() == 2
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_an_answer_that_comes_too_late_changes_nothing(background: bool) -> None:
     machine = Machine({(key, 0): b"" for key in KEYS}, background=background, probe_timeout=0.02)
     machine.store.seconds = 0.2
-    (probe,) = machine.match().probes
+    (probe,) = machine.lookup().probes
     assert machine.runtime.wait_ended([probe], PATIENCE)
     time.sleep(0.25)
     machine.settle()
@@ -170,7 +169,7 @@ def test_an_answer_that_comes_too_late_changes_nothing(background: bool) -> None
         Answer.ABSENT: 0,
         Answer.UNASKED: 0,
     }
-    assert machine.match().foreign == 0
+    assert machine.lookup().foreign == 0
     machine.close()
 
 
@@ -179,14 +178,14 @@ def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
     machine.store.silent = True
     written = machine.offload(3)
     for _ in range(3):
-        found = machine.match()
-        assert (found.length, found.foreign) == (3, 0)  # what is ours is there all the while
+        found = machine.lookup()
+        assert (found.chunks, found.foreign) == (3, 0)  # what is ours is there all the while
         assert machine.runtime.wait_ended(found.probes, PATIENCE)
     machine.settle()
     assert machine.store.fired[StoreFault.SILENT] > 0
     assert machine.cache.counters.probes["store"][Answer.NONE] == 3
     assert machine.cache.counters.drops["store"][DropReason.WRITE_FAILED] == 3
-    assert torch.equal(machine.onboard(), written)
+    assert torch.equal(machine.load(), written)
     assert machine.misses() == {MissReason.ABSENT: 4}
     assert machine.cache.stats()[0].used == machine.cache.stats()[0].ready == 3
     machine.close()
@@ -199,21 +198,21 @@ def test_a_store_that_falls_silent_during_a_fetch_is_a_miss() -> None:
     writer.settle()
     writer.close()
     reader = Machine(images, probe_timeout=5.0, load_timeout=0.05)
-    reader.runtime.wait_ended(reader.match().probes, PATIENCE)
+    reader.runtime.wait_ended(reader.lookup().probes, PATIENCE)
     reader.store.silent = True
-    assert reader.fetch() == 0
+    assert reader.prefetch() == 0
     assert reader.misses()[MissReason.DEADLINE] == 2
     assert reader.cache.stats()[0].used == 0
     reader.store.silent = False
-    assert reader.fetch() == 2
+    assert reader.prefetch() == 2
     reader.close()
 
 
 def test_a_store_that_is_closed_answers_at_once() -> None:
     machine = Machine({})
     machine.store.close()
-    (probe,) = machine.match().probes
-    assert not machine.cache.in_flight(probe)
+    (probe,) = machine.lookup().probes
+    assert machine.cache.progress(probe).is_over
     assert machine.cache.counters.probes["store"][Answer.NONE] == len(KEYS)
     machine.offload(1)
     machine.settle()
@@ -224,7 +223,7 @@ def test_a_store_that_is_closed_answers_at_once() -> None:
 def test_a_store_that_nobody_asks_answers_at_once(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine({})
     machine.runtime._probers.clear()
-    machine.match()
+    machine.lookup()
     assert machine.cache.counters.probes["store"][Answer.NONE] == len(KEYS)
     assert "could not be submitted" in caplog.text
     machine.close()

@@ -18,6 +18,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from longshore.cache import GroupKeys
+
 sys.path.append(str(Path(__file__).parents[1] / "tiers"))
 from cufile_stand_in import StandInCuFile, cuFileError
 
@@ -97,7 +99,7 @@ def opened(pages: Pages, directory: Path, library: object, *, host_size: int | N
 
 def store(stack: Stack, blocks: list[int]) -> None:
     with stack.runtime.control() as cache:
-        job = cache.commit(KEYS, blocks).job
+        job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
     assert job is not None
     assert stack.runtime.wait_ended([job], 30)
 
@@ -105,10 +107,10 @@ def store(stack: Stack, blocks: list[int]) -> None:
 def load(stack: Stack, blocks: list[int], start: int = 0) -> int:
     """How many chunks came."""
     with stack.runtime.control() as cache:
-        hold: Lease | None = cache.match(KEYS, stack.runtime.clock(), start=start).hold
+        hold: Lease | None = cache.lookup({0: GroupKeys(KEYS, start)}, stack.runtime.clock()).lease
         assert hold is not None
-        cache.onboard(hold, blocks)
-    outcome = stack.runtime.wait_onboarded(hold, 30)
+        cache.load(hold, {0: blocks})
+    outcome = stack.runtime.wait_over(hold, 30).outcome
     with stack.runtime.control() as cache:
         cache.release(hold)
     assert set(outcome.sources) <= {FILE}
@@ -231,10 +233,7 @@ def test_what_rots_ends_the_load_there_and_nothing_else_changes(
     with opened(pages, tmp_path, library) as stack:
         store(stack, blocks)
         with stack.runtime.control() as cache:
-            hold = cache.match(KEYS, stack.runtime.clock()).hold
-            assert hold is not None
-            slot = cache.slots(hold)[5].index
-            cache.release(hold)
+            (slot,) = [each.slot.index for each in cache.residents() if each.key == KEYS[5]]
         flip_image_bit(tmp_path, slot, 12345)
         pages.fill(2)
         after = pages.read(blocks)
@@ -464,7 +463,7 @@ def test_a_stack_that_is_closed_in_the_midst_of_a_job_ends_it(
 ) -> None:
     stack = opened(pages, tmp_path, library)
     with stack.runtime.control() as cache:
-        job = cache.commit(KEYS, list(range(2 * CHUNKS))).job
+        job = cache.store({0: GroupKeys(KEYS)}, {0: list(range(2 * CHUNKS))})[0].job
     assert job is not None
     assert stack.runtime.in_flight(job)
     assert not stack.close(flush_timeout=0.0)

@@ -26,6 +26,7 @@ from longshore.cache import (
     Text,
     TieredCache,
     TierSpec,
+    Until,
     WritePolicy,
     loading,
 )
@@ -68,7 +69,7 @@ class Rig:
         """`keys` lie in the file tier, and in no other."""
         blocks = range(len(keys) * self.cache.settings.blocks_per_chunk)
         with self.runtime.control() as cache:
-            cache.commit(keys, list(blocks))
+            cache.store({0: GroupKeys(keys)}, {0: list(blocks)})
         for mover in (self.device, self.files):
             mover.end()
             self.runtime.pump()
@@ -79,9 +80,9 @@ class Rig:
 
     def load(self, keys: list[bytes], blocks: list[int], skip: int = 0) -> Lease:
         with self.runtime.control() as cache:
-            hold = cache.match(keys, self.now).hold
+            hold = cache.lookup({0: GroupKeys(keys)}, self.now).lease
             assert hold is not None
-            cache.onboard(hold, blocks, skip=skip)
+            cache.load(hold, {0: blocks}, skip=skip)
         return hold
 
     def misses(self) -> dict[str, int]:
@@ -113,7 +114,7 @@ def test_a_transfer_waits_for_those_that_it_comes_after(rig: Rig) -> None:
     assert copying.after == (reading.job,)
     assert copying.sections[0].blocks == (5, 6)
     rig.device.end()
-    assert rig.runtime.wait_onboarded(hold, 0.0) == (2, (FILE, FILE))
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (2, (FILE, FILE))
     rig.check_idle()
 
 
@@ -126,7 +127,7 @@ def test_two_requests_for_the_same_chunks_share_one_read(rig: Rig) -> None:
     assert [t.sections[0].blocks for t in rig.device.submitted] == [(1, 2), (3, 4)]
     rig.device.end()
     rig.device.end()
-    assert rig.runtime.wait_onboarded(first, 0.0) == rig.runtime.wait_onboarded(second, 0.0) == (2, (FILE, FILE))
+    assert rig.runtime.wait_over(first, 0.0).outcome == rig.runtime.wait_over(second, 0.0).outcome == (2, (FILE, FILE))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_what_failed_upstream_is_not_copied_nor_what_is_behind_it(
     assert [item.key for item in copying.items] == path(1)
     assert copying.sections[0].blocks == left
     rig.device.end()
-    assert rig.runtime.wait_onboarded(hold, 0.0).chunks == 1
+    assert rig.runtime.wait_over(hold, 0.0).outcome.chunks == 1
     assert rig.misses() == {"corrupt": 1, "behind": 1}
     rig.check_idle()
 
@@ -154,7 +155,7 @@ def test_a_failure_of_the_first_item_upstream_leaves_nothing_to_copy(rig: Rig) -
     rig.store(path(2))
     hold = rig.load(path(2), [1, 2])
     rig.files.end(Status.IO_ERROR, Status.OK)
-    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
     assert rig.device.submitted == []
     assert rig.misses() == {"io_error": 1, "behind": 1}
     rig.check_idle()
@@ -171,7 +172,7 @@ def test_what_has_not_begun_by_its_deadline_ends_then(rig: Rig) -> None:
     assert rig.files.cancelled == []
     rig.now += 0.2
     rig.runtime.pump()
-    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
     assert rig.files.cancelled == [rig.files.submitted[0].job]  # it has begun, as far as anyone knows here
     rig.runtime.pump()
     assert len(rig.files.cancelled) == 1
@@ -189,11 +190,11 @@ def test_time_that_is_up_is_noticed_without_a_call_and_each_has_its_own(rig: Rig
     (read,) = rig.files.submitted
     rig.now += 2.0
     rig.runtime.pump()
-    assert rig.cache.outcome(first) == (0, ())
-    assert (rig.cache.outcome(second), rig.files.cancelled) == (None, [])
+    assert rig.cache.progress(first).outcome == (0, ())
+    assert (rig.cache.progress(second).outcome, rig.files.cancelled) == (None, [])
     rig.now += 3.0
     rig.runtime.pump()
-    assert rig.cache.outcome(second) == (0, ())
+    assert rig.cache.progress(second).outcome == (0, ())
     assert rig.files.cancelled == [read.job]
     rig.files.end(Status.CANCELLED)
     rig.check_idle()
@@ -202,14 +203,14 @@ def test_time_that_is_up_is_noticed_without_a_call_and_each_has_its_own(rig: Rig
 def test_a_prefetch_is_waited_for_as_its_policy_says(rig: Rig) -> None:
     rig.store(path(2))
     with rig.runtime.control() as cache:
-        hold = cache.match(path(2), rig.now).hold
+        hold = cache.lookup({0: GroupKeys(path(2))}, rig.now).lease
         assert hold is not None
-        cache.prefetch(hold)
-    assert rig.runtime.wait_prefetched(hold) == 0
+        cache.prefetch(hold, rig.now)
+    assert rig.runtime.wait_over(hold).leading(HOST) == 0
     with rig.runtime.control() as cache:
-        cache.prefetch(hold, policy=PrefetchPolicy.WAIT)
+        cache.prefetch(hold, rig.now, policy=PrefetchPolicy.WAIT)
     rig.files.end()
-    assert rig.runtime.wait_prefetched(hold) == 2
+    assert rig.runtime.wait_over(hold).leading(HOST) == 2
     rig.check_idle()
 
 
@@ -220,7 +221,7 @@ def test_what_was_cancelled_because_time_was_up_missed_its_deadline(rig: Rig) ->
     rig.runtime.pump()
     rig.now += 6.0
     rig.device.end(Status.OK, Status.CANCELLED)
-    assert rig.runtime.wait_onboarded(hold, 0.0) == (1, (FILE,))
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (1, (FILE,))
     assert rig.device.cancelled == [rig.device.submitted[0].job]
     assert rig.misses() == {"deadline": 1}
     rig.check_idle()
@@ -233,13 +234,13 @@ def test_what_was_not_submitted_did_not_miss_a_deadline(rig: Rig) -> None:
     rig.runtime.pump()
     rig.now += 6.0
     rig.device.end(Status.CANCELLED)
-    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
     assert rig.misses() == {"deadline": 1, "corrupt": 1, "behind": 1}
 
 
 def test_writes_have_a_deadline_of_their_own(rig: Rig) -> None:
     with rig.runtime.control() as cache:
-        cache.commit(path(1), [0])
+        cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.now += 6.9
     rig.runtime.pump()
     assert rig.device.cancelled == []
@@ -251,7 +252,7 @@ def test_writes_have_a_deadline_of_their_own(rig: Rig) -> None:
 def test_the_clock_of_a_deadline_starts_when_work_is_ordered(rig: Rig) -> None:
     rig.now += 1000.0
     with rig.runtime.control() as cache:
-        cache.commit(path(1), [0])
+        cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.runtime.pump()
     assert rig.device.submitted[0].deadline == rig.now + 7.0
     assert rig.device.cancelled == []
@@ -286,16 +287,17 @@ def test_a_cancelled_transfer_that_runs_still_ends(rig: Rig) -> None:
 
 def test_waiting_ends_at_its_deadline_with_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "LOAD_BATCH", 1)
-    rig = Rig()
+    rig = Rig(load_timeout=0.5)
     rig.runtime.clock = time.monotonic
+    rig.now = begin = time.monotonic()
     rig.store(path(3))
     hold = rig.load(path(3), [1, 2, 3])
     rig.files.end()
     rig.runtime.pump()
     rig.device.end()
-    begin = time.monotonic()
-    assert rig.runtime.wait_onboarded(hold, 0.02) == (1, (FILE,))
-    assert time.monotonic() - begin >= 0.02
+    assert rig.runtime.wait_over(hold, 0.02).outcome is None
+    assert rig.runtime.wait_over(hold).outcome == (1, (FILE,))
+    assert time.monotonic() - begin >= 0.5
     assert rig.misses() == {"deadline": 2}
     while rig.files.open:
         rig.files.end()
@@ -317,7 +319,7 @@ def test_a_load_that_its_mover_refuses_is_a_miss_and_nothing_is_copied_from_its_
     hold = rig.load(path(2), [1, 2])
     rig.runtime.pump()
     assert rig.device.submitted == [], "bytes that never came were copied to the device"
-    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
     assert rig.misses() == {"tier_off": 2}
     assert {r.slot.tier for r in rig.cache.residents()} == {FILE}, "a refusal is not the fault of the stored bytes"
     rig.check_idle()
@@ -328,7 +330,7 @@ def test_a_copy_that_its_mover_refuses_is_a_miss_and_the_host_tier_keeps_its_chu
     rig.device.refuse = PlanError("block 99 does not exist")
     hold = rig.load(path(1), [1])
     rig.files.end()
-    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
     assert {r.slot.tier for r in rig.cache.residents()} == {HOST, FILE}
     rig.check_idle()
 
@@ -336,7 +338,7 @@ def test_a_copy_that_its_mover_refuses_is_a_miss_and_the_host_tier_keeps_its_chu
 def test_a_route_that_nobody_serves_is_a_miss() -> None:
     rig = Rig(with_files=False)
     with rig.runtime.control() as cache:
-        cache.commit(path(1), [0])
+        cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.device.end()
     rig.check_idle()
     assert rig.cache.counters.drops[FILE].total() == 1
@@ -358,9 +360,9 @@ def test_a_transfer_ends_when_all_ranks_have(rig: Rig) -> None:
     assert len(rig.device.submitted) == 1
     rig.device.end(rank=0)
     rig.runtime.pump()
-    assert rig.cache.outcome(hold) is None
+    assert rig.cache.progress(hold).outcome is None
     rig.device.end(Status.OK, Status.SHORT, rank=1)
-    assert rig.runtime.wait_onboarded(hold, 0.0) == (1, (FILE,))
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (1, (FILE,))
     rig.check_idle()
 
 
@@ -378,7 +380,7 @@ def test_a_failure_on_one_rank_counts_for_those_who_join_before_the_other_has_en
     assert [len(copying.items) for copying in rig.device.submitted] == [1, 1]
     rig.device.end()
     rig.device.end()
-    assert rig.runtime.wait_onboarded(first, 0.0) == rig.runtime.wait_onboarded(second, 0.0) == (1, (FILE,))
+    assert rig.runtime.wait_over(first, 0.0).outcome == rig.runtime.wait_over(second, 0.0).outcome == (1, (FILE,))
     rig.check_idle()
 
 
@@ -457,8 +459,8 @@ def test_a_cancel_of_what_has_ended_is_ignored() -> None:
 
 def test_what_was_ordered_before_an_error_is_under_way_all_the_same(rig: Rig) -> None:
     with pytest.raises(CacheError), rig.runtime.control() as cache:
-        cache.commit(path(1), [0])
-        cache.commit(path(1), [0, 1, 2])
+        cache.store({0: GroupKeys(path(1))}, {0: [0]})
+        cache.store({0: GroupKeys(path(1))}, {0: [0, 1, 2]})
     assert len(rig.device.submitted) == 1
 
 
@@ -469,14 +471,14 @@ def test_close_leaves_nothing_in_flight(rig: Rig) -> None:
     rig.store(path(2))
     hold = rig.load(path(2), [1, 2])  # one transfer runs, one waits
     with rig.runtime.control() as cache:
-        cache.commit(path(2, first=9), [6, 7])
+        cache.store({0: GroupKeys(path(2, first=9))}, {0: [6, 7]})
     assert not rig.runtime.close(0.0)
     assert rig.device.closed
     assert rig.files.closed
     rig.check_idle()
-    assert rig.cache.outcome(hold) == (0, ())
+    assert rig.cache.progress(hold).outcome == (0, ())
     assert rig.misses() == {"tier_off": 2}
-    assert rig.runtime.wait_onboarded(hold, 0.0) == (0, ())
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
     with pytest.raises(TierClosedError, match="the runtime was closed"), rig.runtime.control():
         pass
 
@@ -484,7 +486,7 @@ def test_close_leaves_nothing_in_flight(rig: Rig) -> None:
 def test_close_flushes_first(rig: Rig) -> None:
     rig.runtime.clock = time.monotonic
     with rig.runtime.control() as cache:
-        cache.commit(path(2), [0, 1])
+        cache.store({0: GroupKeys(path(2))}, {0: [0, 1]})
     sooner = threading.Timer(0.02, rig.device.end)
     later = threading.Timer(0.05, rig.files.end)
     sooner.start()
@@ -528,17 +530,17 @@ def test_chains_go_on_in_the_background_without_a_call() -> None:
     runtime = Runtime(cache, [Prompt(DOWN, UP), Prompt(IN, OUT)])
     loop = BackgroundLoop(runtime)
     with runtime.control() as control:
-        control.commit(path(2), [0, 1])
+        control.store({0: GroupKeys(path(2))}, {0: [0, 1]})
     assert until(lambda: cache.counters.routes["host->file"].chunks == 2)
     with runtime.control() as control:
         control.discard(path(2), HOST)
-        hold = control.match(path(2), runtime.clock()).hold
+        hold = control.lookup({0: GroupKeys(path(2))}, runtime.clock()).lease
         assert hold is not None
-        control.onboard(hold, [4, 5])
+        control.load(hold, {0: [4, 5]})
 
     def arrived() -> bool:
         with runtime.observe() as watched:
-            return watched.outcome(hold) is not None
+            return watched.progress(hold).outcome is not None
 
     assert until(arrived)
     loop.close()
@@ -549,7 +551,7 @@ def test_chains_go_on_in_the_background_without_a_call() -> None:
 @pytest.mark.usefixtures("threads")
 def test_a_loop_takes_over_what_is_under_way_and_sleeps_when_nothing_is(rig: Rig) -> None:
     with rig.runtime.control() as cache:
-        cache.commit(path(1), [0])
+        cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.runtime.wakeup.clear()
     loop = BackgroundLoop(rig.runtime)
     rig.device.end()
@@ -613,11 +615,11 @@ class Machine:
 
     def load(self, keys: list[bytes], blocks: list[int]) -> tuple[int, tuple[str, ...]]:
         with self.runtime.control() as cache:
-            hold = cache.match(keys, self.runtime.clock()).hold
+            hold = cache.lookup({0: GroupKeys(keys)}, self.runtime.clock()).lease
             if hold is None:
                 return 0, ()
-            cache.onboard(hold, blocks)
-        outcome = self.runtime.wait_onboarded(hold, 10.0)
+            cache.load(hold, {0: blocks})
+        outcome = self.runtime.wait_over(hold, 10.0).outcome
         with self.runtime.control() as cache:
             cache.release(hold)
         return outcome
@@ -633,7 +635,7 @@ def test_bytes_go_to_the_file_and_come_back_also_after_a_restart(tmp_path: Path)
     machine = Machine(tmp_path)
     machine.memory.blocks[:3] = image
     with machine.runtime.control() as cache:
-        cache.commit(path(3), [0, 1, 2])
+        cache.store({0: GroupKeys(path(3))}, {0: [0, 1, 2]})
     assert machine.runtime.flush(10.0)
     with machine.runtime.control() as cache:
         assert cache.discard(path(3), HOST) == 3
@@ -651,12 +653,12 @@ def test_bytes_go_to_the_file_and_come_back_also_after_a_restart(tmp_path: Path)
 def test_nothing_from_before_a_reset_is_found_again(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     with machine.runtime.control() as cache:
-        cache.commit(path(2), [0, 1])
+        cache.store({0: GroupKeys(path(2))}, {0: [0, 1]})
     assert machine.runtime.flush(10.0)
     with machine.runtime.control() as cache:
         assert cache.reset() == 1
-        assert cache.match(path(2), 0.0).length == 0
-        cache.commit(path(1, first=7), [3])
+        assert cache.lookup({0: GroupKeys(path(2))}, 0.0).chunks == 0
+        cache.store({0: GroupKeys(path(1, first=7))}, {0: [3]})
     assert machine.runtime.flush(10.0)
     assert machine.file.generation == 1
     machine.close()
@@ -679,7 +681,7 @@ def test_a_tier_that_cannot_forget_is_off_and_the_reset_goes_on(
     monkeypatch.setattr(machine.file, "forget", fail)
     with machine.runtime.control() as cache:
         cache.reset()
-        job = cache.commit(path(1), [0]).job
+        job = cache.store({0: GroupKeys(path(1))}, {0: [0]})[0].job
     assert job is not None
     assert machine.runtime.flush(10.0)
     assert [r.slot.tier for r in machine.cache.residents()] == [HOST]
@@ -694,7 +696,7 @@ def test_a_file_that_was_harmed_is_a_counted_miss(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.memory.blocks[:] = 7
     with machine.runtime.control() as cache:
-        cache.commit(path(2), [0, 1])
+        cache.store({0: GroupKeys(path(2))}, {0: [0, 1]})
     assert machine.runtime.flush(10.0)
     machine.close()
     machine = Machine(tmp_path)
@@ -713,7 +715,7 @@ def test_a_file_that_was_harmed_is_a_counted_miss(tmp_path: Path) -> None:
 def test_records_of_other_scopes_are_told_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine(tmp_path)
     with machine.runtime.control() as cache:
-        cache.commit(path(3), [0, 1, 2])
+        cache.store({0: GroupKeys(path(3))}, {0: [0, 1, 2]})
     assert machine.runtime.flush(10.0)
     machine.close()
     caplog.set_level("INFO")
@@ -743,10 +745,10 @@ def test_a_fault_of_the_control_plane_is_told_once_and_its_calls_can_be_replayed
 
     runtime, keys = Runtime(make(), []), [bytes([i]) * 32 for i in range(8)]
     with pytest.raises(CacheError), runtime.control() as cache:
-        cache.offer([keys[0], keys[0]])
+        cache.store({0: GroupKeys([keys[0], keys[0]])})
     assert runtime.fault is None, "what a caller did wrong is the caller's"
     with runtime.control() as cache:
-        job = cache.offer(keys).job
+        job = cache.store({0: GroupKeys(keys)})[0].job
         assert job is not None
         cache.apply([TransferResult(job, (Status.OK,) * 8)], 0.0)
         policy = cache._store.policies[0]
@@ -754,7 +756,7 @@ def test_a_fault_of_the_control_plane_is_told_once_and_its_calls_can_be_replayed
         policy._place[:] = bytes(len(policy._place))  # type: ignore[attr-defined]
     for _ in range(2):
         with pytest.raises(TierClosedError, match="all tiers disabled"), runtime.control() as cache:
-            cache.offer([b"new".ljust(32)])
+            cache.store({0: GroupKeys([b"new".ljust(32)])})
     assert runtime.faults == 1
     assert not runtime.pump()
     assert not runtime.flush(1.0)
@@ -763,7 +765,7 @@ def test_a_fault_of_the_control_plane_is_told_once_and_its_calls_can_be_replayed
     (written,) = tmp_path.iterdir()
     _, calls, is_whole = pickle.loads(written.read_bytes())  # noqa: S301
     assert is_whole
-    refused = [call for call in calls if call[0] == "offer" and len(set(call[1][0])) < len(call[1][0])]
+    refused = [call for call in calls if call[0] == "store" and len(set(call[1][0][0].keys)) < len(call[1][0][0].keys)]
     assert len(refused) == 1
     again = replay(written)
     assert {each.key for each in again.residents()} <= {*keys, b"new".ljust(32)}
@@ -914,7 +916,7 @@ def test_a_mover_that_cannot_be_polled_after_a_fault_is_asked_once(
     rig.load(path(1), [0])
     (reading,) = rig.files.submitted
     with rig.runtime.control() as cache:
-        cache.commit(path(1, first=7), [3])
+        cache.store({0: GroupKeys(path(1, first=7))}, {0: [3]})
     (storing,) = rig.device.submitted
     polls = []
 
@@ -942,17 +944,17 @@ def test_idle_calls_do_not_push_others_out_of_a_log(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cache = host_cache(events=100)
     log = CallLog(cache, lambda error: None)
-    job = cache.offer(path(3)).job
+    job = cache.store({0: GroupKeys(path(3))})[0].job
     assert job is not None
     for step in range(1000):
-        cache.tick(float(step))
+        cache.apply((), float(step))
         cache.end_step()
         assert cache.take() == []
         cache.apply([], step + 0.5)
         cache.events()
     cache.apply([TransferResult(job, (Status.OK,) * 3)], 2000.0)
     names = [call.name for call in log.calls]
-    assert names[0] == "offer" and names[-1] == "apply"
+    assert names[0] == "store" and names[-1] == "apply"
     assert len(names) <= 16
     written = log.write()
     assert written is not None
@@ -964,11 +966,11 @@ def test_a_log_has_arguments_as_they_were(tmp_path: Path, monkeypatch: pytest.Mo
     group = CacheGroup(block_size=16, window=1 << 40)
     cache = host_cache(groups=(group, CacheGroup(block_size=16)))
     log, keys = CallLog(cache, lambda error: None), path(4)
-    offload = cache.offer(keys)
+    offload = cache.store({0: GroupKeys(keys)})[0]
     results = [TransferResult(offload.job or 0, (Status.OK,) * 4)]
     cache.apply(results, 0.0)
     results.clear()
-    sight = cache.peek(keys)
+    sight = cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True).residency[0]
     cache.end_step()
     wanted = [GroupKeys([], device=[]), GroupKeys(path(4, first=20), device=np.ones(4, bool))]
     cache.lookup(dict(enumerate(wanted)), 1.0)
@@ -992,14 +994,14 @@ def test_a_log_is_bounded_and_says_whether_it_is_whole(tmp_path: Path, monkeypat
     log = CallLog(cache, lambda error: None)
     keys = [bytes([i]) * 32 for i in range(200)]
     for _ in range(500):
-        cache.peek(keys)
+        cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True)
     assert len(log.calls) == 500
     for _ in range(20):
-        cache.peek(keys * 100)
+        cache.lookup({0: GroupKeys(keys * 100)}, 0.0, until=Until.STEP, each=True)
     assert 0 < len(log.calls) < 20
     assert sum(call.bytes for call in log.calls) <= 16 << 20
     for _ in range(600):
-        cache.peek(keys[:9])
+        cache.lookup({0: GroupKeys(keys[:9])}, 0.0, until=Until.STEP, each=True)
     assert len(log.calls) == 512
     written = log.write()
     assert written is not None

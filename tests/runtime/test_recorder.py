@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from longshore.boundary import DEVICE, FILE, HOST, Route
-from longshore.cache import CacheSettings, EventKind, TieredCache, TierSpec, Verdict, explain
+from longshore.cache import CacheSettings, EventKind, GroupKeys, TieredCache, TierSpec, Verdict, explain
 from longshore.cache.adopting import Recovered
 from longshore.cache.explain import read_events
 from longshore.metrics import LongshoreCollector
@@ -34,7 +34,7 @@ class Rig:
 
     def store(self, number: int) -> None:
         with self.runtime.control() as cache:
-            assert cache.commit([bytes([number]) * 32], (number % 4,)).job is not None
+            assert cache.store({0: GroupKeys([bytes([number]) * 32])}, {0: (number % 4,)})[0].job is not None
         self.mover.end()
         self.runtime.pump()
 
@@ -52,7 +52,7 @@ def rig(tmp_path: Path) -> Rig:
 def test_the_file_tells_what_happened_by_the_clock_on_the_wall(rig: Rig) -> None:
     rig.store(1)
     with rig.runtime.control() as cache:
-        cache.match([bytes([1]) * 32, bytes([2]) * 32], NOW, request="r")
+        cache.lookup({0: GroupKeys([bytes([1]) * 32, bytes([2]) * 32])}, NOW, request="r")
     rig.recorder.close()
     events = read_events(rig.path)
     kinds = [EventKind.RESET, EventKind.ORDERED, EventKind.STORED, EventKind.REQUEST]
@@ -68,7 +68,7 @@ def test_what_was_found_at_a_restart_is_there_since_the_restart(tmp_path: Path) 
     runtime = Runtime(cache, [Scripted(Route(DEVICE, HOST), Route(HOST, DEVICE))], clock=lambda: NOW)
     recorded = EventRecorder(runtime, tmp_path / "events", 1 << 20, clock=lambda: WALL, start=False)
     with runtime.control() as cache:
-        cache.match([bytes([1]) * 32], NOW, request="r")
+        cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     recorded.close()
     (account,) = explain(read_events(tmp_path / "events"), "r")
     assert (account.verdict, account.tier, account.at) == (Verdict.FOUND, FILE, WALL)
@@ -95,7 +95,7 @@ def test_a_new_process_begins_a_new_file_and_keeps_the_one_before(tmp_path: Path
     first.recorder.close()
     second = Rig(tmp_path / "events")
     with second.runtime.control() as cache:
-        cache.match([bytes([1]) * 32], NOW, request="r")
+        cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     second.recorder.close()
     (account,) = explain(read_events(second.path), "r")
     assert (account.verdict, account.cause) == (Verdict.RESET, "start")
@@ -159,7 +159,7 @@ def test_the_engine_does_not_wait_for_a_file_that_hangs(tmp_path: Path, monkeypa
     assert hanging.wait(30.0)
     rig.store(2)  # all of this goes on while the file hangs
     with rig.runtime.control() as cache:
-        assert cache.match([bytes([1]) * 32], NOW).length == 1
+        assert cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW).chunks == 1
     assert not go_on.is_set()
     go_on.set()
     rig.recorder.close()

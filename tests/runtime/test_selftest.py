@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from longshore.boundary import FILE, HOST, Section, Slot
+from longshore.cache import GroupKeys
 from longshore.config import Config
 from longshore.errors import PlanError, SelfTestError
 from longshore.keys import Scope
@@ -96,7 +97,7 @@ def write_as(directory: Path, salt: str, count: int) -> None:
             key = hashlib.sha256(f"{salt} {number}".encode()).digest()
             stack.engine.begin_step(None)
             with stack.runtime.control() as cache:
-                job = cache.commit([key], [number % 8], evicting=True).job
+                job = cache.store({0: GroupKeys([key])}, {0: [number % 8]}, evicting=True)[0].job
             assert stack.runtime.wait_ended([] if job is None else [job], 30.0)
             assert stack.runtime.flush(30.0)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from longshore.cache import GroupKeys
 from longshore.config import Config
 from longshore.errors import ConfigError, PlanError, TierClosedError
 from longshore.keys import Scope
@@ -47,7 +48,7 @@ def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files
     files = {"file_path": tmp_path, "file_size": capacity_for(8, 8192)} if with_files else {}
     with opened(here, images, **files) as stack:
         with stack.runtime.control() as cache:
-            job = cache.commit(KEYS, range(3)).job
+            job = cache.store({0: GroupKeys(KEYS)}, {0: range(3)})[0].job
         assert job is not None
         assert stack.runtime.wait_ended([job], PATIENCE)
         while stack.runtime.pump():
@@ -56,18 +57,18 @@ def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files
         assert [store.name for store in stack.foreign] == ["store-32"]
     with opened(there, images) as stack:
         with stack.runtime.control() as cache:
-            probes = cache.match(KEYS, stack.runtime.clock()).probes
+            probes = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).probes
         stack.runtime.wait_ended(probes, PATIENCE)
         with stack.runtime.control() as cache:
-            jobs = cache.fetch(KEYS, stack.runtime.clock())
+            jobs = cache.prefetch({0: GroupKeys(KEYS)}, stack.runtime.clock())
         assert stack.runtime.wait_ended(jobs, PATIENCE)
         with stack.runtime.control() as cache:
-            found = cache.match(KEYS, stack.runtime.clock())
-            assert found.hold is not None
-            cache.onboard(found.hold, [4, 5, 6])
-        assert stack.runtime.wait_onboarded(found.hold, PATIENCE).chunks == 3
+            found = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock())
+            assert found.lease is not None
+            cache.load(found.lease, {0: [4, 5, 6]})
+        assert stack.runtime.wait_over(found.lease, PATIENCE).outcome.chunks == 3
         with stack.runtime.control() as cache:
-            cache.release(found.hold)
+            cache.release(found.lease)
     assert torch.equal(there[4:7], here[:3])
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from longshore.boundary import FILE, HOST
+from longshore.cache import GroupKeys
 from longshore.cache.eviction import POLICIES
 from longshore.config import Config
 from longshore.keys import Scope
@@ -52,12 +53,12 @@ class Machine:
         for tensor in self.tensors:
             tensor.fill_(0xCC)
 
-    def commit(self, group: int, keys: list[bytes]) -> None:
+    def store(self, group: int, keys: list[bytes]) -> None:
         blocks = list(range(len(keys)))
         for block, key in enumerate(keys):
             self.fill(group, block, key)
         with self.stack.runtime.control() as cache:
-            offload = cache.commit(keys, blocks, group=group)
+            offload = cache.store({group: GroupKeys(keys)}, {group: blocks})[group]
         if offload.job is not None:
             assert self.stack.runtime.wait_ended([offload.job], PATIENCE)
 
@@ -65,16 +66,16 @@ class Machine:
         """How many of `keys` come back, each byte as it was; and from where."""
         self.poison()
         with self.stack.runtime.control() as cache:
-            _, length, hold = cache.match(keys, self.stack.runtime.clock())[:3]
-            if hold is None:
+            found = cache.lookup({group: GroupKeys(keys)}, self.stack.runtime.clock())
+            if found.lease is None:
                 return 0, set()
-            cache.onboard(hold, list(range(BLOCKS - length, BLOCKS)), group=group)
-        outcome = self.stack.runtime.wait_onboarded(hold, PATIENCE)
+            cache.load(found.lease, {group: list(range(BLOCKS - found.chunks, BLOCKS))})
+        outcome = self.stack.runtime.wait_over(found.lease, PATIENCE).outcome
         for position in range(outcome.chunks):
             for layer in LAYERS[group]:
-                assert torch.equal(self.page(layer, BLOCKS - length + position), content(keys[position], layer))
+                assert torch.equal(self.page(layer, BLOCKS - found.chunks + position), content(keys[position], layer))
         with self.stack.runtime.control() as cache:
-            cache.release(hold)
+            cache.release(found.lease)
         return outcome.chunks, set(outcome.sources)
 
     def close(self) -> None:
@@ -105,8 +106,8 @@ def sizes(stack: Stack, tier: str) -> list[tuple[int, int]]:
 
 
 def test_each_group_comes_back_from_slots_of_its_size(machine: Machine) -> None:
-    machine.commit(FULL, path(FULL, 0, 2))
-    machine.commit(WINDOW, path(WINDOW, 0, 7))
+    machine.store(FULL, path(FULL, 0, 2))
+    machine.store(WINDOW, path(WINDOW, 0, 7))
     assert sizes(machine.stack, HOST) == [(3, 7), (2, 2)]
     assert machine.load(FULL, path(FULL, 0, 3)) == (2, {HOST})
     assert machine.load(WINDOW, path(WINDOW, 0, 8)) == (7, {HOST})
@@ -114,21 +115,21 @@ def test_each_group_comes_back_from_slots_of_its_size(machine: Machine) -> None:
 
 def test_host_memory_goes_from_one_size_to_the_other_and_back(machine: Machine) -> None:
     for prompt in range(5):
-        machine.commit(WINDOW, path(WINDOW, prompt, 3))
+        machine.store(WINDOW, path(WINDOW, prompt, 3))
     assert sizes(machine.stack, HOST) == [(5, 15), (0, 0)]
-    machine.commit(FULL, path(FULL, 0, 4))
+    machine.store(FULL, path(FULL, 0, 4))
     assert sizes(machine.stack, HOST) == [(1, 3), (4, 4)]
     assert machine.load(FULL, path(FULL, 0, 4))[0] == 4
     assert [machine.load(WINDOW, path(WINDOW, prompt, 3))[0] for prompt in range(5)] == [0, 0, 0, 0, 3]
-    machine.commit(WINDOW, path(WINDOW, 1, 12))
+    machine.store(WINDOW, path(WINDOW, 1, 12))
     assert sizes(machine.stack, HOST)[0][0] >= 4
     assert machine.load(WINDOW, path(WINDOW, 1, 12))[0] == 12
 
 
 def test_files_keep_both_sizes_over_a_restart(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    machine.commit(FULL, path(FULL, 0, 3))
-    machine.commit(WINDOW, path(WINDOW, 0, 6))
+    machine.store(FULL, path(FULL, 0, 3))
+    machine.store(WINDOW, path(WINDOW, 0, 6))
     machine.close()
     machine = Machine(tmp_path)
     assert machine.load(FULL, path(FULL, 0, 3)) == (3, {FILE})
@@ -139,8 +140,8 @@ def test_files_keep_both_sizes_over_a_restart(tmp_path: Path) -> None:
 
 def test_what_was_discarded_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    machine.commit(FULL, path(FULL, 0, 3))
-    machine.commit(WINDOW, path(WINDOW, 0, 3))
+    machine.store(FULL, path(FULL, 0, 3))
+    machine.store(WINDOW, path(WINDOW, 0, 3))
     assert machine.stack.runtime.flush(PATIENCE)
     with machine.stack.runtime.control() as cache:
         for tier in (HOST, FILE):
@@ -160,7 +161,7 @@ def test_random_prompts_of_both_groups_never_get_a_wrong_byte(tmp_path: Path, fi
         group, prompt = chance.choice([FULL, WINDOW]), chance.randrange(3)
         keys = path(group, prompt, chance.randint(1, 2) if group == FULL else chance.randint(1, 6))
         if chance.random() < 0.5:
-            machine.commit(group, keys)
+            machine.store(group, keys)
         else:
             came[group] += machine.load(group, keys)[0]
         changes.add(tuple(slabs for slabs, _ in sizes(machine.stack, HOST)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from longshore.boundary import FILE, HOST
+from longshore.cache import GroupKeys
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
@@ -67,17 +68,17 @@ def test_the_device_is_told_what_it_reaches(tmp_path: Path) -> None:
 
 def offload(stack: Stack, blocks: list[int]) -> None:
     with stack.runtime.control() as cache:
-        job = cache.commit(KEYS, blocks).job
+        job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
     assert job is not None
     assert stack.runtime.wait_ended([job], 10)
 
 
-def onboard(stack: Stack, blocks: list[int]) -> tuple[str, ...]:
+def load(stack: Stack, blocks: list[int]) -> tuple[str, ...]:
     with stack.runtime.control() as cache:
-        hold = cache.match(KEYS, stack.runtime.clock()).hold
+        hold = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).lease
         assert hold is not None
-        cache.onboard(hold, blocks)
-    sources = stack.runtime.wait_onboarded(hold, 10).sources
+        cache.load(hold, {0: blocks})
+    sources = stack.runtime.wait_over(hold, 10).outcome.sources
     with stack.runtime.control() as cache:
         cache.release(hold)
     return sources
@@ -101,7 +102,7 @@ def test_through_every_pair_of_tiers(stack: tuple[Stack, torch.Tensor], pattern:
     rows[source] = 0x11
     rows[target] = 0xEE  # poison: every byte must be overwritten
     before = rows.clone()
-    assert onboard(opened, target) == (tier,) * len(KEYS)
+    assert load(opened, target) == (tier,) * len(KEYS)
     assert torch.equal(rows[target], expected)
     others = [block for block in range(BLOCKS) if block not in target]
     assert torch.equal(rows[others], before[others])
@@ -116,13 +117,13 @@ def test_what_a_restart_finds(tmp_path: Path) -> None:
     with open_stack(config, layout, scope, device_for(layout)) as first:
         offload(first, [0, 1, 2])
     with open_stack(config, layout, scope, device_for(layout)) as second:
-        assert onboard(second, [7, 8, 9]) == (FILE,) * 3
+        assert load(second, [7, 8, 9]) == (FILE,) * 3
         assert torch.equal(rows[7:10], rows[:3])
         with second.runtime.control() as cache:
             cache.reset()
-            assert cache.match(KEYS, 0.0).length == 0
+            assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).chunks == 0
     with open_stack(config, layout, scope, device_for(layout)) as third, third.runtime.control() as cache:
-        assert cache.match(KEYS, 0.0).length == 0  # a reset outlives the process
+        assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).chunks == 0  # a reset outlives the process
 
 
 def test_another_scope_finds_nothing(tmp_path: Path) -> None:
@@ -133,9 +134,9 @@ def test_another_scope_finds_nothing(tmp_path: Path) -> None:
         scope = Scope(model="m", weights=weights, dtype="d", layout=layout.fingerprint, block_size=10)
         with open_stack(config, layout, scope, device_for(layout)) as opened:
             with opened.runtime.control() as cache:
-                match = cache.match(KEYS, 0.0)
-                assert match.length == found
-                if match.hold is not None:
-                    cache.release(match.hold)
+                match = cache.lookup({0: GroupKeys(KEYS)}, 0.0)
+                assert match.chunks == found
+                if match.lease is not None:
+                    cache.release(match.lease)
             if not found:
                 offload(opened, [0, 1, 2])

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
-from longshore.cache import CacheSettings, Gate, Lease, Run, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, Gate, GroupKeys, Lease, Run, TieredCache, TierSpec, WritePolicy
 from longshore.runtime import Runtime
 from longshore.runtime.weighing import Weighing
 from scripted import Scripted
@@ -41,7 +41,7 @@ class Rig:
         weighing = Weighing(Gate([HOST, FILE], TOKENS, IMAGE)) if gated else None
         self.runtime = Runtime(self.cache, [self.device, self.files], weighing=weighing, clock=lambda: self.now)
         with self.runtime.control() as cache:
-            cache.commit(KEYS, range(4))
+            cache.store({0: GroupKeys(KEYS)}, {0: range(4)})
         self._end_all()
 
     def _end_all(self) -> None:
@@ -56,20 +56,20 @@ class Rig:
         with self.runtime.control() as cache:
             assert cache.discard(KEYS[at_hand:], HOST) == 4 - at_hand
 
-    def match(self) -> Lease:
+    def lookup(self) -> Lease:
         with self.runtime.control() as cache:
-            hold = cache.match(KEYS, self.now).hold
+            hold = cache.lookup({0: GroupKeys(KEYS)}, self.now).lease
             assert hold is not None
             return hold
 
     def load(self) -> None:
         """All four chunks come up, and are let go."""
-        hold = self.match()
+        hold = self.lookup()
         with self.runtime.control() as cache:
-            cache.onboard(hold, range(4))
+            cache.load(hold, {0: range(4)})
         self._end_all()
         with self.runtime.control() as cache:
-            assert cache.outcome(hold) is not None
+            assert cache.progress(hold).outcome is not None
             cache.release(hold)
 
 
@@ -87,36 +87,36 @@ def learned(per_chunk: float, *, at_hand: int = 0, gated: bool = True) -> Rig:
 
 def test_what_is_slower_to_read_than_to_compute_is_computed_and_counted() -> None:
     rig = learned(1.0)
-    assert rig.runtime.worth_loading(rig.match(), 0) == 0
+    assert rig.runtime.worth_loading(rig.lookup(), 0) == 0
     assert rig.runtime.weighing is not None
     assert rig.runtime.weighing.refused == 4
 
 
 def test_what_is_quicker_to_read_is_loaded() -> None:
     rig = learned(0.001)
-    assert rig.runtime.worth_loading(rig.match(), 0) == 4
+    assert rig.runtime.worth_loading(rig.lookup(), 0) == 4
     assert rig.runtime.weighing is not None
     assert rig.runtime.weighing.refused == 0
 
 
 def test_what_lies_in_host_memory_is_loaded_whatever_is_behind_it() -> None:
     rig = learned(1.0, at_hand=3)
-    assert rig.runtime.worth_loading(rig.match(), 0) == 3
+    assert rig.runtime.worth_loading(rig.lookup(), 0) == 3
     rig = learned(1.0, at_hand=4)
     rig.device.seconds = 5.0
     rig.load()
-    assert rig.runtime.worth_loading(rig.match(), 0) == 4
+    assert rig.runtime.worth_loading(rig.lookup(), 0) == 4
 
 
 def test_a_gate_that_knows_nothing_yet_loads() -> None:
     rig = Rig()
     rig.drop(0)
-    assert rig.runtime.worth_loading(rig.match(), 0) == 4
+    assert rig.runtime.worth_loading(rig.lookup(), 0) == 4
 
 
 def test_without_a_gate_all_is_loaded() -> None:
     rig = learned(1.0, gated=False)
-    assert rig.runtime.worth_loading(rig.match(), 0) == 4
+    assert rig.runtime.worth_loading(rig.lookup(), 0) == 4
 
 
 @pytest.mark.parametrize(("source", "destination"), list(itertools.permutations((DEVICE, HOST, FILE), 2)))

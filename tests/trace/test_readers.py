@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from longshore.boundary import HOST
-from longshore.cache import CacheSettings, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.explain import write_events
 from longshore.errors import LongshoreError, TraceError
 from longshore.keys import Scope, chain
@@ -100,8 +100,8 @@ def test_lengths_have_no_reuse_and_say_so(tmp_path: Path) -> None:
 def test_the_event_log_gives_the_requests_that_were_made(tmp_path: Path) -> None:
     cache = TieredCache([TierSpec(HOST, 8, 64)], CacheSettings(events=100))
     keys = chain(Scope(model="m", weights="w", dtype="d", layout="l", block_size=4).root, list(range(12)), 4)
-    cache.match(keys[:2], 5.0, request="one")
-    cache.match(keys, 5.25, request="two")
+    cache.lookup({0: GroupKeys(keys[:2])}, 5.0, request="one")
+    cache.lookup({0: GroupKeys(keys)}, 5.25, request="two")
     write_events(tmp_path / "events.jsonl", cache.events())
     first, second = read_trace(tmp_path / "events.jsonl", block_tokens=4)
     assert (first.timestamp_ms, second.timestamp_ms) == (0.0, 250.0)
