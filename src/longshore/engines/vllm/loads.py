@@ -202,7 +202,8 @@ def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list
     ready, rest = dict[int, Residency](), list[tuple[int, Key]]()
     for group, keys in paths.items():
         seen = keys if isinstance(keys, Residency) else residency(cache, keys)
-        count = 0 if rest else sum(1 for _ in takewhile(Presence.READY.__eq__, seen.presences))
+        lead = takewhile(lambda presence: presence is Presence.READY, () if rest else seen.presences)
+        count = len(list(lead))
         if count:
             ready[group] = seen.part(0, count)
         rest += [(group, key) for key in seen.keys[count:]]

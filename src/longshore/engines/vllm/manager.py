@@ -197,6 +197,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             if request.turn is None:
                 begins = {0: GroupKeys(request.ours(keys))}
                 request.turn = cache.lookup(begins, ticket.since, until=Until.STEP, each=True).turn
+                cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
             for group, mine in self._by_group(keys if takes else ()):
                 tokens, slides = self._tokens[group], self._store.windows[group] is not None
                 if slides and not (mine := [key for key in mine if position(key, req_context) > request.stale]):
@@ -204,12 +205,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
                 comes_again = _knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
                 begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
-                patient = (
-                    comes_again
-                    and rest == tokens - 1
-                    and not ticket.jobs
-                    and request.may_wait(ticket.since, self._patience)
-                )
+                patient = comes_again and rest == tokens - 1 and not ticket.jobs
+                patient = patient and request.may_wait(ticket.since, self._patience)
                 try:
                     retention = request.hints.chunks(tokens, max(0, begin) - first)
                     slid, window = request.slid(group, self._store.windows[group], mine, req_context)
