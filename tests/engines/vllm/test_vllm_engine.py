@@ -113,18 +113,15 @@ def test_prompts_longer_than_host_memory_are_loaded_whole(serve: Serve, tmp_path
     cold = [each["tokens"] for each in serve("llama", asked(prompts), None, 160, options=CHUNKED).answers]
     extra = {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
     extra |= {"spec_name": "WatchedSpec", "spec_module_path": "watched_spec"}
-    stored = [*asked(prompts), ["settle"], *asked(prompts), ["settle"], ["reset"]]
+    stored = [*(["fill", tokens, 9 * 32] for tokens in prompts), ["reset"]]
     alone = [["ask", prompts[0]], ["reset"]]
     steps = [*stored, *alone, ["abort", prompts[0], 3], *alone, ["ask_together", prompts], ["reset"]]
-    steps += [["cut_off", prompts[1], 3], *stored, ["ask", prompts[1]], ["settle"], ["witness"]]
+    steps += [["cut_off", prompts[1], 3], ["reset"], *stored, *alone, ["settle"], ["witness"]]
     served = serve("llama", steps, extra, 160, options=CHUNKED, script="crowd.py", connector=CONNECTOR)
-    *answers, seen = served.answers
-    together, cut, *again = answers[6], answers[7], *answers[8:]
-    answers = [*answers[:6], *together, cut, *again]
-    whole = 28 * 32
-    assert [each["tokens"] for each in answers] == [*cold * 2, *cold[:1] * 2, *cold, cold[1], *cold * 2, cold[1]]
-    assert [each["cached"] for each in answers[4:8]] == [whole] * 4, answers
-    assert answers[-1]["cached"] == whole
+    first, second, together, cut, last, seen = served.answers
+    whole = [first, second, *together, last]
+    assert [each["tokens"] for each in (*whole, cut)] == [cold[0], cold[0], *cold, cold[0], cold[1]]
+    assert [each["cached"] for each in whole] == [28 * 32] * 5
     assert seen["loads"] > 0
     assert (seen["wrong"], seen["open"]) == (0, 0)
     assert served.counters["held"] == served.counters["faults"] == 0
