@@ -1,6 +1,6 @@
 """Loads of more chunks than host memory has room for: vLLM's own scheduler part, our manager, workers of two ranks.
 
-Red when a part is granted before the slots of the one before it are free, or when a rank's part is taken for all ranks'.
+Red when slots of a part are given back before all ranks have read it, and when parts are lent to a load that has ended.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ class Engine:
         blocks = []
         for group in self.rig.groups:
             first = 0 if group.window is None else max(0, hit - group.window + 1) // TOKENS
-            mine = [KVCacheBlock(0 if at < first else next(self.free)) for at in range(-(-request.num_tokens // TOKENS))]
+            mine = [
+                KVCacheBlock(0 if at < first else next(self.free)) for at in range(-(-request.num_tokens // TOKENS))
+            ]
             for block in mine[:first]:
                 block.is_null = True
             blocks.append(mine)
