@@ -6,10 +6,13 @@ Red when slots of a part are given back before all ranks have read it, and when 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +27,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
+
+from longshore.engines.vllm import manager as manager_module
 
 CHUNKS, HOST_CHUNKS = 28, 12
 """Of the prompt, and of host memory."""
@@ -175,13 +180,14 @@ class Engine:
         ]
 
 
-@pytest.fixture(params=[(0,), (0, 1)], ids=["full attention", "a window"])
+@pytest.fixture
 def engine(request: pytest.FixtureRequest, rigs: Any, tmp_path: Path) -> Engine:
-    groups = [Group(0), Group(1, window=40)][: len(request.param)]
+    """Whose files have a prompt; with a sliding window beside full attention if asked for."""
+    groups = [Group(0), Group(1, window=40)][: getattr(request, "param", 1)]
     size = f"{2 * HOST_CHUNKS * 4096}"
     settings = {**file_settings(tmp_path), "file_size": "4MiB", "backup": "write_through", "gate": False}
     vllm = {"parallel_config.world_size": 2}
-    rig = rigs(world=2, groups=groups, blocks=2000, host_size=size, load_timeout=5.0, vllm=vllm, **settings)
+    rig = rigs(world=2, groups=groups, blocks=2000, host_size=size, load_timeout=1.0, vllm=vllm, **settings)
     assert rig.cache.stats()[0].slots == HOST_CHUNKS
     made = Engine(rig)
     made.store(CHUNKS)
@@ -201,15 +207,159 @@ def settled(engine: Engine) -> None:
     engine.rig.cache.check_integrity()
 
 
+def finish_load(engine: Engine, *requests: Request, ranks: tuple[int, ...] = (0, 1)) -> int:
+    """Steps until nothing is loaded any more for `requests`; how many."""
+    for steps in range(3000):
+        if not any(map(engine.is_loading, requests)):
+            return steps
+        engine.step(ranks)
+        time.sleep(0.001)
+    raise AssertionError("a load does not end")
+
+
+@pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
 def test_a_prompt_longer_than_host_memory_is_loaded_whole(engine: Engine) -> None:
     request = engine.request(CHUNKS)
     assert engine.begin(request) == CHUNKS
-    for steps in range(1, 2000):
-        engine.step()
-        if not engine.is_loading(request):
-            break
+    assert finish_load(engine, request) > 3, "in parts"
     assert not engine.failed
-    assert steps > 3, "in parts"
     assert engine.wrong(request, CHUNKS) == 0
     engine.finish(request)
+    settled(engine)
+
+
+@pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
+def test_two_are_loaded_whole_at_once(engine: Engine) -> None:
+    engine.store(CHUNKS, first=1000)
+    requests = [engine.request(CHUNKS), engine.request(CHUNKS, first=1000)]
+    assert [engine.begin(each) for each in requests] == [CHUNKS] * 2
+    finish_load(engine, *requests)
+    assert not engine.failed
+    assert [engine.wrong(each, CHUNKS) for each in requests] == [0, 0]
+    for each in requests:
+        engine.finish(each)
+    settled(engine)
+
+
+@pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
+def test_slots_are_given_back_when_the_last_rank_has_read_them(engine: Engine) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    for _ in range(50):
+        engine.step(ranks=(0,))
+        (load,) = engine.manager._loads._loads.values()
+        assert len(load.parts) > 0, "the second rank has read nothing"
+        assert sum(len(part.slots) for part in load.parts) <= HOST_CHUNKS
+    assert load.rest
+    engine.take_in(1)
+    finish_load(engine, request)
+    assert not engine.failed
+    assert engine.wrong(request, CHUNKS) == 0
+    engine.finish(request)
+    settled(engine)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_an_aborted_request_is_loaded_no_further(engine: Engine, steps: int) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    for _ in range(steps):
+        engine.step(ranks=(0,))
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    assert finish_load(engine, request) <= 3
+    settled(engine)
+    again = engine.request(CHUNKS)
+    assert engine.begin(again) == CHUNKS
+    finish_load(engine, again)
+    assert engine.wrong(again, CHUNKS) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_load_that_a_reset_cuts_off_has_failed(engine: Engine, steps: int) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    for _ in range(steps):
+        engine.step(ranks=(0,))
+    (job,) = engine.scheduler._req_status[request.request_id].transfer_jobs
+    engine.scheduler.reset_cache()
+    for _ in range(3):
+        engine.step()
+    assert engine.ended[job] == 2, "both ranks have reported it"
+    assert job in engine.failed
+    assert engine.begin(request) == 0, "nothing is stored any more"
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def test_a_part_that_cannot_be_copied_fails_the_load(engine: Engine) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    engine.step()
+    worker: Any = engine.rig.workers[1]
+    submit, worker._try = worker._try, lambda job: False
+    finish_load(engine, request)
+    worker._try = submit
+    assert engine.failed
+    assert engine.begin(request) == 0, "it is computed"
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def test_a_rotten_record_fails_the_load(engine: Engine, tmp_path: Path) -> None:
+    (segment,) = (tmp_path / "tier").glob("segment*")
+    content = np.fromfile(segment, np.uint8)
+    content[2048::4096] ^= 1
+    content.tofile(segment)
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    finish_load(engine, request)
+    assert engine.failed
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_tier_host_that_dies_or_hangs_fails_the_load(engine: Engine, how: signal.Signals) -> None:
+    file = cast(Any, engine.manager._store.file)
+    request = engine.request(CHUNKS)
+    process = file._watch.process.pid
+    os.kill(process, how)
+    assert engine.begin(request) == CHUNKS
+    finish_load(engine, request)
+    assert engine.failed
+    if how is signal.SIGSTOP:
+        os.kill(process, signal.SIGCONT)
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def test_after_a_fault_of_the_control_plane_open_loads_fail(engine: Engine) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    engine.step()
+    engine.manager._runtime.fail(RuntimeError("made by the test"))
+    finish_load(engine, request)
+    assert engine.failed
+
+
+def test_only_what_is_worth_reading_is_loaded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "worth_until", lambda *_: 20 * TOKENS)
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == 20
+    finish_load(engine, request)
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def test_without_the_connector_as_much_is_loaded_as_fits(engine: Engine) -> None:
+    engine.manager.may_stream = False
+    request = engine.request(CHUNKS)
+    give_up = time.monotonic() + 10.0
+    while not (found := engine.begin(request)) and time.monotonic() < give_up:
+        engine.step()
+    assert 0 < found <= HOST_CHUNKS
+    finish_load(engine, request)
+    assert not engine.failed
+    assert engine.wrong(request, found) == 0
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
     settled(engine)
