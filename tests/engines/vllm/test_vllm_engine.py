@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine_runs import Serve, asked, long_prompt, prompts, tiers
+from engine_runs import CONNECTOR, Serve, asked, long_prompt, prompts, tiers
 
 
 def test_rotten_files_cost_time_and_nothing_else(serve: Serve, oracles: Any, tmp_path: Path) -> None:
@@ -34,13 +34,6 @@ def test_a_tier_host_that_is_killed_while_it_reads_costs_time_and_nothing_else(
     assert served.counters["failed"]["file->host"] > 0
     assert served.counters["arrived"]["file->host"] > 0
     assert served.counters["held"] == 0
-
-
-CONNECTOR = {
-    "kv_connector": "LongshoreConnector",
-    "kv_connector_module_path": "longshore.engines.vllm.connector",
-    "kv_load_failure_policy": "recompute",
-}
 
 
 def test_what_takes_longer_to_read_than_steps_have_taken_is_computed(

@@ -427,13 +427,14 @@ class Sequences(RuleBasedStateMachine):
             self.work(len(self.jobs) - (how == "never"), 0, "good")
             self.report(len(self.done), 0)
 
-    @CALLS.of(rounds=st.sampled_from([4, 12, 30]))
-    def flow(self, rounds: int) -> None:
-        """Steps in which all that is to be done is, in files as well: so long loads end."""
+    @CALLS.of(rounds=st.sampled_from([4, 12, 30]), lags=st.sampled_from([None, 1]))
+    def flow(self, rounds: int, lags: int | None = None) -> None:
+        """Steps in which all that is to be done is, in files as well, but by the rank that `lags`: long loads end."""
         for _ in range(rounds):
             self.step(70, 0, True, None, 20)
             self.disk(len(self.jobs) + 999, False, False, 99)
-            self.work(len(self.jobs), 0, "good")
+            for job in [each for each in self.jobs if each.rank != lags]:
+                self._move(job, "good")
             self.report(len(self.done), 0)
 
     def _load(self, asked: Asked, hit: int) -> None:
@@ -824,6 +825,5 @@ def test_every_sequence_of_calls_leaves_nothing_of_long_prompts_behind() -> None
     init_none_hash(sha256)
     SEEN.clear()
     run_state_machine_as_test(Parts, settings=settings(max_examples=60, stateful_step_count=40))
-    print("SEEN", dict(SEEN))
     for what in ("loads in parts", "parts", "ends of loads", "bad part", "whole loads in parts", "resets with parts"):
         assert SEEN[what], what
