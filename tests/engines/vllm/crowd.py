@@ -55,6 +55,25 @@ class Crowd(serving.Engine):
                     raise RuntimeError("the prefix cache was not reset")
         return {"ended": ended, "aborted": len(aborted), "preempted": before_reset, "was_reset": is_reset}
 
+    def fill(self, tokens: list[int], piece: int) -> None:
+        """Have all of a prompt stored, so many tokens more at a time."""
+        for end in [*range(piece, len(tokens), piece), len(tokens)]:
+            self.ask(tokens[:end])
+            self.settle()
+
+    def cut_off(self, tokens: list[int], steps: int) -> dict[str, Any]:
+        """Ask a prompt, and forget all that the tiers have after so many steps."""
+        engine = self.llm.llm_engine
+        engine.add_request("cut off", {"prompt_token_ids": tokens}, self.sampling)
+        for _ in range(steps):
+            engine.step()
+        self.scheduler.reset_connector_cache()
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    return self._said(output)
+        raise RuntimeError("the request has not ended")
+
     def witness(self) -> dict[str, int]:
         """What the witness has seen, when all is over."""
         while self.scheduler.has_requests():

@@ -21,6 +21,13 @@ Steps = list[list[Any]]
 Answers = list[dict[str, Any]]
 
 
+CONNECTOR = {
+    "kv_connector": "LongshoreConnector",
+    "kv_connector_module_path": "longshore.engines.vllm.connector",
+    "kv_load_failure_policy": "recompute",
+}
+
+
 class Served(NamedTuple):
     """What one engine answered, and what its tiers counted."""
 

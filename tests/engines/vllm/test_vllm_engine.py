@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine_runs import Serve, asked, long_prompt, prompts, tiers
+from engine_runs import CONNECTOR, Serve, asked, long_prompt, prompts, tiers
 
 
 def test_rotten_files_cost_time_and_nothing_else(serve: Serve, oracles: Any, tmp_path: Path) -> None:
@@ -34,13 +34,6 @@ def test_a_tier_host_that_is_killed_while_it_reads_costs_time_and_nothing_else(
     assert served.counters["failed"]["file->host"] > 0
     assert served.counters["arrived"]["file->host"] > 0
     assert served.counters["held"] == 0
-
-
-CONNECTOR = {
-    "kv_connector": "LongshoreConnector",
-    "kv_connector_module_path": "longshore.engines.vllm.connector",
-    "kv_load_failure_policy": "recompute",
-}
 
 
 def test_what_takes_longer_to_read_than_steps_have_taken_is_computed(
@@ -105,6 +98,26 @@ def test_a_prompt_longer_than_host_memory_is_served_under_chunked_prefill(serve:
     assert [each["tokens"] for each in served.answers] == [cold] * 4
     assert [each["cached"] >= 12 * 32 for each in served.answers] == [False, True, True, True], served
     assert served.counters["held"] == 0
+
+
+def test_prompts_longer_than_host_memory_are_loaded_whole(serve: Serve, tmp_path: Path) -> None:
+    """One alone, and two at once; also after one is aborted, and after its load is cut off by a reset of the tiers."""
+    prompts = [long_prompt(seed=seed) for seed in (1, 2)]
+    cold = [each["tokens"] for each in serve("llama", asked(prompts), None, 160, options=CHUNKED).answers]
+    extra = {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
+    extra |= {"spec_name": "WatchedSpec", "spec_module_path": "watched_spec"}
+    stored = [*(["fill", tokens, 9 * 32] for tokens in prompts), ["reset"]]
+    alone = [["ask", prompts[0]], ["reset"]]
+    steps = [*stored, *alone, ["abort", prompts[0], 3], *alone, ["ask_together", prompts], ["reset"]]
+    steps += [["cut_off", prompts[1], 3], ["reset"], *stored, *alone, ["settle"], ["witness"]]
+    served = serve("llama", steps, extra, 160, options=CHUNKED, script="crowd.py", connector=CONNECTOR)
+    first, second, together, cut, last, seen = served.answers
+    whole = [first, second, *together, last]
+    assert [each["tokens"] for each in (*whole, cut)] == [cold[0], cold[0], *cold, cold[0], cold[1]]
+    assert [each["cached"] for each in whole] == [28 * 32] * 5
+    assert seen["loads"] > 0
+    assert (seen["wrong"], seen["open"]) == (0, 0)
+    assert served.counters["held"] == served.counters["faults"] == 0
 
 
 def test_prompts_longer_than_host_memory_are_served_together(serve: Serve, tmp_path: Path) -> None:

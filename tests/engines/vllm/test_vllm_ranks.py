@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import Serve, ask_oracle, asked, prompts, tiers
+from engine_runs import CONNECTOR, Serve, ask_oracle, asked, long_prompt, prompts, tiers
 
 TWO = {"options": {"tensor_parallel_size": 2}, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 FLOAT = 4
@@ -38,6 +38,18 @@ def test_two_ranks_are_served_what_they_stored(model: str, image_bytes: int, ser
     second = serve(model, ask, tiers(tmp_path / "tier"), 160, **TWO)
     assert second.answers == warm
     assert second.counters["arrived"]["file->host"] > 0
+
+
+def test_two_ranks_load_a_prompt_longer_than_host_memory_whole(serve: Serve, tmp_path: Path) -> None:
+    prompt = long_prompt()
+    chunked = {**TWO, "options": {**TWO["options"], "max_num_batched_tokens": 128}}
+    (cold,) = serve("llama", asked([prompt]), None, 160, **chunked).answers
+    steps = [["fill", prompt, 9 * 32], ["reset"], ["ask", prompt], ["reset"], ["ask", prompt]]
+    extra = {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
+    served = serve("llama", steps, extra, 160, script="crowd.py", connector=CONNECTOR, **chunked)
+    assert [each["tokens"] for each in served.answers] == [cold["tokens"]] * 2
+    assert [each["cached"] for each in served.answers] == [28 * 32] * 2
+    assert served.counters["held"] == served.counters["faults"] == 0
 
 
 def test_another_number_of_ranks_finds_nothing(serve: Serve, oracles: Any, tmp_path: Path) -> None:

@@ -45,10 +45,12 @@ class Witness:
         """The scheduler says that these chunks are there."""
         self.promised[ticket] = [self.stored[key] for key in keys]
 
-    def loaded(self, job: int) -> None:
-        """The worker says that the blocks of a load are in place."""
+    def loaded(self, job: int, *, failed: bool) -> None:
+        """The worker says that the blocks of a load are in place, or that it has failed."""
         ticket, blocks = self.loading.pop(job)
         expected, found = self.promised.pop(ticket), self.digests(blocks)
+        if failed:
+            return
         self.loads += 1
         self.chunks += len(found)
         self.wrong += sum(one != other for one, other in zip(expected, found, strict=True))
@@ -95,7 +97,7 @@ class WatchedSpec(LongshoreSpec):
             done = get_finished()
             for each in done:
                 if each.job_id in WITNESS.loading:
-                    WITNESS.loaded(each.job_id)
+                    WITNESS.loaded(each.job_id, failed=each.job_id in worker.failed)
             return done
 
         worker.submit_store, worker.submit_load, worker.get_finished = store, load, finished

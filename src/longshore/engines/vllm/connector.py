@@ -5,7 +5,8 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "LongshoreConnector", "k
     "kv_connector_extra_config": {"spec_name": "LongshoreSpec", "spec_module_path": "longshore.engines.vllm", ...}}'
 
 The plain connector takes every load for a success. With this one the request is computed instead. And the gate (load or
-recompute) learns from steps how quickly prompts are computed; without, it has to be told (`prefill_speed`).
+recompute) learns from steps how quickly prompts are computed; without, it has to be told (`prefill_speed`). Prompts
+longer than host memory are loaded in parts, which the metadata of steps tells workers of.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from longshore.engines.vllm.worker import LongshoreWorker
 
 class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     """Reports the requests whose blocks could not be loaded."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.connector_scheduler is not None:
+            policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+            self.connector_scheduler.manager.may_stream = policy == "recompute"
 
     # ------------------------------------------------------------------ in the scheduler
 
@@ -44,9 +51,11 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         return super().request_finished_all_groups(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """A step was planned."""
+        """A step was planned; workers are told of the next parts of loads."""
         self._steps.planned(tokens_of(scheduler_output), time.monotonic())
-        return super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        meta.parts = self.connector_scheduler.manager.take_parts()
+        return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
         """A step has ended."""
@@ -91,6 +100,11 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         for engine in metrics.per_engine_labelvalues:
             metrics.observe(zero().data, engine)
         return metrics
+
+    def start_load_kv(self, forward_context: Any, **named: Any) -> None:
+        """Loads begin, and go on."""
+        super().start_load_kv(forward_context, **named)
+        self._ours.go_on(self._connector_metadata.parts)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What has ended, and which of the requests that have were not loaded after all."""

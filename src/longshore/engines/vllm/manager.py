@@ -1,22 +1,21 @@
 """`LongshoreManager`: the scheduler's side. It answers vLLM key by key, from one `TieredCache`.
 
     lookup ... lookup      asked once for the whole request; what only a colder tier has is brought up meanwhile
-    prepare_load           slots lent to the workers ────────────► complete_load ends the loan
+    prepare_load           slots lent to the workers ────────────► complete_load gives them back (`Loads`)
     prepare_store          slots offered to the workers ─────────► complete_store: published where all ranks stamped
     on_schedule_end        protections end, chunks are ordered up, tickets from before a reset are looked after
 
 A lookup never blocks. `HIT` means verified bytes in the host tier; what is on its way is `HIT_PENDING` until
-`Config.load_timeout` is over, then `MISS`.
+`Config.load_timeout` is over, then `MISS`. Where failed loads are recomputed, `HIT` is also said of chunks in colder
+tiers of a request that needs more than host memory has room for: these are read while the load is under way.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress, count, takewhile
-from operator import attrgetter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -33,16 +32,17 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots
+from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots, TransferResult
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
+from longshore.engines.vllm.loads import NO_SLOTS, Loads, residency
 from longshore.engines.vllm.pace import Pace
-from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, position
+from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, position, reported
 from longshore.engines.vllm.store import Store
 from longshore.engines.vllm.tally import Tally
 from longshore.engines.vllm.trust import Trust
-from longshore.engines.vllm.worker import SlotsSpec
+from longshore.engines.vllm.worker import Part, SlotsSpec
 from longshore.engines.vllm.worth import worth_until
 from longshore.errors import CacheError, IntegrityError
 from longshore.hints import RequestHints
@@ -53,7 +53,6 @@ _log = logging.getLogger(__name__)
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _THERE = (Presence.READY, Presence.COLDER)
-NO_SLOTS = Slots(HOST, 0, ())
 LOAD = Route(HOST, DEVICE)
 WHOLE_PATHS = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 """vLLM offers each request from its first chunk on, what it has loaded or found on the device included."""
@@ -97,6 +96,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self.hears_device_resets = False
         """Whether `device_was_reset` is called whenever vLLM's prefix cache was emptied, and only then."""
         self._trust = Trust(store.stamps, base_is_mixed=store.base_is_mixed)
+        self._loads = Loads(len(groups), store.stamps, patience, self._ticket)
+        self.may_stream = False
+        """Whether loads may have parts: the connector tells workers of them, and failed loads are recomputed."""
         self._pace = Pace()
         self._closed = False
         self._tally = Tally(store.file, is_off=store.is_off)
@@ -138,32 +140,38 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, keys, req_context: self._in_place(keys, req_context))
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotsSpec:
-        """Lend the slots of these chunks to the workers."""
-        request = self._requests.get(req_context.req_id) or self._begin(req_context)
-        ticket, runs = self._ticket(), [NO_SLOTS] * len(self._groups)
+        """Lend the slots of these chunks to the workers; if the request streams, as far as they are in host memory."""
+        name = req_context.req_id
+        request = self._requests.get(name) or self._begin(req_context)
+        paths = {group: request.seen(mine) for group, mine in self._by_group(keys)}
         with self._runtime.control() as cache:
-            paths = {group: request.seen(mine) for group, mine in self._by_group(keys)}
-            parts = cache.load({group: GroupKeys(seen) for group, seen in paths.items()}, turn=request.turn).parts
-            for (group, mine), part in zip(self._by_group(keys), parts, strict=True):
-                runs[group] = part.slots.of
-                ticket.jobs.append((part.job, part.slots.of))
-                came_up = len(request.origin.intersection(mine)) if request.origin else 0
-                self._tally.loaded(len(mine), came_up, 0 if group else self._tokens[0])
+            weights, streams = self._trust.weight_changes, request.streams
+            spec = self._loads.begin(cache, name, request.turn, paths, weights, streams=streams)
             self._release(request, cache)
-        request.loan, request.since = ticket, None
-        return self._slots_spec(ticket, runs)
+        for group, mine in self._by_group(keys):
+            came_up = len(request.origin.intersection(mine)) if request.origin else 0
+            self._tally.loaded(len(mine), came_up, 0 if group else self._tokens[0])
+        request.since = None
+        return spec
 
     @contained(lambda self, keys, req_context: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """The workers have read what they were lent."""
-        request = self._requests.get(req_context.req_id)
-        if request is not None and request.loan is not None:
-            ticket, request.loan = request.loan, None
-            request.barred |= self._store.stamps.has_failed(ticket.number)
+        name = req_context.req_id
+        request = self._requests.get(name)
+        if request is not None and name in self._loads:
             with self._runtime.control() as cache:
-                results = ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
-                self._runtime.saw_loads(LOAD, results)
-            self._forget_if_done(req_context.req_id, request)
+                parts, failed = self._loads.end(cache, name)
+                request.barred |= failed
+                results = [result for ticket in parts for result in self._end_load(ticket, cache)]
+                if not request.streams:  # the seconds of a part include those between two steps
+                    self._runtime.saw_loads(LOAD, results)
+            self._forget_if_done(name, request)
+
+    @contained(lambda self: self._loads.abandon())
+    def take_parts(self) -> list[Part]:
+        """What the workers are to be told of loads, in this step."""
+        return self._loads.take()
 
     @contained(lambda self, context, tokens, seconds: None)
     def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
@@ -189,6 +197,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             if request.turn is None:
                 begins = {0: GroupKeys(request.ours(keys))}
                 request.turn = cache.lookup(begins, ticket.since, until=Until.STEP, each=True).turn
+                cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
             for group, mine in self._by_group(keys if takes else ()):
                 tokens, slides = self._tokens[group], self._store.windows[group] is not None
                 if slides and not (mine := [key for key in mine if position(key, req_context) > request.stale]):
@@ -196,10 +205,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
                 comes_again = _knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
                 begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
-                patient = comes_again and rest == tokens - 1 and not ticket.jobs and self._may_wait(request)
+                patient = comes_again and rest == tokens - 1 and not ticket.jobs
+                patient = patient and request.may_wait(ticket.since, self._patience)
                 try:
                     retention = request.hints.chunks(tokens, max(0, begin) - first)
-                    slid, window = self._slid(request, group, mine, req_context)
+                    slid, window = request.slid(group, self._store.windows[group], mine, req_context)
                     whole = GroupKeys(path, first, retention=retention, slid=slid)
                     order = cache.store({group: whole}, patient=patient, turn=request.turn)[group]
                 except IntegrityError:
@@ -225,7 +235,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """All ranks say that they are done with these chunks; what is published is what they have stamped."""
         self._look_for_new_weights()
         with self._runtime.control() as cache:
-            for ticket in self._reported(keys):
+            for ticket in reported(self._by_key, keys):
                 if ticket.number not in self._stores:
                     continue  # from before weights changed: its stamps end it
                 del self._stores[ticket.number]
@@ -247,6 +257,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if request is not None:
             with self._runtime.control() as cache:
                 self._release(request, cache)
+                self._loads.stop(cache, request.name)
             request.finished = True
             self._forget_if_done(req_context.req_id, request)
 
@@ -264,6 +275,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 request.end_step()
             self._asked.clear()
             cache.end_step()
+            slots, weights = self._host_slots, self._trust.weight_changes
+            self._loads.proceed(
+                cache, lambda ticket: self._end_load(ticket, cache), self._runtime.clock(), slots, weights
+            )
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
         self._pace.planned(self._is_awaited)
 
@@ -308,9 +323,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.control() as cache:
             for request in self._requests.values():
                 self._release(request, cache)
-                if request.loan is not None:
-                    self._stale.append((request.loan, False))
-                    request.loan = None
+            self._stale += [(ticket, False) for ticket in self._loads.end_all(cache)]
             for ticket in self._stores.values():
                 ticket.void = True
                 self._stale.append((ticket, True))
@@ -327,7 +340,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.control() as cache:
             for ticket, _ in self._stale:
                 if ticket.number in self._fenced:
-                    ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
+                    self._end_load(ticket, cache)
         self._stale = [each for each in self._stale if each[0].number not in self._fenced]
 
     # ------------------------------------------------------------------ watching
@@ -365,8 +378,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
-        loans = [request.loan for request in self._requests.values() if request.loan is not None]
-        self._withdraw([*self._stores.values(), *loans, *(ticket for ticket, _ in self._stale)])
+        self._withdraw([*self._stores.values(), *(ticket for ticket, _ in self._stale)])
         self._store.close()
 
     # ------------------------------------------------------------------ inside
@@ -375,7 +387,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _withdraw(self, tickets: Sequence[Ticket]) -> None:
         """Nobody will tell of these any more, and nothing is served."""
         with self._runtime.control() as cache:
-            for job, _ in (each for ticket in tickets for each in ticket.jobs):
+            for job, _ in (each for ticket in [*tickets, *self._loads.end_all(cache)] for each in ticket.jobs):
                 cache.release(job)
 
     def _nothing(self) -> SlotsSpec:
@@ -403,7 +415,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._look_for_new_weights()
         self._trust.used()
         barred = request.barred or not self._trust.knows(request) or not request.hints.load
-        request.told = list(asked)
+        request.told, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:
             late = request.since is not None and now - request.since > self._patience
@@ -422,8 +434,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if FILE not in request.hints.load:
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
         if request.worth is None and Presence.COLDER in found:
-            request.worth = self._worth(told, found, key)
+            request.worth = worth_until(self._runtime.weighing, told, found, key, now)
         stalled = self._store.file is not None and self._store.file.is_stalled
+        if self.may_stream and Presence.COLDER in found and not late and not stalled:
+            found = self._promised(request, asked, found, key)
         self._count_misses(request, found, key, late=late, brought=brought, stalled=stalled)
         request.answers = dict.fromkeys(asked, HIT)
         if found.count(Presence.READY) == len(found):
@@ -442,11 +456,21 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.answers[each] = PENDING if waits else MISS
         return request.answers[key]
 
-    def _worth(self, told: dict[OffloadKey, int], found: Sequence[Presence], first: OffloadKey) -> float:
-        """Up to which token of the prompt to read from colder tiers; `first` is what vLLM asks for first."""
-        if self._runtime.weighing is None or first not in told:
-            return math.inf
-        return worth_until(self._runtime.weighing, told, found, first, self._runtime.clock())
+    def _promised(
+        self, request: Request, told: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
+    ) -> Sequence[Presence]:
+        """What to say of chunks that were found so, the first of which is asked for.
+
+        If all that is there does not fit host memory, `request` streams: what is colder is promised like what is ready.
+        """
+        there = [each in _THERE for each in found[request.told.index(first) :]]
+        if sum(there) <= self._host_slots:
+            return found
+        ends, worth = list(zip(told.items(), found, strict=True)), request.worth or 0
+        cold = {key for (key, end), each in ends if each is Presence.COLDER and end <= worth}
+        request.streams = True
+        request.origin |= cold
+        return [Presence.READY if key in cold else each for (key, _), each in ends]
 
     def _count_misses(
         self,
@@ -477,7 +501,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if request.colder.isdisjoint(wanted):
             return
         now = self._runtime.clock()
-        where = _residency(cache, request.ours(wanted)).presences
+        where = residency(cache, request.ours(wanted)).presences
         found = list(zip(wanted, where, strict=True))
         if len(request.wanted) > self._host_slots:  # what is on its way gets its slot before those behind it
             found = list(takewhile(lambda each: each[1] in _THERE, found))
@@ -492,25 +516,6 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.held.update(there)
         request.origin.update(request.colder.intersection(there))
 
-    def _slid(
-        self, request: Request, group: int, keys: list[OffloadKey], context: ReqContext
-    ) -> tuple[Sequence[Key], list[OffloadKey]]:
-        """What the last window of `request` leaves as it slides on to the offered `keys`; and that window then."""
-        window, before = self._store.windows[group], request.windows.get(group, [])
-        if window is None or (before and position(keys[0], context) <= position(before[-1], context)):
-            return (), before  # offered once more, when the request ends
-        path = before + keys
-        return request.ours(before[: max(0, len(path) - window)]), path[-window:]
-
-    def _may_wait(self, request: Request) -> bool:
-        """Whether the chunks of `request` may be offered once more: not for longer than a load may take."""
-        if request.is_finishing:
-            return False
-        now = self._runtime.clock()
-        if request.refused is None:
-            request.refused = now
-        return now - request.refused <= self._patience
-
     def _release(self, request: Request, cache: TieredCache) -> None:
         for lease in request.leases:
             cache.release(lease)
@@ -518,22 +523,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.held.clear()
 
     def _forget_if_done(self, name: str, request: Request) -> None:
-        if request.finished and request.loan is None:
+        if request.finished and name not in self._loads:
             self._requests.pop(name, None)
-
-    def _reported(self, keys: Collection[OffloadKey]) -> list[Ticket]:
-        """The stores whose keys vLLM reports as done: of those that share keys, the oldest. They are reported once."""
-        left, reported = set(keys), []
-        candidates = [ticket for key in self._by_key.keys() & left for ticket in self._by_key[key]]
-        for ticket in sorted(candidates, key=attrgetter("number")):
-            first = ticket.keys[0]
-            if first in left:
-                left.difference_update(ticket.keys)
-                reported.append(ticket)
-                self._by_key[first].remove(ticket)
-                if not self._by_key[first]:
-                    del self._by_key[first]
-        return reported
 
     @property
     def _is_serving(self) -> bool:
@@ -546,8 +537,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return self._end_store(ticket, cache)
         over = self._store.stamps.has_loaded(ticket.number)
         if over:
-            ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
+            self._end_load(ticket, cache)
         return over
+
+    def _end_load(self, ticket: Ticket, cache: TieredCache) -> list[TransferResult]:
+        """Give back slots that no worker reads any more."""
+        return ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
 
     def _end_store(self, ticket: Ticket, cache: TieredCache) -> bool:
         """Publish what all ranks have stamped as good, and give the rest back; not before all have stamped each slot.
@@ -568,8 +563,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _is_awaited(self) -> bool:
         """Whether copies are on their way that a request, or a step to come, waits for."""
-        waiting = (request.loan is not None or request.leases for request in self._requests.values())
-        return bool(self._stores or self._stale) or any(waiting)
+        waiting = (request.leases for request in self._requests.values())
+        return bool(self._stores or self._stale or self._loads) or any(waiting)
 
     def _ticket(self) -> Ticket:
         return Ticket(next(self._numbers), self._runtime.clock())
@@ -590,11 +585,6 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return sorted((self._groups[number], mine) for number, mine in parts.items())
 
 
-def _residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
-    """Where chunks are now; they are not kept there."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
-
-
 def _knows(cache: TieredCache, key: Key) -> bool:
     """Whether a tier has `key`, or will have."""
-    return _residency(cache, [key]).presences[0] is not Presence.ABSENT
+    return residency(cache, [key]).presences[0] is not Presence.ABSENT

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from operator import eq
+from operator import attrgetter, eq
 from typing import Any
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
@@ -68,7 +68,7 @@ class Request:
         leases: On what was brought up for it, until it is loaded.
         held: Chunks of these.
         origin: Chunks that came from a colder tier.
-        loan: The ticket of what workers read for it.
+        streams: Whether it was promised more than host memory has room for, which is loaded in parts.
         refused: Since when vLLM is told to offer its chunks again.
         offered: The token up to which its chunks were offered.
         stale: The same at the last reset, after which vLLM offers them again: of groups that slide, it may have given
@@ -97,7 +97,7 @@ class Request:
     leases: list[Lease] = field(default_factory=list)
     held: set[OffloadKey] = field(default_factory=set)
     origin: set[OffloadKey] = field(default_factory=set)
-    loan: Ticket | None = None
+    streams: bool = False
     refused: float | None = None
     offered: int = 0
     stale: int = -1
@@ -149,6 +149,24 @@ class Request:
                 at = {key: position for position, key in enumerate(self.told)}
                 return self.sight.pick([at[key] for key in theirs])
         return self.ours(theirs)
+
+    def slid(
+        self, group: int, window: int | None, keys: list[OffloadKey], context: ReqContext
+    ) -> tuple[Sequence[Key], list[OffloadKey]]:
+        """What its last `window` of `group` leaves as it slides on to the offered `keys`; and that window then."""
+        before = self.windows.get(group, [])
+        if window is None or (before and position(keys[0], context) <= position(before[-1], context)):
+            return (), before  # offered once more, when the request ends
+        path = before + keys
+        return self.ours(before[: max(0, len(path) - window)]), path[-window:]
+
+    def may_wait(self, now: float, patience: float) -> bool:
+        """Whether its chunks may be offered once more: not for longer than `patience` seconds."""
+        if self.is_finishing:
+            return False
+        if self.refused is None:
+            self.refused = now
+        return now - self.refused <= patience
 
     def end_step(self) -> None:
         """What was found in this step may change."""
@@ -228,3 +246,21 @@ def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
     """Whether vLLM has told of chunks behind `keys` in their KV cache group."""
     of_group = (key for key in reversed(keys_told(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
     return bool(next(of_group, keys[-1]) != keys[-1])
+
+
+def reported(stores: dict[OffloadKey, list[Ticket]], keys: Iterable[OffloadKey]) -> list[Ticket]:
+    """Those of the `stores`, by first key, whose keys vLLM reports as done; of those that share keys, the oldest.
+
+    They are reported once, and taken out of `stores`.
+    """
+    left, done = set(keys), []
+    candidates = [ticket for key in stores.keys() & left for ticket in stores[key]]
+    for ticket in sorted(candidates, key=attrgetter("number")):
+        first = ticket.keys[0]
+        if first in left:
+            left.difference_update(ticket.keys)
+            done.append(ticket)
+            stores[first].remove(ticket)
+            if not stores[first]:
+                del stores[first]
+    return done

@@ -2,19 +2,21 @@
 
     submit_store  ─► TransferEngine ─► bytes in place ─► stamp (job, ok) beside them ─► get_finished
     submit_load   ─► TransferEngine ─► bytes in place ─► stamp the load              ─► get_finished
+    go_on         ─► the next part of a load, in a later step ─► stamp the part      ─► get_finished, after the last
 
 vLLM asserts that every job succeeds. So whatever goes wrong with a store is said by a stamp that is not good: the
 manager publishes nothing that is not stamped on all ranks. A load that fails is tried once more; then its request is
-reported as failed, if the connector can (`LongshoreConnector`), or the engine stops: never a wrong token.
+reported as failed, if the connector can (`LongshoreConnector`), or the engine stops: never a wrong token. A load has
+ended when all its parts have, or when one has failed and no other is being copied: parts that come later are refused.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.base import TransferResult as VllmResult
@@ -52,11 +54,15 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
         job: The manager's ticket, a number that no other ever has.
         runs: The slots of each KV cache group, in order.
         weights: How often weights had changed when the manager gave the ticket.
+        begins: For a part of a load: how many chunks of each group other parts have brought before.
+        left: For the first part of a load: how many chunks later parts bring.
     """
 
     job: int
     runs: tuple[Slots, ...]
     weights: int = 0
+    begins: tuple[int, ...] = ()
+    left: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -69,13 +75,38 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
         return [index for run in self.runs for index in run.indices]
 
 
+class Part(NamedTuple):
+    """The next part of the load whose first ticket is `load`; without `slots` there will be none, and it has failed."""
+
+    load: int
+    slots: SlotsSpec | None
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load into `blocks`, by our number and vLLM's: chunks that are not in place yet, and parts being copied."""
+
+    number: int
+    theirs: int
+    blocks: GPULoadStoreSpec
+    left: int
+    copying: set[int] = field(default_factory=set)
+    failed: bool = False
+    bytes: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class _Job:
     theirs: int
     spec: SlotsSpec
     transfer: Transfer | None
-    is_store: bool
+    load: _Load | None = None
     retried: bool = False
+
+    @property
+    def is_store(self) -> bool:
+        return self.load is None
 
 
 class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
@@ -106,6 +137,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._has_part = has_part
         self._per_chunk = blocks_per_chunk
         self._jobs: dict[int, _Job] = {}
+        self._loads: dict[int, _Load] = {}
+        """Loads that have not ended, by the ticket of their first part."""
         self._done: list[VllmResult] = []
         self._changes = Changes(vllm, partial(stamps.weights_changed, rank))
         self._adapters = AdapterWatch(vllm, self._loaded_adapter)
@@ -115,24 +148,40 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if not self._has_part:
             self._done.append(VllmResult(job_id, True, 0, 0.0))
             return True
-        self._begin(_Job(job_id, dst_spec, None, is_store=True), src_spec)
+        self._begin(_Job(job_id, dst_spec, None), src_spec)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Begin to copy blocks out of the arena. Always true."""
-        self._begin(_Job(job_id, src_spec, None, is_store=False), dst_spec)
+        load = _Load(src_spec.job, job_id, dst_spec, src_spec.left + len(src_spec.indices))
+        self._loads[load.number] = load
+        if src_spec.indices or not src_spec.left:
+            self._begin_part(load, src_spec)
         return True
+
+    def go_on(self, parts: Iterable[Part]) -> None:
+        """Begin the next parts of loads, or end them; parts of loads that have ended are stamped as failed."""
+        for number, spec in parts:
+            load = self._loads.get(number)
+            if spec is None:
+                if load is not None:
+                    load.failed = True
+                    self._end_if_over(load)
+            elif load is None or load.failed:
+                self.stamps.loaded(spec.job, self._rank, good=False)
+            else:
+                self._begin_part(load, spec)
 
     def get_finished(self) -> list[VllmResult]:
         """What has ended since the last call."""
         for result in self.engine.poll():
             job = self._jobs.pop(result.job)
-            if job.is_store:
+            if job.load is None:
                 self._stored(job, result)
             else:
-                self._loaded(job, result)
+                self._loaded(job, job.load, result)
         done, self._done = self._done, []
         return done
 
@@ -153,6 +202,14 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         """Without our connector nobody knows whose blocks mean something else now: all are forgotten."""
         if tell(lora, self.stamps, self._rank, number) and not self.reports_failures:
             self.stamps.weights_changed(self._rank)
+
+    def _begin_part(self, load: _Load, spec: SlotsSpec) -> None:
+        """Begin to copy the chunks of `spec`."""
+        load.copying.add(spec.job)
+        blocks = load.blocks
+        if spec.begins or spec.left:
+            blocks = _part(blocks, spec, self._per_chunk)
+        self._begin(_Job(load.theirs, spec, None, load), blocks)
 
     def _begin(self, job: _Job, blocks: GPULoadStoreSpec) -> None:
         self._changes.look()
@@ -224,7 +281,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self.stamps.stored(job.spec.job, self._rank, list(good), [i for i in job.spec.indices if i not in good])
         self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
 
-    def _loaded(self, job: _Job, result: TransferResult) -> None:
+    def _loaded(self, job: _Job, load: _Load, result: TransferResult) -> None:
         outdated = self._is_outdated(job)
         if outdated or any(status is not OK for status in result.statuses):
             if outdated or job.retried or not self._try(job):
@@ -232,26 +289,58 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             job.retried = True
             return
         self.stamps.loaded(job.spec.job, self._rank, good=True)
-        self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
+        load.bytes, load.seconds = load.bytes + result.bytes, load.seconds + result.seconds
+        load.left -= len(job.spec.indices)
+        load.copying.discard(job.spec.job)
+        self._end_if_over(load)
 
     def _end_badly(self, job: _Job) -> None:
-        if job.is_store:
+        if job.load is None:
             self.stamps.stored(job.spec.job, self._rank, [], job.spec.indices)
-        else:
-            self.stamps.loaded(job.spec.job, self._rank, good=False)
+            self._done.append(VllmResult(job.theirs, True, 0, 0.0))
+            return
+        self.stamps.loaded(job.spec.job, self._rank, good=False)
+        job.load.failed = True
+        job.load.copying.discard(job.spec.job)
+        self._end_if_over(job.load)
+
+    def _end_if_over(self, load: _Load) -> None:
+        """Report `load` when nothing of it is being copied and nothing is to come, or something of it has failed."""
+        if load.copying or (load.left and not load.failed):
+            return
+        del self._loads[load.number]
+        if load.failed:
             if not self.reports_failures:
                 raise EngineError(
-                    f"blocks that vLLM was promised could not be loaded (job {job.spec.job}): use LongshoreConnector, "
+                    f"blocks that vLLM was promised could not be loaded (job {load.number}): use LongshoreConnector, "
                     "which has them recomputed"
                 )
-            self.failed.add(job.theirs)
-        self._done.append(VllmResult(job.theirs, True, 0, 0.0))
+            self.failed.add(load.theirs)
+        moved = (0, 0.0) if load.failed else (load.bytes, load.seconds)
+        self._done.append(VllmResult(load.theirs, True, *moved))
 
     def take_failed(self, jobs: Collection[int]) -> set[int]:
         """Which of these loads have failed, told once."""
         failed = self.failed & set(jobs)
         self.failed -= failed
         return failed
+
+
+def _part(blocks: GPULoadStoreSpec, spec: SlotsSpec, per_chunk: int) -> GPULoadStoreSpec:
+    """Those of the `blocks` of a load that the chunks of `spec` go to."""
+    ids, begin = blocks.block_ids.tolist(), 0
+    mine: list[int] = []
+    sizes, indices = [], []
+    begins = spec.begins or (0,) * len(spec.runs)
+    for size, index, before, chunks in zip(blocks.group_sizes, blocks.block_indices, begins, spec.counts, strict=True):
+        missing = index % per_chunk  # blocks of the first chunk that the device has
+        first = max(0, before * per_chunk - missing)
+        end = max(first, min(size, (before + chunks) * per_chunk - missing)) if chunks else first
+        mine += ids[begin + first : begin + end]
+        sizes.append(end - first)
+        indices.append(index + first)
+        begin += size
+    return GPULoadStoreSpec(mine, group_sizes=sizes, block_indices=indices)
 
 
 OK = Status.OK

@@ -7,6 +7,7 @@ for first stand for those of all groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
 
@@ -21,18 +22,20 @@ _TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE}
 
 
 def worth_until(
-    weighing: Weighing,
+    weighing: Weighing | None,
     ends: Mapping[OffloadKey, int],
     found: Sequence[Presence],
     first: OffloadKey,
     now: float,
-) -> int:
-    """The token up to which to load, of a prompt that is computed up to the chunk `first`.
+) -> float:
+    """The token up to which to load, of a prompt that is computed up to the chunk `first`; infinity if nobody knows.
 
     Args:
         ends: For each chunk, in order, the token that it ends with.
         found: Where each of them is.
     """
+    if weighing is None or first not in ends:
+        return math.inf
     group = first[-GROUP_BYTES:]
     mine = sorted(
         (end, _TIER.get(presence, ""))

@@ -1,0 +1,210 @@
+"""Loads: slots that are lent to the workers; of more chunks than host memory has room for, part after part.
+
+    prepare_load ──► first part: what is in host memory ──► workers ──► stamps of all ranks ──► slots are given back
+                                                               ▲                                      │
+                           lent in a later step's metadata ────┴── read from colder tiers ◄───────────┘
+
+The request waits, and vLLM goes on stepping, until the workers report the load: after its last part, or after one has
+failed. A load whose next chunks are lost, or do not come within the patience, is ended, and its request is recomputed.
+Each part gets its slots at once and gives them back without needing others, so loads do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from longshore.boundary import HOST, Key, Slots
+from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache, Until
+from longshore.engines.vllm.requests import Ticket
+from longshore.engines.vllm.worker import Part, SlotsSpec
+from longshore.runtime.stamps import Stamps
+
+NO_SLOTS = Slots(HOST, 0, ())
+Paths = Mapping[int, Residency | Sequence[Key]]
+"""Chunks by our number of their KV cache group."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What the workers load for the request `name`, whose `turn` it is, in parts.
+
+    Attributes:
+        lent: How many chunks of each KV cache group were lent, by our number.
+        number: That of its first part, by which workers know it.
+        parts: Tickets of the parts that workers read.
+        rest: The chunks that were not lent, in order: our number of the group, and the key.
+        lease: Keeps `rest` in some tier.
+        fetch: On the first of `rest`, as many as are `fetched`: they are being brought up.
+        failed: Whether a part has failed, or will not come.
+    """
+
+    name: str
+    turn: int | None
+    lent: list[int]
+    number: int = 0
+    parts: list[Ticket] = field(default_factory=list)
+    rest: list[tuple[int, Key]] = field(default_factory=list)
+    lease: Lease | None = None
+    fetch: Lease | None = None
+    fetched: int = 0
+    failed: bool = False
+
+
+class Loads:
+    """The loads of one engine, one of each request at most. Whoever calls has the control of the cache."""
+
+    def __init__(self, groups: int, stamps: Stamps, patience: float, ticket: Callable[[], Ticket]) -> None:
+        """There are so many KV cache `groups`. `patience` is in seconds; `ticket` makes that of a part."""
+        self._groups = groups
+        self._stamps = stamps
+        self._patience = patience
+        self._ticket = ticket
+        self._loads: dict[str, Load] = {}
+        self._told: list[Part] = []
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the workers load something for the request `name`."""
+        return name in self._loads
+
+    def __len__(self) -> int:
+        """Loads that the workers have not reported."""
+        return len(self._loads)
+
+    def begin(
+        self, cache: TieredCache, name: str, turn: int | None, paths: Paths, weights: int, *, streams: bool
+    ) -> SlotsSpec:
+        """The first part of a load of `paths`: what is in host memory, which is all of them unless the load `streams`.
+
+        `weights` are as in `SlotsSpec`.
+        """
+        load = Load(name, turn, [0] * self._groups)
+        first, load.rest = _ready(cache, paths) if streams else (paths, [])
+        spec = self._lend(cache, load, first, weights)
+        load.number = spec.job
+        if load.rest:
+            load.lease = _lease(cache, load, load.rest)
+        self._loads[name] = load
+        return SlotsSpec(spec.job, spec.runs, weights, spec.begins if load.rest else (), len(load.rest))
+
+    def proceed(
+        self, cache: TieredCache, end: Callable[[Ticket], object], now: float, slots: int, weights: int
+    ) -> None:
+        """`end` parts that all ranks have read, which gives their slots back, and lend the next ones.
+
+        What loads have in host memory beyond their first part is at most half of its `slots`, or one chunk of each.
+        """
+        streams = [load for load in self._loads.values() if load.rest]
+        for load in streams:
+            for ticket in [each for each in load.parts if self._stamps.has_loaded(each.number)]:
+                load.failed |= self._stamps.has_failed(ticket.number)
+                load.parts.remove(ticket)
+                end(ticket)
+            ahead, is_late = load.rest[:slots], load.fetch is not None and cache.progress(load.fetch).is_over
+            ready, rest = _ready(cache, _by_group(ahead))
+            if load.failed or (is_late and not ready):
+                self.stop(cache, load.name)
+                continue
+            if ready:
+                del load.rest[: len(ahead) - len(rest)]
+                load.fetched -= len(ahead) - len(rest)
+                self._told.append(Part(load.number, self._lend(cache, load, ready, weights)))
+            if load.fetched <= 0 and load.fetch is not None:
+                cache.release(load.fetch)
+                load.fetch = None
+            if not load.rest:
+                _release(cache, load)
+            elif load.fetch is None:
+                self._bring_up(cache, load, now, max(1, slots // 2 // len(streams)))
+
+    def stop(self, cache: TieredCache, name: str) -> None:
+        """No more is lent for `name`: the workers report the load as failed when they have read what they were lent."""
+        load = self._loads.get(name)
+        if load is not None and load.rest:
+            load.failed, load.rest = True, []
+            self._told.append(Part(load.number, None))
+            _release(cache, load)
+
+    def end(self, cache: TieredCache, name: str) -> tuple[list[Ticket], bool]:
+        """The workers have reported the load for `name`, or will in vain. Its open parts, and whether it has failed."""
+        self.stop(cache, name)
+        load = self._loads.pop(name)
+        return load.parts, load.failed or any(self._stamps.has_failed(ticket.number) for ticket in load.parts)
+
+    def end_all(self, cache: TieredCache) -> list[Ticket]:
+        """The same for all requests; the open parts."""
+        return [ticket for name in list(self._loads) for ticket in self.end(cache, name)[0]]
+
+    def take(self) -> list[Part]:
+        """What the workers are to be told in this step."""
+        told, self._told = self._told, []
+        return told
+
+    def abandon(self) -> list[Part]:
+        """The same after the control plane has failed, in which nothing more is lent."""
+        streams = [load for load in self._loads.values() if load.rest]
+        for load in streams:
+            load.rest = []
+        return [*self.take(), *(Part(load.number, None) for load in streams)]
+
+    def _bring_up(self, cache: TieredCache, load: Load, now: float, share: int) -> None:
+        """Have the next chunks read into host memory: half of the load's `share`, so that reads and copies overlap."""
+        chunks = load.rest[: max(1, share // 2)]
+        if load.parts and len(chunks) + sum(len(each.slots) for each in load.parts) > share:
+            return
+        load.fetch, load.fetched = _lease(cache, load, chunks), len(chunks)
+        if load.fetch is None:
+            self.stop(cache, load.name)
+        else:
+            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
+
+    def _lend(self, cache: TieredCache, load: Load, paths: Paths, weights: int) -> SlotsSpec:
+        """Lend the slots of the next chunks, which are in host memory."""
+        ticket, runs, begins = self._ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
+        order = cache.load({group: GroupKeys(keys) for group, keys in paths.items()}, turn=load.turn)
+        for group, part in zip(paths, order.parts, strict=True):
+            runs[group] = part.slots.of
+            load.lent[group] += part.chunks
+            ticket.jobs.append((part.job, part.slots.of))
+        if ticket.jobs:
+            load.parts.append(ticket)
+        return SlotsSpec(ticket.number, tuple(runs), weights, begins)
+
+
+def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
+    """Where chunks are now; they are not kept there."""
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
+
+
+def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
+    paths: dict[int, list[Key]] = {}
+    for group, key in chunks:
+        paths.setdefault(group, []).append(key)
+    return paths
+
+
+def _lease(cache: TieredCache, load: Load, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
+    """Keep `chunks` in some tier; `None` if none has any of them."""
+    asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
+    return cache.lookup(asked, 0.0, each=True, request=load.name, turn=load.turn).lease
+
+
+def _release(cache: TieredCache, load: Load) -> None:
+    for lease in (load.lease, load.fetch):
+        if lease is not None:
+            cache.release(lease)
+    load.lease = load.fetch = None
+
+
+def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list[tuple[int, Key]]]:
+    """The leading chunks of `paths`, group after group, that are in host memory; and the others."""
+    ready, rest = dict[int, Residency](), list[tuple[int, Key]]()
+    for group, keys in paths.items():
+        seen = keys if isinstance(keys, Residency) else residency(cache, keys)
+        lead = takewhile(lambda presence: presence is Presence.READY, () if rest else seen.presences)
+        count = len(list(lead))
+        if count:
+            ready[group] = seen.part(0, count)
+        rest += [(group, key) for key in seen.keys[count:]]
+    return ready, rest

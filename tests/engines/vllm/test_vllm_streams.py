@@ -1,0 +1,368 @@
+"""Loads of more chunks than host memory has room for: vLLM's own scheduler part, our manager, workers of two ranks.
+
+Red when slots of a part are given back before all ranks have read it, and when parts are lent to a load that has ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from test_vllm_sequences import content
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
+
+from longshore.engines.vllm import manager as manager_module
+
+CHUNKS, HOST_CHUNKS = 28, 12
+"""Of the prompt, and of host memory."""
+
+
+class Engine:
+    """Steps of an engine: a prompt is stored piece by piece; then it is loaded, by ranks that take their time."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.manager = rig, rig.manager
+        self.manager.may_stream = True
+        spec: Any = rig.specs[0]
+        spec.get_manager = lambda: rig.manager
+        for worker in rig.workers:
+            worker.reports_failures = True
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(TOKENS, sha256)
+        groups = [KVCacheGroupSpec(list(group.names), group.get_kv_cache_spec(None)) for group in rig.groups]
+        config = KVCacheConfig(num_blocks=len(rig.tensors[0][0]), kv_cache_tensors=[], kv_cache_groups=groups)
+        vllm = vllm_config(rig.groups, {"vllm": {"parallel_config.world_size": len(rig.workers)}})
+        self.scheduler = OffloadingConnectorScheduler(spec, vllm, config)
+        self.numbers, self.free = itertools.count(1), itertools.count(1)
+        self.told: list[list[Any]] = [[] for _ in rig.workers]
+        """What each rank was told, step by step, and has not taken in."""
+        self.ended: Counter[int] = Counter()
+        self.failed: set[int] = set()
+        self.blocks: dict[str, list[list[KVCacheBlock]]] = {}
+
+    def request(self, chunks: int, *, first: int = 1) -> Request:
+        tokens = [first + at for at in range(chunks * TOKENS + 5)]
+        request = Request(f"{next(self.numbers)}", tokens, SamplingParams(max_tokens=1), None, block_hasher=self.hasher)
+        self.scheduler.on_new_request(request)
+        return request
+
+    def step(self, ranks: tuple[int, ...] = (0, 1), **what: Any) -> None:
+        """A step is planned, and these ranks take in all that they were told until then."""
+        about = {"new": (), "scheduled": {}, "finished": set(), **what}
+        meta = self.scheduler.build_connector_meta(
+            SimpleNamespace(
+                scheduled_new_reqs=about["new"],
+                scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
+                num_scheduled_tokens=about["scheduled"],
+                finished_req_ids=about["finished"],
+                preempted_req_ids=None,
+                kv_cache_block_copies=None,
+                kv_connector_block_state=None,
+            )
+        )
+        parts = self.manager.take_parts()
+        for rank, told in enumerate(self.told):
+            told.append((meta, parts))
+            if rank in ranks:
+                self.take_in(rank)
+
+    def take_in(self, rank: int) -> None:
+        worker, counts = self.rig.workers[rank], Counter[int]()
+        for meta, parts in self.told[rank]:
+            worker.wait(meta.jobs_to_flush or set())
+            for job, each in meta.store_jobs.items():
+                worker.submit_store(job, each.src_spec, each.dst_spec)
+            for job, each in meta.load_jobs.items():
+                worker.submit_load(job, each.src_spec, each.dst_spec)
+            worker.go_on(parts)
+            worker.engine.wait(list(worker._jobs))
+            for result in worker.get_finished():
+                counts[result.job_id] += 1
+        self.told[rank].clear()
+        self.failed |= worker.take_failed(range(1000))
+        self.ended += counts
+        said = OffloadingWorkerMetadata(completed_jobs=dict(counts))
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=said))
+
+    def store(self, chunks: int, *, first: int = 1) -> None:
+        """Compute a prompt a few chunks at a time, each of which is in files before the next."""
+        for end in [*range(HOST_CHUNKS // 2, chunks, HOST_CHUNKS // 2), chunks]:
+            request = self.request(end, first=first)
+            blocks = self._allocate(request, 0)
+            for rank, group, block, at in self._each(request, blocks):
+                for layer, tensor in enumerate(self.rig.tensors[rank][: group.layers]):
+                    tensor[block, : PAGE - 8] = self._content(request, group, at, rank, layer)
+            ids = tuple([block.block_id for block in mine] for mine in blocks)
+            new = SimpleNamespace(req_id=request.request_id, block_ids=ids)
+            self.step(new=[new], scheduled={request.request_id: request.num_tokens})
+            self.finish(request)
+            self.step()
+            assert self.manager.flush(10.0)
+
+    def finish(self, request: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> None:
+        request.num_computed_tokens = request.num_tokens if status is RequestStatus.FINISHED_STOPPED else 0
+        request.status = status
+        self.scheduler.request_finished(request)
+        self.step(finished={request.request_id})
+
+    def begin(self, request: Request) -> int:
+        """Ask what the tiers have of a prompt, and have that loaded into blocks; how many chunks."""
+        hit, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+        if not hit:
+            return 0
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        blocks = self._allocate(request, hit)
+        for rank, _, block, _ in self._each(request, blocks):
+            for tensor in self.rig.tensors[rank]:
+                tensor[block] = 0x55
+        self.scheduler.update_state_after_alloc(request, KVCacheBlocks(tuple(blocks)), hit)
+        self.blocks[request.request_id] = blocks
+        return hit // TOKENS
+
+    def is_loading(self, request: Request) -> bool:
+        status = self.scheduler._req_status.get(request.request_id)
+        return status is not None and any(not self.scheduler._jobs[job].is_store for job in status.transfer_jobs)
+
+    def wrong(self, request: Request, hit: int) -> int:
+        """How many blocks of the first `hit` chunks do not have what was computed."""
+        return sum(
+            not np.array_equal(
+                tensor[block, : PAGE - 8].numpy().view(np.uint8), self._content(request, group, at, rank, layer, False)
+            )
+            for rank, group, block, at in self._each(request, self.blocks[request.request_id])
+            if at < hit
+            for layer, tensor in enumerate(self.rig.tensors[rank][: group.layers])
+        )
+
+    def _content(self, request: Request, group: Group, at: int, rank: int, layer: int, signed: bool = True) -> Any:
+        import torch
+
+        key = bytes(request.block_hashes[at]) + bytes([group.number])
+        made = content(key, "", rank, layer)
+        return torch.from_numpy(made.view(np.int8).copy()) if signed else made
+
+    def _allocate(self, request: Request, hit: int) -> list[list[KVCacheBlock]]:
+        blocks = []
+        for group in self.rig.groups:
+            first = 0 if group.window is None else max(0, hit - group.window + 1) // TOKENS
+            mine = [
+                KVCacheBlock(0 if at < first else next(self.free)) for at in range(-(-request.num_tokens // TOKENS))
+            ]
+            for block in mine[:first]:
+                block.is_null = True
+            blocks.append(mine)
+        return blocks
+
+    def _each(self, request: Request, blocks: list[list[KVCacheBlock]]) -> list[tuple[int, Group, int, int]]:
+        return [
+            (rank, group, block.block_id, at)
+            for rank in range(len(self.rig.workers))
+            for group, mine in zip(self.rig.groups, blocks, strict=True)
+            for at, block in enumerate(mine[: request.num_tokens // TOKENS])
+            if not block.is_null
+        ]
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, rigs: Any, tmp_path: Path) -> Engine:
+    """Whose files have a prompt; with a sliding window beside full attention if asked for."""
+    groups = [Group(0), Group(1, window=40)][: getattr(request, "param", 1)]
+    size = f"{2 * HOST_CHUNKS * 4096}"
+    settings = {**file_settings(tmp_path), "file_size": "4MiB", "backup": "write_through", "gate": False}
+    vllm = {"parallel_config.world_size": 2}
+    rig = rigs(world=2, groups=groups, blocks=2000, host_size=size, load_timeout=1.0, vllm=vllm, **settings)
+    assert rig.cache.stats()[0].slots == HOST_CHUNKS
+    made = Engine(rig)
+    made.store(CHUNKS)
+    return made
+
+
+def settled(engine: Engine) -> None:
+    """Nothing is held, or in flight."""
+    for _ in range(5):
+        engine.step()
+    assert engine.manager.flush(10.0)
+    assert engine.rig.cache.held == 0
+    assert engine.rig.cache.jobs_in_flight == 0
+    assert not len(engine.manager._loads)
+    assert not engine.manager._requests
+    assert not engine.manager._stale
+    engine.rig.cache.check_integrity()
+
+
+def finish_load(engine: Engine, *requests: Request, ranks: tuple[int, ...] = (0, 1)) -> int:
+    """Steps until nothing is loaded any more for `requests`; how many."""
+    for steps in range(3000):
+        if not any(map(engine.is_loading, requests)):
+            return steps
+        engine.step(ranks)
+        time.sleep(0.001)
+    raise AssertionError("a load does not end")
+
+
+@pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
+def test_a_prompt_longer_than_host_memory_is_loaded_whole(engine: Engine) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    assert finish_load(engine, request) > 3, "in parts"
+    assert not engine.failed
+    assert engine.wrong(request, CHUNKS) == 0
+    engine.finish(request)
+    settled(engine)
+
+
+@pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
+def test_two_are_loaded_whole_at_once(engine: Engine) -> None:
+    engine.store(CHUNKS, first=1000)
+    requests = [engine.request(CHUNKS), engine.request(CHUNKS, first=1000)]
+    assert [engine.begin(each) for each in requests] == [CHUNKS] * 2
+    finish_load(engine, *requests)
+    assert not engine.failed
+    assert [engine.wrong(each, CHUNKS) for each in requests] == [0, 0]
+    for each in requests:
+        engine.finish(each)
+    settled(engine)
+
+
+@pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
+def test_slots_are_given_back_when_the_last_rank_has_read_them(engine: Engine) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    for _ in range(50):
+        engine.step(ranks=(0,))
+        (load,) = engine.manager._loads._loads.values()
+        assert len(load.parts) > 0, "the second rank has read nothing"
+        assert sum(len(part.slots) for part in load.parts) <= HOST_CHUNKS
+    assert load.rest
+    engine.take_in(1)
+    finish_load(engine, request)
+    assert not engine.failed
+    assert engine.wrong(request, CHUNKS) == 0
+    engine.finish(request)
+    settled(engine)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_an_aborted_request_is_loaded_no_further(engine: Engine, steps: int) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    for _ in range(steps):
+        engine.step(ranks=(0,))
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    assert finish_load(engine, request) <= 3
+    settled(engine)
+    again = engine.request(CHUNKS)
+    assert engine.begin(again) == CHUNKS
+    finish_load(engine, again)
+    assert engine.wrong(again, CHUNKS) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_load_that_a_reset_cuts_off_has_failed(engine: Engine, steps: int) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    for _ in range(steps):
+        engine.step(ranks=(0,))
+    (job,) = engine.scheduler._req_status[request.request_id].transfer_jobs
+    engine.scheduler.reset_cache()
+    for _ in range(3):
+        engine.step(ranks=(0,))
+        assert engine.rig.cache.jobs_in_flight > 0, "the second rank may still read what it was lent"
+    for _ in range(3):
+        engine.step()
+    assert engine.ended[job] == 2, "both ranks have reported it"
+    assert job in engine.failed
+    assert engine.begin(request) == 0, "nothing is stored any more"
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def test_a_part_that_cannot_be_copied_fails_the_load(engine: Engine) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    engine.step()
+    worker: Any = engine.rig.workers[1]
+    submit, worker._try = worker._try, lambda job: False
+    finish_load(engine, request)
+    worker._try = submit
+    assert engine.failed
+    assert engine.begin(request) == 0, "it is computed"
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def test_a_rotten_record_fails_the_load(engine: Engine, tmp_path: Path) -> None:
+    (segment,) = (tmp_path / "tier").glob("segment*")
+    content = np.fromfile(segment, np.uint8)
+    content[2048::4096] ^= 1
+    content.tofile(segment)
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    finish_load(engine, request)
+    assert engine.failed
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_tier_host_that_dies_or_hangs_fails_the_load(engine: Engine, how: signal.Signals) -> None:
+    file = cast(Any, engine.manager._store.file)
+    request = engine.request(CHUNKS)
+    process = file._watch.process.pid
+    os.kill(process, how)
+    assert engine.begin(request) == CHUNKS
+    finish_load(engine, request)
+    assert engine.failed
+    if how is signal.SIGSTOP:
+        os.kill(process, signal.SIGCONT)
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def test_after_a_fault_of_the_control_plane_open_loads_fail(engine: Engine) -> None:
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    engine.step()
+    engine.manager._runtime.fail(RuntimeError("made by the test"))
+    finish_load(engine, request)
+    assert engine.failed
+
+
+def test_only_what_is_worth_reading_is_loaded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "worth_until", lambda *_: 20 * TOKENS)
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == 20
+    finish_load(engine, request)
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def test_without_the_connector_as_much_is_loaded_as_fits(engine: Engine) -> None:
+    engine.manager.may_stream = False
+    request = engine.request(CHUNKS)
+    give_up = time.monotonic() + 10.0
+    while not (found := engine.begin(request)) and time.monotonic() < give_up:
+        engine.step()
+    assert 0 < found <= HOST_CHUNKS
+    finish_load(engine, request)
+    assert not engine.failed
+    assert engine.wrong(request, found) == 0
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
