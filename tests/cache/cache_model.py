@@ -12,16 +12,18 @@ from cache_setup import FRESH, depth, group_of, path_of
 from cache_storing import Storing
 
 from longshore.boundary import HOST
-from longshore.cache import MissReason, Outcome
+from longshore.cache import MissReason, Outcome, State
 from longshore.cache.retention import DEFAULT_PRIORITY
 
 
 class World(Reading, Storing):
     """One cache under test, the movers below it, and the model beside it."""
 
-    def reset(self) -> None:
-        self.generation += 1
-        assert self.call(self.VIA + "reset") == self.generation
+    def reset(self, keep: tuple[str, ...] = ()) -> None:
+        """Forget all but what is ready in the tiers to `keep`."""
+        kept = {at for at, each in self.resident.items() if each.state is State.READY and at[1] in keep}
+        self.generation += not keep
+        assert self.call(self.VIA + "reset", keep=keep) == self.generation
         for model in self.holds.values():
             model.excused = True
             if model.onboarded and model.outcome is None:
@@ -29,10 +31,11 @@ class World(Reading, Storing):
             if model.onboarded:
                 model.outcome = Outcome(0, ())
             model.reading = ()
-        self.forget_abroad()
+        if not keep:
+            self.forget_abroad()
         self.peeks.clear()
         self.warm.clear()
-        assert not self.cache.residents()
+        assert {(each.key, each.slot.tier) for each in self.cache.residents()} == kept
         self.settle()
         assert self.cache.generation == self.generation
 

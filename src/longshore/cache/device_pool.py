@@ -287,9 +287,9 @@ class DevicePool:
         self._cache.wake()
         self._asleep = False
 
-    def reset(self) -> int:
+    def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
         """As `TieredCache.reset`; what the device has is not found any more, either. References stay."""
-        generation = self._cache.reset()
+        generation = self._cache.reset(keep=keep, weights=weights)
         self._begin()
         return generation
 

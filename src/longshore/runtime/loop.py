@@ -392,10 +392,12 @@ class Runtime:
                             tier.discard(command.slots)
             case Forget():
                 for tier in self._tiers:
-                    self._forget(tier, command.generation)
+                    self._forget(tier, command.generation, weights=command.weights)
 
-    def _forget(self, tier: Tier, generation: int) -> None:
+    def _forget(self, tier: Tier, generation: int, *, weights: bool) -> None:
         """A tier that cannot make a reset durable must not be written in the new generation, nor read: it is off."""
+        if weights:
+            tier.weights_changed()
         try:
             tier.forget(generation)
         except LongshoreError:
