@@ -224,11 +224,22 @@ class Runtime:
         """Wait for at most `timeout` seconds until none of `jobs` is in flight; returns whether that is so."""
         return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
 
-    def flush(self, timeout: float) -> bool:
-        """Wait until all blocks are stored durably and nothing is in flight; returns whether that is so."""
+    def flush(self, timeout: float, besides: int = 0) -> bool:
+        """Wait until all blocks are stored durably and nothing is in flight; returns whether that is so.
+
+        So many jobs are of the engine `besides`, and not waited for.
+        """
+
+        def is_done() -> bool:
+            return self.fault is not None or self._cache.flush() or self._cache.jobs_in_flight <= besides
+
         with contextlib.suppress(TierClosedError), self._watched():
-            return self._wait(lambda: self.fault is not None or self._cache.flush(), timeout) and self.fault is None
+            return self._wait(is_done, timeout) and self.fault is None
         return False
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait for at most `timeout` seconds until nothing is in flight; returns whether that is so."""
+        return self._wait(lambda: self.fault is not None or not self._cache.jobs_in_flight, timeout)
 
     def add(self, mover: Mover) -> None:
         """Add `mover`, which serves its routes from now on."""

@@ -110,6 +110,20 @@ class Engine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset")
 
+    def sleep(self, level: int) -> None:
+        """Put the engine to sleep."""
+        self.llm.sleep(level=level)
+
+    def lose_device(self) -> None:
+        """Overwrite the blocks of the device, which vLLM's CPU backend keeps during a sleep, and a GPU does not."""
+        runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        for cache in runner.kv_caches:
+            cache.fill_(7.0)
+
+    def wake(self) -> None:
+        """Wake the engine up."""
+        self.llm.wake_up()
+
     def settle(self) -> None:
         """Wait until all that was stored is safe in every tier."""
         self.manager._runtime.flush(30.0)

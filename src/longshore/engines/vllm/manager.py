@@ -38,7 +38,7 @@ from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Res
 from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.engines.vllm.pace import Pace
-from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, position
+from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, knows, position, residency
 from longshore.engines.vllm.store import Store
 from longshore.engines.vllm.tally import Tally
 from longshore.engines.vllm.trust import Trust
@@ -194,7 +194,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 if slides and not (mine := [key for key in mine if position(key, req_context) > request.stale]):
                     continue
                 first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
-                comes_again = _knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
+                comes_again = knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
                 begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
                 patient = comes_again and rest == tokens - 1 and not ticket.jobs and self._may_wait(request)
                 try:
@@ -254,6 +254,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is planned: order up what was asked for and is colder."""
         self._look_for_new_weights()
+        self._store.sleeps.look()
         for name in self._requests.keys() & context.preempted_req_ids:
             self._requests[name].stale = -1  # its blocks are computed again
         with self._runtime.control() as cache:
@@ -273,9 +274,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self: None)
     def reset_cache(self) -> None:
-        """Forget all, as vLLM has done, or could not while requests are running."""
+        """Forget all but what is kept, as vLLM has done, or could not while requests are running."""
         self._look_for_new_weights()
-        self._forget_all()
+        workers = sum(len(ticket.jobs) for ticket in self._tickets)
+        self._forget_all(keep=self._store.sleeps.kept(workers))
+        self._store.sleeps.give_back(idle=not workers)
         self._by_key.clear()  # no store from before is reported
         self._fenced = {ticket.number for ticket, _ in self._stale}
         for request in self._requests.values():
@@ -299,11 +302,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _look_for_new_weights(self) -> None:
         """Forget all if weights have changed."""
         if self._trust.weights_are_new():
-            if self._store.file is not None:
-                self._store.file.weights_changed()
-            self._forget_all()
+            self._forget_all(weights=True)
 
-    def _forget_all(self) -> None:
+    def _forget_all(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
         """Slots in flight are left alone until the workers have stamped them."""
         with self._runtime.control() as cache:
             for request in self._requests.values():
@@ -314,7 +315,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             for ticket in self._stores.values():
                 ticket.void = True
                 self._stale.append((ticket, True))
-            cache.reset()
+            cache.reset(keep=keep, weights=weights)
         self._stores.clear()
         for request in self._asked:
             request.end_step()
@@ -365,8 +366,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
-        loans = [request.loan for request in self._requests.values() if request.loan is not None]
-        self._withdraw([*self._stores.values(), *loans, *(ticket for ticket, _ in self._stale)])
+        self._withdraw(self._tickets)
         self._store.close()
 
     # ------------------------------------------------------------------ inside
@@ -401,8 +401,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         asked = told if key in told else {key: 0}
         if not self._asked:  # the first in this step: what follows from answers is not taken back
             self._look_for_new_weights()
+            self._store.sleeps.look()
         self._trust.used()
         barred = request.barred or not self._trust.knows(request) or not request.hints.load
+        barred |= self._store.stamps.is_asleep()
         request.told = list(asked)
         now = self._runtime.clock()
         with self._runtime.control() as cache:
@@ -477,7 +479,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if request.colder.isdisjoint(wanted):
             return
         now = self._runtime.clock()
-        where = _residency(cache, request.ours(wanted)).presences
+        where = residency(cache, request.ours(wanted)).presences
         found = list(zip(wanted, where, strict=True))
         if len(request.wanted) > self._host_slots:  # what is on its way gets its slot before those behind it
             found = list(takewhile(lambda each: each[1] in _THERE, found))
@@ -536,6 +538,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return reported
 
     @property
+    def _tickets(self) -> list[Ticket]:
+        """All that workers may still use."""
+        loans = (request.loan for request in self._requests.values() if request.loan is not None)
+        return [*self._stores.values(), *loans, *(ticket for ticket, _ in self._stale)]
+
+    @property
     def _is_serving(self) -> bool:
         """Whether a request has not finished."""
         return any(not request.finished for request in self._requests.values())
@@ -575,7 +583,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return Ticket(next(self._numbers), self._runtime.clock())
 
     def _slots_spec(self, ticket: Ticket, runs: Sequence[Slots]) -> SlotsSpec:
-        return SlotsSpec(ticket.number, tuple(runs), self._trust.weight_changes)
+        return SlotsSpec(ticket.number, tuple(runs), self._trust.weight_changes, self._store.stamps.naps)
 
     def _begin(self, context: ReqContext) -> Request:
         return self._requests.setdefault(context.req_id, Request(context.req_id))
@@ -588,13 +596,3 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         for key in keys:
             parts.setdefault(key[-GROUP_BYTES:], []).append(key)
         return sorted((self._groups[number], mine) for number, mine in parts.items())
-
-
-def _residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
-    """Where chunks are now; they are not kept there."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
-
-
-def _knows(cache: TieredCache, key: Key) -> bool:
-    """Whether a tier has `key`, or will have."""
-    return _residency(cache, [key]).presences[0] is not Presence.ABSENT

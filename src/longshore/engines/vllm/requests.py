@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
 from longshore.boundary import FILE, Key, Slots, Status, TransferResult
-from longshore.cache import Lease, Residency, TieredCache
+from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.errors import HintError
 from longshore.hints import RequestHints
@@ -228,3 +228,13 @@ def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
     """Whether vLLM has told of chunks behind `keys` in their KV cache group."""
     of_group = (key for key in reversed(keys_told(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
     return bool(next(of_group, keys[-1]) != keys[-1])
+
+
+def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
+    """Where chunks are now; they are not kept there."""
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
+
+
+def knows(cache: TieredCache, key: Key) -> bool:
+    """Whether a tier has `key`, or will have."""
+    return residency(cache, [key]).presences[0] is not Presence.ABSENT

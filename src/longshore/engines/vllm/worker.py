@@ -11,6 +11,7 @@ reported as failed, if the connector can (`LongshoreConnector`), or the engine s
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +34,11 @@ from longshore.boundary import (
     Urgency,
     addresses,
 )
+from longshore.config import available_memory
 from longshore.engines.vllm.adapters import AdapterWatch, tell
 from longshore.engines.vllm.changes import Changes
-from longshore.errors import EngineError, LongshoreError
+from longshore.engines.vllm.meeting import PATIENCE
+from longshore.errors import EngineError, LongshoreError, TierError
 from longshore.runtime.stamps import Stamps
 from longshore.tiers.arena import Arena
 from longshore.transfer.engine import TransferEngine
@@ -52,11 +55,13 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
         job: The manager's ticket, a number that no other ever has.
         runs: The slots of each KV cache group, in order.
         weights: How often weights had changed when the manager gave the ticket.
+        naps: How often device memory had gone or come back by then.
     """
 
     job: int
     runs: tuple[Slots, ...]
     weights: int = 0
+    naps: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -107,7 +112,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._per_chunk = blocks_per_chunk
         self._jobs: dict[int, _Job] = {}
         self._done: list[VllmResult] = []
-        self._changes = Changes(vllm, partial(stamps.weights_changed, rank))
+        self._asleep = self._gave_back = False
+        self._changes = Changes(vllm, partial(stamps.weights_changed, rank), self)
         self._adapters = AdapterWatch(vllm, self._loaded_adapter)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -127,19 +133,76 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def get_finished(self) -> list[VllmResult]:
         """What has ended since the last call."""
+        self._poll()
+        done, self._done = self._done, []
+        return done
+
+    def _poll(self) -> None:
         for result in self.engine.poll():
             job = self._jobs.pop(result.job)
             if job.is_store:
                 self._stored(job, result)
             else:
                 self._loaded(job, result)
-        done, self._done = self._done, []
-        return done
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until these have ended; those that are not known have."""
         ours = [number for number, job in self._jobs.items() if job.theirs in job_ids]
         self.engine.wait(ours)
+
+    def device_goes(self) -> None:
+        """Device memory is about to go: until it is back no copy touches it. Idempotent.
+
+        Jobs that do not end within a minute are cancelled. Host memory is given back as well, if the manager says so.
+        """
+        if self._asleep:
+            return
+        if not self.engine.wait(list(self._jobs), _LOAD_PATIENCE):
+            for number in self._jobs:
+                self.engine.cancel(number)
+            self.engine.wait(list(self._jobs))
+        self._asleep = True
+        self._poll()
+        self.stamps.slept(self._rank)
+        if self.stamps.gives_back and not self._gave_back:
+            try:
+                self.arena.give_back()
+            except TierError:
+                _log.exception("host memory is not used while the engine sleeps, but could not be freed")
+            self._gave_back = True
+            self.stamps.lacks_memory(self._rank, lacks=True)
+
+    def device_is_back(self) -> None:
+        """Device memory is there again, at its former addresses; its content is not. Idempotent."""
+        if not self._asleep:
+            return
+        self._asleep = False
+        if self._gave_back:
+            self._take_back()
+        self.stamps.slept(self._rank)
+
+    def _take_back(self) -> None:
+        """Have host memory again. Without it the engine goes on, and the tiers find and store nothing."""
+        try:
+            if self._rank == 0:  # the others come when it is there
+                if (free := available_memory()) < self.arena.nbytes:
+                    raise TierError(f"expected {self.arena.nbytes} bytes of free memory, got {free}")
+            elif not self._wait_for_first_rank():
+                raise TierError("the first rank has not taken it back")
+            self.arena.take_back()
+        except TierError as error:
+            _log.error(
+                "HOST MEMORY IS NOT BACK: %s. Nothing is stored, and nothing found, until the next wake-up", error
+            )
+            return
+        self._gave_back = False
+        self.stamps.lacks_memory(self._rank, lacks=False)
+
+    def _wait_for_first_rank(self) -> bool:
+        deadline = time.monotonic() + PATIENCE
+        while self.stamps.is_lacking(0) and self.stamps.is_asleep(0) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.stamps.is_lacking(0)
 
     def shutdown(self) -> None:
         """Wait for what is being copied, and give everything back. Idempotent."""
@@ -156,7 +219,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _begin(self, job: _Job, blocks: GPULoadStoreSpec) -> None:
         self._changes.look()
-        if self._is_outdated(job):
+        if self._asleep or self._gave_back or self._is_outdated(job):
             self._end_badly(job)
             return
         try:
@@ -167,11 +230,13 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             self._end_badly(job)
 
     def _is_outdated(self, job: _Job) -> bool:
-        """Whether weights have changed since the manager ordered `job`: its blocks mean nothing any more."""
-        return self.stamps.weight_changes != job.spec.weights
+        """Whether weights have changed, or device memory has gone, since the manager ordered `job`."""
+        return (self.stamps.weight_changes, self.stamps.naps) != (job.spec.weights, job.spec.naps)
 
     def _try(self, job: _Job) -> bool:
         """Submit what is to be copied; says whether it was taken."""
+        if self._asleep:
+            return False
         try:
             self.engine.submit(cast(Transfer, job.transfer))
         except LongshoreError as error:
