@@ -189,10 +189,10 @@ class Engine:
         self.llm.collective_rpc("reload_weights")
 
     def scale_weights(self, factor: float) -> None:
-        """Change weights behind vLLM's back."""
+        """Change weights behind vLLM's back: those that it does not pack elsewhere on the CPU."""
         runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         for name, parameter in runner.get_model().named_parameters():
-            if "qkv_proj" in name:
+            if "input_layernorm" in name:
                 parameter.data.mul_(factor)
 
     def refuse_loads(self) -> None:
