@@ -17,8 +17,9 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.cache import MissReason
-from longshore.engines.vllm import sleeping, worker
+from longshore.engines.vllm import sleeping
 from longshore.errors import ConfigError, RegistrationError
+from longshore.runtime import stack
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 KEYS, BLOCKS = keys_of(3), [1, 2, 3]
@@ -298,9 +299,9 @@ def test_without_memory_at_the_wake_up_the_engine_goes_on(
     before = rig.write()
     rig.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "available_memory", lambda: 4096)
+        patch.setattr(stack, "available_memory", lambda: 4096)
         rig.wake()
-    assert caplog.text.count("HOST MEMORY IS NOT BACK") == 2
+    assert caplog.text.count("HOST TIER IS OFF") == 2
     assert rig.answers("reader") == [MISS] * 3
     context = rig.request("writer", keys := keys_of(1, name="new"))
     assert rig.store(keys, [4], context) == []

@@ -34,11 +34,11 @@ from longshore.boundary import (
     Urgency,
     addresses,
 )
-from longshore.config import available_memory
 from longshore.engines.vllm.adapters import AdapterWatch, tell
 from longshore.engines.vllm.changes import Changes
 from longshore.engines.vllm.meeting import PATIENCE
 from longshore.errors import EngineError, LongshoreError, TierError
+from longshore.runtime.stack import take_back
 from longshore.runtime.stamps import Stamps
 from longshore.tiers.arena import Arena
 from longshore.transfer.engine import TransferEngine
@@ -112,7 +112,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._per_chunk = blocks_per_chunk
         self._jobs: dict[int, _Job] = {}
         self._done: list[VllmResult] = []
-        self._asleep = self._gave_back = False
+        self._asleep = False
         self._changes = Changes(vllm, partial(stamps.weights_changed, rank), self)
         self._adapters = AdapterWatch(vllm, self._loaded_adapter)
 
@@ -164,45 +164,40 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._asleep = True
         self._poll()
         self.stamps.slept(self._rank)
-        if self.stamps.gives_back and not self._gave_back:
+        if self.stamps.gives_back and not self.arena.is_given_back:
             try:
                 self.arena.give_back()
             except TierError:
-                _log.exception("host memory is not used while the engine sleeps, but could not be freed")
-            self._gave_back = True
-            self.stamps.lacks_memory(self._rank, lacks=True)
+                _log.exception("host memory could not be freed for the time that the engine sleeps")
+            self.stamps.lacks_memory(self._rank, lacks=self.arena.is_given_back)
 
     def device_is_back(self) -> None:
-        """Device memory is there again, at its former addresses; its content is not. Idempotent."""
+        """Device memory is there again, at its former addresses; its content is not. Idempotent.
+
+        Without host memory, if that is not there again, the engine goes on: the tiers find and store nothing.
+        """
         if not self._asleep:
             return
         self._asleep = False
-        if self._gave_back:
-            self._take_back()
+        if self.arena.is_given_back:
+            try:
+                if self._rank == 0:
+                    take_back(self.arena)
+                else:
+                    self._wait_for_first_rank()
+                    self.arena.take_back()
+            except TierError as error:
+                _log.error("HOST TIER IS OFF: no memory after the sleep: %s", error)
+            self.stamps.lacks_memory(self._rank, lacks=self.arena.is_given_back)
         self.stamps.slept(self._rank)
 
-    def _take_back(self) -> None:
-        """Have host memory again. Without it the engine goes on, and the tiers find and store nothing."""
-        try:
-            if self._rank == 0:  # the others come when it is there
-                if (free := available_memory()) < self.arena.nbytes:
-                    raise TierError(f"expected {self.arena.nbytes} bytes of free memory, got {free}")
-            elif not self._wait_for_first_rank():
-                raise TierError("the first rank has not taken it back")
-            self.arena.take_back()
-        except TierError as error:
-            _log.error(
-                "HOST MEMORY IS NOT BACK: %s. Nothing is stored, and nothing found, until the next wake-up", error
-            )
-            return
-        self._gave_back = False
-        self.stamps.lacks_memory(self._rank, lacks=False)
-
-    def _wait_for_first_rank(self) -> bool:
+    def _wait_for_first_rank(self) -> None:
+        """The memory of all ranks is there. Raises `TierError` if it is not."""
         deadline = time.monotonic() + PATIENCE
-        while self.stamps.is_lacking(0) and self.stamps.is_asleep(0) and time.monotonic() < deadline:
+        while self.stamps.is_asleep(0) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return not self.stamps.is_lacking(0)
+        if self.stamps.is_lacking(0):
+            raise TierError("the first rank does not have it")
 
     def shutdown(self) -> None:
         """Wait for what is being copied, and give everything back. Idempotent."""
@@ -219,7 +214,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _begin(self, job: _Job, blocks: GPULoadStoreSpec) -> None:
         self._changes.look()
-        if self._asleep or self._gave_back or self._is_outdated(job):
+        if self._asleep or self.arena.is_given_back or self._is_outdated(job):
             self._end_badly(job)
             return
         try:

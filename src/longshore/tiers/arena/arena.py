@@ -116,6 +116,7 @@ class Arena:
     Attributes:
         nbytes: Size in bytes.
         address: Address of the first byte, for copy plans.
+        is_given_back: Whether the memory is not to be used, as it was given back.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Arena:
         self._registration: Registration | None = None
         self._pieces: list[tuple[int, int]] = []
         self._fresh = shared_fd is None
+        self.is_given_back = False
         self._numa_bound = False
         self._huge_bytes = 0
         page = huge_pages.size(self._system)
@@ -228,6 +230,7 @@ class Arena:
         No device, thread or process may use it until `take_back`. Raises `RegistrationError`, or `TierError`, if it
         cannot be freed; `take_back` registers it again then, too.
         """
+        self.is_given_back = True
         if self._registration is not None:
             self._registration.close()
         try:
@@ -240,6 +243,7 @@ class Arena:
         self._populate(self._settings)
         if self._registration is not None:
             self._add_pieces(self._registration)
+        self.is_given_back = False
 
     def _add_pieces(self, registration: Registration) -> None:
         for offset, length in self._pieces:
