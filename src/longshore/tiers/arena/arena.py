@@ -230,16 +230,19 @@ class Arena:
         No device, thread or process may use it until `take_back`. Raises `RegistrationError`, or `TierError`, if it
         cannot be freed; `take_back` registers it again then, too.
         """
+        nbytes, advice = self.array.nbytes, memory.REMOVE if self._shared else memory.DONTNEED
         self.is_given_back = True
         if self._registration is not None:
             self._registration.close()
         try:
-            self._system.madvise(self.address, self.array.nbytes, memory.REMOVE if self._shared else memory.DONTNEED)
+            self._system.madvise(self.address, nbytes, advice)
         except OSError as error:
             raise TierError(f"cannot free {self.nbytes} bytes of host memory: {error}") from error
 
     def take_back(self) -> None:
         """Allocate the memory again, as zeros, and register it as before. Raises `TierError` if there is not enough."""
+        if self._memory.array is None:
+            raise TierClosedError("the arena was closed")
         self._populate(self._settings)
         if self._registration is not None:
             self._add_pieces(self._registration)
