@@ -77,10 +77,12 @@ class Engine:
         )
         self.sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=4, detokenize=False, ignore_eos=True)
 
-    def ask(self, tokens: list[int], adapter: str = "") -> dict[str, Any]:
-        """Answer one prompt alone, with the adapter in this directory, if one is named."""
-        lora = self._adapter(adapter) if adapter else None
-        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], self.sampling, use_tqdm=False, lora_request=lora)
+    def ask(self, tokens: list[int], adapter: str = "", hints: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Answer one prompt alone, with the adapter in this directory, if one is named, and with these hints."""
+        lora, sampling = self._adapter(adapter) if adapter else None, self.sampling.clone()
+        if hints is not None:
+            sampling.extra_args = {"kv_transfer_params": {"longshore": hints}}
+        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False, lora_request=lora)
         return self._said(output)
 
     def ask_together(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
