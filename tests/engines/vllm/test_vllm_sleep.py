@@ -99,6 +99,7 @@ def rigs() -> Iterator[Rigs]:
 
     yield make
     for rig in made:
+        assert rig.manager._runtime.fault is None
         rig.close()
 
 
@@ -215,6 +216,21 @@ def test_nothing_is_copied_while_device_memory_is_gone(rigs: Rigs) -> None:
     rig.wake()
     rig.end_step()
     assert same(rig.read("another"), rig.read("a third"))
+
+
+def test_a_load_of_before_the_sleep_writes_nothing_after_it(rigs: Rigs) -> None:
+    """vLLM may have given its blocks to others by then."""
+    rig = rigs()
+    rig.write()
+    rig.workers[0].reports_failures = True
+    reader = rig.request("reader", KEYS)
+    rig.lookup(KEYS, reader)
+    spec = rig.manager.prepare_load(KEYS, reader)
+    rig.sleep()
+    rig.wake()
+    rig.run("submit_load", spec, rig._theirs(spec, [8, 9, 10]))
+    assert rig.workers[0].take_failed({1}) == {1}
+    assert not rig.bytes_of(0, 8)[0].any()
 
 
 def test_a_request_that_comes_during_the_sleep_misses(rigs: Rigs) -> None:
