@@ -180,15 +180,15 @@ def test_a_store_that_the_workers_begin_after_the_sleep_is_not_published(rigs: R
 
 
 def test_stores_and_loads_end_before_device_memory_goes(rigs: Rigs) -> None:
-    rig = rigs()
+    rig = rigs(page=1 << 20, blocks=64, host_size="160MiB")  # copies take tens of milliseconds
     before = rig.write()
-    reader, writer = rig.request("reader", KEYS), rig.request("writer", more := keys_of(2, name="more"))
+    reader, writer = rig.request("reader", KEYS), rig.request("writer", more := keys_of(48, name="more"))
     rig.tell(more, writer)
     rig.lookup(KEYS, reader)
     load, store = rig.manager.prepare_load(KEYS, reader), rig.manager.prepare_store(more, writer).store_spec
     each = rig.workers[0]
     each.submit_load(91, load, rig._theirs(load, [8, 9, 10]))
-    each.submit_store(92, rig._theirs(store, [4, 5]), store)
+    each.submit_store(92, rig._theirs(store, range(12, 60)), store)
     rig.reset_for_sleep()
     each.device_goes()
     assert not each.engine._board.jobs and not each._jobs
@@ -198,7 +198,7 @@ def test_stores_and_loads_end_before_device_memory_goes(rigs: Rigs) -> None:
     rig.end_step()
     assert not rig.manager.has_pending_work()
     assert rig.answers("of the kept ones") == [HIT] * 3
-    assert rig.answers("of those in flight", more) == [MISS] * 2
+    assert rig.answers("of those in flight", more) == [MISS] * 48
     rig.cache.check_integrity()
 
 
