@@ -231,7 +231,9 @@ class Runtime:
         """
 
         def is_done() -> bool:
-            return self.fault is not None or self._cache.flush() or self._cache.jobs_in_flight <= besides
+            if self.fault is not None or self._cache.flush():
+                return True
+            return besides > 0 and self._cache.jobs_in_flight <= besides
 
         with contextlib.suppress(TierClosedError), self._watched():
             return self._wait(is_done, timeout) and self.fault is None
