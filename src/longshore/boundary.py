@@ -210,9 +210,13 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A reset: tiers that outlive the process must not serve records from before `generation`."""
+    """A reset: tiers that outlive the process must not serve records from before `generation`.
+
+    With `weights`, records of the new generation are of other weights than an engine that starts later may expect.
+    """
 
     generation: int
+    weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)

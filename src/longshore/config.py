@@ -7,6 +7,7 @@ and what is allowed. `Config.check_machine` compares the sizes with what the mac
 from __future__ import annotations
 
 import difflib
+import enum
 import os
 import shutil
 import tomllib
@@ -24,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from longshore.boundary import FILE, HOST
 from longshore.cache.retention import HIGHEST_PRIORITY
 from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy
@@ -35,6 +37,19 @@ _NODES = Path("/sys/devices/system/node")
 _SIZE = "a size is a whole number of bytes, or text such as '64GiB' or '1.5TB'"
 _MOST_BYTES = 1 << 60
 _BYTE_SIZE = TypeAdapter(ByteSize)
+
+
+class Kept(enum.Enum):
+    """Which tiers a reset keeps: those named, and all below them."""
+
+    ALL = "all"
+    FILE = "file"
+    NONE = "none"
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers, warmest first."""
+        return {Kept.ALL: (HOST, FILE), Kept.FILE: (FILE,)}.get(self, ())
 
 
 class Config(BaseModel):
@@ -103,6 +118,14 @@ class Config(BaseModel):
         description="resets never mean changed weights: blocks stored after a reset may be served after a restart; "
         "under transformers, weights and code are hashed only once",
     )
+    reset_keep: Kept = Field(
+        Kept.NONE, description="tiers that a reset of the connector keeps, with fixed_weights: all, file or none"
+    )
+    sleep_keep: Kept = Field(
+        Kept.ALL,
+        description="tiers that the engine's sleep keeps, if it keeps weights: all, file or none; host memory that is "
+        "not kept is given back",
+    )
     salt: str = Field("", description="part of every key; tenants with different salts never share blocks")
     events_path: Path | None = Field(None, description="event file for `longshore explain`; unset: no events")
     events_size: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, over two files")
@@ -153,6 +176,11 @@ class Config(BaseModel):
             if self.file_path is None:
                 given, missing = f"file_size is {format_bytes(self.file_size)}", "file_path"
             raise ValueError(f"{given}, but {missing} is not set: a file tier needs both, set {missing} as well")
+        if self.reset_keep is not Kept.NONE and not self.fixed_weights:
+            raise ValueError(
+                f"reset_keep is {self.reset_keep.value}, but fixed_weights is not set: what a reset keeps would be "
+                "served to other weights, if these were its reason"
+            )
         if self.file_mode == "gds" and self.file_path is None:
             raise ValueError("file_mode gds needs a file_path and a file_size")
         if self.file_mode == "gds" and "host_size" in self.model_fields_set:

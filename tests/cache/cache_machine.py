@@ -111,6 +111,10 @@ class Machine(RuleBasedStateMachine):
         else:
             getattr(self.world, verb)()
 
+    @rule(kept=st.integers(1, 5))
+    def reset_some(self, kept: int) -> None:
+        self.world.reset(tuple(self.world.sizes)[-kept:])
+
     @rule(how=st.sampled_from(("sleep", "wake", "wake")))
     def sleep_or_wake(self, how: str) -> None:
         getattr(self.world, how)()

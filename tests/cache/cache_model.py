@@ -8,20 +8,23 @@ after each call that what the cache calls ready really is there.
 from __future__ import annotations
 
 from cache_reading import Reading
-from cache_setup import FRESH, depth, group_of, path_of
+from cache_setup import FRESH, above, depth, group_of, path_of
 from cache_storing import Storing
 
 from longshore.boundary import HOST
-from longshore.cache import MissReason, Outcome
+from longshore.cache import MissReason, Outcome, State
 from longshore.cache.retention import DEFAULT_PRIORITY
 
 
 class World(Reading, Storing):
     """One cache under test, the movers below it, and the model beside it."""
 
-    def reset(self) -> None:
-        self.generation += 1
-        assert self.call(self.VIA + "reset") == self.generation
+    def reset(self, keep: tuple[str, ...] = ()) -> None:
+        """Forget all but what is ready, and can be reached, in the tiers to `keep`."""
+        ready = {at for at, each in self.resident.items() if each.state is State.READY and at[1] in keep}
+        kept = {at for at in ready if all(any((each, tier) in ready for tier in keep) for each in above(at[0]))}
+        self.generation += not keep
+        assert self.call(self.VIA + "reset", keep=keep) == self.generation
         for model in self.holds.values():
             model.excused = True
             if model.onboarded and model.outcome is None:
@@ -29,10 +32,11 @@ class World(Reading, Storing):
             if model.onboarded:
                 model.outcome = Outcome(0, ())
             model.reading = ()
-        self.forget_abroad()
+        if not keep:
+            self.forget_abroad()
         self.peeks.clear()
         self.warm.clear()
-        assert not self.cache.residents()
+        assert {(each.key, each.slot.tier) for each in self.cache.residents()} == kept
         self.settle()
         assert self.cache.generation == self.generation
 

@@ -163,3 +163,50 @@ def test_bytes_of_one_arena_are_not_those_of_another() -> None:
     assert not np.any(other.array)
     one.close()
     other.close()
+
+
+@KINDS
+def test_memory_is_given_back_and_taken_back_at_the_same_addresses(settings: ArenaSettings) -> None:
+    arena = Arena(9 * MIB, settings)
+    address, view = arena.address, arena.view(MIB, 4)
+    other = Arena.attach(arena.fd, arena.nbytes) if settings.shared else arena
+    arena.array[:] = 7
+    arena.give_back()
+    assert arena.is_given_back
+    assert mapped(arena.address)["Rss"] == mapped(other.address)["Rss"] == 0
+    arena.take_back()
+    assert not arena.is_given_back
+    assert (arena.address, mapped(arena.address)["Rss"]) == (address, arena.nbytes)
+    assert not arena.array.any()
+    assert not other.array.any()
+    view[0] = 9
+    assert other.array[MIB] == arena.array[MIB] == 9, "views of before are of the same memory"
+    other.close()
+    arena.close()
+
+
+@KINDS
+def test_memory_that_cannot_be_freed_or_had_again_is_an_error(settings: ArenaSettings) -> None:
+    fails = False
+
+    def madvise(address: int, nbytes: int, advice: int) -> None:
+        if fails:
+            raise OSError(errno.ENOMEM, "no memory")
+        calls.madvise(address, nbytes, advice)
+
+    arena = Arena(MIB, settings, system=System(madvise=madvise))
+    fails = True
+    with pytest.raises(TierError, match="cannot free 1048576 bytes of host memory"):
+        arena.give_back()
+    fails = False
+    arena.give_back()
+    fails = True
+    with pytest.raises(TierError, match="cannot allocate 1048576 bytes"):
+        arena.take_back()
+    assert arena.is_given_back
+    fails = False
+    arena.take_back()
+    assert not arena.is_given_back
+    arena.close()
+    with pytest.raises(TierClosedError):
+        arena.give_back()

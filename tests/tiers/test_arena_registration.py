@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from longshore.errors import RegistrationError, TierError
 from longshore.tiers.arena import PAGE, Arena, Fallback
 from longshore.tiers.arena.registration import LARGEST_PIECE, cut
+from mappings import mapped
 from pinning import PinningDevice
 
 GIB = 1 << 30
@@ -197,5 +198,24 @@ def test_what_was_registered_before_a_fault_of_ours_is_still_taken_back() -> Non
     with pytest.raises(ZeroDivisionError):
         arena.register(device, SLOT, largest=2 * SLOT)
     assert len(device.ranges) == 1
+    arena.close()
+    assert device.ranges == {}
+
+
+def test_memory_that_is_given_back_is_unregistered_before_and_registered_alike_after() -> None:
+    arena, device = Arena(6 * SLOT), PinningDevice()
+    arena.register(device, SLOT, largest=2 * SLOT)
+    pieces = dict(device.ranges)
+    there: list[int] = []
+    device.before_unregister = lambda: there.append(mapped(arena.address)["Rss"])
+    arena.give_back()
+    assert len(there) == 3
+    assert all(there)
+    assert device.ranges == {}
+    assert not arena.in_one_piece(0, SLOT)
+    arena.take_back()
+    assert device.ranges == pieces
+    assert arena.in_one_piece(0, SLOT)
+    assert arena.report.registered_pieces == 3
     arena.close()
     assert device.ranges == {}

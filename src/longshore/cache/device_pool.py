@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from longshore.boundary import DEVICE, Key, Slot
 from longshore.cache.columns import zeros
-from longshore.cache.events import EVICTED
+from longshore.cache.events import EVICTED, RESET
 from longshore.cache.groups import GroupKeys
 from longshore.cache.manager import TieredCache
 from longshore.cache.residency import Presence
@@ -101,6 +101,8 @@ class DevicePool:
             raise CacheError(f"cannot allocate {count} blocks")
         if self._asleep:
             raise CacheError("the device's memory was given up by `sleep`, and not taken back by `wake`")
+        if count > self.blocks:
+            raise CapacityError(f"{count} blocks were asked for, there are {self.blocks}")
         self._reclaim()
         going = self._going(count - len(self._free))
         had = len(self._free) + len(going) * self._per_chunk
@@ -287,9 +289,11 @@ class DevicePool:
         self._cache.wake()
         self._asleep = False
 
-    def reset(self) -> int:
+    def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
         """As `TieredCache.reset`; what the device has is not found any more, either. References stay."""
-        generation = self._cache.reset()
+        generation = self._cache.reset(keep=keep, weights=weights)
+        if keep:  # else the cache has told of it
+            self._log(gone=list(self._known), cause=RESET)
         self._begin()
         return generation
 

@@ -22,6 +22,9 @@ from longshore.errors import TraceError
 EVICTED = "evicted"
 """The cause of what goes to make room."""
 
+RESET = "reset"
+"""The cause of what a reset takes out of some tiers."""
+
 
 class EventKind(enum.Enum):
     """What an event says. Closed: there is no "other"."""

@@ -87,13 +87,19 @@ class Flow:
         """Count chunks that `tier` did not take."""
         self.store.counters.drops[self.store.levels[tier].name][reason] += count
 
-    def forget(self) -> None:
-        """Begin a new generation: whatever is in flight changes nothing any more."""
-        self.generation += 1
-        self.store.clear()
+    def forget(self, first: int, *, weights: bool) -> None:
+        """Keep what is ready in tier `first` and colder ones; whatever is in flight changes nothing any more.
+
+        Without a tier to keep a new generation begins.
+        """
         self.waits.clear()
         self.outbox += [Cancel(job) for job in self.jobs]
-        self.outbox.append(Forget(self.generation))
+        if first < len(self.store.levels):
+            self.store.keep_from(first)
+            return
+        self.generation += 1
+        self.store.clear()
+        self.outbox.append(Forget(self.generation, weights))
 
     def apply(self, results: Sequence[TransferResult]) -> list[Load]:
         """Take in results; returns the loads of which a part has ended. Raises `JobError` before any change."""

@@ -477,19 +477,35 @@ class TieredCache:
             resize(self._store, at, slots, discard=discard)
         return job
 
-    def reset(self) -> int:
+    def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
         """Forget everything, here and after a restart; returns the new generation.
 
         Jobs in flight are cancelled; they own their slots until their results come, and change nothing else. Nothing
         that was loaded before counts as arrived.
+
+        Args:
+            keep: The coldest tiers, warmest of them first, whose ready chunks stay: the generation does, too.
+            weights: Weights have changed: what is stored from now on is not for engines that start later.
+
+        Raises `CacheError` if `keep` are not the coldest tiers, or if `weights` have changed, and something is kept.
         """
+        names = tuple(level.name for level in self._store.levels)
+        first = len(names) - len(keep)
+        if tuple(keep) != names[first:] or (keep and weights):
+            raise CacheError(
+                f"a reset keeps the coldest of the tiers {names}, and nothing of other weights; got {tuple(keep)}"
+                f"{' for new weights' * weights}"
+            )
         for record in self._leases:
             if record.load is not None:
                 self._count_misses(record.load, record.load.revoke())
-        self._flow.forget()
-        self._leases.forget_step()
+        if keep:
+            self._leases.end_step()
         self._prefetching.clear()
-        self._exchange.clear()
+        self._flow.forget(first, weights=weights)
+        if not keep:
+            self._leases.forget_step()
+            self._exchange.clear()
         return self.generation
 
     # ------------------------------------------------------------------ watching

@@ -26,7 +26,7 @@ from longshore.cache.backlog import Backlog
 from longshore.cache.beginnings import Beginnings
 from longshore.cache.columns import column, marks, numbers, once
 from longshore.cache.emptying import Emptying
-from longshore.cache.events import EVICTED, EventKind, EventLog
+from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.sized import Sized
@@ -284,6 +284,11 @@ class Store:
 
         A copy that is being filled from the one that is lost cannot become good, and goes too.
         """
+        for where in self._take_out(node, tier, cause):
+            self.counters.lost[self.levels[where].name] += 1
+
+    def _take_out(self, node: int, tier: int, cause: str) -> list[int]:
+        """The same, uncounted; the tiers of the copies that went."""
         index = self.index
         others = [t for t in index.tiers if t != tier and index.slot[t][node] >= 0]
         if not any(index.is_ready(node, t) for t in others):
@@ -292,8 +297,8 @@ class Store:
             doomed, left = [tier], others[-1]
         copies = [*reversed(index.orphaned_by(node, left)), *((node, t) for t in doomed)]
         for each, where in copies:
-            self.counters.lost[self.levels[where].name] += 1
             self.detach(each, where, cause=cause)
+        return [where for _, where in copies]
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
         """Remove the copies of `keys` that nothing holds, reads or needs to be reached; says how many."""
@@ -320,6 +325,17 @@ class Store:
         self.pins.clear()
         self.index.gone = -1  # nothing that was seen in it is there any more
         self._begin()
+
+    def keep_from(self, first: int) -> None:
+        """Forget what is in tiers warmer than tier `first`, and what is on its way into any tier."""
+        self.keep_warm(())
+        for tier, pool in enumerate(self.pools):
+            for slot in list(pool.writer):
+                if pool.state[slot] == FILLING and pool.node[slot]:  # a move inside the tier ends with its source
+                    self._take_out(pool.node[slot], tier, RESET)
+        for tier, pool in enumerate(self.pools[:first]):
+            for node in sorted(filter(None, pool.node), key=lambda node: -self.index.depth[node]):
+                self.detach(node, tier, cause=RESET)
 
     # ------------------------------------------------------------------ use
 

@@ -224,11 +224,24 @@ class Runtime:
         """Wait for at most `timeout` seconds until none of `jobs` is in flight; returns whether that is so."""
         return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
 
-    def flush(self, timeout: float) -> bool:
-        """Wait until all blocks are stored durably and nothing is in flight; returns whether that is so."""
+    def flush(self, timeout: float, besides: int = 0) -> bool:
+        """Wait until all blocks are stored durably and nothing is in flight; returns whether that is so.
+
+        So many jobs are of the engine `besides`, and not waited for.
+        """
+
+        def is_done() -> bool:
+            if self.fault is not None or self._cache.flush():
+                return True
+            return besides > 0 and self._cache.jobs_in_flight <= besides
+
         with contextlib.suppress(TierClosedError), self._watched():
-            return self._wait(lambda: self.fault is not None or self._cache.flush(), timeout) and self.fault is None
+            return self._wait(is_done, timeout) and self.fault is None
         return False
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait for at most `timeout` seconds until nothing is in flight; returns whether that is so."""
+        return self._wait(lambda: self.fault is not None or not self._cache.jobs_in_flight, timeout)
 
     def add(self, mover: Mover) -> None:
         """Add `mover`, which serves its routes from now on."""
@@ -392,10 +405,12 @@ class Runtime:
                             tier.discard(command.slots)
             case Forget():
                 for tier in self._tiers:
-                    self._forget(tier, command.generation)
+                    self._forget(tier, command.generation, weights=command.weights)
 
-    def _forget(self, tier: Tier, generation: int) -> None:
+    def _forget(self, tier: Tier, generation: int, *, weights: bool) -> None:
         """A tier that cannot make a reset durable must not be written in the new generation, nor read: it is off."""
+        if weights:
+            tier.weights_changed()
         try:
             tier.forget(generation)
         except LongshoreError:

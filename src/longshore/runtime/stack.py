@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Self
 from longshore.boundary import FILE, HOST, Mover
 from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
 from longshore.cache.eviction import POLICIES, EvictionPolicy
-from longshore.config import Config, format_bytes
-from longshore.errors import ConfigError, DeviceError
+from longshore.config import Config, available_memory, format_bytes
+from longshore.errors import ConfigError, DeviceError, TierError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.gds_mover import GdsMover, ImageRing
@@ -58,6 +58,15 @@ def open_arena(config: Config, slots: int, image_bytes: int, registrar: CudaRegi
             arena.register(registrar, image_bytes)
         undo.pop_all()
     return arena
+
+
+def take_back(arena: Arena) -> None:
+    """Allocate an arena again that was given back. Raises `TierError` if there is not as much memory."""
+    available = available_memory()
+    if arena.nbytes > available:
+        needed, free = format_bytes(arena.nbytes), format_bytes(available)
+        raise TierError(f"expected {needed} of free memory for the host tier, got {free}")
+    arena.take_back()
 
 
 RING_BYTES = 64 << 20
@@ -128,6 +137,27 @@ class Stack:
             cache.wake(layout.num_blocks)
         self.runtime.add(engine)
         return replace(self, layout=layout, engine=engine)
+
+    def sleep(self, keep: Sequence[str]) -> None:
+        """Forget all but what the coldest tiers, those to `keep`, have; give host memory back unless that is kept.
+
+        What host memory alone has is written to files before, if these are kept. After `unbind`, and until `wake`.
+        """
+        if keep and HOST not in keep and not self.runtime.flush(self.config.write_timeout):
+            _log.warning("some blocks were not written to files in time, and are lost with host memory")
+        with self.runtime.control() as cache:
+            cache.reset(keep=keep)
+        if HOST in keep or self.arena is None:
+            return
+        if self.runtime.wait_idle(self.config.load_timeout) and self.runtime.fault is None:
+            self.arena.give_back()
+        else:
+            _log.warning("host memory is kept during the sleep, as copies are in flight")
+
+    def wake(self) -> None:
+        """Have host memory again. Raises `TierError` if there is not enough; nothing may use it then."""
+        if self.arena is not None and self.arena.is_given_back:
+            take_back(self.arena)
 
     def __enter__(self) -> Self:
         return self

@@ -28,8 +28,9 @@ U64 = npt.NDArray[np.uint64]
 class Stamps:
     """One number per slot and rank: the ticket of the job that filled the part, and whether it succeeded.
 
-    A second table has the last `LOADS` loads that have ended, by rank; a third counts weight changes by rank; a fourth
-    has the digests of the LoRA adapters that each rank has loaded.
+    A second table has the last `LOADS` loads that have ended, by rank; a third has for each rank how often weights have
+    changed and how often it has gone to sleep or woken, whether it lacks host memory, and whether it is to give that
+    back; a fourth has the digests of the LoRA adapters that each rank has loaded.
 
     Attributes:
         memory: The shared memory, to attach to.
@@ -51,14 +52,14 @@ class Stamps:
         numbers = memory.array.view(np.uint64)
         self._slots: U64 = numbers[: slots * world].reshape(slots, world)
         self._loads: U64 = numbers[slots * world : (slots + self.LOADS) * world].reshape(self.LOADS, world)
-        self._changes: U64 = numbers[(slots + self.LOADS) * world : (slots + self.LOADS + 1) * world]
-        rest = numbers[(slots + self.LOADS + 1) * world :]
+        states, rest = numbers[(slots + self.LOADS) * world :], numbers[(slots + self.LOADS + 4) * world :]
+        self._changes, self._naps, self._lacking, self._orders = states[: 4 * world].reshape(4, world)
         self._adapters: U64 = rest[: 4 * self.ADAPTERS * world].reshape(self.ADAPTERS, world, 4)
 
     @classmethod
     def nbytes(cls, slots: int, world: int) -> int:
         """Bytes of all tables."""
-        return 8 * (slots + cls.LOADS + 1 + 4 * cls.ADAPTERS) * world
+        return 8 * (slots + cls.LOADS + 4 + 4 * cls.ADAPTERS) * world
 
     @classmethod
     def make(cls, slots: int, world: int, ranks: int) -> Self:
@@ -100,6 +101,37 @@ class Stamps:
         """Number of weight changes, over all ranks."""
         return int(self._changes.sum())
 
+    def slept(self, rank: int) -> None:
+        """The device memory of `rank` has gone, or is back: each counts."""
+        self._naps[rank] += np.uint64(1)
+
+    @property
+    def naps(self) -> int:
+        """Number of times that device memory has gone or come back, over all ranks."""
+        return int(self._naps.sum())
+
+    def is_asleep(self, rank: int | None = None) -> bool:
+        """Whether the device memory of `rank`, or of any rank, has gone."""
+        asleep = self._naps % np.uint64(2)
+        return bool(asleep.any() if rank is None else asleep[rank])
+
+    def lacks_memory(self, rank: int, *, lacks: bool) -> None:
+        """`rank` has given host memory back, or has it again."""
+        self._lacking[rank] = lacks
+
+    def is_lacking(self, rank: int | None = None) -> bool:
+        """Whether `rank`, or any rank, has no host memory."""
+        return bool(self._lacking.any() if rank is None else self._lacking[rank])
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether ranks that go to sleep are to give host memory back."""
+        return bool(self._orders[0])
+
+    @gives_back.setter
+    def gives_back(self, order: bool) -> None:
+        self._orders[0] = order
+
     def adapter_loaded(self, rank: int, tag: int, number: int, digest: int) -> bool:
         """Record an adapter that `rank` has loaded as `tag` and `number`; returns whether its row had another `digest`.
 
@@ -127,7 +159,8 @@ class Stamps:
 
     def close(self) -> None:
         """Unmap the memory."""
-        self._slots = self._loads = self._changes = self._adapters = np.empty((0, 0), np.uint64)
+        self._slots = self._loads = self._adapters = np.empty((0, 0), np.uint64)
+        self._changes = self._naps = self._lacking = self._orders = np.empty(0, np.uint64)
         self.memory.close()
 
 

@@ -198,6 +198,10 @@ class FaultyTier(Tier):
         """The inner tier forgets."""
         self.inner.forget(generation)
 
+    def weights_changed(self) -> None:
+        """The inner tier hears of it."""
+        self.inner.weights_changed()
+
     @property
     def generation(self) -> int:
         """The inner tier's."""

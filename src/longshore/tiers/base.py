@@ -141,6 +141,9 @@ class Tier(ABC):
     def forget(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
         """Serve no record from before `generation`, from now on and after a restart."""
 
+    def weights_changed(self) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
+        """Weights have changed: records written after the next `forget` must not be served to an engine of later."""
+
     @property
     def fallbacks(self) -> Mapping[str, int]:
         """Number of operations that used a slower fallback, by reason; every reason is present from the start."""

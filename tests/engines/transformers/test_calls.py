@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -419,16 +420,18 @@ def test_hints_say_which_tiers_are_loaded_from(files: Config) -> None:
         )
 
 
-def test_hints_keep_a_prefix_when_room_runs_out() -> None:
+@pytest.mark.parametrize("seconds", [None, 0.05])
+def test_hints_keep_a_prefix_when_room_runs_out_until_their_time_is_over(seconds: float | None) -> None:
     model = make_model()
     with tiered(model, Config.make(host_size="128KiB", gate=False, eviction="lru")) as tiers:
-        tiers.hint("req_0", {"retention": [{"priority": 90}]})
+        tiers.hint("req_0", {"retention": [{"priority": 90, "seconds": seconds}]})
         generate(model, PROMPTS[:1])
         kept = stored_keys(tiers)
         assert len(kept) == 6
+        time.sleep(seconds or 0.0)
         for number in range(203, 206):
             generate(model, [[number, *range(2, 100)]], num_blocks=number)
-        assert kept < stored_keys(tiers)
+        assert (kept < stored_keys(tiers)) == (seconds is None)
 
 
 @pytest.mark.parametrize("offload", ["write_through", "write_back"])

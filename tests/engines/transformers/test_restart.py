@@ -12,7 +12,7 @@ from longshore.cli.demo_result import DemoResult, RunRecord
 from longshore.cli.demo_runs import Demo, _engine, run_resident, run_tiered
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, replaying, tiered
-from longshore.errors import ConfigError, EngineError, TierInUseError
+from longshore.errors import CacheError, ConfigError, EngineError, TierError, TierInUseError
 
 
 def equal(ours: RunRecord, theirs: RunRecord) -> bool:
@@ -125,3 +125,93 @@ def test_a_failed_self_test_turns_the_tiers_off_loudly(
         assert tiers.stack is None
         assert "of the test block were wrong when read back" in str(tiers.failure)
         assert "TIERS ARE OFF" in caplog.text
+
+
+def test_a_reset_keeps_files_as_long_as_weights_are_the_same(tmp_path: Path) -> None:
+    demo = make_demo(tmp_path)
+    first, second = demo.workload.requests[0], demo.workload.requests[8]
+    with tiered(demo.model, demo.config(tmp_path)) as tiers, _engine(demo, demo.device_blocks) as ask:
+        ask(first)
+        before = ask(second)
+        assert tiers.stack is not None
+        assert tiers.stack.runtime.flush(30.0)
+        with pytest.raises(CacheError, match="only the coldest"):
+            tiers.reset(keep=("host",))
+        tiers.reset(keep=("file",))
+        again = ask(second)
+        assert set(tiers.records[-1].sources) == {"file"}
+        assert again.generated_tokens == before.generated_tokens
+        with torch.no_grad():
+            demo.model.model.layers[0].mlp.up_proj.weight[3, 5] += 0.5
+        tiers.reset(keep=("host", "file"))
+        ask(second)
+        assert tiers.records[-1].sources == ()
+
+
+def resident(tiers: Tiers) -> int:
+    """Bytes of the host arena that the system has allocated."""
+    assert tiers.stack is not None
+    assert tiers.stack.arena is not None
+    begin = tiers.stack.arena.address
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{begin:x}-")]
+    return next(1024 * int(line.split()[1]) for line in lines[at:] if line.startswith("Rss:"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "found"),
+    [(("host", "file"), {"host"}), (("file",), {"file"}), ((), set[str]())],
+    ids=["all", "files", "nothing"],
+)
+def test_a_sleep_keeps_the_tiers_that_it_is_told_and_gives_back_the_rest(
+    tmp_path: Path, keep: tuple[str, ...], found: set[str]
+) -> None:
+    demo = make_demo(tmp_path, settings={"gate": False, "host_size": "64MiB"})
+    request = demo.workload.requests[0]
+    with tiered(demo.model, demo.config(tmp_path)) as tiers:
+        with _engine(demo, demo.device_blocks) as ask:
+            before = ask(request)
+            with pytest.raises(EngineError, match="stop its manager"):
+                tiers.sleep(keep=keep)
+        with pytest.raises(CacheError, match="only the coldest"):
+            tiers.sleep(keep=("disk",))
+        tiers.sleep(keep=keep)
+        tiers.sleep(keep=keep)
+        assert (resident(tiers) > 0) == ("host" in keep)
+        with _engine(demo, demo.device_blocks) as ask:
+            assert ask(request).generated_tokens == before.generated_tokens
+        assert tiers.records[-1].sources == ()
+        tiers.wake()
+        tiers.wake()
+        with _engine(demo, demo.device_blocks) as ask:
+            assert ask(request).generated_tokens == before.generated_tokens
+            assert set(tiers.records[-1].sources) == found
+            ask(request)
+        with _engine(demo, demo.device_blocks) as ask:
+            ask(request)
+        assert set(tiers.records[-1].sources) == {"host"}
+        assert tiers.stack is not None
+        with tiers.stack.runtime.control() as cache:
+            cache.check_integrity()
+
+
+def test_without_memory_after_a_sleep_engines_are_served_without_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo = make_demo(tmp_path, settings={"gate": False, "host_size": "64MiB"})
+    request = demo.workload.requests[0]
+    with tiered(demo.model, demo.config(tmp_path)) as tiers:
+        with _engine(demo, demo.device_blocks) as ask:
+            before = ask(request)
+        tiers.sleep(keep=("file",))
+        with monkeypatch.context() as patch:
+            for module in ("longshore.config", "longshore.runtime.stack"):
+                patch.setattr(f"{module}.available_memory", lambda: 4096)
+            tiers.wake()
+            assert isinstance(tiers.failure, TierError)
+            with _engine(demo, demo.device_blocks) as ask:
+                assert ask(request).generated_tokens == before.generated_tokens
+            assert tiers.stack is None
+        with _engine(demo, demo.device_blocks) as ask:
+            assert ask(request).generated_tokens == before.generated_tokens
+        assert set(tiers.records[-1].sources) == {"file"}

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.models.llama import modeling_llama
 
 from longshore import checksums
-from longshore.engines.transformers.scope import ModelScope, mix64
+from longshore.engines.tensors import mix64
+from longshore.engines.transformers.scope import ModelScope
 from longshore.layout import from_rows
 
 SHAPE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

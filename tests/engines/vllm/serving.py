@@ -77,10 +77,12 @@ class Engine:
         )
         self.sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=4, detokenize=False, ignore_eos=True)
 
-    def ask(self, tokens: list[int], adapter: str = "") -> dict[str, Any]:
-        """Answer one prompt alone, with the adapter in this directory, if one is named."""
-        lora = self._adapter(adapter) if adapter else None
-        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], self.sampling, use_tqdm=False, lora_request=lora)
+    def ask(self, tokens: list[int], adapter: str = "", hints: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Answer one prompt alone, with the adapter in this directory, if one is named, and with these hints."""
+        lora, sampling = self._adapter(adapter) if adapter else None, self.sampling.clone()
+        if hints is not None:
+            sampling.extra_args = {"kv_transfer_params": {"longshore": hints}}
+        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False, lora_request=lora)
         return self._said(output)
 
     def ask_together(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -109,6 +111,20 @@ class Engine:
         """Forget what the device has."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset")
+
+    def sleep(self, level: int) -> None:
+        """Put the engine to sleep."""
+        self.llm.sleep(level=level)
+
+    def lose_device(self) -> None:
+        """Overwrite the blocks of the device, which vLLM's CPU backend keeps during a sleep, and a GPU does not."""
+        runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        for cache in runner.kv_caches:
+            cache.fill_(7.0)
+
+    def wake(self) -> None:
+        """Wake the engine up."""
+        self.llm.wake_up()
 
     def settle(self) -> None:
         """Wait until all that was stored is safe in every tier."""
@@ -175,10 +191,10 @@ class Engine:
         self.llm.collective_rpc("reload_weights")
 
     def scale_weights(self, factor: float) -> None:
-        """Change weights behind vLLM's back."""
+        """Change weights behind vLLM's back: those that it does not pack elsewhere on the CPU."""
         runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         for name, parameter in runner.get_model().named_parameters():
-            if "qkv_proj" in name:
+            if "input_layernorm" in name:
                 parameter.data.mul_(factor)
 
     def refuse_loads(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engine_runs import Serve, asked, prompts, tiers
 from serving import rewrite
 from tiny_models import save
@@ -30,7 +31,7 @@ CONNECTOR = {
 
 
 def change(rig: Rig, rank: int = 0) -> None:
-    rig.workers[rank]._changes._told()
+    rig.workers[rank]._changes.told()
 
 
 def answers(rig: Rig, name: str) -> list[LookupResult]:
@@ -173,6 +174,8 @@ class Worker:
     def load_model(self) -> None: ...
     def apply_model(self, function: Any) -> None: ...
     def sleep(self, level: int = 1) -> None: ...
+    def discard(self, tags: tuple[str, ...]) -> None: ...
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
     def start_weight_update(self) -> None: ...
     def start_draft_weight_update(self) -> None: ...
     def update_weights(self) -> None: ...
@@ -193,21 +196,54 @@ class Extended(Worker, Extension):
     """As vLLM puts them together."""
 
 
+class Device:
+    """Who is told of device memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def device_goes(self) -> None:
+        self.calls.append("goes")
+
+    def device_is_back(self) -> None:
+        self.calls.append("is back")
+
+
+class Model(torch.nn.Module):
+    """A model with one layer, as vLLM's have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(7, 300)
+        self.embedding = torch.nn.Embedding(50, 7)
+
+    def load_weights(self) -> None: ...
+
+
+class Watched:
+    """Workers of the class above, whose model and device memory are watched."""
+
+    def __init__(self) -> None:
+        self.told: list[None] = []
+        self.device, self.model = Device(), Model()
+        parallel = SimpleNamespace(worker_cls=f"{__name__}.Extended", worker_extension_cls=f"{__name__}.Extension")
+        context = SimpleNamespace(static_forward_context={"layer": self.model.layer})
+        vllm = SimpleNamespace(parallel_config=parallel, compilation_config=context)
+        self.changes = Changes(vllm, lambda: self.told.append(None), self.device)
+
+
 @pytest.fixture
-def told() -> Any:
-    """What is told of changes in workers of these classes."""
-    calls: list[None] = []
-    parallel = SimpleNamespace(worker_cls=f"{__name__}.Extended", worker_extension_cls=f"{__name__}.Extension")
-    vllm = SimpleNamespace(parallel_config=parallel, compilation_config=SimpleNamespace(static_forward_context={}))
-    watched = Changes(vllm, lambda: calls.append(None))
-    yield calls
-    watched.close()
+def watched() -> Iterator[Watched]:
+    each = Watched()
+    yield each
+    each.changes.close()
+    before = len(each.told)
     Extended().apply_model(None)
-    assert watched._told not in changes._listeners
+    assert len(each.told) == before
 
 
-def test_methods_that_change_weights_tell(told: list[None]) -> None:
-    worker = Extended()
+def test_methods_that_change_weights_tell(watched: Watched) -> None:
+    worker, told = Extended(), watched.told
     for name in changes.METHODS:
         before = len(told)
         try:
@@ -217,14 +253,58 @@ def test_methods_that_change_weights_tell(told: list[None]) -> None:
         assert len(told) == before + 1
     assert worker.receive() == "received"
     assert len(told) == len(changes.METHODS) + 1
+    watched.model.load_weights()
+    assert len(told) == len(changes.METHODS) + 2
 
 
-def test_sleep_that_keeps_weights_tells_nothing(told: list[None]) -> None:
-    worker = Extended()
-    worker.sleep()
-    worker.sleep(1)
-    worker.sleep(level=1)
-    assert told == []
+def test_sleep_that_keeps_weights_tells_of_device_memory_alone(watched: Watched) -> None:
+    worker, calls = Extended(), watched.device.calls
+    for sleep in (worker.sleep, lambda: worker.sleep(1), lambda: worker.sleep(level=1)):
+        sleep()
+        worker.wake_up(["weights"])
+        assert calls == ["goes"]
+        worker.wake_up(tags=["kv_cache"])
+        assert calls == ["goes", "is back"]
+        calls.clear()
+    worker.discard(("weights",))
+    assert calls == []
+    worker.discard(("kv_cache",))
+    worker.wake_up()
+    assert calls == ["goes", "is back"]
+    watched.changes.look()
+    assert watched.told == []
+
+
+@pytest.mark.parametrize("name", ["layer", "embedding"])
+@pytest.mark.parametrize("when", ["asleep", "between the tags", "awake"])
+def test_weights_that_are_written_unseen_are_found_out_after_a_sleep(watched: Watched, name: str, when: str) -> None:
+    worker, parameter = Extended(), getattr(watched.model, name).weight
+    for moment in ("asleep", "between the tags", "awake"):
+        if moment == "asleep":
+            worker.sleep(1)
+        elif moment == "between the tags":
+            worker.wake_up(["weights"])
+        else:
+            worker.wake_up(["kv_cache"])
+            assert bool(watched.told) == (when != "awake")
+        if moment == when:
+            parameter.data.view(-1)[5] += 1.0  # none of the samples
+    watched.changes._sampled_ones = []  # as on a GPU
+    watched.changes.look()
+    assert len(watched.told) == 1
+    watched.changes.look()
+    assert len(watched.told) == 1
+
+
+def test_weights_that_cannot_be_compared_are_new_ones(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tensor: Any) -> bytes:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(changes, "content", fail)
+    Extended().sleep(1)
+    Extended().wake_up()
+    assert watched.told
+    assert watched.device.calls == ["goes", "is back"]
 
 
 def test_new_weights_in_a_running_engine_are_served_no_old_blocks(serve: Serve, tmp_path: Path) -> None:

@@ -133,3 +133,12 @@ def test_prompts_longer_than_host_memory_are_served_together(serve: Serve, tmp_p
     assert sum(each["cached"] for both in answers[1:] for each in both) >= 12 * 32, answers
     assert seen["loads"] > 0
     assert (seen["wrong"], seen["open"]) == (0, 0)
+
+
+def test_hints_of_requests_are_followed_in_a_running_engine(serve: Serve, tmp_path: Path) -> None:
+    prompt = prompts()[0]
+    hints: list[dict[str, Any] | None] = [{"store": False}, None, {"load": []}, None, {"retention": [{"priority": 90}]}]
+    steps = [step for each in hints for step in (["ask", prompt, "", each], ["settle"], ["reset"])]
+    answers = serve("llama", steps, tiers(tmp_path / "tier"), 160).answers
+    assert [each["tokens"] for each in answers] == [answers[0]["tokens"]] * 5
+    assert [each["cached"] > 0 for each in answers] == [False, False, False, True, True]

@@ -51,6 +51,9 @@ class Server:
     def get(self, path: str) -> str:
         return self._ask("GET", path)
 
+    def post(self, path: str) -> str:
+        return self._ask("POST", path)
+
     def complete(self, tokens: list[int]) -> list[int]:
         """The tokens that the model says after these."""
         body = {"model": "tiny", "prompt": tokens, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -99,6 +102,7 @@ def serving(model: Path, tier: Path, log: Path) -> Iterator[Server]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /sleep
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -129,6 +133,20 @@ def speaking_model(directory: Path) -> Path:
     return path
 
 
+def asleep_and_back(server: Server, prompt: list[int], answer: list[int]) -> None:
+    """The server sleeps as a scheduler of many servers has it, and finds its blocks; after a reset, none."""
+    for mode in ("abort", "wait", "keep"):
+        before = server.metrics()["longshore_hit_chunks_total", "host"]
+        server.post(f"/sleep?level=1&mode={mode}")
+        server.post("/wake_up")
+        assert server.complete(prompt) == answer
+        assert server.metrics()["longshore_hit_chunks_total", "host"] > before, mode
+    before = server.metrics()["longshore_hit_chunks_total", "host"]
+    assert json.loads(server.post("/reset_prefix_cache?reset_external=true"))["success"]
+    assert server.complete(prompt) == answer
+    assert server.metrics()["longshore_hit_chunks_total", "host"] == before
+
+
 def test_a_conversation_goes_on_after_a_restart_from_the_file_tier(tmp_path: Path) -> None:
     model, chooser = speaking_model(tmp_path), random.Random(1)
     first = [chooser.randrange(3, VOCABULARY) for _ in range(301)]
@@ -146,8 +164,9 @@ def test_a_conversation_goes_on_after_a_restart_from_the_file_tier(tmp_path: Pat
         assert told["longshore_moved_bytes_total", "device->host"] > 0
         assert told["longshore_capacity_bytes", "file"] > 0
     with serving(model, tmp_path / "tier", tmp_path / "second.log") as server:
-        server.complete(second)
+        answer = server.complete(second)
         told = server.metrics()
+        asleep_and_back(server, second, answer)
     # All whole blocks of the first turn and its answer, whose last token has no entry in any cache.
     whole = (len(first) + len(answer) - 1) // BLOCK
     assert told["longshore_hit_chunks_total", "file"] == whole, told

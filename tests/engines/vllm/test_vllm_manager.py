@@ -632,6 +632,18 @@ def test_priorities_of_requests_decide_what_is_evicted_first(rigs: Any) -> None:
     assert rig.lookup(low, rig.request("low again", low)) == [MISS] * 4
 
 
+def test_priorities_lapse_when_their_time_is_over(rigs: Any) -> None:
+    rig, first, second = rigs(host_size=8 * 4096, eviction="lru"), keys_of(4, name="first"), keys_of(4, name="second")
+    for name, keys, seconds in (("first", first, 0.1), ("second", second, None)):
+        hints = {"longshore": {"retention": [{"priority": 90, "seconds": seconds}]}}
+        assert rig.store(keys, range(1, 5), asking(rig, name, keys, kv_transfer_params=hints)) == keys
+    time.sleep(0.2)
+    others = keys_of(4, name="others")
+    assert rig.store(others, range(1, 5), rig.request("others", others)) == others
+    assert rig.lookup(first, rig.request("first again", first)) == [MISS] * 4
+    assert rig.lookup(second, rig.request("second again", second)) == [HIT] * 4
+
+
 def test_blocks_below_the_priority_floor_are_not_stored(rigs: Any) -> None:
     rig, keys = rigs(priority_floor=50), keys_of(4)
     assert rig.store(keys, range(1, 5), rig.request("one", keys)) == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from longshore.boundary import DEVICE
+from longshore.boundary import DEVICE, FILE, HOST
 from longshore.config import Config
 from longshore.engines.transformers import contract
 from longshore.engines.transformers.allocator import TieredAllocator
@@ -20,7 +20,7 @@ from longshore.engines.transformers.oracle import block_digests
 from longshore.engines.transformers.registry import informed_allocators, replaced_allocator, served_model
 from longshore.engines.transformers.rows import RowBlocks
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import EngineError, LongshoreError, SelfTestError
+from longshore.errors import CacheError, EngineError, LongshoreError, SelfTestError, TierError
 from longshore.hints import RequestHints
 from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
@@ -81,7 +81,7 @@ class Tiers:
         self.failure: Exception | None = None
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
         self._allocator: TieredAllocator | None = None
-        self._opened = self._closed = False
+        self._opened = self._closed = self._asleep = False
         self._caches = self.lookups = 0
         self._records: deque[PromptRecord] = deque(maxlen=4096)
         self._hints: dict[str, RequestHints] = {}
@@ -136,25 +136,66 @@ class Tiers:
             tiers = cache.stats()
         return {DEVICE: self._allocator.used_bytes, **{tier.name: tier.used_bytes for tier in tiers}}
 
-    def reset(self) -> None:
+    def reset(self, *, keep: Sequence[str] = ()) -> None:
         """Forget all blocks, on the device, in memory and on disk, because weights or adapters have changed.
 
         Only needed while an engine runs: the model is looked at whenever one is started. If it has changed, the tiers
-        open again under its new scope. Raises `EngineError` while requests are active.
+        open again under its new scope, and nothing of before is found. If it has not, the coldest tiers, `("file",)` or
+        `("host", "file")`, `keep` what is ready there. Raises `EngineError` while requests are active, and `CacheError`
+        for what cannot be kept.
         """
         if self.stack is None or self._allocator is None:
             return
+        keep = self._kept(keep)
         self._allocator.forget()
         if self.stack.runtime.fault is None:
             with self.stack.runtime.control() as cache:
-                cache.reset()
+                cache.reset(keep=keep)
             self._allocator.attach(self.open(self._allocator))
             return
         stack = self.open(self._allocator)
         self._allocator.attach(stack)
         if stack is not None:  # opened anew, maybe over files of before
             with stack.runtime.control() as cache:
-                cache.reset()
+                cache.reset(keep=keep)
+
+    def sleep(self, *, keep: Sequence[str] = (HOST, FILE)) -> None:
+        """Let go of the device cache, and forget the blocks of all but the coldest tiers to `keep`.
+
+        What is of use on the device goes into the tiers before, and what only host memory has into files, if these are
+        kept alone. Host memory that is not kept is given back. The device's memory is free once its manager is, too.
+        Until `wake` engines are served without tiers. Raises `EngineError` while an engine's loop runs, and
+        `CacheError` for what cannot be kept; nothing has changed then.
+        """
+        if self._allocator is not None and self._allocator.in_use:
+            raise EngineError("an engine of the model runs: stop its manager first")
+        keep, self._asleep = self._kept(keep), True
+        self._unbind()
+        if self.stack is not None and self.stack.runtime.fault is None:
+            self.stack.sleep(keep)
+
+    def wake(self) -> None:
+        """Have host memory again, and serve engines that start from now on.
+
+        Where there is not enough, the tiers are closed, which the log and `failure` say; the next engine tries to open
+        them again, and does without if it cannot.
+        """
+        self._asleep = False
+        try:
+            if self.stack is not None:
+                self.stack.wake()
+        except TierError as error:
+            _log.error("TIERS ARE OFF: no host memory after the sleep: %s", error)
+            self.failure = error
+            self._shut()
+
+    def _kept(self, keep: Sequence[str]) -> tuple[str, ...]:
+        """The tiers of those to `keep` that there are. Raises `CacheError` if these are not the coldest."""
+        tiers = (FILE,) if self.config.file_mode == "gds" else (HOST, FILE)[: 1 + (self.config.file_path is not None)]
+        kept = tuple(tier for tier in tiers if tier in keep)
+        if not {HOST, FILE}.issuperset(keep) or kept != tiers[len(tiers) - len(kept) :]:
+            raise CacheError(f"only the coldest of the tiers {tiers} can be kept, got {tuple(keep)}")
+        return kept
 
     def close(self) -> None:
         """Write back what a restart would lose, and close the tiers for good. Idempotent."""
@@ -168,7 +209,7 @@ class Tiers:
 
         The first time a `LongshoreError` says that they cannot be opened; later they are off then, and it is logged.
         """
-        if self._closed:
+        if self._closed or self._asleep:
             return None
         if allocator is not self._allocator:
             if self._allocator is not None and self._allocator.in_use:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import hashlib
 import logging
 import re
 import sys
@@ -31,6 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
+
+from longshore.engines.tensors import pack
 
 _VERSIONED = sys.stdlib_module_names | {"builtins", "torch", "longshore"}
 """Packages whose code counts by name; ours is in the model's reach while its cache has tiers, and computes nothing."""
@@ -63,15 +64,6 @@ _DEEPEST = 2
 """Modules behind one another that code may name, as in torch.nn.functional."""
 
 _opaque: dict[int, object] = {}  # kept, so that no identity is used twice
-
-
-def pack(*parts: bytes | str) -> bytes:
-    """One digest of `parts`, each with its length before it."""
-    state = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        data = part.encode(errors="surrogatepass") if isinstance(part, str) else part
-        state.update(len(data).to_bytes(8, "little") + data)
-    return state.digest()
 
 
 class Digester:

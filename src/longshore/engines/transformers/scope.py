@@ -12,9 +12,7 @@ this process: blocks are found as long as it runs, and never by another.
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -25,16 +23,14 @@ from typing import Any
 
 import torch
 import transformers
-import xxhash
 from transformers import masking_utils, modeling_utils
 
-from longshore import checksums
-from longshore.engines.transformers.digest import Digester, pack
+from longshore.engines.tensors import content, pack
+from longshore.engines.transformers.digest import Digester
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "_commit_hash"})
-_PIECE = 16 << 20
 _TOKEN = secrets.token_hex(16)
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -78,7 +74,7 @@ def config_digest(config: Any) -> str:
 def weights_digest(model: Any) -> str:
     """Digest of every parameter and buffer: name, dtype, shape and bytes."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return _told_if_private(Digester(_content, {}), lambda digester: digester.attributes(tensors, "model"))
+    return _told_if_private(Digester(content, {}), lambda digester: digester.attributes(tensors, "model"))
 
 
 def code_digest(model: Any) -> str:
@@ -101,7 +97,7 @@ def code_digest(model: Any) -> str:
         parts.append(digester.hooks(vars(torch.nn.modules.module), "_global", "torch.nn.Module"))
         return pack(*parts, *(digester.module(module, f"model.{name}") for module, name in modules.items()))
 
-    return _told_if_private(Digester(_content, modules), look)
+    return _told_if_private(Digester(content, modules), look)
 
 
 def _told_if_private(digester: Digester, look: Callable[[Digester], bytes]) -> str:
@@ -133,49 +129,3 @@ def _computed_by(model: Any) -> str:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     python = f"python {sys.version_info.major}.{sys.version_info.minor}"
     return f"{model.config._attn_implementation} on {kind}, {versions}, {python}, numerics {numerics}"
-
-
-def _content(tensor: torch.Tensor) -> bytes:
-    """The checksum of a tensor's bytes, computed where they are."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if not len(flat):
-        return b""
-    if flat.device.type != "cpu":
-        return mix64(flat).to_bytes(8, "little")
-    data = flat.numpy().data
-    if len(data) <= _PIECE:
-        return _hashed(data)
-    pieces = [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # of its own: we may be forked
-        return pack(*threads.map(_hashed, pieces))
-
-
-def _hashed(piece: memoryview) -> bytes:
-    state = xxhash.xxh3_128()
-    state.update(piece)  # unlike the one-shot function, this lets other threads run in all releases
-    return state.digest()
-
-
-def mix64(data: torch.Tensor) -> int:
-    """`longshore.checksums.mix64` of a vector of bytes and zeros up to a whole word, computed on its device."""
-    if data.numel() % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 8)).clone()
-    words = data.view(torch.int64)
-    if data.is_cuda and importlib.util.find_spec("triton") is not None:
-        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415 - needs Triton
-
-        with torch.cuda.device(data.device):
-            return kernels.mix64(words)
-    step, factor, low = _signed(checksums.STEP), _signed(checksums.FACTOR), 2**32 - 1
-    total = 0
-    for first in range(0, len(words), _PIECE):
-        some = words[first : first + _PIECE]
-        mixed = torch.arange(first + 1, first + 1 + len(some), device=data.device).mul_(step).bitwise_xor_(some)
-        for _ in range(2):
-            mixed.bitwise_xor_((mixed >> 32).bitwise_and_(low)).mul_(factor)
-        total += int(mixed.bitwise_xor_((mixed >> 32).bitwise_and_(low)).sum())
-    return checksums.finish(total % 2**64, data.numel())
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word

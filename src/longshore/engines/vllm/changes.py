@@ -1,4 +1,4 @@
-"""Weights that change in a running engine: a worker notices, and tells the scheduler's side by the stamps.
+"""Weights that change in a running engine, and device memory that goes: a worker notices.
 
 Nobody tells a connector that vLLM has got new weights, and vLLM resets its caches only where it is told to. So the
 methods of vLLM's worker that change weights are wrapped, with those of a worker extension and the models' own
@@ -11,10 +11,14 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from longshore.engines.tensors import content
 from longshore.engines.vllm import contract
+
+_log = logging.getLogger(__name__)
 
 METHODS = (
     *("load_model", "reload_weights", "apply_model", "sleep"),
@@ -22,21 +26,36 @@ METHODS = (
 )
 """Of vLLM's worker: those after which weights may be others."""
 
+OF_MEMORY = ("sleep", "discard", "wake_up")
+"""Of vLLM's worker: those that free device memory, and bring it back."""
+
 _SAMPLES = 64
 """Elements of each parameter that are compared, at most."""
 
-Told = Callable[[], None]
+_watching: list[Changes] = []
 
-_listeners: list[Told] = []
+
+class Sleeper(Protocol):
+    """Who copies from and to device memory."""
+
+    def device_goes(self) -> None:
+        """Device memory is about to go: end all copies before this returns."""
+
+    def device_is_back(self) -> None:
+        """Device memory is there again, at its former addresses."""
 
 
 class Changes:
-    """Calls `told` whenever weights of this process may have changed, until it is closed."""
+    """Calls `told` whenever weights of this process may have changed, and `sleeper`, until it is closed."""
 
-    def __init__(self, vllm: Any, told: Told) -> None:
+    def __init__(self, vllm: Any, told: Callable[[], None], sleeper: Sleeper) -> None:
         """`vllm` is the `VllmConfig` of a worker whose model was loaded; without one nothing is watched."""
-        self._told = told
+        self.told = told
+        self._sleeper = sleeper
         self._parameters: list[Any] = []
+        self._sampled_ones: list[Any] = []
+        self._before: list[bytes] | None = None
+        """What weights were when device memory went, until they were found to be the same at the first use of it."""
         if vllm is None or not getattr(vllm.parallel_config, "worker_cls", ""):
             return
         _wrap_worker(vllm.parallel_config)
@@ -44,30 +63,56 @@ class Changes:
         models = [each for each in _models() if any(id(part) in layers for part in each.modules())]
         for kind in {kind for model in models for kind in type(model).__mro__}:
             _wrap(kind, "load_weights")
-        unique = {id(each): each for model in models for each in model.parameters()}
-        self._parameters = [each for each in unique.values() if each.device.type == "cpu"]
+        self._parameters = list({id(each): each for model in models for each in model.parameters()}.values())
+        self._sampled_ones = [each for each in self._parameters if each.device.type == "cpu"]
         self._seen = self._sampled()
-        _listeners.append(told)
+        _watching.append(self)
+
+    def device_goes(self) -> None:
+        """Device memory is about to go, and weights with it, which come back, or others."""
+        self._sleeper.device_goes()
+        if self._before is None:
+            self._before = self._digests()
+
+    def device_is_back(self) -> None:
+        """Device memory is there again; weights may have been written meanwhile in ways that nobody tells of."""
+        if self._before is not None and self._before != self._digests():
+            self._before = None
+            self.told()
+        self._sleeper.device_is_back()
 
     def look(self) -> None:
-        """Compare the samples, if there are any, with those of the last look."""
-        if self._parameters:
+        """Compare the samples, if there are any, with those of the last look; after a sleep all weights, once."""
+        if self._before is not None:
+            before, self._before = self._before, None
+            if before != self._digests():
+                self.told()
+        if self._sampled_ones:
             before, self._seen = self._seen, self._sampled()
             if before != self._seen:
-                self._told()
+                self.told()
 
     def close(self) -> None:
         """Tell no more. Idempotent."""
-        self._parameters = []
-        if self._told in _listeners:
-            _listeners.remove(self._told)
+        self._parameters, self._sampled_ones = [], []
+        if self in _watching:
+            _watching.remove(self)
+
+    def _digests(self) -> list[bytes] | None:
+        """Of each parameter; `None` where one cannot be read, which is as if all had changed."""
+        try:
+            return [content(each) for each in self._parameters]
+        except RuntimeError:  # no memory for it on the device, say
+            _log.exception("weights cannot be compared, and are taken for new ones")
+            self.told()
+            return None
 
     def _sampled(self) -> list[bytes]:
         """Of each parameter some bytes, its last element's included."""
         import torch  # noqa: PLC0415 - vLLM has it
 
         samples = []
-        for each in self._parameters:
+        for each in self._sampled_ones:
             flat = each.detach().reshape(-1) if each.is_contiguous() else each.detach().flatten()
             picked = torch.cat([flat[:: max(1, len(flat) // _SAMPLES)], flat[-1:]])
             samples.append(picked.view(torch.uint8).numpy().tobytes())
@@ -77,8 +122,8 @@ class Changes:
 def _wrap_worker(parallel: Any) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: PLC0415
 
-    worker, names = resolve_obj_by_qualname(parallel.worker_cls), list(METHODS)
-    contract.check_has(worker, *METHODS)
+    worker, names = resolve_obj_by_qualname(parallel.worker_cls), [*METHODS, *OF_MEMORY]
+    contract.check_has(worker, *names)
     if parallel.worker_extension_cls:
         extension = resolve_obj_by_qualname(parallel.worker_extension_cls)
         names += [name for name in dir(extension) if not name.startswith("_")]
@@ -88,26 +133,38 @@ def _wrap_worker(parallel: Any) -> None:
 
 
 def _wrap(kind: type, name: str) -> None:
-    """Have a method that `kind` itself defines tell all listeners when it has ended, in whatever way; once."""
+    """Have a method that `kind` itself defines tell all who watch, in whatever way it ends; once."""
     method = vars(kind).get(name)
     if not inspect.isfunction(method) or getattr(method, "tells_of_changes", False):
         return
 
     @functools.wraps(method)
     def told(*arguments: Any, **named: Any) -> Any:
+        goes, changes, comes = _effects(name, arguments[1:], named)
+        for each in list(_watching) if goes else ():
+            each.device_goes()
         try:
-            return method(*arguments, **named)
+            done = method(*arguments, **named)
         finally:
-            if not (name == "sleep" and _level(arguments[1:], named) <= 1):  # then weights are kept
-                for each in list(_listeners):
-                    each()
+            for each in list(_watching) if changes else ():
+                each.told()
+        for each in list(_watching) if comes else ():
+            each.device_is_back()
+        return done
 
     told.tells_of_changes = True  # type: ignore[attr-defined]
     setattr(kind, name, told)
 
 
-def _level(arguments: Sequence[Any], named: dict[str, Any]) -> int:
-    return int(arguments[0] if arguments else named.get("level", 1))
+def _effects(name: str, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether a call of this method frees device memory, may change weights, and brings device memory back."""
+    given = arguments[0] if arguments else named.get("level" if name == "sleep" else "tags")
+    if name == "sleep":
+        return True, given is not None and int(given) > 1, False  # at level 1, weights are kept
+    if name in OF_MEMORY:
+        blocks = given is None or "kv_cache" in given
+        return blocks and name == "discard", False, blocks and name == "wake_up"
+    return False, True, False
 
 
 def _models() -> list[Any]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from longshore.boundary import HOST, Key, Slots
-from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache, Until
-from longshore.engines.vllm.requests import Ticket
+from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache
+from longshore.engines.vllm.requests import Ticket, residency
 from longshore.engines.vllm.worker import Part, SlotsSpec
 from longshore.runtime.stamps import Stamps
 
@@ -72,24 +72,29 @@ class Loads:
         """Loads that the workers have not reported."""
         return len(self._loads)
 
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Those of all parts that workers read."""
+        return [ticket for load in self._loads.values() for ticket in load.parts]
+
     def begin(
-        self, cache: TieredCache, name: str, turn: int | None, paths: Paths, weights: int, *, streams: bool
+        self, cache: TieredCache, name: str, turn: int | None, paths: Paths, epoch: tuple[int, int], *, streams: bool
     ) -> SlotsSpec:
         """The first part of a load of `paths`: what is in host memory, which is all of them unless the load `streams`.
 
-        `weights` are as in `SlotsSpec`.
+        `epoch` is as in `SlotsSpec`.
         """
         load = Load(name, turn, [0] * self._groups)
         first, load.rest = _ready(cache, paths) if streams else (paths, [])
-        spec = self._lend(cache, load, first, weights)
+        spec = self._lend(cache, load, first, epoch)
         load.number = spec.job
         if load.rest:
             load.lease = _lease(cache, load, load.rest)
         self._loads[name] = load
-        return SlotsSpec(spec.job, spec.runs, weights, spec.begins if load.rest else (), len(load.rest))
+        return SlotsSpec(spec.job, spec.runs, epoch, spec.begins if load.rest else (), len(load.rest))
 
     def proceed(
-        self, cache: TieredCache, end: Callable[[Ticket], object], now: float, slots: int, weights: int
+        self, cache: TieredCache, end: Callable[[Ticket], object], now: float, slots: int, epoch: tuple[int, int]
     ) -> None:
         """`end` parts that all ranks have read, which gives their slots back, and lend the next ones.
 
@@ -109,7 +114,7 @@ class Loads:
             if ready:
                 del load.rest[: len(ahead) - len(rest)]
                 load.fetched -= len(ahead) - len(rest)
-                self._told.append(Part(load.number, self._lend(cache, load, ready, weights)))
+                self._told.append(Part(load.number, self._lend(cache, load, ready, epoch)))
             if load.fetched <= 0 and load.fetch is not None:
                 cache.release(load.fetch)
                 load.fetch = None
@@ -159,7 +164,7 @@ class Loads:
         else:
             cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
 
-    def _lend(self, cache: TieredCache, load: Load, paths: Paths, weights: int) -> SlotsSpec:
+    def _lend(self, cache: TieredCache, load: Load, paths: Paths, epoch: tuple[int, int]) -> SlotsSpec:
         """Lend the slots of the next chunks, which are in host memory."""
         ticket, runs, begins = self._ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
         order = cache.load({group: GroupKeys(keys) for group, keys in paths.items()}, turn=load.turn)
@@ -169,12 +174,7 @@ class Loads:
             ticket.jobs.append((part.job, part.slots.of))
         if ticket.jobs:
             load.parts.append(ticket)
-        return SlotsSpec(ticket.number, tuple(runs), weights, begins)
-
-
-def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
-    """Where chunks are now; they are not kept there."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
+        return SlotsSpec(ticket.number, tuple(runs), epoch, begins)
 
 
 def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:

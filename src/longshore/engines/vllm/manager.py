@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import compress, count, takewhile
 from typing import Any
 
@@ -32,13 +33,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.announce import Announcer
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
-from longshore.engines.vllm.loads import NO_SLOTS, Loads, residency
+from longshore.engines.vllm.loads import NO_SLOTS, Loads
 from longshore.engines.vllm.pace import Pace
-from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, position, reported
+from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, knows, position, residency
 from longshore.engines.vllm.store import Store
 from longshore.engines.vllm.tally import Tally
 from longshore.engines.vllm.trust import Trust
@@ -145,8 +146,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request = self._requests.get(name) or self._begin(req_context)
         paths = {group: request.seen(mine) for group, mine in self._by_group(keys)}
         with self._runtime.control() as cache:
-            weights, streams = self._trust.weight_changes, request.streams
-            spec = self._loads.begin(cache, name, request.turn, paths, weights, streams=streams)
+            spec = self._loads.begin(cache, name, request.turn, paths, self._epoch, streams=request.streams)
             self._release(request, cache)
         for group, mine in self._by_group(keys):
             came_up = len(request.origin.intersection(mine)) if request.origin else 0
@@ -203,7 +203,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 if slides and not (mine := [key for key in mine if position(key, req_context) > request.stale]):
                     continue
                 first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
-                comes_again = _knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
+                comes_again = knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
                 begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
                 patient = comes_again and rest == tokens - 1 and not ticket.jobs
                 patient = patient and request.may_wait(ticket.since, self._patience)
@@ -235,7 +235,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """All ranks say that they are done with these chunks; what is published is what they have stamped."""
         self._look_for_new_weights()
         with self._runtime.control() as cache:
-            for ticket in reported(self._by_key, keys):
+            for ticket in Ticket.reported(self._by_key, keys):
                 if ticket.number not in self._stores:
                     continue  # from before weights changed: its stamps end it
                 del self._stores[ticket.number]
@@ -265,6 +265,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is planned: order up what was asked for and is colder."""
         self._look_for_new_weights()
+        self._store.sleeps.look()
         for name in self._requests.keys() & context.preempted_req_ids:
             self._requests[name].stale = -1  # its blocks are computed again
         with self._runtime.control() as cache:
@@ -275,10 +276,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 request.end_step()
             self._asked.clear()
             cache.end_step()
-            slots, weights = self._host_slots, self._trust.weight_changes
-            self._loads.proceed(
-                cache, lambda ticket: self._end_load(ticket, cache), self._runtime.clock(), slots, weights
-            )
+            end, now = partial(self._end_load, cache=cache), self._runtime.clock()
+            self._loads.proceed(cache, end, now, self._host_slots, self._epoch)
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
         self._pace.planned(self._is_awaited)
 
@@ -288,9 +287,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self: None)
     def reset_cache(self) -> None:
-        """Forget all, as vLLM has done, or could not while requests are running."""
+        """Forget all but what is kept, as vLLM has done, or could not while requests are running."""
         self._look_for_new_weights()
-        self._forget_all()
+        workers = sum(len(ticket.jobs) for ticket in self._tickets)
+        self._forget_all(keep=self._store.sleeps.kept(workers))
+        self._store.sleeps.give_back(idle=not workers)
         self._by_key.clear()  # no store from before is reported
         self._fenced = {ticket.number for ticket, _ in self._stale}
         for request in self._requests.values():
@@ -314,11 +315,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _look_for_new_weights(self) -> None:
         """Forget all if weights have changed."""
         if self._trust.weights_are_new():
-            if self._store.file is not None:
-                self._store.file.weights_changed()
-            self._forget_all()
+            self._forget_all(weights=True)
 
-    def _forget_all(self) -> None:
+    def _forget_all(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
         """Slots in flight are left alone until the workers have stamped them."""
         with self._runtime.control() as cache:
             for request in self._requests.values():
@@ -327,7 +326,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             for ticket in self._stores.values():
                 ticket.void = True
                 self._stale.append((ticket, True))
-            cache.reset()
+            cache.reset(keep=keep, weights=weights)
         self._stores.clear()
         for request in self._asked:
             request.end_step()
@@ -378,7 +377,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
-        self._withdraw([*self._stores.values(), *(ticket for ticket, _ in self._stale)])
+        self._withdraw(self._tickets)
         self._store.close()
 
     # ------------------------------------------------------------------ inside
@@ -387,7 +386,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _withdraw(self, tickets: Sequence[Ticket]) -> None:
         """Nobody will tell of these any more, and nothing is served."""
         with self._runtime.control() as cache:
-            for job, _ in (each for ticket in [*tickets, *self._loads.end_all(cache)] for each in ticket.jobs):
+            self._loads.end_all(cache)
+            for job, _ in (each for ticket in tickets for each in ticket.jobs):
                 cache.release(job)
 
     def _nothing(self) -> SlotsSpec:
@@ -413,8 +413,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         asked = told if key in told else {key: 0}
         if not self._asked:  # the first in this step: what follows from answers is not taken back
             self._look_for_new_weights()
+            self._store.sleeps.look()
         self._trust.used()
         barred = request.barred or not self._trust.knows(request) or not request.hints.load
+        barred |= self._store.stamps.is_asleep()
         request.told, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:
@@ -527,6 +529,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._requests.pop(name, None)
 
     @property
+    def _tickets(self) -> list[Ticket]:
+        """All that workers may still use."""
+        return [*self._stores.values(), *self._loads.tickets, *(ticket for ticket, _ in self._stale)]
+
+    @property
     def _is_serving(self) -> bool:
         """Whether a request has not finished."""
         return any(not request.finished for request in self._requests.values())
@@ -570,7 +577,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return Ticket(next(self._numbers), self._runtime.clock())
 
     def _slots_spec(self, ticket: Ticket, runs: Sequence[Slots]) -> SlotsSpec:
-        return SlotsSpec(ticket.number, tuple(runs), self._trust.weight_changes)
+        return SlotsSpec(ticket.number, tuple(runs), self._epoch)
+
+    @property
+    def _epoch(self) -> tuple[int, int]:
+        return self._trust.weight_changes, self._store.stamps.naps
 
     def _begin(self, context: ReqContext) -> Request:
         return self._requests.setdefault(context.req_id, Request(context.req_id))
@@ -583,8 +594,3 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         for key in keys:
             parts.setdefault(key[-GROUP_BYTES:], []).append(key)
         return sorted((self._groups[number], mine) for number, mine in parts.items())
-
-
-def _knows(cache: TieredCache, key: Key) -> bool:
-    """Whether a tier has `key`, or will have."""
-    return residency(cache, [key]).presences[0] is not Presence.ABSENT

@@ -29,6 +29,7 @@ from longshore.config import Config
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.meeting import Note
 from longshore.engines.vllm.model import Model
+from longshore.engines.vllm.sleeping import Sleeps
 from longshore.engines.vllm.store import Store, make_cache
 from longshore.errors import IntegrityError
 from longshore.runtime import Runtime
@@ -115,7 +116,8 @@ def open_store(blocks: int, config: Config, policy: type[EvictionPolicy] | None 
     note = Note("", "", 4096, (4096,), blocks, (0,), ranks=1, world=1, fingerprint="", device="cpu", model=model)
     cache = make_cache(config, note, None, [SimpleNamespace(tokens_per_block=_TOKENS)], 0, policy)
     runtime, stamps = Runtime(cache, [], clock=lambda: 0.0), Stamps.make(blocks, 1, 1)
-    return Store(runtime, stamps, stamps.memory, BackgroundLoop(runtime), file=None, windows=model.windows)
+    loop, sleeps = BackgroundLoop(runtime), Sleeps(runtime, stamps, blocks, config)
+    return Store(runtime, stamps, stamps.memory, loop, file=None, windows=model.windows, sleeps=sleeps)
 
 
 def _step(*new: ReqContext) -> ScheduleEndContext:

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
 from longshore.boundary import FILE, Key, Slots, Status, TransferResult
-from longshore.cache import Lease, Residency, TieredCache
+from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.errors import HintError
 from longshore.hints import RequestHints
@@ -212,6 +212,24 @@ class Ticket:
         cache.apply(results, now)
         return results
 
+    @staticmethod
+    def reported(stores: dict[OffloadKey, list[Ticket]], keys: Iterable[OffloadKey]) -> list[Ticket]:
+        """Those of the `stores`, by first key, whose keys vLLM reports as done; of those that share keys, the oldest.
+
+        They are reported once, and taken out of `stores`.
+        """
+        left, done = set(keys), []
+        candidates = [ticket for key in stores.keys() & left for ticket in stores[key]]
+        for ticket in sorted(candidates, key=attrgetter("number")):
+            first = ticket.keys[0]
+            if first in left:
+                left.difference_update(ticket.keys)
+                done.append(ticket)
+                stores[first].remove(ticket)
+                if not stores[first]:
+                    del stores[first]
+        return done
+
 
 def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
     """What a request says of its blocks, or the `usual`; without files where its `load_tiers` leave storage out.
@@ -248,19 +266,11 @@ def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
     return bool(next(of_group, keys[-1]) != keys[-1])
 
 
-def reported(stores: dict[OffloadKey, list[Ticket]], keys: Iterable[OffloadKey]) -> list[Ticket]:
-    """Those of the `stores`, by first key, whose keys vLLM reports as done; of those that share keys, the oldest.
+def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
+    """Where chunks are now; they are not kept there."""
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
 
-    They are reported once, and taken out of `stores`.
-    """
-    left, done = set(keys), []
-    candidates = [ticket for key in stores.keys() & left for ticket in stores[key]]
-    for ticket in sorted(candidates, key=attrgetter("number")):
-        first = ticket.keys[0]
-        if first in left:
-            left.difference_update(ticket.keys)
-            done.append(ticket)
-            stores[first].remove(ticket)
-            if not stores[first]:
-                del stores[first]
-    return done
+
+def knows(cache: TieredCache, key: Key) -> bool:
+    """Whether a tier has `key`, or will have."""
+    return residency(cache, [key]).presences[0] is not Presence.ABSENT

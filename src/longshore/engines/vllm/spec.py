@@ -24,6 +24,7 @@ from longshore.engines.vllm.meeting import Note, attach, find, publish, withdraw
 from longshore.engines.vllm.model import are_together, describe, is_killed_at_once, nodes, vllm_config
 from longshore.engines.vllm.scope import scope_of, why_transient
 from longshore.engines.vllm.settings import read, refuse
+from longshore.engines.vllm.sleeping import watch_engine
 from longshore.engines.vllm.store import open_store
 from longshore.engines.vllm.tally import definitions
 from longshore.engines.vllm.worker import LongshoreWorker
@@ -82,6 +83,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
 
     def get_manager(self) -> LongshoreManager:
         """The scheduler's side. The workers are there already, and so is the memory."""
+        watch_engine()
         note = find(self.config.engine_id)
         scope = None
         if self.settings.file_path is not None:

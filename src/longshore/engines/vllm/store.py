@@ -18,6 +18,7 @@ from longshore.cache import CacheGroup, TieredCache
 from longshore.cache.eviction import EvictionPolicy
 from longshore.config import Config
 from longshore.engines.vllm.meeting import Note, attach
+from longshore.engines.vllm.sleeping import Sleeps
 from longshore.errors import TierError
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
@@ -46,6 +47,7 @@ class Store:
         base_is_mixed: Whether vLLM may have computed blocks of the base model with an adapter.
         is_off: Whether there is no file tier because its directory could not be opened.
         windows: How many chunks the window of each group has; `None` for those that never slide.
+        sleeps: What resets keep.
     """
 
     runtime: Runtime
@@ -54,6 +56,7 @@ class Store:
     loop: BackgroundLoop
     file: HostedFileTier | None
     windows: tuple[int | None, ...]
+    sleeps: Sleeps
     base_is_mixed: bool = False
     is_off: bool = False
 
@@ -93,7 +96,8 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
         undo.pop_all()
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
     is_off = scope is not None and config.file_path is not None and file is None
-    return Store(runtime, stamps, arena, loop, file, windows, note.model.base_is_mixed, is_off)
+    sleeps = Sleeps(runtime, stamps, note.slabs, config)
+    return Store(runtime, stamps, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off)
 
 
 def _open_file_tier(config: Config, path: Path, note: Note, arena: Arena, scope: Scope) -> HostedFileTier | None:

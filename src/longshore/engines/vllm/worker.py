@@ -13,6 +13,7 @@ ended when all its parts have, or when one has failed and no other is being copi
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +38,9 @@ from longshore.boundary import (
 )
 from longshore.engines.vllm.adapters import AdapterWatch, tell
 from longshore.engines.vllm.changes import Changes
-from longshore.errors import EngineError, LongshoreError
+from longshore.engines.vllm.meeting import PATIENCE
+from longshore.errors import EngineError, LongshoreError, TierError
+from longshore.runtime.stack import take_back
 from longshore.runtime.stamps import Stamps
 from longshore.tiers.arena import Arena
 from longshore.transfer.engine import TransferEngine
@@ -53,14 +56,14 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
     Attributes:
         job: The manager's ticket, a number that no other ever has.
         runs: The slots of each KV cache group, in order.
-        weights: How often weights had changed when the manager gave the ticket.
+        epoch: How often weights had changed, and device memory had gone or come back, when the manager gave the ticket.
         begins: For a part of a load: how many chunks of each group other parts have brought before.
         left: For the first part of a load: how many chunks later parts bring.
     """
 
     job: int
     runs: tuple[Slots, ...]
-    weights: int = 0
+    epoch: tuple[int, int] = (0, 0)
     begins: tuple[int, ...] = ()
     left: int = 0
 
@@ -140,7 +143,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._loads: dict[int, _Load] = {}
         """Loads that have not ended, by the ticket of their first part."""
         self._done: list[VllmResult] = []
-        self._changes = Changes(vllm, partial(stamps.weights_changed, rank))
+        self._asleep = False
+        self._changes = Changes(vllm, partial(stamps.weights_changed, rank), self)
         self._adapters = AdapterWatch(vllm, self._loaded_adapter)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -176,19 +180,71 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def get_finished(self) -> list[VllmResult]:
         """What has ended since the last call."""
+        self._poll()
+        done, self._done = self._done, []
+        return done
+
+    def _poll(self) -> None:
         for result in self.engine.poll():
             job = self._jobs.pop(result.job)
             if job.load is None:
                 self._stored(job, result)
             else:
                 self._loaded(job, job.load, result)
-        done, self._done = self._done, []
-        return done
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until these have ended; those that are not known have."""
         ours = [number for number, job in self._jobs.items() if job.theirs in job_ids]
         self.engine.wait(ours)
+
+    def device_goes(self) -> None:
+        """Device memory is about to go: until it is back no copy touches it. Idempotent.
+
+        Jobs that do not end within a minute are cancelled. Host memory is given back as well, if the manager says so.
+        """
+        if self._asleep:
+            return
+        if not self.engine.wait(list(self._jobs), _LOAD_PATIENCE):
+            for number in self._jobs:
+                self.engine.cancel(number)
+            self.engine.wait(list(self._jobs))
+        self._asleep = True
+        self._poll()
+        self.stamps.slept(self._rank)
+        if self.stamps.gives_back and not self.arena.is_given_back:
+            try:
+                self.arena.give_back()
+            except TierError:
+                _log.exception("host memory could not be freed for the time that the engine sleeps")
+            self.stamps.lacks_memory(self._rank, lacks=self.arena.is_given_back)
+
+    def device_is_back(self) -> None:
+        """Device memory is there again, at its former addresses; its content is not. Idempotent.
+
+        Without host memory, if that is not there again, the engine goes on: the tiers find and store nothing.
+        """
+        if not self._asleep:
+            return
+        self._asleep = False
+        if self.arena.is_given_back:
+            try:
+                if self._rank == 0:
+                    take_back(self.arena)
+                else:
+                    self._wait_for_first_rank()
+                    self.arena.take_back()
+            except TierError as error:
+                _log.error("HOST TIER IS OFF: no memory after the sleep: %s", error)
+            self.stamps.lacks_memory(self._rank, lacks=self.arena.is_given_back)
+        self.stamps.slept(self._rank)
+
+    def _wait_for_first_rank(self) -> None:
+        """The memory of all ranks is there. Raises `TierError` if it is not."""
+        deadline = time.monotonic() + PATIENCE
+        while self.stamps.is_asleep(0) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self.stamps.is_lacking(0):
+            raise TierError("the first rank does not have it")
 
     def shutdown(self) -> None:
         """Wait for what is being copied, and give everything back. Idempotent."""
@@ -213,7 +269,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _begin(self, job: _Job, blocks: GPULoadStoreSpec) -> None:
         self._changes.look()
-        if self._is_outdated(job):
+        if self._asleep or self.arena.is_given_back or self._is_outdated(job):
             self._end_badly(job)
             return
         try:
@@ -224,11 +280,13 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             self._end_badly(job)
 
     def _is_outdated(self, job: _Job) -> bool:
-        """Whether weights have changed since the manager ordered `job`: its blocks mean nothing any more."""
-        return self.stamps.weight_changes != job.spec.weights
+        """Whether weights have changed, or device memory has gone, since the manager ordered `job`."""
+        return (self.stamps.weight_changes, self.stamps.naps) != job.spec.epoch
 
     def _try(self, job: _Job) -> bool:
         """Submit what is to be copied; says whether it was taken."""
+        if self._asleep:
+            return False
         try:
             self.engine.submit(cast(Transfer, job.transfer))
         except LongshoreError as error:

@@ -116,6 +116,7 @@ class Arena:
     Attributes:
         nbytes: Size in bytes.
         address: Address of the first byte, for copy plans.
+        is_given_back: Whether the memory is not to be used, as it was given back.
     """
 
     def __init__(
@@ -132,11 +133,14 @@ class Arena:
         """
         if nbytes <= 0:
             raise TierError(f"expected a positive arena size in bytes, got {nbytes}")
-        settings = settings or ArenaSettings()
+        settings = self._settings = settings or ArenaSettings()
         self.nbytes = align(nbytes)
         self._system = system or System()
         self._fallbacks: Counter[Fallback] = Counter()
         self._registration: Registration | None = None
+        self._pieces: list[tuple[int, int]] = []
+        self._fresh = shared_fd is None
+        self.is_given_back = False
         self._numa_bound = False
         self._huge_bytes = 0
         page = huge_pages.size(self._system)
@@ -149,7 +153,7 @@ class Arena:
             self._numa_node = self._find_node(settings)
             self._bind()
             self._ask_for_huge_pages(settings)
-            self._populate(settings, fresh=shared_fd is None)
+            self._populate(settings)
             self._look_for_strays()
             if settings.huge_pages:
                 self._count_huge_pages(huge_pages.possible(self.address, self.nbytes, page))
@@ -217,8 +221,35 @@ class Arena:
         pieces = cut(self.array.nbytes, slot_bytes, largest)
         if self._registration is not None:
             raise TierError("the arena is registered already")
-        registration = self._registration = Registration(registrar, self.address)
-        for offset, length in pieces:
+        self._registration, self._pieces = Registration(registrar, self.address), pieces
+        self._add_pieces(self._registration)
+
+    def give_back(self) -> None:
+        """Unregister and free the memory, for all processes that share it; its addresses stay, its bytes are lost.
+
+        No device, thread or process may use it until `take_back`. Raises `RegistrationError`, or `TierError`, if it
+        cannot be freed; `take_back` registers it again then, too.
+        """
+        nbytes, advice = self.array.nbytes, memory.REMOVE if self._shared else memory.DONTNEED
+        self.is_given_back = True
+        if self._registration is not None:
+            self._registration.close()
+        try:
+            self._system.madvise(self.address, nbytes, advice)
+        except OSError as error:
+            raise TierError(f"cannot free {self.nbytes} bytes of host memory: {error}") from error
+
+    def take_back(self) -> None:
+        """Allocate the memory again, as zeros, and register it as before. Raises `TierError` if there is not enough."""
+        if self._memory.array is None:
+            raise TierClosedError("the arena was closed")
+        self._populate(self._settings)
+        if self._registration is not None:
+            self._add_pieces(self._registration)
+        self.is_given_back = False
+
+    def _add_pieces(self, registration: Registration) -> None:
+        for offset, length in self._pieces:
             try:
                 registration.add(offset, length)
             except RegistrationError as error:
@@ -271,7 +302,7 @@ class Arena:
         else:
             huge_pages.refuse(self._system, self.address, self.nbytes)
 
-    def _populate(self, settings: ArenaSettings, *, fresh: bool) -> None:
+    def _populate(self, settings: ArenaSettings) -> None:
         threads = settings.threads or populate.default_threads()
         try:
             if populate.populate(self._system, self.address, self.nbytes, threads):
@@ -279,7 +310,7 @@ class Arena:
         except OSError as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
         self._fall_back(Fallback.POPULATE, "this kernel has no MADV_POPULATE_WRITE, so pages are touched one by one")
-        if fresh:  # a zero written into memory that others use would be a wrong byte
+        if self._fresh:  # a zero written into memory that others use would be a wrong byte
             populate.touch(self.array, threads)
 
     def _look_for_strays(self) -> None:

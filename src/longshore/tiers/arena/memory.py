@@ -87,6 +87,9 @@ class System:
     process: Path = Path("/proc/self")
 
 
+DONTNEED, REMOVE = 4, 9
+"""Advice of `madvise` that frees pages: of private memory, and of shared memory for all that have it."""
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

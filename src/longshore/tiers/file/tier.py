@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
@@ -219,6 +220,10 @@ class FileTier(Tier):
             self._index.forget(self.generation)
         if scope is not None:
             self._scope = scope
+
+    def weights_changed(self) -> None:
+        """What is written from now on is for this process alone."""
+        self._scope = os.urandom(len(self._scope))
 
     def recover(self) -> list[StoredChunk]:
         """Chunks of our scope, least recently used first; of two with one key, the one that was written later.

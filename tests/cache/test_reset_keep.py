@@ -1,0 +1,153 @@
+"""Resets that keep the coldest tiers: what is ready there stays, and nothing that was in flight counts."""
+
+from __future__ import annotations
+
+import pytest
+from cache_model import World
+from cache_setup import Setup, key
+from test_life import load
+
+from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Status
+from longshore.cache import DevicePool, EventKind, GroupKeys, MissReason
+from longshore.errors import CacheError
+
+BOTH = Setup(host=8, file=8, backup="write_through")
+FILES, ALL = (FILE,), (HOST, FILE)
+
+
+def stored(*paths: str, setup: Setup = BOTH) -> World:
+    """A world in whose tiers these paths are ready."""
+    world = World(setup)
+    for path in paths:
+        world.commit(path, 0, False)
+    world.settle_all()
+    return world
+
+
+def test_files_stay_and_are_served() -> None:
+    world = stored("abc", "xy")
+    world.reset(FILES)
+    assert world.cache.generation == 0
+    assert (world.where("abc"), world.where("xy")) == ({FILE: "ready"}, {FILE: "ready"})
+    assert world.free(HOST) == 8
+    assert load(world, "abc") == (3, (FILE,) * 3)
+    world.drain()
+
+
+def test_what_no_kept_tier_has_is_gone_with_all_behind_it() -> None:
+    world = stored("ab", setup=BOTH._replace(backup="write_back"))
+    world.flush()
+    world.settle_all()
+    world.commit("abcd", 0, False)
+    world.settle_all()
+    world.reset(FILES)
+    assert sorted(world.resident) == [(key("a"), FILE), (key("ab"), FILE)]
+    world.drain()
+
+
+def test_all_tiers_stay_and_only_what_is_in_flight_goes() -> None:
+    world = stored("ab")
+    world.commit("abcd", 0, False)
+    in_flight = list(world.jobs)
+    assert in_flight
+    world.reset(ALL)
+    assert sorted(world.resident) == sorted((key(path), tier) for path in ("a", "ab") for tier in ALL)
+    world.settle_all()  # their movers have copied them all the same
+    assert world.where("abc") == {}
+    world.commit("abcd", 0, False)
+    world.settle_all()
+    assert load(world, "abcd") == (4, (HOST,) * 4)
+    world.drain()
+
+
+def test_a_chunk_behind_one_that_is_in_flight_goes_with_it() -> None:
+    world = World(BOTH)
+    world.commit("a", 0, False)
+    world.commit("ab", 0, False)
+    first, second = world.on("device->host")
+    world.end(second)
+    assert world.where("ab") == {HOST: "ready"}
+    world.reset(ALL)
+    assert not world.resident
+    world.end(first)
+    world.drain()
+
+
+def test_slots_of_jobs_are_nobodys_until_these_have_ended() -> None:
+    world = stored("abcd", setup=BOTH._replace(host=4))
+    world.discard("abcd", HOST)
+    hold = world.match("abcd", 0, None)
+    assert hold is not None
+    world.onboard(hold, 4, 0, 0)
+    world.reset(FILES)
+    assert world.free(HOST) == 0
+    assert world.cache.outcome(hold) == (0, ())
+    assert world.cache.counters.misses[MissReason.CANCELLED] == 4
+    world.settle_all()
+    assert world.free(HOST) == 4
+    world.drain()
+
+
+def test_a_bad_record_that_is_read_at_a_reset_is_lost_all_the_same() -> None:
+    world = stored("ab")
+    world.discard("ab", HOST)
+    hold = world.match("ab", 0, None)
+    assert hold is not None
+    world.onboard(hold, 2, 0, 0)
+    world.reset(FILES)
+    (read,) = world.on("file->host")
+    world.end(read, Status.CORRUPT)
+    assert not world.resident
+    world.drain()
+
+
+def test_commands_cancel_and_forget_nothing() -> None:
+    world = stored("a")
+    world.commit("xy", 0, False)
+    in_flight = list(world.jobs)
+    assert world.cache.reset(keep=FILES) == 0
+    assert world.cache.take() == [Cancel(job) for job in in_flight]
+
+
+def test_new_weights_are_said_with_the_reset() -> None:
+    cache = BOTH.build()
+    assert cache.reset(weights=True) == 1
+    assert cache.take() == [Forget(1, weights=True)]
+
+
+@pytest.mark.parametrize(
+    ("keep", "weights"),
+    [((HOST,), False), ((FILE, HOST), False), (("disk",), False), ((HOST, HOST, FILE), False), (FILES, True)],
+    ids=["the warmest alone", "in another order", "no tier", "too many", "for new weights"],
+)
+def test_what_cannot_be_kept_is_refused(keep: tuple[str, ...], weights: bool) -> None:
+    world = stored("ab")
+    world.refused(CacheError, "reset", keep=keep, weights=weights)
+
+
+def test_what_a_restart_found_outlives_a_reset_that_keeps_it() -> None:
+    cache = BOTH.build()
+    cache.adopt(FILE, [(3, key("a"), None, 0)])
+    cache.reset(keep=FILES)
+    assert [each.key for each in cache.residents()] == [key("a")]
+    cache.check_integrity()
+
+
+def test_what_was_peeked_at_is_let_go_of() -> None:
+    world = stored("a")
+    world.peek(key("a"))
+    world.reset(ALL)
+    assert world.cache.held == 0
+    assert world.where("a") == {HOST: "ready", FILE: "ready"}
+    world.drain()
+
+
+def test_a_device_pool_tells_what_it_forgets() -> None:
+    cache = BOTH._replace(events=100).build()
+    pool = DevicePool(cache, 2)
+    (block,) = pool.allocate(1)
+    pool.store(GroupKeys([key("a")]), [block])
+    pool.reset(keep=ALL)
+    told = [(event.kind, event.tier, event.cause) for event in cache.events()]
+    assert told[-1] == (EventKind.REMOVED, DEVICE, "reset")
+    pool.check_integrity()
