@@ -68,7 +68,7 @@ def test_what_a_restart_finds_can_be_matched() -> None:
 
 
 def test_chunks_whose_parents_are_gone_wait_for_them() -> None:
-    world = World(BOTH._replace(found=found("a", "xy", "xyz", "ac")))
+    world = World(BOTH._replace(file=6, found=found("a", "xy", "xyz", "ac")))
     assert sorted(path_of(each) for each, _ in world.resident) == ["a", "ac", "xy", "xyz"]
     assert world.ready_end(chunks("xyz"), 0) == 0
     world.commit("xyz", 0, False)
