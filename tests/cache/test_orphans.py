@@ -241,7 +241,7 @@ def test_an_orphan_in_the_file_tier_that_comes_up_may_be_used_there() -> None:
 
 def test_a_parent_that_cannot_be_copied_down_leaves_its_orphan_where_it_is() -> None:
     cache = adopted("ab")
-    cache.store({0: GroupKeys(PATH[:2])}, {0: range(2)})
+    cache.store({0: GroupKeys(PATH[:1])}, {0: range(1)})
     (transfer,) = orders(cache)
     cache.apply([TransferResult(transfer.job, (Status.OK,))], 0.0)
     (transfer,) = orders(cache)
@@ -249,10 +249,19 @@ def test_a_parent_that_cannot_be_copied_down_leaves_its_orphan_where_it_is() -> 
     cache.end_step()
     assert not orders(cache)
     cache.check_integrity()
-    assert (found(cache, PATH[:2]), found(cache, PATH[:2], 1)) == (1, 1)
+    assert [found(cache, PATH, first) for first in (0, 1)] == [1, 1]
     cache.discard(PATH[1:2], FILE)
     put(cache, PATH[:2])
     assert found(cache, PATH[:2]) == 2
+
+
+def test_behind_what_is_found_in_its_place_no_orphan_is() -> None:
+    """A lease keeps one path."""
+    cache = adopted("abc")
+    cache.store({0: GroupKeys(PATH[:2])}, {0: range(2)})
+    (transfer,) = orders(cache)
+    cache.apply([TransferResult(transfer.job, (Status.OK,) * 2)], 0.0)
+    assert [found(cache, PATH, first) for first in (0, 1, 2)] == [2, 1, 1]
 
 
 def test_in_a_circle_nothing_is_an_orphan() -> None:

@@ -41,7 +41,7 @@ class Lookup(Nodes):
                 low = middle + 1
             else:
                 high = middle
-        if self.orphans and first and low == first:
+        if self.orphans and low == first:
             while low < len(keys) and reachable[node := self.get(keys[low])] == ADRIFT:
                 self.check_link(keys, low)
                 low += 1
