@@ -149,6 +149,19 @@ def test_orphans_go_first_their_leaves_before_their_roots(policy: str) -> None:
     assert gone[3] not in PATH
 
 
+def test_what_is_no_orphan_any_more_goes_in_its_turn() -> None:
+    cache = made(4)
+    put(cache, [key("x")])
+    put(cache, PATH[:2], 1)
+    put(cache, PATH[:1])
+    lease = cache.lookup({0: GroupKeys(PATH[:2])}, 0.0).lease
+    assert lease is not None
+    cache.release(lease)
+    put(cache, [key("k")])
+    put(cache, [key("l")])
+    assert host(cache) == {*PATH[:2], key("k"), key("l")}
+
+
 def test_of_less_priority_others_go_before_an_orphan() -> None:
     cache = made(4)
     put(cache, PATH[:2], 1, retention=[Retention(0, None, 50)])
