@@ -268,6 +268,22 @@ def test_a_parent_that_cannot_be_copied_down_leaves_its_orphan_where_it_is() -> 
     assert found(cache, PATH[:2]) == 2
 
 
+def test_an_orphan_that_is_not_as_cold_any_more_follows_its_parent() -> None:
+    cache = adopted("ab")
+    lease = cache.lookup({0: GroupKeys(PATH[:2], 1)}, 0.0).lease
+    assert lease is not None
+    cache.prefetch(lease, 0.0)
+    cache.store({0: GroupKeys(PATH[:1])}, {0: range(1)})
+    while ordered := [each for each in orders(cache) if each.route.destination == HOST]:
+        for each in ordered:
+            cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items))], 0.0)
+    assert found(cache, PATH[:2]) == 1
+    cache.release(lease)
+    assert cache.discard([PATH[1]], FILE) == 1
+    cache.check_integrity()
+    assert found(cache, PATH[:2]) == 2
+
+
 def test_behind_what_is_found_in_its_place_no_orphan_is() -> None:
     """A lease keeps one path."""
     cache = adopted("abc")
