@@ -346,6 +346,19 @@ def test_of_several_groups_the_one_with_full_attention_may_have_orphans() -> Non
     assert cache.lookup({0: GroupKeys(full, device=()), 1: GroupKeys(window)}, 0.0).tokens == 16
 
 
+def test_a_lease_of_all_groups_keeps_no_orphan_behind_what_tiers_have() -> None:
+    cache = grouped(FULL)
+    full = keys_of(0, 4)
+    for path, first in ((full[:1], 0), (full, 2)):
+        cache.store({0: GroupKeys(path, first)}, {0: range(len(path) - first)})
+        settle(cache)
+    served = [
+        cache.lookup({0: GroupKeys(full, device=device)}, 0.0, until=Until.NOTHING).tokens
+        for device in ([False, True], [True, True], [True, True, True])
+    ]
+    assert served == [8, 16, 16]
+
+
 def test_a_reset_forgets_orphans() -> None:
     cache = made()
     put(cache, PATH, 2)
