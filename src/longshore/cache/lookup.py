@@ -129,14 +129,15 @@ class Lookup(Nodes):
     def check_link(self, keys: Sequence[Key], position: int) -> int:
         """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""
         node = self._at(keys, position)
-        if node and self.before((node,))[0] != (keys[position - 1] if position else None):
+        before = self.orphans.get(node) if self.orphans else None
+        if node and (before or self.key[self.parent[node]]) != (keys[position - 1] if position else None):
             raise _broken(keys, position)
         return node
 
     def _at(self, keys: Sequence[Key], position: int) -> int:
         key = keys[position]
         node = self.get(key)
-        if node and 0 <= self.depth[node] != position:
+        if node and self.depth[node] != position and self.depth[node] >= 0:
             raise _broken(keys, position)
         return node
 
