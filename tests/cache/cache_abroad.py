@@ -62,7 +62,7 @@ class Abroad(Stage):
             end += 1
         if end and self.is_absent(keys[end - 1]):
             return end, 0
-        count = len(list(takewhile(self.source, keys[end:])))
+        count = len(list(takewhile(lambda each: self.source(each) and self.is_absent(each), keys[end:])))
         self.expect(keys[end + count :])
         return end, count
 
@@ -148,9 +148,7 @@ class Abroad(Stage):
 
     def behind(self, keys: Sequence[Key], start: int = 0) -> tuple[list[Key], list[Key]]:
         """What is on its way behind the ready prefix of a path, and what is known to be abroad behind that."""
-        end = start
-        while end < len(keys) and self.is_readable(keys[end]):
-            end += 1
+        end = self.ready_end(keys, start)
         begin, count = self.beyond(keys, end)
         return list(keys[end:begin]), list(keys[begin : begin + count])
 

@@ -95,9 +95,10 @@ class Groups(Life):
 
     def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]], *, abroad: bool = False) -> int:
         """The longest prefix, in letters, of which every group has all that is needed; or could have, from `abroad`."""
-        served = [{each for each in mine if self.is_readable(each)} for mine in keys]
+        served = [{each for each in mine if self.is_rooted(each)} for mine in keys]
         if abroad:
             served = [set(self.could_be(mine, group)) for group, mine in enumerate(keys)]
+        served[0] |= self.behind_device(keys[0], there[0], served[0])
         unit = math.lcm(*map(letters, range(self.setup.groups)))
         ends = [len(mine) * letters(group) for group, mine in enumerate(keys)]
         for end in range(min(ends) // unit * unit, 0, -unit):
@@ -111,10 +112,15 @@ class Groups(Life):
 
     def could_be(self, keys: Sequence[Key], group: int) -> list[Key]:
         """What is ready, or on its way, or abroad; of a path only what is behind what is ours."""
-        ours = [each for each in keys if not self.is_absent(each)]
+        ours = [each for each in keys if not self.is_absent(each) and not self.is_adrift(each)]
         if group:
             return ours + [each for each in keys if self.is_absent(each) and self.source(each)]
         return ours + list(takewhile(self.source, keys[len(ours) :]))
+
+    def behind_device(self, keys: Sequence[Key], has: Sequence[bool], served: set[Key]) -> set[Key]:
+        """Orphans that can be used, as the device has all that is before them."""
+        end = next((at for at, each in enumerate(keys) if not (has[at] or each in served)), len(keys))
+        return set(keys[end : self.ready_end(keys, end)]) if end and all(has[:end]) else set()
 
     def onboard_groups(self, hold: Lease, by_layer: bool, timeout: float | None = None) -> None:
         """All that is held is ordered by one job, or nothing is."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from cache_setup import IMAGE_BYTES, Setup, above, parent
+from cache_setup import IMAGE_BYTES, Setup, parent
 
 from longshore.boundary import DEVICE, FILE, HOST, Item, Key, Slot, Status, Transfer, TransferResult, Urgency
 
@@ -101,9 +101,8 @@ class Movers:
         self.jobs: dict[int, Job] = {}
         self.ended: dict[int, Job] = {}
         self.results: list[TransferResult] = []
-        keys = {found for _, found, _ in setup.found}
         for slot, found, its_parent in setup.found:
-            if keys.issuperset(above(found)) and parent(found) == its_parent:
+            if parent(found) == its_parent:
                 for memory in self.memory:
                     memory.write(Slot(FILE, 0, slot), Tag(found, setup.generation))
 

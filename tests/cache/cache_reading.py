@@ -52,15 +52,11 @@ class Reading(Abroad):
             held.append(found.partial.key)
         return self.matched(found, ModelHold(held, request, start=start))
 
-    def ready_end(self, keys: Sequence[Key], start: int) -> int:
-        """The first position from `start` on of what cannot be read."""
-        return next((at for at in range(start, len(keys)) if not self.is_readable(keys[at])), len(keys))
-
     def alike(self, keys: Sequence[Key], end: int) -> set[Key]:
         """What can be read in the place of `keys[end]`, and begins like it as far as the cache was told."""
         if end == len(keys):
             return set()
-        return {each for each in self.told if parent(each) == parent(keys[end]) and self.is_readable(each)}
+        return {each for each in self.told if parent(each) == parent(keys[end]) and self.is_rooted(each)}
 
     def matched(self, found: Found, model: ModelHold) -> Lease | None:
         """What was found is as the model says."""

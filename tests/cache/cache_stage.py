@@ -70,6 +70,8 @@ class Stage:
         self.last_job = 0
         self.load_timeout = LOAD
         self.resident: dict[tuple[Key, str], Resident] = {}
+        self.orphans: dict[Key, Key] = {}
+        """Chunks that came when no tier had the chunk before them, and still wait for it; and that chunk."""
         self.sound = True
         """Whether the last check went well, so that there is a point in going on."""
         self.look()
@@ -103,6 +105,7 @@ class Stage:
 
     def carry(self) -> None:
         """Take the commands of the last call to the movers."""
+        self.look()
         for command in self.call("take"):
             self.receive(command)
         self.look()
@@ -153,6 +156,8 @@ class Stage:
             self.check_side(item.key, item.source, t.route.source)
             self.check_side(item.key, item.destination, t.route.destination)
             self.check_order(t, item)
+        if writing and t.route.source != DEVICE:
+            assert not any(self.is_adrift(item.key) for item in t.items), "an orphan is written down"
         if writing:
             assert len(t.items) + self.writing(t.route) <= self.setup.max_writes
 
@@ -288,9 +293,16 @@ class Stage:
     # ------------------------------------------------------------------ what the cache says it has
 
     def look(self) -> None:
-        residents = self.cache.residents()
+        residents, before = self.cache.residents(), {each for each, _ in self.resident}
         self.resident = {(r.key, r.slot.tier): r for r in residents}
         assert len(self.resident) == len(residents)
+        for each in dict.fromkeys(r.key for r in residents if r.parent is not None and self.is_absent(r.parent)):
+            if each not in before:
+                self.orphans[each] = parent(each) or b""
+        self.orphans = {each: waits for each, waits in self.orphans.items() if not self.is_absent(each)}
+        while landed := [each for each in self.orphans if self.lands(each)]:
+            for each in landed:
+                del self.orphans[each]
         for model in self.holds.values():
             model.lost |= {each for each in model.keys if group_of(each) and self.is_absent(each)}
         self.peeks = {each: excused for each, excused in self.peeks.items() if not excused or not self.is_absent(each)}
@@ -300,8 +312,35 @@ class Stage:
         return any((r := self.resident.get((of, t))) is not None and r.state is State.READY for t in tiers)
 
     def is_readable(self, of: Key) -> bool:
-        """Whether `of`, and all that it needs to be reached, is ready."""
-        return all(map(self.is_ready, above(of)))
+        """Whether `of`, and all that it needs to be reached, is ready; from an orphan on, if it is behind one."""
+        return all(map(self.is_ready, self.line(of)))
+
+    def is_rooted(self, of: Key) -> bool:
+        """Whether `of` can be read, and is behind no orphan."""
+        return self.is_readable(of) and not self.is_adrift(of)
+
+    def is_adrift(self, of: Key) -> bool:
+        """Whether `of` is an orphan, or behind one."""
+        return self.line(of)[0] in self.orphans
+
+    def line(self, of: Key) -> list[Key]:
+        """`of` and all before it, head first: from an orphan on, if there is one."""
+        path = above(of)
+        return path[max((at for at, each in enumerate(path) if each in self.orphans), default=0) :]
+
+    def lands(self, orphan: Key) -> bool:
+        """Whether what an orphan waits for can be read, and is ready as far down as the orphan lies."""
+        tiers, waits = list(self.sizes), self.orphans[orphan]
+        coldest = max(at for at, tier in enumerate(tiers) if (orphan, tier) in self.resident)
+        return self.is_readable(waits) and any(self.is_ready(waits, tier) for tier in tiers[coldest:])
+
+    def ready_end(self, keys: Sequence[Key], start: int) -> int:
+        """The first position from `start` on of what cannot be read, by an engine that has what is before."""
+        end = next((at for at in range(start, len(keys)) if not self.is_rooted(keys[at])), len(keys))
+        if not 0 < start == end:
+            return end
+        adrift = (at for at in range(start, len(keys)) if not (self.is_adrift(keys[at]) and self.is_readable(keys[at])))
+        return next(adrift, len(keys))
 
     def warmest(self, of: Key) -> str:
         """The warmest tier in which `of`, which is ready, is."""
@@ -347,7 +386,9 @@ class Stage:
         for (each, tier), r in self.resident.items():
             self.check_side(each, r.slot, tier)
             assert r.parent == parent(each)
-            if r.parent is not None:  # invariant 6, for this tier and all colder ones together
+            if (
+                r.parent is not None and each not in self.orphans
+            ):  # invariant 6, for this tier and all colder ones together
                 order = list(self.sizes)
                 assert any((r.parent, colder) in self.resident for colder in order[order.index(tier) :])
             if r.state is State.READY:  # invariant 1

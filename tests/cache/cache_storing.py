@@ -13,7 +13,7 @@ from cache_setup import Setup, above, chunks, parent, text_of
 from cache_stage import Stage
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, GroupKeys, Retention, StoreOrder
+from longshore.cache import DropReason, GroupKeys, Resident, Retention, State, StoreOrder
 from longshore.cache.retention import DEFAULT_PRIORITY
 
 
@@ -24,6 +24,8 @@ class Storing(Stage):
         self.offers: list[Job] = []
         self.sightings: Counter[Key] = Counter()
         """How often chunks that no tier had were offered."""
+        self.retained = False
+        """Whether a priority was told."""
         self.told: set[Key] = set()
         """Chunks that some tier has, or is getting, and of which the cache was told the tokens."""
         super().__init__(setup)
@@ -60,9 +62,14 @@ class Storing(Stage):
             self.give_blocks(blocks)
             return
         job = self.jobs[offload.job]
-        known = before.known - first
-        mine = blocks[known * per_chunk : (known + accepted) * per_chunk]
-        assert job.transfer.sections == (Section(0, before.known * per_chunk, tuple(mine)),)
+        runs: list[list[int]] = []
+        for at in before.fresh[:accepted]:
+            if not runs or runs[-1][-1] + 1 < at:
+                runs.append([])
+            runs[-1].append(at)
+        mine = [blocks[(run[0] - first) * per_chunk : (run[-1] + 1 - first) * per_chunk] for run in runs]
+        expected = (Section(0, run[0] * per_chunk, tuple(each)) for run, each in zip(runs, mine, strict=True))
+        assert job.transfer.sections == tuple(expected)
         assert tuple(item.destination for item in job.transfer.items) == tuple(p.slot for p in offload.accepted)
         job.blocks = blocks
 
@@ -107,9 +114,11 @@ class Storing(Stage):
 
     class Before(NamedTuple):
         keys: list[Key]
-        known: int
+        fresh: list[int]
+        adrift: set[Key]
         orphan: bool
         least: int
+        resident: dict[tuple[Key, str], Resident]
         drops: Counter[DropReason]
         left: Counter[DropReason]
 
@@ -124,15 +133,22 @@ class Storing(Stage):
         known = first
         while known < len(keys) and not self.is_absent(keys[known]):
             known += 1
-        left, end = self.left_out(keys, known, retention, prompt) if wanted else (Counter[DropReason](), len(keys))
-        fresh = end - known
-        orphan = fresh > 0 and known > 0 and self.is_absent(keys[known - 1])
-        allowed = fresh <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
-        fits = not orphan and allowed and not self.setup.slabs and fresh <= self.room_for(keys[:known])
-        least = min(fresh, max(1, self.free(HOST))) if self.may_refuse else fresh
-        return Storing.Before(
-            keys[:end], known, orphan, least if fits else 0, self.cache.counters.drops[HOST].copy(), left
-        )
+        fresh, left = [at for at in range(known, len(keys)) if self.is_absent(keys[at])], Counter[DropReason]()
+        if wanted:
+            left, fresh = self.left_out(keys, fresh, max(known, prompt or known), retention, prompt)
+        count = len(fresh)
+        orphan = count > 0 and known > 0 and self.has_no_parent(keys[known - 1])
+        allowed = count <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
+        fits = not orphan and allowed and not self.setup.slabs and count <= self.room_for(keys)
+        least = min(count, max(1, self.free(HOST))) if self.may_refuse else count
+        drops, self.retained = self.cache.counters.drops[HOST].copy(), self.retained or bool(retention)
+        adrift = {each for each, _ in self.resident if self.is_adrift(each)}
+        return Storing.Before(keys, fresh, adrift, orphan, least if fits else 0, dict(self.resident), drops, left)
+
+    def has_no_parent(self, of: Key) -> bool:
+        """Whether what follows `of` is an orphan, or behind one whose parent no tier has."""
+        waits = self.orphans.get(self.line(of)[0])
+        return self.is_absent(of) or (waits is not None and self.is_absent(waits))
 
     @property
     def may_refuse(self) -> bool:
@@ -146,37 +162,56 @@ class Storing(Stage):
         return max((each.priority for each in said), default=DEFAULT_PRIORITY)
 
     def left_out(
-        self, keys: list[Key], known: int, retention: Sequence[Retention], prompt: int | None
-    ) -> tuple[Counter[DropReason], int]:
-        """What the write policy does not take of what no tier has, by reason; and where that begins."""
-        ends = [len(keys)] * 2
+        self, keys: list[Key], fresh: list[int], end: int, retention: Sequence[Retention], prompt: int | None
+    ) -> tuple[Counter[DropReason], list[int]]:
+        """What the write policy does not take of the `fresh` chunks, by reason; and which it takes.
+
+        Those at `end` and behind are of the answer, if that is told.
+        """
+        ends = [len(fresh)] * 2
         if self.setup.prompt_only and prompt is not None:
-            ends[1] = max(known, min(prompt, len(keys)))
-        low = (i for i in range(known, ends[-1]) if self.priority(retention, i) < self.setup.priority_floor)
+            ends[1] = sum(at < end for at in fresh)
+        low = (i for i in range(ends[-1]) if self.priority(retention, fresh[i]) < self.setup.priority_floor)
         ends.append(next(low, ends[-1]))
         if self.setup.offload == "write_through_selective":
-            fresh = keys[known : ends[-1]]
-            self.sightings.update(fresh)
-            seldom = (known + i for i, each in enumerate(fresh) if self.sightings[each] < self.setup.threshold)
+            worth = [keys[at] for at in fresh[: ends[-1]]]
+            self.sightings.update(worth)
+            seldom = (i for i, each in enumerate(worth) if self.sightings[each] < self.setup.threshold)
             ends.append(next(seldom, ends[-1]))
         reasons = (DropReason.ANSWER, DropReason.PRIORITY, DropReason.SELDOM)
-        return Counter({why: a - b for why, (a, b) in zip(reasons, pairwise(ends), strict=False) if a > b}), ends[-1]
+        left = Counter({why: a - b for why, (a, b) in zip(reasons, pairwise(ends), strict=False) if a > b})
+        return left, fresh[: ends[-1]]
 
     def after_store(self, before: Storing.Before, accepted: Sequence[Any]) -> int:
         """What was accepted is the leading part of what no tier had; the rest is counted, for the right reason."""
-        count, fresh = len(accepted), len(before.keys) - before.known
-        assert [p.position for p in accepted] == list(range(before.known, before.known + count))
+        count, fresh = len(accepted), len(before.fresh)
+        assert [p.position for p in accepted] == before.fresh[:count]
         dropped = self.cache.counters.drops[HOST] - before.drops
         assert {why: dropped[why] for why in before.left} == before.left
         dropped -= before.left
         assert dropped.total() == fresh - count
         assert count >= before.least, "chunks were dropped although there was room"
+        self.check_evicted(before)
         if before.orphan:
-            assert count == 0
-            assert set(dropped) == {DropReason.ORPHAN}
+            assert set(dropped) <= {DropReason.ORPHAN}
         elif count < fresh:
             assert set(dropped) <= {DropReason.NO_ROOM, DropReason.BACKPRESSURE}
         return count
+
+    def check_evicted(self, before: Storing.Before) -> None:
+        """Nothing makes way for an orphan; nor anything else while an orphan could, if no priority was told."""
+        self.look()
+        gone = {each for each, tier in before.resident.keys() - self.resident.keys() if tier == HOST}
+        assert not (before.orphan and gone)
+        if self.retained or self.setup.slabs or gone <= before.adrift:
+            return
+        needed = {each for model in self.holds.values() for each in model.needs}.union(self.peeks, before.keys)
+        needed.update(item.key for job in self.jobs.values() for item in job.transfer.items)
+        parents = {parent(each) for each, _ in self.resident}
+        for (each, tier), r in self.resident.items():
+            if tier == HOST and self.is_adrift(each) and r.state is State.READY and each not in needed | parents:
+                alone = sum(key == each for key, _ in self.resident) == 1
+                assert not alone, f"{each!r} is an orphan, and stays, while {gone} made way"
 
     def discard(self, path: str, tier: str, group: int = 0) -> int:
         before, keys = set(self.resident), chunks(path, group)

@@ -37,23 +37,34 @@ class Copy(NamedTuple):
         return Recovered(self.slot, key(self.path), parent(key(self.path)), self.pool)
 
 
-def taken(found: list[Copy], colder: set[str]) -> list[str]:
-    """Model: paths of what is reached, in the order of eviction, if `colder` are in colder tiers already.
+def taken(found: list[Copy]) -> list[str]:
+    """Model: paths in the order of age, oldest first.
 
     From the newest to the oldest, each with all that is right before it, heads first; but none twice.
     """
     there = {copy.path for copy in found}
-
-    def is_reached(path: str) -> bool:
-        return len(path) == 1 or path[:-1] in colder or (path[:-1] in there and is_reached(path[:-1]))
-
     newest: list[str] = []
     for copy in reversed(found):
         row = [copy.path]
         while row[0][:-1] in there:
             row.insert(0, row[0][:-1])
-        newest += [each for each in row if is_reached(each) and each not in newest]
+        newest += [each for each in row if each not in newest]
     return newest[::-1]
+
+
+def adrift(warm: list[Copy], cold: list[Copy]) -> set[str]:
+    """Model: of what lies in two tiers, orphans and what is behind them. A chunk is that behind a warmer one, too."""
+    warmer, colder = ({copy.path for copy in each} for each in (warm, cold))
+
+    def is_adrift(path: str) -> bool:
+        above = path[:-1]
+        return bool(above) and (above not in (colder if path in colder else colder | warmer) or is_adrift(above))
+
+    return set(filter(is_adrift, warmer | colder))
+
+
+def first_to_go(found: list[str], adrift: set[str]) -> list[str]:
+    return sorted(found, key=lambda path: path not in adrift)
 
 
 def order_of(cache: TieredCache, tier: int) -> list[str]:
@@ -96,13 +107,15 @@ def lists_found(draw: st.DrawFn, slots: int = 40) -> list[Copy]:
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=30, deadline=None)
 @given(found=lists_found())
-def test_what_can_be_reached_is_taken_in_and_the_oldest_goes_first(policy: str, found: list[Copy]) -> None:
+def test_what_was_found_is_taken_in_and_of_orphans_and_of_others_the_oldest_goes_first(
+    policy: str, found: list[Copy]
+) -> None:
     tiers = [TierSpec(HOST, 4, 4096, POLICIES[policy]), TierSpec(FILE, 40, 4096, POLICIES[policy])]
     cache = TieredCache(tiers, CacheSettings())
-    expected = taken(found, set())
-    assert cache.adopt(FILE, [copy.found for copy in found]) == len(expected)
-    check(cache, 1, found, expected)
-    check_matches(cache, set(expected), {copy.path for copy in found})
+    orphans, paths = adrift([], found), {copy.path for copy in found}
+    assert cache.adopt(FILE, [copy.found for copy in found]) == len(found)
+    check(cache, 1, found, first_to_go(taken(found), orphans))
+    check_matches(cache, paths - orphans, paths)
 
 
 @settings(max_examples=40, deadline=None)
@@ -112,16 +125,15 @@ def test_a_warmer_tier_may_hold_the_same_chunks_or_what_is_behind_them(
 ) -> None:
     tiers = [TierSpec(name, 40, 4096, POLICIES[policy]) for name in (HOST, FILE, THIRD)]
     cache = TieredCache(tiers, CacheSettings(backup=WritePolicy.THROUGH))
-    below = taken(third, set())
-    assert cache.adopt(THIRD, [copy.found for copy in third]) == len(below)
-    expected = taken(file, set(below))
-    assert cache.adopt(FILE, [copy.found for copy in file]) == len(expected)
-    check(cache, 2, third, below)
-    check(cache, 1, file, expected)
-    check_matches(cache, {*below, *expected}, {copy.path for copy in (*third, *file)})
+    orphans, paths = adrift(file, third), {copy.path for copy in (*third, *file)}
+    assert cache.adopt(THIRD, [copy.found for copy in third]) == len(third)
+    assert cache.adopt(FILE, [copy.found for copy in file]) == len(file)
+    check(cache, 2, third, first_to_go(taken(third), orphans))
+    check(cache, 1, file, first_to_go(taken(file), orphans))
+    check_matches(cache, paths - orphans, paths)
     cache.flush()
     moved = [path_of(item.key) for each in cache.take() for item in getattr(each, "items", ())]
-    assert sorted(moved) == sorted(set(expected) - set(below))
+    assert sorted(moved) == sorted(paths - {copy.path for copy in third} - orphans)
 
 
 @settings(max_examples=40, deadline=None)
@@ -134,11 +146,11 @@ def test_images_of_several_sizes_are_taken_in_each_into_its_order(data: st.DataO
         found.append(Copy(free[pool].pop(data.draw(st.integers(0, len(free[pool]) - 1))), copy.path, pool))
     tiers = [TierSpec(name, SLABS, policy=POLICIES[policy]) for name in (HOST, FILE)]
     cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)))
-    expected = taken(found, set())
-    assert cache.adopt(FILE, [copy.found for copy in found]) == len(expected)
+    assert cache.adopt(FILE, [copy.found for copy in found]) == len(found)
     cache.check_integrity()
+    orphans, expected = adrift([], found), taken(found)
     pools = [[path for path in expected if (path[0] == "a") == (pool == LARGE)] for pool in (SMALL, LARGE)]
-    assert order_of(cache, 1) == [*pools[SMALL], *pools[LARGE]]
+    assert order_of(cache, 1) == [path for pool in pools for path in first_to_go(pool, orphans)]
     assert where(cache, FILE) == {copy.path: copy.slot for copy in found if copy.path in expected}
     slots = {copy.path: copy.slot for copy in found}
     last_used = list(dict.fromkeys(slots[path] // SLABS.stride for path in reversed(expected)))[::-1]

@@ -20,13 +20,6 @@ def test_an_orphan_is_taken_and_served() -> None:
     assert cache.lookup(wanted(paths[0][:15], paths[1]), 0.0).tokens == 0
 
 
-def test_full_attention_still_takes_no_orphan() -> None:
-    cache = grouped(FULL, WINDOW)
-    store(cache, 0, keys_of(0, 3), first=1)
-    assert resident(cache) == []
-    assert cache.counters.drops[HOST][DropReason.ORPHAN] == 2
-
-
 def test_what_a_window_has_passed_goes_first() -> None:
     """Before chunks that nobody has used for longer."""
     cache = grouped(FULL, WINDOW, host=12)

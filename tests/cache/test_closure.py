@@ -144,13 +144,6 @@ def test_a_chunk_in_a_colder_tier_keeps_its_parent_in_that_tier_or_a_colder_one(
     assert world.discard("a", FILE) == 1
 
 
-def test_a_chunk_of_which_no_tier_has_the_parent_is_not_taken() -> None:
-    world = World(Setup(host=4))
-    world.commit("ab", 1, False)
-    assert not world.resident
-    assert world.cache.counters.drops[HOST].total() == 1
-
-
 def test_keys_that_do_not_follow_one_another_are_refused() -> None:
     world = filled(Setup(host=4), "ab")
     for method, keys, args in (

@@ -67,13 +67,14 @@ def test_what_a_restart_finds_can_be_matched() -> None:
     assert load(world, "abc") == (3, (FILE,) * 3)
 
 
-def test_chunks_whose_parents_are_gone_leave_their_slots_free() -> None:
-    world = World(BOTH._replace(found=found("a", "xy", "xyz", "ac")))
-    assert sorted(path_of(each) for each, _ in world.resident) == ["a", "ac"]
-    assert world.free(FILE) == 2
+def test_chunks_whose_parents_are_gone_wait_for_them() -> None:
+    world = World(BOTH._replace(file=6, found=found("a", "xy", "xyz", "ac")))
+    assert sorted(path_of(each) for each, _ in world.resident) == ["a", "ac", "xy", "xyz"]
+    assert world.ready_end(chunks("xyz"), 0) == 0
     world.commit("xyz", 0, False)
     world.settle_all()
-    assert world.where("xy") == {HOST: "ready", FILE: "ready"}
+    assert (world.where("x"), world.where("xy")) == ({HOST: "ready", FILE: "ready"}, {FILE: "ready"})
+    assert world.ready_end(chunks("xyz"), 0) == 3
     world.drain()
 
 

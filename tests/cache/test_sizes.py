@@ -287,8 +287,8 @@ def test_what_a_slab_had_before_it_changed_its_size_is_not_adopted() -> None:
     world = Bytes(host=2, file=2)
     (a, b), (x,) = path(SMALL, "ab"), path(LARGE, "x")
     found = [(0, a, None, SMALL), (5, b, a, SMALL), (0, x, None, LARGE)]
-    assert world.cache.adopt(FILE, found) == 1
-    assert (world.where(LARGE, "x"), world.where(SMALL, "a")) == ({FILE}, set())
+    assert world.cache.adopt(FILE, found) == 2
+    assert (world.where(LARGE, "x"), world.where(SMALL, "a"), world.where(SMALL, "ab")) == ({FILE}, set(), {FILE})
     world.check()
 
 

@@ -214,7 +214,7 @@ def test_trap_26_a_device_block_is_not_a_slot_and_each_copy_knows_its_tier() -> 
 def test_trap_27_no_two_books_are_the_same_list() -> None:
     world = World(Setup(host=1, file=1))
     world.match("a", 0, None)
-    world.commit("ab", 1, False)
+    world.commit("abc", 1, False)
     drops = world.cache.counters.drops
     assert (drops[HOST][DropReason.ORPHAN], drops[FILE][DropReason.ORPHAN]) == (1, 0)
     assert world.setup.build().counters.drops[HOST].total() == 0

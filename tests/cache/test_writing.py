@@ -213,7 +213,7 @@ def test_no_room_is_counted_as_such() -> None:
 
 
 def test_an_orphan_is_counted_as_such() -> None:
-    world = World(Setup(host=4))
+    world = store(World(Setup(host=1)), "x")
     world.commit("abc", 2, False)
     assert drops(world) == {ORPHAN: 1}
 

@@ -2,8 +2,8 @@
 
 Where there are several, the coldest comes first: what lies in a warmer one may be behind a chunk of a colder one.
 
-found    slot 0: b, after a     slot 1: a     slot 2: d, after c         c is gone: d cannot be reached
-taken    a, b                                                            FREE -> READY
+found    slot 0: b, after a     slot 1: a     slot 2: d, after c         c is gone: d is an orphan
+taken    a, b, d                                                         FREE -> READY
 
 Parents are positions in what was found, so ancestors are found by doubling: who stands two before each, four, eight.
 A chunk is as new as the newest that is behind it: tails go before heads. Nothing counts as used: a policy learns what
@@ -16,20 +16,20 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.nodes import ROOT
+from longshore.cache.nodes import LIMBO, ROOT
 from longshore.cache.store import Store
 from longshore.errors import CacheError
 
 _Numbers = npt.NDArray[np.int64]
 
 _TOP, _LOST = -2, -1
-"""The position of a parent: a chunk needs none that was found; it has none. The last two of an array."""
+"""The position of a parent: a chunk needs none that was found; it is not to be had. The last two of an array."""
 
 
 Chunk = tuple[int, Key, Key | None, int]
@@ -55,7 +55,7 @@ def adopt(store: Store, tier: int, found: Sequence[Chunk]) -> int:
         last = _of_the_last_size(slots // store.pools[tier].slabs.stride, pools)
         found, slots, pools = list(compress(found, last)), slots[last], pools[last]
     known = _numbers(store.index.find([key for _, key, _, _ in found]))
-    before, above = _parents(store, tier, found, pools)
+    before, above = _parents(store, tier, found, pools, known)
     rows = _newest_first(before)
     shared = rows[known[rows] > 0]
     _check(store, tier, [found[row] for row in shared.tolist()])
@@ -83,11 +83,11 @@ def _of_the_last_size(slabs: _Numbers, pools: _Numbers) -> npt.NDArray[np.bool_]
 
 
 def _parents(
-    store: Store, tier: int, found: Sequence[Chunk], pools: _Numbers
+    store: Store, tier: int, found: Sequence[Chunk], pools: _Numbers, known: _Numbers
 ) -> tuple[_Numbers, npt.NDArray[np.int32]]:
     """The position in `found` of the parent of each chunk, or `_TOP` or `_LOST`; and the node of one that is known.
 
-    A parent of another size is none.
+    That is `LIMBO` for orphans. What has a parent of another size is lost.
     """
     index, count = store.index, len(found)
     places: dict[Key | None, int] = dict(zip(map(itemgetter(1), found), range(count), strict=True))
@@ -104,8 +104,10 @@ def _parents(
     for row in np.flatnonzero(~inside & (before == _LOST)).tolist():
         _, _, parent, pool = found[row]
         node = index.get(parent)  # type: ignore[arg-type]  # which is not None here, as that has a place
-        if node and index.accepts(node, tier) and index.pool_of(node) == pool:
-            before[row], above[row] = _TOP, node
+        accepted = not node or index.accepts(node, tier)
+        if (node and index.pool_of(node) != pool) or (not accepted and known[row]):
+            continue
+        before[row], above[row] = _TOP, node if node and accepted else LIMBO
     return before, above
 
 
@@ -131,7 +133,7 @@ def _check(store: Store, tier: int, known: Sequence[Chunk]) -> None:
     for _, key, parent, pool in known:
         node = index.get(key)
         store.check_pool([node], pool)
-        if index.slot[tier][node] >= 0 or index.key[index.parent[node]] != parent:
+        if index.slot[tier][node] >= 0 or index.before((node,))[0] != parent:
             raise CacheError(f"chunk {key.hex()[:12]} is known already, in tier {tier} or as another's child")
 
 
@@ -157,7 +159,11 @@ def _enter(
     keys = [found[row][1] for row in new.tolist()]
     nodes = known.copy()
     nodes[new] = index.graft(keys, place[parent], outside, tier, slots[new].tolist())
+    for row in new[above[new] == LIMBO].tolist():
+        index.wait(int(nodes[row]), cast("Key", found[row][2]))
     adopted: list[int] = nodes[rows].tolist()
+    if index.orphans and (adrift := [node for node in adopted if index.depth[node] < 0]):
+        store.retention.sink(adrift)
     return adopted
 
 
@@ -166,6 +172,7 @@ def _settle(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> 
     if store.log.on:
         store.watching.log_arrivals(nodes, tier)
     store.policies[tier].insert(nodes[::-1])
+    store.land(nodes)
     store.sliding.settle(nodes, tier)
     if store.last:
         # What only the coldest tier has is not dirty, and nothing waits for it.

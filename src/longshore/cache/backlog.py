@@ -4,6 +4,7 @@
     queued    dirty, and its parent is ready below: may be copied down now. The oldest goes first
     seldom    not used often enough for a selective write policy: not dirty, may go without a copy
     failed    a copy was tried, and did not succeed; dirty again when it is next used
+    orphan    not dirty: it is not written down until a tier has its parent, and may go without a copy
 
 A chunk is dirty in one tier at most, the coldest that has it, so one mark for each says all.
 
@@ -16,6 +17,7 @@ or its parent ready.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +25,7 @@ import numpy.typing as npt
 from longshore.cache.chains import LISTS, Chains
 from longshore.cache.columns import column, leading, marks, numbers
 from longshore.cache.index import Index
-from longshore.cache.nodes import ROOT
+from longshore.cache.nodes import LIMBO, ROOT
 from longshore.cache.states import READY
 from longshore.errors import CacheError
 
@@ -152,7 +154,7 @@ class Backlog:
             return
         uses[node] += 1
         often = uses[node]
-        while node and uses[node] <= often:
+        while node > LIMBO and uses[node] <= often:
             uses[node] = often
             self.note(node)
             node = parent[node]
@@ -162,7 +164,7 @@ class Backlog:
     def _dirty_in(self, node: int) -> int:
         """The tier in which `node` should be dirty; -1 for none."""
         slots, last = self._index.slot, self._last
-        if slots[last][node] >= 0:
+        if slots[last][node] >= 0 or self._index.depth[node] < 0:
             return -1
         tier = next((each for each in range(last - 1, -1, -1) if slots[each][node] >= 0), -1)
         if tier < 0 or self._index.pools[tier].state[slots[tier][node]] != READY:
@@ -182,6 +184,8 @@ class Backlog:
                 dirty &= marks(self._uses)[at] >= self._thresholds[tier]
             due[there] = dirty[there] * np.uint8(_waiting(tier))
         due *= lost
+        if index.orphans:
+            due[column(index.depth)[at] < 0] = _CLEAN
         if self.failed:
             due[[node in self.failed for node in at.tolist()]] = _CLEAN
         return due
@@ -229,6 +233,17 @@ class Backlog:
                     node = behind.pop()
             head = self._chains.after[head]
         return chosen
+
+    def chain(self, node: int) -> tuple[list[int], int]:
+        """What is to be copied down so that a colder tier has `node`, heads first, and the tier that it is in.
+
+        Nothing as long as it may not be copied, or has to wait for what is before it.
+        """
+        if not (mark := self._mark[node]):
+            return [], 0
+        path = self._index.path(node, self._index.depth[node] + 1)
+        chain = list(takewhile(lambda each: self.is_dirty(each, _tier(mark)), path))[::-1]
+        return chain if _is_queued(self._mark[chain[0]]) else [], _tier(mark)
 
     def check_integrity(self) -> None:
         """Raise `CacheError` where a mark, a queue and the index disagree."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.cache.columns import leading, zeros
 from longshore.cache.index import Index
+from longshore.cache.nodes import ROOTED
 from longshore.errors import CacheError
 
 LOOK = 256
@@ -136,7 +137,7 @@ class Beginnings:
         for key, tokens in text.beside.get(before, ()):
             best = _better(best, Partial(key, _common(as_ids(tokens), wanted), device=True))
         reachable = self._index.reachable
-        nodes = [node for node in islice(self._behind(before), LOOK) if reachable[node]]
+        nodes = [node for node in islice(self._behind(before), LOOK) if reachable[node] == ROOTED]
         if nodes and len(wanted):
             equal = self._tokens[nodes, : len(wanted)] == wanted
             common = np.where(equal.all(axis=1), len(wanted), equal.argmin(axis=1))

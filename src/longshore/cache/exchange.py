@@ -17,7 +17,6 @@ from longshore.boundary import Key, ProbeResult, Status
 from longshore.cache.flow import Flow
 from longshore.cache.foreign import Foreign
 from longshore.cache.jobs import Job, Side
-from longshore.cache.nodes import ROOT
 from longshore.cache.sightings import Sightings
 from longshore.cache.types import DropReason, MissReason
 from longshore.cache.writing import WriteRule
@@ -60,7 +59,7 @@ class Exchange:
         if end and not self._store.index.get(keys[end - 1]):
             return 0, ()  # what is before these is not ours: they could not be reached
         known = 0
-        while end + known < len(keys) and self._source(keys[end + known]) is not None:
+        while end + known < len(keys) and self.has(keys[end + known]) and not self._store.index.get(keys[end + known]):
             known += 1
         return known, self.ask(keys[end + known :]) if asks else ()
 
@@ -106,16 +105,16 @@ class Exchange:
         begin = end + len(path)
         known, _ = self.look(keys, begin)
         jobs = dict.fromkeys(writer[slot] for node in path if (slot := store.index.slot[0][node]) in writer)
-        parent, wanted = store.index.get(keys[begin - 1]) if begin else ROOT, keys[begin : begin + known]
-        pin = store.pin(parent) if parent and wanted else None
+        before, wanted = keys[begin - 1] if begin else None, keys[begin : begin + known]
+        pin = store.pin(store.index.get(before)) if before is not None and wanted else None
         store.log.by = wanted[0] if wanted else None
         wanted = wanted[: store.make_room(0, len(wanted), pool, spare_dirty=True)]
         if pin is not None:
             store.unpin(pin)
         for tier, batch in self._batches(wanted):
-            job, above = self._flow.new_id(), [store.index.key[parent], *batch[:-1]]
-            jobs[self._fetch(tier, job, batch, above, store.place(batch, parent, job, pool))] = None
-            parent = store.index.get(batch[-1])
+            job, above = self._flow.new_id(), [before, *batch[:-1]]
+            jobs[self._fetch(tier, job, batch, above, store.place(batch, before, job, pool))] = None
+            before = batch[-1]
         return tuple(jobs)
 
     def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int) -> tuple[int, ...]:
@@ -188,8 +187,8 @@ class Exchange:
         index, pool = self._store.index, self._store.pools[0]
         # What was thought to be there, and is not, may have been queued once more.
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
-        nodes = [node for node in index.find(wanted) if node and index.is_ready(node, 0)]
-        if len(nodes) < len(wanted):  # these waited too long
+        nodes = [node for node in index.find(wanted) if index.depth[node] >= 0 and index.is_ready(node, 0)]
+        if len(nodes) < len(wanted):  # these waited too long, or are orphans
             here = set(index.key[nodes])
             gone = [key for key in wanted if key not in here]
             tier.not_sending(gone)
@@ -199,7 +198,7 @@ class Exchange:
         slots = [index.slot[0][node] for node in nodes]
         for slot in slots:
             pool.readers[slot] += 1
-        job, above = self._flow.new_id(), [index.key[index.parent[node]] for node in nodes]
+        job, above = self._flow.new_id(), index.before(nodes)
         record = self._flow.order(
             job, [index.key[node] for node in nodes], above, Side(0, slots), None, foreign=tier.name
         )

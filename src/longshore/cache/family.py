@@ -126,6 +126,15 @@ class Family:
         runs = (at[begins], at[ends], parents[ends], ends - begins + 1)
         return zip(*(each.tolist() for each in runs), strict=True)
 
+    def move(self, node: int, parent: int) -> None:
+        """`node` and all behind it follow `parent` from now on."""
+        self.leave(node, self.parent[node])
+        elder = self.child[parent]
+        self.parent[node], self.older[node], self.younger[node] = parent, elder, _NOBODY
+        if elder:
+            self.younger[elder] = node
+        self.child[parent] = node
+
     def leave(self, node: int, parent: int) -> None:
         """`node` is no child of `parent` any more."""
         self.leave_together(node, node, parent)

@@ -281,7 +281,9 @@ class Flow:
                 items = zip(job.transfer.items, statuses, strict=True)
                 self.offloaded += [item.key for item, status in items if status is Status.OK]
             store.serve(job.turn)
-            store.arrive(tier, slots)
+            landed = store.arrive(tier, slots)
+            if self.offloaded is not None:
+                self.offloaded += store.index.key[landed].tolist()
 
     def _let_go(self, source: Side, statuses: Sequence[Status], *, blame: bool) -> None:
         """A job has read its sources; if there is reason to `blame` them, some may be unusable."""

@@ -185,6 +185,9 @@ class GroupSearch:
                 ready = self._index.known_prefix(self.keys[:end], ready)
                 ready += sum(1 for _ in takewhile(self._abroad, self.keys[ready:end]))
             ready += leading(self._device[ready:end])
+            if self._index.orphans and 0 < ready < end and self._device[:ready].all():
+                ready = self._index.reachable_prefix(self.keys[:end], ready)
+                ready += leading(self._device[ready:end])
             return None if ready >= end else ready
         at = min(self._clear, end)
         while at > first and self._serves(at - 1):

@@ -13,6 +13,9 @@ ready prefix of a path is found by bisection, whatever its length.
 Chunks that are of use without those before them, as in sliding-window groups, stand *alone*: each is a child of the
 root, so nothing needs it to be reached, and it may outlive whatever came before it.
 
+An *orphan* is a child of `LIMBO`, and waits for the key before it. It becomes a child of that chunk when that can be
+read, and lies no colder: what is behind `LIMBO` is closed as well, and nothing there was promised from the root.
+
 The index stands in three modules: `nodes` (the columns), `lookup` (questions about paths) and this one, for changes.
 """
 
@@ -27,7 +30,7 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.cache.columns import column, marks, numbers
 from longshore.cache.lookup import Lookup
-from longshore.cache.nodes import NONE, ROOT
+from longshore.cache.nodes import LIMBO, NONE, ROOT, ROOTED
 from longshore.errors import CacheError, IntegrityError
 
 
@@ -38,7 +41,7 @@ class Index(Lookup):
 
     def accepts(self, parent: int, tier: int) -> bool:
         """Whether a child of `parent` may get a copy in `tier` without becoming an orphan."""
-        return parent == ROOT or self.coldest(parent) >= tier
+        return parent <= LIMBO or self.coldest(parent) >= tier
 
     def extend(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
         """New nodes for `keys`, a path that follows `parent`, in `slots` of `tier`; none of them ready.
@@ -120,7 +123,7 @@ class Index(Lookup):
         at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
         parents = column(self.parent)[at]
-        orphans = parents != ROOT
+        orphans = parents > LIMBO
         orphans[1:] &= parents[1:] != at[:-1]
         for colder in columns[tier:]:
             orphans &= colder[parents] < 0
@@ -160,6 +163,9 @@ class Index(Lookup):
         above = column(self.parent)[at]
         tops = np.ones(len(at), bool)
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
+        if self.orphans:
+            for node in at[above == LIMBO].tolist():
+                self._wait_no_more(node)
         parents: dict[int, None] = {}
         for eldest, youngest, parent, count in self._family.siblings(at[tops], above[tops]):
             for reach in self.reach[: tier + 1]:
@@ -190,23 +196,68 @@ class Index(Lookup):
         self._forget(node, self.key[node], parent)
         return True
 
-    def reveal(self, nodes: Sequence[int]) -> None:
-        """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind."""
+    def reveal(self, nodes: Sequence[int]) -> Sequence[int]:
+        """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind.
+
+        Returns all of which this may be news.
+        """
         if not nodes:
-            return
+            return nodes
         reachable, parent, child, older = self.reachable, self.parent, self._family.child, self._family.older
         at = numbers(nodes)
-        if reachable[parent[nodes[0]]] and (self._family.is_line(at) or self._are_last(at)):
-            marks(reachable)[at] = 1
-            return
+        mark = reachable[parent[nodes[0]]]
+        if mark and self._family.is_line(at):
+            marks(reachable)[at] = mark
+            return nodes
+        if mark and self._are_last(at):
+            marks(reachable)[at] = marks(reachable)[column(parent)[at]]
+            return nodes
         queue = list(nodes)
         for i, node in enumerate(queue, 1):  # which grows by what has waited behind them
             if reachable[node] or not reachable[parent[node]]:
                 continue
-            reachable[node] = 1
+            reachable[node] = reachable[parent[node]]
             below = child[node]
             if below and (older[below] or i == len(queue) or below != queue[i]):
                 queue += [c for c in self.children(node) if self.warmest_ready(c) >= 0]
+        return queue
+
+    def reunite(self, nodes: Sequence[int]) -> list[int]:
+        """Orphans that wait for `nodes` follow them, where these can be read and lie as cold; what has left limbo."""
+        found: list[int] = []
+        for node in nodes if self.waiting else ():
+            if self.reachable[node]:
+                for orphan in tuple(self.waiting.get(self.key[node], ())):
+                    if not any(self.is_ready(node, tier) for tier in self.tiers[self.coldest(orphan) :]):
+                        self.called.add(node)
+                    elif self.top(node) != orphan:  # or they would go in a circle
+                        found += self._adopt(orphan, node)
+        return found
+
+    def top(self, node: int) -> int:
+        """The orphan that `node` is, or is behind; a first chunk for those that are in no limbo."""
+        while self.parent[node] > LIMBO:
+            node = self.parent[node]
+        return node
+
+    def is_orphan(self, node: int) -> bool:
+        """Whether `node` is in no tier, or behind a chunk whose parent is in none."""
+        return not node or (self.depth[node] < 0 and not self.get(self.orphans[self.top(node)]))
+
+    def _adopt(self, orphan: int, parent: int) -> list[int]:
+        """`orphan`, and what is behind it, follow `parent`; all that has left limbo, parents first."""
+        self._wait_no_more(orphan)
+        self._family.move(orphan, parent)
+        for reach in self.reach[: self.coldest(orphan) + 1]:
+            reach[LIMBO] -= 1
+            reach[parent] += 1
+        shift, mark, moved = self.depth[parent] + 1 - self.depth[orphan], self.reachable[parent], [orphan]
+        for node in moved:  # which grows
+            self.depth[node] += shift
+            if self.reachable[node]:
+                self.reachable[node] = mark
+            moved += self.children(node)
+        return moved if mark == ROOTED else []
 
     def _are_last(self, at: npt.NDArray[np.int32]) -> bool:
         """Whether nothing is behind the nodes `at`, and all before them can be reached."""
@@ -234,23 +285,26 @@ class Index(Lookup):
         nodes = list(self)
         if len(nodes) != self._count or sum(map(len, self._shards)) != self._count:
             raise CacheError(f"the index counts {self._count} chunks, has {len(nodes)}")
-        for node in (*nodes, ROOT):
+        for node in (*nodes, ROOT, LIMBO):
             self._check_node(node)
+        waiting = {node: key for key, nodes in self.waiting.items() for node in nodes}
+        if not waiting == self.orphans or set(waiting) != set(self.children(LIMBO)):
+            raise CacheError(f"{len(self.orphans)} orphans wait, {len(waiting)} are listed")
 
     def _check_node(self, node: int) -> None:
-        if node != ROOT:
+        if node > LIMBO:
             name = self.key[node].hex()[:12]
             parent = self.parent[node]
             if self.get(self.key[node]) != node or self.coldest(node) < 0:
                 raise CacheError(f"chunk {name} has no copy, or is not found")
             younger = self._family.younger[node]
-            if (parent and self.key[parent] is None) or node != (
+            if (parent > LIMBO and self.key[parent] is None) or node != (
                 self._family.older[younger] if younger else self._family.child[parent]
             ):
                 raise CacheError(f"chunk {name} outlived its parent")
-            if parent and self.coldest(parent) < self.coldest(node):
-                raise CacheError(f"chunk {name} lies colder than its parent")
-            if self.reachable[node] != (self.reachable[parent] and self.warmest_ready(node) >= 0):
+            if not self.accepts(parent, self.coldest(node)) or self.depth[node] != self.depth[parent] + 1:
+                raise CacheError(f"chunk {name} lies colder than its parent, or elsewhere")
+            if self.reachable[node] != (self.reachable[parent] if self.warmest_ready(node) >= 0 else 0):
                 raise CacheError(f"chunk {name} is wrongly marked as reachable or not")
             for tier in self.tiers:
                 slot = self.slot[tier][node]

@@ -1,7 +1,10 @@
-"""Which chunks have a priority of their own, and until when.
+"""Which chunks have a priority of their own, and until when; and which go first of those that have the same.
 
-Until somebody names a priority, nothing of this costs anything: only then are the tiers' eviction policies split by
-priority (`longshore.cache.eviction.banded`).
+    2 * priority        orphans
+    2 * priority + 1    all others
+
+Until somebody names a priority, or there is an orphan, nothing of this costs anything: only then are the tiers'
+eviction policies split (`longshore.cache.eviction.banded`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 Nodes = Sequence[int] | npt.NDArray[np.int32]
 
+_USUAL = 2 * DEFAULT_PRIORITY + 1
+
 
 class Keeping:
     """Priorities and times of the chunks of one `Store`."""
@@ -34,7 +39,7 @@ class Keeping:
         self.used = False
         self._store = store
         self._priority = bytearray()
-        """By node, once one has been named."""
+        """By node, once one has been named: the number of its band."""
         self._until: dict[int, float] = {}
         self._due: list[tuple[float, tuple[int, ...]]] = []
         """When times end that were named, and whose; some of them have been named anew since. A heap."""
@@ -45,7 +50,7 @@ class Keeping:
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         if self.used:
-            self._priority.extend(bytes([DEFAULT_PRIORITY]) * (nodes - len(self._priority)))
+            self._priority.extend(bytes([_USUAL]) * (nodes - len(self._priority)))
 
     def apply(self, nodes: Nodes, positions: npt.ArrayLike, retention: Sequence[Retention], now: float) -> None:
         """`nodes` are the chunks at `positions` of a request, parents first, of which `retention` says something."""
@@ -68,11 +73,24 @@ class Keeping:
     def forget(self, nodes: Sequence[int]) -> None:
         """`nodes` are in no tier any more."""
         self._set(numbers(nodes), DEFAULT_PRIORITY, None)
+        marks(self._priority)[numbers(nodes)] = _USUAL
+
+    def sink(self, nodes: Sequence[int]) -> None:
+        """`nodes`, which are new, are orphans, or behind one."""
+        if not self.used:
+            self._begin()
+        marks(self._priority)[numbers(nodes)] &= 0xFE
+
+    def land(self, nodes: Sequence[int]) -> None:
+        """`nodes`, a part of a path, parents first, are no orphans any more."""
+        marks(self._priority)[numbers(nodes)] |= 1
+        self._move(numbers(nodes))
 
     def _set(self, at: npt.NDArray[np.int32], priority: int, until: float | None) -> None:
         if not self.used:
             self._begin()
-        marks(self._priority)[at] = priority
+        bands = marks(self._priority)
+        bands[at] = 2 * priority + (bands[at] & 1)
         if until is not None:
             nodes: tuple[int, ...] = tuple(at.tolist())
             self._until.update(dict.fromkeys(nodes, until))
@@ -98,9 +116,9 @@ class Keeping:
             band.move(at)
 
     def _begin(self) -> None:
-        """Split the eviction policies by priority."""
+        """Split the eviction policies."""
         store, self.used = self._store, True
-        self._priority = bytearray([DEFAULT_PRIORITY]) * store.index.size
+        self._priority = bytearray([_USUAL]) * store.index.size
         for tier, level in enumerate(store.levels):
             split = partial(self._split, level.make_policy)
             policy = store.policies[tier]
@@ -110,6 +128,6 @@ class Keeping:
                 store.policies[tier] = split(policy)
 
     def _split(self, make: type[EvictionPolicy], first: EvictionPolicy) -> EvictionPolicy:
-        band = Banded(first.slots, first.names, make, first, DEFAULT_PRIORITY, self._priority)
+        band = Banded(first.slots, first.names, make, first, _USUAL, self._priority)
         self._bands.append(band)
         return band

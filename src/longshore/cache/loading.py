@@ -86,7 +86,7 @@ class Loading:
             self._cut(load, tiers[cut:], slots[cut:])
             path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
         load.cut += [store.watching.miss(key) for key in keys[len(path) + len(load.cut) :]]
-        above = store.index.key[store.index.parent[path[0]]] if path else None
+        above = store.index.before(path[:1])[0] if path else None
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
             parents = [above, *keys[start : end - 1]]
@@ -125,7 +125,7 @@ class Loading:
         if self._make_room([nodes[i] for i in cold]) < len(cold):
             self._cut(load, tiers, slots)
             return load
-        parents = [store.index.key[store.index.parent[node]] for node in nodes]
+        parents = store.index.before(nodes)
         batch = Batch(nodes, keys, parents, tiers, slots, warm=warm == len(nodes))
         self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load

@@ -127,8 +127,9 @@ class TieredCache:
         """How much of a prompt the tiers have, kept from eviction `until` then.
 
         With one path, the longest run of ready chunks from its `first` on. It is found by bisection, in microseconds
-        whatever its length, as a key names its whole prefix. With the paths of all groups, or one that says what the
-        `device` has, the longest prefix at which every group is served. With `each`, where each chunk is by itself:
+        whatever its length, as a key names its whole prefix. Behind an orphan, a chunk whose parent no tier has, it is
+        found only from a `first` there, one chunk after the other. With the paths of all groups, or one that says what
+        the `device` has, the longest prefix at which every group is served. With `each`, where each chunk is by itself:
         then the keys need not follow one another, and nothing counts as a miss. A chunk that cannot be reached yet,
         because one before it is on its way, is in flight itself.
 
@@ -338,7 +339,8 @@ class TieredCache:
     ) -> dict[int, StoreOrder]:
         """Chunks from `first` on of each path are complete on the device, or about to be evicted; what is taken.
 
-        What a tier has already is not written again; heads are taken before tails.
+        What a tier has already is not written again; heads are taken before tails. Chunks behind one that no tier has
+        are orphans: they take free slots only, and go first.
 
         Args:
             paths: By group; each from the first chunk of the prompt.
@@ -423,7 +425,7 @@ class TieredCache:
         """Take in what a persistent tier holds at start: (slot, key, parent, pool), oldest first; says how many.
 
         Slots of `others` hold what is not for this cache, least useful first: they are given out after all empty ones.
-        Chunks whose parents are gone cannot be reached: their slots stay free. Two chunks in one slot, or two of one
+        Chunks whose parents are gone are orphans, and wait for these. Two chunks in one slot, or two of one
         key, are a `CacheError`, and nothing is taken in.
         """
         at, chunks = self._tier(tier), list(found)

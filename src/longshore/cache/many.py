@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.events import EVICTED
-from longshore.cache.nodes import ROOT
+from longshore.cache.nodes import LIMBO
 from longshore.cache.states import READY
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Many:
         free = leading(idle & (below <= behind))
         if not free:
             return [], leading(~idle | (below > 0))
-        tops = parents[:free] != ROOT
+        tops = parents[:free] > LIMBO
         tops[:-1] &= ~behind[1:free]
         return self._with_freed(nodes[:free], tops.nonzero()[0].tolist(), tier, policy, most), 0
 
@@ -152,7 +152,7 @@ class Many:
         store.pools[tier].free_all(slots)
         store.backlog.forget_all(nodes)
         store.forget(nodes)
-        freed = [parent for parent in parents if parent and not index.reach[0][parent]]
+        freed = [parent for parent in parents if parent > LIMBO and not index.reach[0][parent]]
         for parent in freed:
             if index.is_ready(parent, tier) and policy.is_held(parent):
                 policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
@@ -169,7 +169,7 @@ class Many:
         if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # a warmer tier may have the whole path
             return []
         chain: list[int] = []
-        while node and len(chain) < most and is_held(node):
+        while node > LIMBO and len(chain) < most and is_held(node):
             chain.append(node)
             node = parent[node]
             if left.get(node, reach[node]) > 1:

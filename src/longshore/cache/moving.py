@@ -41,7 +41,7 @@ def make_way(flow: Flow, tier: int, slabs: int) -> int | None:
     for slot in sources:
         pool.readers[slot] += 1
     index = store.index
-    keys, parents = [index.key[node] for node in nodes], [index.key[index.parent[node]] for node in nodes]
+    keys, parents = [index.key[node] for node in nodes], index.before(nodes)
     deadline = flow.now + flow.settings.write_timeout
     flow.order(job, keys, parents, Side(tier, sources), Side(tier, targets), deadline=deadline)
     return job

@@ -24,6 +24,15 @@ from longshore.errors import CacheError, IntegrityError
 ROOT = 0
 """The parent of every first chunk; also "no node"."""
 
+LIMBO = 1
+"""The parent of every orphan: a chunk whose parent no tier has. No match from the first chunk leads through it."""
+
+ROOTED, ADRIFT = 1, 2
+"""Marks of nodes that can be read: from the first chunk on, or by those who have what is before their orphan."""
+
+_FAR = -(1 << 30)
+"""The depth of `LIMBO`: all that follows an orphan has a negative depth, as its position is not known."""
+
 NONE = -1
 """No slot."""
 
@@ -42,12 +51,14 @@ class Nodes:
         "_free",
         "_others",
         "_shards",
+        "called",
         "child",
         "children",
         "depth",
         "gone",
         "key",
         "older",
+        "orphans",
         "parent",
         "path",
         "pools",
@@ -56,6 +67,7 @@ class Nodes:
         "size",
         "slot",
         "tiers",
+        "waiting",
     )
 
     def __init__(self, pools: Sequence[SlotPool]) -> None:
@@ -74,8 +86,14 @@ class Nodes:
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
         self.reach = [zeros(self.size) for _ in pools]
         self.reachable = bytearray(self.size)
-        self.depth[ROOT] = -1
-        self.reachable[ROOT] = 1
+        self.depth[ROOT], self.depth[LIMBO] = -1, _FAR
+        self.reachable[ROOT], self.reachable[LIMBO] = ROOTED, ADRIFT
+        self.orphans: dict[int, Key] = {}
+        """The key before each child of `LIMBO`."""
+        self.waiting: dict[Key, dict[int, None]] = {}
+        """The same by that key."""
+        self.called: set[int] = set()
+        """Nodes that orphans in colder tiers wait for."""
         self._free = Stack(array("i", range(self.size - 1, LISTS - 1, -1)))
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
         self._count = 0
@@ -103,6 +121,13 @@ class Nodes:
             return [shards[key[0]].get(key, ROOT) for key in keys]
         except (IndexError, TypeError):
             raise CacheError("keys are digests in bytes") from None
+
+    def before(self, nodes: Sequence[int]) -> list[Key | None]:
+        """The key before each of `nodes`, whether or not a tier has it; `None` for first chunks."""
+        key, parent, orphans = self.key, self.parent, self.orphans
+        if not orphans:
+            return [key[parent[node]] for node in nodes]
+        return [orphans.get(node) or key[parent[node]] for node in nodes]
 
     def coldest(self, node: int) -> int:
         """The coldest tier with a live copy; -1 without one."""
@@ -191,7 +216,24 @@ class Nodes:
             raise CacheError(f"the index has room for {self.size - LISTS} chunks, one for each slot")
         return numbers(self._free.take(count))[::-1]
 
+    def wait(self, orphan: int, before: Key) -> None:
+        """`orphan`, a child of `LIMBO`, waits for the key `before` it."""
+        self.orphans[orphan] = before
+        self.waiting.setdefault(before, {})[orphan] = None
+        if above := self.get(before):
+            self.called.add(above)
+
+    def _wait_no_more(self, orphan: int) -> None:
+        before = self.orphans.pop(orphan)
+        del self.waiting[before][orphan]
+        if not self.waiting[before]:
+            del self.waiting[before]
+            self.called.discard(self.get(before))
+
     def _forget(self, node: int, key: Key, parent: int) -> None:
+        if parent == LIMBO:
+            self._wait_no_more(node)
+        self.called.discard(node)
         del self._shards[key[0]][key]
         self._family.leave(node, parent)
         self.key[node] = None

@@ -142,7 +142,7 @@ class Prefetching:
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]
             nodes, mine = [path[i] for i in chosen], [keys[i] for i in chosen]
-            above = [store.index.key[store.index.parent[node]] for node in nodes]
+            above = store.index.before(nodes)
             for tier in sorted({store.index.warmest_ready(node) for node in nodes}):
                 flow.waits.join(wait, [self._read(tier, nodes, mine, above)])
         flow.waits.begin(wait)

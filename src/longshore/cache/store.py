@@ -32,7 +32,7 @@ from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.sized import Sized
 from longshore.cache.index import Index
 from longshore.cache.keeping import Keeping
-from longshore.cache.nodes import ROOT
+from longshore.cache.nodes import LIMBO, ROOT
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.sliding import Sliding
@@ -138,13 +138,19 @@ class Store:
 
     # ------------------------------------------------------------------ arrivals
 
-    def place(self, keys: Sequence[Key], parent: int, job: int, pool: int) -> list[int]:
-        """Slots of the warmest tier for `keys`, which follow `parent` and are in no tier, for `job` to fill.
+    def place(self, keys: Sequence[Key], before: Key | None, job: int, pool: int) -> list[int]:
+        """Slots of the warmest tier for `keys`, which follow the key `before` and are in no tier, for `job` to fill.
 
         The caller has made room in `pool`, and asked `Index.follow` about the keys.
         """
-        slots = self.pools[0].allocate(len(keys), pool)
-        self.sliding.enter(self.index.link(parent, keys, 0, slots))
+        slots, index = self.pools[0].allocate(len(keys), pool), self.index
+        parent = ROOT if before is None else index.get(before) or LIMBO
+        nodes = index.link(parent, keys, 0, slots)
+        if before is not None and parent == LIMBO:
+            index.wait(nodes[0], before)
+        if index.depth[nodes[0]] < 0:
+            self.retention.sink(nodes)
+        self.sliding.enter(nodes)
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
@@ -176,8 +182,8 @@ class Store:
             return pool.allocate(len(nodes))
         return [slot for node in nodes for slot in pool.allocate(1, self.index.pool_of(node))]
 
-    def arrive(self, tier: int, slots: Sequence[int]) -> None:
-        """The writer put all bytes in place in these slots, of which the last is to go first."""
+    def arrive(self, tier: int, slots: Sequence[int]) -> list[int]:
+        """The writer put all bytes in place in these slots, of which the last is to go first; as `land`."""
         pool, writer = self.pools[tier], self.pools[tier].writer
         for slot in slots:
             del writer[slot]
@@ -185,23 +191,33 @@ class Store:
         draining = marks(pool.state)[at] == DRAINING
         wanted = at[~draining]
         pool.move_all(wanted, FILLING, READY)
-        self.settle_in(column(pool.node)[wanted].tolist(), tier)
+        landed = self.settle_in(column(pool.node)[wanted].tolist(), tier)
         for slot in at[draining].tolist():
             self._settle(tier, slot)
+        return landed
 
-    def settle_in(self, nodes: Sequence[int], tier: int) -> None:
-        """Copies have become ready; parents come before children."""
+    def settle_in(self, nodes: Sequence[int], tier: int) -> list[int]:
+        """Copies have become ready; parents come before children. As `land`."""
         if self.log.on:
             self.watching.log_arrivals(nodes, tier)
         self.policies[tier].insert(nodes[::-1], leaf=bool(nodes) and not any(self.index.children(nodes[-1])))
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].note_use([slots[node] for node in reversed(nodes)])
-        self.index.reveal(nodes)
+        landed = self.land(self.index.reveal(nodes))
         self.sliding.settle(nodes, tier)
         if self.last:
             self.tell_backlog(nodes, tier)
             self.reconsider(np.array(nodes, np.int32), apart_from=tier)
+        return landed
+
+    def land(self, nodes: Sequence[int]) -> list[int]:
+        """Orphans that wait for one of `nodes` follow it, as far as they may; those that were orphans until now."""
+        landed = self.index.reunite(nodes)
+        if landed:
+            self.retention.land(landed)
+            self.backlog.note_all(landed)
+        return landed
 
     def tell_backlog(self, nodes: Sequence[int], tier: int) -> None:
         """Copies have become ready: what is dirty, and what may be copied down, may have changed."""
@@ -494,7 +510,9 @@ class Store:
             self.backlog.exposed(node)
             self._note(node)
             self._reconsider(node)
-        if parent and not index.reach[tier][parent]:
+            if before := index.orphans.get(node):  # which may lie warmer now
+                self.land((index.get(before),))
+        if parent > LIMBO and not index.reach[tier][parent]:
             self._reconsider(parent)
 
     def forget(self, nodes: Sequence[int]) -> None:

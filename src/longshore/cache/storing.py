@@ -88,7 +88,8 @@ class Storing:
         if alone:
             offload = self._offload_alone(keys, first, nodes, blocks, retention, group=group, prompt=end)
         else:
-            self._flow.drop(0, len(keys) - max(end, first + len(nodes)), DropReason.ANSWER)
+            answer = keys[max(end, first + len(nodes)) :]
+            self._flow.drop(0, store.index.find(answer).count(ROOT), DropReason.ANSWER)
             nodes = nodes[: max(0, end - first)]
             offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient)
         if text is not None:
@@ -129,34 +130,45 @@ class Storing:
         patient: bool = False,
     ) -> StoreOrder:
         """`store` for chunks that need those before them: `path` are the nodes of those that the tiers have."""
-        store = self._store
-        known = first + len(path)
+        store, index, known = self._store, self._store.index, first + len(path)
+        parent = index.get(keys[known - 1]) if known else ROOT
+        there: Sequence[int] = range(first, known)
+        lacking: Sequence[int] = range(known, len(keys))
+        fresh = keys[known:]
+        if index.orphans:  # some may come behind a gap
+            nodes = [*path, *index.find(fresh)]
+            there = [at for at, node in enumerate(nodes, first) if node]
+            lacking = [at for at, node in enumerate(nodes, first) if not node]
+            path, fresh = list(filter(None, nodes)), [keys[at] for at in lacking]
         store.touch(path[::-1])
         if retention:
-            store.retention.apply(path, np.arange(first, known), retention, self._flow.now)
-        parent = path[-1] if path else store.index.get(keys[first - 1]) if first else ROOT
-        wanted = self._worth(keys[known:], known, retention)
-        store.log.by = keys[known] if known < len(keys) else None
+            store.retention.apply(path, there, retention, self._flow.now)
+        fresh = fresh[: self._worth(fresh, lacking, retention)]
+        store.log.by = keys[lacking[0]] if lacking else None
         pool = self._flow.settings.pool_of(group)
         patient = patient and self._sightings is None
-        orphan = known > 0 and parent == ROOT
-        fresh = self._admit(wanted, parent, pool, orphan=orphan, patient=patient, path=keys[known : known + wanted])
-        if fresh is None:
+        orphan = known > 0 and index.is_orphan(parent)
+        needed = [parent, *path[known - first :]]
+        count = self._admit(len(fresh), needed, pool, orphan=orphan, patient=patient, path=fresh)
+        if count is None:
             return StoreOrder(None, again=True)
-        if not fresh:
-            return StoreOrder(None, kept=known, known=range(first, known))
-        job = self._flow.new_id()
-        mine = keys[known : known + fresh]
-        slots = store.place(mine, parent, job, pool)
+        kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
+        if not count:
+            return StoreOrder(None, kept=kept, known=there)
+        job, slots, parents = self._flow.new_id(), list[int](), list[Key | None]()
+        for start, end in runs_of(accepted):
+            run = keys[accepted[start] : accepted[end - 1] + 1]
+            parents += [keys[accepted[start] - 1] if accepted[start] else None, *run[:-1]]
+            slots += store.place(run, parents[start], job, pool)
         if retention:
             nodes = [store.pools[0].node[slot] for slot in slots]
-            store.retention.apply(nodes, np.arange(known, known + fresh), retention, self._flow.now)
-        accepted = range(known, known + fresh)
+            store.retention.apply(nodes, accepted, retention, self._flow.now)
         sections = () if blocks is None else self._sections(group, accepted, first, blocks)
-        parents = [store.index.key[parent], *mine[:-1]]
-        self._flow.order(job, mine, parents, None, Side(0, slots), sections=sections, command=blocks is not None)
+        self._flow.order(
+            job, fresh[:count], parents, None, Side(0, slots), sections=sections, command=blocks is not None
+        )
         addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
-        return StoreOrder(job, accepted, addresses, known + fresh, range(first, known))
+        return StoreOrder(job, accepted, addresses, kept, there)
 
     def _offload_alone(
         self,
@@ -186,7 +198,7 @@ class Storing:
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         store.log.by = keys[wanted[-1]] if wanted else None
         pins = [store.pin(node) for node in window]
-        admitted = self._admit(len(wanted), ROOT, pool, orphan=False) or 0
+        admitted = self._admit(len(wanted), (), pool) or 0
         for pin in pins:
             store.unpin(pin)
         wanted = wanted[len(wanted) - admitted :]
@@ -263,6 +275,9 @@ class Storing:
         for tier in reversed(range(self._store.last)):
             if dirty[tier]:
                 self._clean(tier, dirty[0] if all_of_host and not tier else 0)
+        for node in sorted(self._store.index.called):
+            chain, tier = self._store.backlog.chain(node)
+            self._write(chain[: max(0, self._flow.settings.max_writes - self._flow.writing[tier + 1])], tier)
 
     def _clean(self, tier: int, at_least: int) -> None:
         """Order copies from `tier` to the one below, of `at_least` chunks with those under way, if so many can go."""
@@ -273,7 +288,11 @@ class Storing:
         if wanted > 0 and target < slots:
             wanted += slots // _AHEAD
         most = min(wanted, self._flow.settings.max_writes - writing)
-        chosen = store.backlog.choose(tier, most) if most > 0 else []
+        self._write(store.backlog.choose(tier, most) if most > 0 else [], tier)
+
+    def _write(self, chosen: list[int], tier: int) -> None:
+        """Order copies of `chosen`, parents first, from `tier` to the one below, as far as it may have them."""
+        store, below = self._store, tier + 1
         if not chosen:
             return
         by = store.log.by
@@ -319,52 +338,57 @@ class Storing:
     def _admit(
         self,
         wanted: int,
-        parent: int,
+        needed: Sequence[int],
         pool: int,
         *,
-        orphan: bool,
+        orphan: bool = False,
         patient: bool = False,
         path: Sequence[Key] = (),
     ) -> int | None:
-        """How many of `wanted` chunks behind `parent` the host tier takes, room made; the others count as dropped.
+        """How many of `wanted` chunks the host tier takes, room made; the others count as dropped.
 
-        These are the keys `path`, unless they stand alone. The only tier takes those that its policy admits.
+        These are the keys `path`, unless they stand alone, and the nodes `needed` stay. The only tier takes those that
+        its policy admits. An `orphan`, and what is behind it, takes free slots: nothing makes way for what goes first.
         If it is `patient`, and room is being made for all of them, or for all that fit at once, it is `None`, and
         nothing counts.
         """
         store = self._store
         if not wanted:
             return 0
-        if orphan:
-            self._flow.drop(0, wanted, DropReason.ORPHAN)
-            return 0
-        nbytes, pin = store.pools[0].slabs.image_bytes[pool], store.pin(parent) if parent else None
+        patient &= not orphan
+        nbytes, pins = store.pools[0].slabs.image_bytes[pool], [store.pin(node) for node in needed if node]
         once = min(wanted, store.room_in_all(0))
         again = patient and bool(store.last) and self._room(0, once, pool) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._flow.now, wanted, nbytes)
         allowed = min(granted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
-        if self._is_choosy and path and allowed > store.pools[0].room(pool):
+        if orphan:
+            room = min(allowed, store.pools[0].room(pool))
+        elif self._is_choosy and path and allowed > store.pools[0].room(pool):
             room = store.policies[0].admit(
                 path[:allowed], lambda most: store.make_room(0, most, pool, spare_dirty=False)
             )
         else:
             room = self._room(0, allowed, pool) if allowed else 0
-        if pin is not None:
+        for pin in pins:
             store.unpin(pin)
         if again:
             return None
         self._flow.drop(0, wanted - granted, DropReason.BUDGET)
         if room < granted:
             busy = allowed < granted or self._is_copying_down(0)
-            self._flow.drop(0, granted - room, DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM)
+            reason = DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM
+            self._flow.drop(0, granted - room, DropReason.ORPHAN if orphan else reason)
         self._budgets[0].spend(room * nbytes)
         return room
 
-    def _worth(self, fresh: Sequence[Key], first: int, retention: Sequence[Retention]) -> int:
-        """How many leading chunks of `fresh`, which are new, the write policy takes; the others count as dropped."""
+    def _worth(self, fresh: Sequence[Key], at: Sequence[int], retention: Sequence[Retention]) -> int:
+        """How many leading chunks of `fresh`, which are new, the write policy takes; the others count as dropped.
+
+        They are `at` these positions.
+        """
         worth, floor = len(fresh), self._flow.settings.priority_floor
         if floor:
-            above = leading(priorities(retention, np.arange(first, first + worth)) >= floor)
+            above = leading(priorities(retention, at) >= floor)
             self._flow.drop(0, worth - above, DropReason.PRIORITY)
             worth = above
         if self._sightings is not None:

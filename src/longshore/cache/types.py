@@ -47,7 +47,7 @@ class DropReason(enum.Enum):
 
     NO_ROOM = "no_room"  # nothing in the tier may be evicted at present, or promises as little
     BACKPRESSURE = "backpressure"  # too many writes are in flight
-    ORPHAN = "orphan"  # the chunk before it is not in the tier, so it could not be reached
+    ORPHAN = "orphan"  # no tier has the chunk before it, and no slot was free
     WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
     SELDOM = "seldom"  # offered less often than the write policy asks for
     ANSWER = "answer"  # behind the prompt, of which alone the write policy takes chunks

@@ -73,15 +73,15 @@ class Watching:
 
     def residents(self) -> list[Resident]:
         """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
-        index = self._store.index
+        index, nodes = self._store.index, list(self._store.index)
         return [
             Resident(
                 index.key[node],
-                index.key[index.parent[node]],
+                before,
                 self.slot(tier, slot),
                 STATES[index.pools[tier].state[slot]],
             )
-            for node in index
+            for node, before in zip(nodes, index.before(nodes), strict=True)
             for tier in index.tiers
             if (slot := index.slot[tier][node]) >= 0
         ]
@@ -115,9 +115,11 @@ class Watching:
     def count_misses(self, keys: Sequence[Key], end: int, known: int, foreign: int = 0) -> None:
         """A request got no further than to before `keys[end]`; a tier will have what leads to before `keys[known]`.
 
-        So many of the rest a foreign tier is known to have.
+        So many of the rest a foreign tier is known to have. Orphans may be among it.
         """
         misses = self._store.counters.misses
+        if self._store.index.orphans:
+            known = len(keys)
         for key in keys[end:known]:
             misses[self.miss(key)] += 1
         misses[MissReason.ABSENT] += len(keys) - known - foreign
@@ -133,7 +135,7 @@ class Watching:
             kind = EventKind.MOVED if others else EventKind.STORED
             # A copy goes down from the tier above, and comes up from the warmest that had it.
             source = names[max((t for t in others if t < tier), default=others[0])] if others else ""
-            parent = index.key[index.parent[node]]
+            (parent,) = index.before((node,))
             store.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
 
     def log_loss(self, node: int, tier: int, cause: str) -> None:

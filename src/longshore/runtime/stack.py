@@ -350,7 +350,7 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
     """Have `cache` adopt the records that a file tier recovered at start, and log their number."""
     found, others = file.recover(), file.others()
     adopted = cache.adopt(FILE, found, others)
-    _log.info("file tier: recovered %d block images, %d of them reachable", len(found), adopted)
+    _log.info("file tier: recovered %d block images, took %d of them", len(found), adopted)
     if others:
         _log.warning(
             "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "

@@ -555,8 +555,9 @@ def test_an_offer_with_a_gap_is_taken_up_to_the_gap(rigs: Any) -> None:
     rig, keys = rigs(), keys_of(6)
     context = rig.request("one", keys)
     assert rig.store([*keys[:2], *keys[3:]], range(1, 6), context) == keys[:2]
-    assert rig.store(keys[4:], [5, 6], context) == [], "the chunks before it are in no tier"
-    assert rig.store(keys, range(1, 7), context) == keys[2:], "a whole path heals it"
+    assert rig.store(keys[4:], [5, 6], context) == keys[4:], "orphans, as the chunk before them is in no tier"
+    assert rig.store(keys, range(1, 7), context) == keys[2:4], "a whole path heals it"
+    assert rig.lookup(keys, rig.request("two", keys)) == [HIT] * 6
     rig.cache.check_integrity()
 
 
