@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import serve
@@ -76,9 +77,9 @@ def test_blocks_in_the_tiers_are_recomputed(
     """Device and tiers then have different blocks of the same tokens, and later requests hit both."""
     stock, lookups, refused = Runtime.worth_loading, count(), []
 
-    def every_third_refused(self: Runtime, hold: Lease, context: int) -> int:
-        chunks = stock(self, hold, context)
-        if next(lookups) % 3 or not chunks:
+    def every_third_refused(self: Runtime, lease: Lease, context: int, **named: Any) -> int:
+        chunks = stock(self, lease, context, **named)
+        if named.get("ahead") or next(lookups) % 3 or not chunks:
             return chunks
         refused.append(chunks)
         return 0

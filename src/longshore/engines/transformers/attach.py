@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from longshore.boundary import DEVICE
+from longshore.cache import CacheGroup
 from longshore.config import Config
 from longshore.engines.transformers import contract
 from longshore.engines.transformers.allocator import TieredAllocator
@@ -222,7 +223,16 @@ class Tiers:
         device = device_for(layout, self.config.calibration)
         is_new = self.stack is None
         if self.stack is None:
-            self.stack = open_stack(self.config, layout, scope, device, open_file=self._open_file)
+            partial = self.config.blocks_per_chunk > 1  # transformers has no use for a part of a block
+            self.stack = open_stack(
+                self.config,
+                layout,
+                scope,
+                device,
+                open_file=self._open_file,
+                groups=[CacheGroup(block_size=allocator.tokens_per_page)],
+                partial=partial,
+            )
         else:
             self.stack = self.stack.bind(layout, device)
         self._opened = True
