@@ -57,8 +57,9 @@ def test_tiered_equals_resident_under_every_write_policy(tmp_path: Path, setting
     assert served.equal
 
 
-def test_chunks_of_several_blocks(tmp_path: Path) -> None:
-    served = serve(tmp_path, blocks_per_chunk=2)
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_chunks_of_several_blocks(tmp_path: Path, blocks: int) -> None:
+    served = serve(tmp_path, blocks_per_chunk=blocks)
     assert served.restored > 0
     assert served.equal
 

@@ -91,6 +91,9 @@ def steps_as_long_as_reads(monkeypatch: pytest.MonkeyPatch, tiers: Tiers) -> Non
 
     def step(self: Any, model: Any) -> None:
         assert tiers.stack is not None
+        assert tiers._allocator is not None
+        lookups = tiers._allocator._lookups
+        assert {name for name, lookup in lookups.items() if lookup.kept} <= set(self.scheduler.waiting_requests)
         tiers.stack.runtime.flush(PATIENCE)
         stock(self, model)
 
