@@ -53,11 +53,13 @@ def test_what_tells_who_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Scheduler, "reset", reset)
     monkeypatch.delattr(Scheduler, "_get_waiting_candidates")
+    monkeypatch.delattr(Scheduler, "_cleanup_waiting_queue")
     monkeypatch.delitem(RequestState.__dataclass_fields__, "is_cpu_offloaded")
     with pytest.raises(ContractError) as error:
         contract.check()
     for moved in (
         "Scheduler._get_waiting_candidates is gone",
+        "Scheduler._cleanup_waiting_queue is gone",
         "RequestState has no is_cpu_offloaded",
         "Scheduler has no active_requests",
     ):

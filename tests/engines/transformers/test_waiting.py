@@ -128,9 +128,9 @@ def test_what_waits_is_in_host_memory_when_its_turn_comes(tmp_path: Path, monkey
     model, config = make_model(), config_of(tmp_path)
     store(model, config)
     found, sources, counters = serve(model, config, monkeypatch)
-    assert len(sources.pop("req_0")) == BLOCKS, "it does not wait, so its reads may have ended or not"
+    assert sources.pop("req_0") == (FILE,) * BLOCKS, "it does not wait"
     assert list(sources.values()) == [(HOST,) * BLOCKS] * 7
-    assert (counters.hits.total(), counters.misses.total()) == (8 * BLOCKS, 0), "each counts once"
+    assert (counters.hits[FILE], counters.hits[HOST], counters.misses.total()) == (BLOCKS, 7 * BLOCKS, 0)
     with monkeypatch.context() as patched:
         patched.setattr(TieredAllocator, "expect", lambda self, waiting: set())
         expected, waited, without = serve(model, config, monkeypatch)
@@ -239,7 +239,7 @@ def test_a_request_waits_for_its_prefetch_while_others_run(tmp_path: Path, held:
             manager.add_request(PROMPTS[1], request_id="second", max_new_tokens=4)
             allocator = tiers._allocator
             assert allocator is not None
-            until(lambda: "second" in allocator._lookups and allocator._lookups["second"].kept is not None)
+            until(lambda: "second" in allocator._lookups)
             begun = manager.current_batch
             if policy == "best_effort":
                 time.sleep(0.3)
@@ -278,3 +278,33 @@ def test_a_request_waits_no_longer_than_it_is_told_to(tmp_path: Path, held: thre
         finally:
             manager.stop(block=True)
             manager.destroy()
+
+
+def test_while_none_runs_only_the_first_is_waited_for(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = make_model(), config_of(tmp_path, prefetch="wait_complete", load_timeout=PATIENCE)
+    store(model, config, PROMPTS[:3])
+    stock = TieredAllocator.expect
+
+    def expect(self: TieredAllocator, waiting: Any) -> set[str]:
+        if not self._lookups:  # the tiers have been tested
+            held.clear()
+        return stock(self, waiting)
+
+    with tiered(model, config, open_file=HeldFiles) as tiers:
+        monkeypatch.setattr(TieredAllocator, "expect", expect)
+        manager = model.init_continuous_batching(GENERATION, batching(num_blocks=200))
+        for prompt in PROMPTS[:3]:
+            manager.add_request(prompt, max_new_tokens=4)
+        manager.start()
+        try:
+            until(lambda: tiers.stack is not None and tiers.stack.runtime.asked.attempts == 1)
+            monkeypatch.setattr(TieredAllocator, "expect", stock)
+            held.set()
+            assert all(result.error is None for result in results(manager, 3).values())
+        finally:
+            manager.stop(block=True)
+            manager.destroy()
+        sources = {record.request: record.sources for record in tiers.records}
+    assert sources == {"req_0": (FILE,) * BLOCKS, "req_1": (HOST,) * BLOCKS, "req_2": (HOST,) * BLOCKS}

@@ -156,10 +156,15 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if isinstance(self.ledger, TieredLedger):
             self.pool.free_blocks(self.index, self.ledger.drop_cached_blocks())
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether requests do not begin before their prefetch is over, by the setting `prefetch`."""
+        return self._ahead is not None and self._ahead.waits
+
     def expect(self, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
         """Requests wait, these, in this order, by name and prompt: prefetch for them, from files into host memory.
 
-        Returns the names of those that are not to begin yet, by the setting `prefetch`.
+        Returns the names of those that are not to begin yet, if requests are held back.
         """
         if self._stack is None or self._ahead is None:
             return set()

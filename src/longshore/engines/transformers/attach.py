@@ -107,7 +107,7 @@ class Tiers:
         self._records.append(prompt)
 
     def hint(self, request: str, hints: RequestHints | Mapping[str, Any]) -> None:
-        """Say what is known of a request that is about to begin: `longshore.hints` has the fields and their meaning.
+        """Say what is known of a request that is about to be added: `longshore.hints` has the fields and their meaning.
 
         `request` is the engine's name of it: that of `add_request`, or `req_0`, `req_1`, ... for the prompts of a
         `generate_batch`, in their order. Hints are used once; requests without any have those of the setting

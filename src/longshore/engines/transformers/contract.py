@@ -31,6 +31,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "PagedAttentionCache.search_prefix_match": ("self", "request_id", "prompt_ids"),
     "ContinuousBatchingManager._create_batch_processor": ("self",),
     "ContinuousBatchProcessor.fail_all_requests": ("self", "error"),
+    "Scheduler._cleanup_waiting_queue": ("self", "request_ids_to_remove_from_waiting"),
     "Scheduler._get_waiting_candidates": ("self",),
     "BlockLedger.release": ("self", "block_id", "no_cache"),
     "BlockLedger.evict_cached_blocks": ("self",),

@@ -73,7 +73,7 @@ class Ahead:
 
     def __init__(self, stack: Stack) -> None:
         self._runtime = stack.runtime
-        self._waits = stack.config.prefetch is not PrefetchPolicy.BEST_EFFORT
+        self.waits = stack.config.prefetch is not PrefetchPolicy.BEST_EFFORT
         with stack.runtime.observe() as cache:
             self.room = cache.stats()[0].slots // 2
         self.keys: Counter[Key] = Counter()
@@ -108,7 +108,7 @@ class Ahead:
             if kept is not None:
                 lookup.fetched = path.first + len(kept.keys)
                 cache.prefetch(kept.lease, self._runtime.clock())
-                lookup.is_late = self._waits
+                lookup.is_late = self.waits
         finally:
             if former is not None:
                 self._let_go(cache, former)

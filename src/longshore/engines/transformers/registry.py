@@ -39,11 +39,11 @@ def informed_allocators(ours: Any) -> Iterator[None]:
     """Within this block, `served_model` is set while a manager makes its device cache.
 
     Allocators of the class `ours` find in `asking` the request that a prompt is looked up for. They are told which
-    requests wait, before each batch is scheduled, and when the loop has ended, as these end without a call.
+    requests wait, whenever a batch was scheduled, and when the loop has ended, as these end without a call.
     """
     stock = PagedAttentionCache.search_prefix_match
     make = ContinuousBatchingManager._create_batch_processor
-    candidates = Scheduler._get_waiting_candidates
+    candidates, cleanup = Scheduler._get_waiting_candidates, Scheduler._cleanup_waiting_queue
     fail = ContinuousBatchProcessor.fail_all_requests
 
     def create_batch_processor(self: Any) -> Any:
@@ -61,16 +61,24 @@ def informed_allocators(ours: Any) -> Iterator[None]:
             allocator.asking = request_id
         return stock(self, request_id, prompt_ids)
 
+    def expect(allocator: Any, waiting: list[Any]) -> Any:
+        fresh = [(state.request_id, state.remaining_prefill_tokens) for state in waiting if not state.is_cpu_offloaded]
+        return allocator.expect(fresh)
+
     def get_waiting_candidates(self: Any) -> Any:
         waiting = candidates(self)
         for allocator in allocators(self.cache):
-            fresh = (
-                (state.request_id, state.remaining_prefill_tokens) for state in waiting if not state.is_cpu_offloaded
-            )
-            late = allocator.expect(fresh)
-            if self.active_requests:  # while none runs, nothing stands still
-                waiting = [state for state in waiting if state.request_id not in late]
+            if waiting and allocator.holds_back:
+                late = expect(allocator, waiting)
+                ready = [state for state in waiting if state.request_id not in late]
+                alone = not ready and not self.active_requests  # nothing else is held up
+                waiting = waiting[:1] if alone else ready
         return waiting
+
+    def cleanup_waiting_queue(self: Any, request_ids_to_remove_from_waiting: set[str]) -> None:
+        cleanup(self, request_ids_to_remove_from_waiting)
+        for allocator in allocators(self.cache):
+            expect(allocator, candidates(self))
 
     def fail_all_requests(self: Any, error: Exception) -> None:
         fail(self, error)
@@ -82,6 +90,7 @@ def informed_allocators(ours: Any) -> Iterator[None]:
             (PagedAttentionCache, "search_prefix_match", search_prefix_match),
             (ContinuousBatchingManager, "_create_batch_processor", create_batch_processor),
             (Scheduler, "_get_waiting_candidates", get_waiting_candidates),
+            (Scheduler, "_cleanup_waiting_queue", cleanup_waiting_queue),
             (ContinuousBatchProcessor, "fail_all_requests", fail_all_requests),
         ):
             undo.callback(setattr, owner, name, getattr(owner, name))
