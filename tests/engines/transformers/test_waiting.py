@@ -14,9 +14,11 @@ from test_calls import GENERATION, batching, generate, make_model
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 from longshore.boundary import FILE, HOST
+from longshore.cache import Gate
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, tiered
 from longshore.engines.transformers.allocator import TieredAllocator
+from longshore.hints import RequestHints
 from longshore.tiers.file import FileTier
 
 PROMPTS = [[100 + number, *range(2, 99)] for number in range(8)]
@@ -292,8 +294,15 @@ def test_while_none_runs_only_the_first_is_waited_for(
             held.clear()
         return stock(self, waiting)
 
+    late, match = [], TieredAllocator.match_prefix_blocks
+
+    def match_prefix_blocks(self: TieredAllocator, prompt: list[int]) -> list[int]:
+        late.extend([self.asking] if self._lookups[self.asking or ""].is_late else [])
+        return match(self, prompt)
+
     with tiered(model, config, open_file=HeldFiles) as tiers:
         monkeypatch.setattr(TieredAllocator, "expect", expect)
+        monkeypatch.setattr(TieredAllocator, "match_prefix_blocks", match_prefix_blocks)
         manager = model.init_continuous_batching(GENERATION, batching(num_blocks=200))
         for prompt in PROMPTS[:3]:
             manager.add_request(prompt, max_new_tokens=4)
@@ -307,4 +316,41 @@ def test_while_none_runs_only_the_first_is_waited_for(
             manager.stop(block=True)
             manager.destroy()
         sources = {record.request: record.sources for record in tiers.records}
+    assert late == ["req_0"]
     assert sources == {"req_0": (FILE,) * BLOCKS, "req_1": (HOST,) * BLOCKS, "req_2": (HOST,) * BLOCKS}
+
+
+def test_files_are_not_read_for_a_request_that_does_not_want_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = make_model(), config_of(tmp_path)
+    store(model, config)
+    stock = Tiers.hints_for
+    hints = RequestHints.parse({"load": ["host"]})
+    monkeypatch.setattr(Tiers, "hints_for", lambda self, name: hints if name == "req_5" else stock(self, name))
+    _, sources, _ = serve(model, config, monkeypatch)
+    assert sources.pop("req_5") == ()
+    assert all(len(each) == BLOCKS for each in sources.values())
+
+
+def test_what_is_on_its_way_is_loaded_whatever_the_gate_says_by_then(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = make_model(), config_of(tmp_path, gate=True, load_timeout=PATIENCE)
+    store(model, config, PROMPTS[1:2])
+    monkeypatch.setattr(
+        Gate, "chunks_to_load", lambda self, context, runs, now, tries: 0 if tries else sum(run.chunks for run in runs)
+    )
+    with tiered(model, config, open_file=HeldFiles) as tiers, one_at_a_time(model) as manager:
+        manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
+        until(lambda: tiers.lookups == 1)
+        allocator = tiers._allocator
+        assert allocator is not None
+        held.clear()
+        manager.add_request(PROMPTS[1], request_id="second", max_new_tokens=4)
+        until(lambda: "second" in allocator._lookups and allocator._lookups["second"].kept is not None)
+        manager.cancel_request("first")
+        until(lambda: tiers.stack is not None and tiers.stack.runtime.asked.attempts == 2)
+        held.set()
+        assert results(manager, 1)["second"].error is None
+        assert tiers.records[-1].sources == (FILE,) * BLOCKS
