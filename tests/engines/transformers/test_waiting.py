@@ -14,11 +14,12 @@ from test_calls import GENERATION, batching, generate, make_model
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 from longshore.boundary import FILE, HOST
-from longshore.cache import Gate
+from longshore.cache import Gate, Lease, Progress
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, tiered
 from longshore.engines.transformers.allocator import TieredAllocator
 from longshore.hints import RequestHints
+from longshore.runtime.loop import Runtime
 from longshore.tiers.file import FileTier
 
 PROMPTS = [[100 + number, *range(2, 99)] for number in range(8)]
@@ -68,6 +69,19 @@ def one_at_a_time(model: Any, **settings: Any) -> Iterator[Any]:
     finally:
         manager.stop(block=True)
         manager.destroy()
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once the engine's loop stands still for a load."""
+    event, stock = threading.Event(), Runtime.wait_over
+
+    def wait_over(self: Runtime, lease: Lease) -> Progress:
+        event.set()
+        return stock(self, lease)
+
+    monkeypatch.setattr(Runtime, "wait_over", wait_over)
+    return event
 
 
 def results(manager: Any, count: int) -> dict[str, Any]:
@@ -283,7 +297,7 @@ def test_a_request_waits_no_longer_than_it_is_told_to(tmp_path: Path, held: thre
 
 
 def test_while_none_runs_only_the_first_is_waited_for(
-    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, held: threading.Event, loading: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, config = make_model(), config_of(tmp_path, prefetch="wait_complete", load_timeout=PATIENCE)
     store(model, config, PROMPTS[:3])
@@ -292,6 +306,7 @@ def test_while_none_runs_only_the_first_is_waited_for(
     def expect(self: TieredAllocator, waiting: Any) -> set[str]:
         if not self._lookups:  # the tiers have been tested
             held.clear()
+            loading.clear()
         return stock(self, waiting)
 
     late, match = [], TieredAllocator.match_prefix_blocks
@@ -308,7 +323,7 @@ def test_while_none_runs_only_the_first_is_waited_for(
             manager.add_request(prompt, max_new_tokens=4)
         manager.start()
         try:
-            until(lambda: tiers.stack is not None and tiers.stack.runtime.asked.attempts == 1)
+            until(lambda: loading.is_set() and not held.is_set())
             monkeypatch.setattr(TieredAllocator, "expect", stock)
             held.set()
             assert all(result.error is None for result in results(manager, 3).values())
@@ -334,7 +349,7 @@ def test_files_are_not_read_for_a_request_that_does_not_want_it(
 
 
 def test_what_is_on_its_way_is_loaded_whatever_the_gate_says_by_then(
-    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, held: threading.Event, loading: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, config = make_model(), config_of(tmp_path, gate=True, load_timeout=PATIENCE)
     store(model, config, PROMPTS[1:2])
@@ -347,10 +362,11 @@ def test_what_is_on_its_way_is_loaded_whatever_the_gate_says_by_then(
         allocator = tiers._allocator
         assert allocator is not None
         held.clear()
+        loading.clear()
         manager.add_request(PROMPTS[1], request_id="second", max_new_tokens=4)
         until(lambda: "second" in allocator._lookups and allocator._lookups["second"].kept is not None)
         manager.cancel_request("first")
-        until(lambda: tiers.stack is not None and tiers.stack.runtime.asked.attempts == 2)
+        until(loading.is_set)
         held.set()
         assert results(manager, 1)["second"].error is None
         assert tiers.records[-1].sources == (FILE,) * BLOCKS
