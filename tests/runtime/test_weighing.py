@@ -92,6 +92,22 @@ def test_what_is_slower_to_read_than_to_compute_is_computed_and_counted() -> Non
     assert rig.runtime.weighing.refused == 4
 
 
+def test_a_prefetch_is_not_counted_nor_tried_as_its_request_is_asked_for_again() -> None:
+    rig = learned(1.0)
+    assert [rig.runtime.worth_loading(rig.lookup(), 0, ahead=True) for _ in range(1000)] == [0] * 1000
+    assert rig.runtime.weighing is not None
+    assert rig.runtime.weighing.refused == 0
+    assert 1 in [rig.runtime.worth_loading(rig.lookup(), 0) for _ in range(10_000)], "a try"
+
+
+def test_what_was_ordered_before_is_loaded_whatever_the_gate_says() -> None:
+    rig = learned(1.0)
+    assert rig.runtime.worth_loading(rig.lookup(), 0, least=3) == 3
+    assert rig.runtime.worth_loading(rig.lookup(), 0, least=9) == 4
+    assert rig.runtime.weighing is not None
+    assert rig.runtime.weighing.refused == 1
+
+
 def test_what_is_quicker_to_read_is_loaded() -> None:
     rig = learned(0.001)
     assert rig.runtime.worth_loading(rig.lookup(), 0) == 4

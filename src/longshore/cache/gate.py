@@ -109,7 +109,13 @@ class Gate:
         return self._cost(self._tally(runs), now, queued or {})
 
     def chunks_to_load(
-        self, context: int, runs: Sequence[Run], now: float, queued: Mapping[str, float] | None = None
+        self,
+        context: int,
+        runs: Sequence[Run],
+        now: float,
+        queued: Mapping[str, float] | None = None,
+        *,
+        tries: bool = True,
     ) -> int:
         """How many leading chunks of a match to load; the rest is to be computed.
 
@@ -118,6 +124,7 @@ class Gate:
             runs: Where the matched chunks are, from `TieredCache.runs`.
             now: Clock reading, in seconds.
             queued: Seconds that a load would wait, by tier, where the caller knows them.
+            tries: Whether a try may be bought, where the answer is to recompute.
 
         The answer counts as ordered: until these loads should have ended, others wait for them.
         """
@@ -133,8 +140,8 @@ class Gate:
         for count in self._candidates(runs, now, queued) - set(gains):
             gains[count] = self._gain(context, runs, count, now, queued)
         best = max(gains, key=lambda count: (gains[count], count))
-        if best == total:
-            return self._order(runs, total, now)
+        if best == total or not tries:
+            return self._order(runs, best, now)
         attempt = max(best, -(-total // _TRY_SHARE))
         loss = gains[best] - self._gain(context, runs, attempt, now, queued)
         self._spare = min(self._spare + self._explore * saved, max(saved, loss))

@@ -191,16 +191,17 @@ class Runtime:
         with self._lock, self._watched():
             return self._cache.progress(lease)
 
-    def worth_loading(self, lease: Lease, context: int) -> int:
+    def worth_loading(self, lease: Lease, context: int, *, least: int = 0, ahead: bool = False) -> int:
         """Number of leading chunks of `lease` to load; computing the rest is faster.
 
         `context`: number of tokens before them, which are on the device. A prefetch of `lease` must be over.
+        `least` and `ahead` are those of `Weighing.worth_loading`.
         """
         with self._lock, self._watched():
             runs = self._cache.progress(lease).runs
             if self.weighing is None:
                 return sum(run.chunks for run in runs)
-            return self.weighing.worth_loading(context, runs, self.clock())
+            return self.weighing.worth_loading(context, runs, self.clock(), least=least, ahead=ahead)
 
     def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Report that the engine computed `tokens` of a prompt, after `context` others, in a step of `seconds`."""

@@ -40,12 +40,18 @@ class Weighing:
         if not self._is_told:
             self._gate.observe_prefill(context, tokens, seconds)
 
-    def worth_loading(self, context: int, runs: Sequence[Run], now: float) -> int:
-        """Number of leading chunks of `runs` to load for a request with `context` tokens before them."""
+    def worth_loading(
+        self, context: int, runs: Sequence[Run], now: float, *, least: int = 0, ahead: bool = False
+    ) -> int:
+        """Number of leading chunks of `runs` to load for a request with `context` tokens before them.
+
+        `least`: how many are loaded in any case. `ahead`: for a prefetch, whose request is asked for again: refused
+        chunks are not counted, and no load is tried.
+        """
         total = sum(run.chunks for run in runs)
-        at_hand = runs[0].chunks if runs and runs[0].tier == HOST else 0
-        if at_hand == total:
+        at_hand = max(least, runs[0].chunks if runs and runs[0].tier == HOST else 0)
+        if at_hand >= total:
             return total
-        count = max(at_hand, self._gate.chunks_to_load(context, runs, now))
-        self.refused += total - count
+        count = max(at_hand, self._gate.chunks_to_load(context, runs, now, tries=not ahead))
+        self.refused += 0 if ahead else total - count
         return count

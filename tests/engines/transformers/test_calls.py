@@ -453,3 +453,58 @@ def test_hints_name_priorities_when_blocks_are_complete_and_when_they_are_evicte
 def test_hints_that_cannot_be_read_are_refused(memory: Config) -> None:
     with tiered(make_model(), memory) as tiers, pytest.raises(HintError, match="priority"):
         tiers.hint("req_0", {"retention": [{"priority": 101}]})
+
+
+# ---------------------------------------------------------------------- a prefix that ends within a chunk
+
+STEM = list(range(2, 130))
+SPLIT = [*STEM[:40], *range(200, 240)]
+"""Like `STEM` for two and a half blocks of 16 tokens."""
+
+
+@pytest.mark.parametrize("offload", ["write_through", "write_back"])
+def test_leading_blocks_of_a_chunk_are_reused(offload: str) -> None:
+    model = make_model()
+    expected = generate(model, [SPLIT])
+    with tiered(model, Config.make(host_size="4MiB", gate=False, blocks_per_chunk=4, offload=offload)) as tiers:
+        generate(model, [STEM])
+        found = generate(model, [SPLIT], num_blocks=32)
+        assert sources(tiers)[0] == ("host",) * 2
+        assert close(found, expected)
+        assert close(generate(model, [SPLIT], num_blocks=33), expected)
+        assert sources(tiers)[0] == ("host",) * 4, "its own chunk, which begins with the blocks of another, is stored"
+        assert tiers.stack is not None
+        with tiers.stack.runtime.control() as cache:
+            cache.check_integrity()
+            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+
+
+def test_leading_blocks_follow_whole_chunks_and_what_the_device_has() -> None:
+    model = make_model()
+    prompts = [[*STEM[:100], 250, 251], [*STEM[:84], 250], [*STEM[:116], 252]]
+    expected = [generate(model, [prompt]) for prompt in prompts]
+    with tiered(model, Config.make(host_size="4MiB", gate=False, blocks_per_chunk=4)) as tiers:
+        generate(model, [[*STEM, 1]])
+        found = generate(model, prompts[:1], num_blocks=32)
+        assert sources(tiers)[0] == ("host",) * 6, "four of the first chunk, two of the next"
+        manager = model.init_continuous_batching(GENERATION, batching(num_blocks=33))
+        manager.start()
+        try:
+            found += [ask(manager, prompt) for prompt in prompts[1:]]
+        finally:
+            manager.stop(block=True)
+            manager.destroy()
+        assert [record.sources for record in tiers.records][-2:] == [
+            ("host",) * 5, (DEVICE,) * 5 + ("host",) * 2
+        ]  # fmt: skip
+    assert close(found, [each for one in expected for each in one])
+
+
+def test_less_than_a_block_is_not_reused_and_one_chunk_is_one_block_without_parts() -> None:
+    model = make_model()
+    for per_chunk, prompt in ((4, [*STEM[:15], *range(200, 240)]), (1, [*STEM[:15], *range(200, 240)])):
+        expected = generate(model, [prompt])
+        with tiered(model, Config.make(host_size="4MiB", gate=False, blocks_per_chunk=per_chunk)) as tiers:
+            generate(model, [STEM])
+            assert close(generate(model, [prompt], num_blocks=32), expected)
+            assert sources(tiers)[0] == ()

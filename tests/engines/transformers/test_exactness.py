@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import serve
@@ -56,8 +57,9 @@ def test_tiered_equals_resident_under_every_write_policy(tmp_path: Path, setting
     assert served.equal
 
 
-def test_chunks_of_several_blocks(tmp_path: Path) -> None:
-    served = serve(tmp_path, blocks_per_chunk=2)
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_chunks_of_several_blocks(tmp_path: Path, blocks: int) -> None:
+    served = serve(tmp_path, blocks_per_chunk=blocks)
     assert served.restored > 0
     assert served.equal
 
@@ -76,9 +78,9 @@ def test_blocks_in_the_tiers_are_recomputed(
     """Device and tiers then have different blocks of the same tokens, and later requests hit both."""
     stock, lookups, refused = Runtime.worth_loading, count(), []
 
-    def every_third_refused(self: Runtime, hold: Lease, context: int) -> int:
-        chunks = stock(self, hold, context)
-        if next(lookups) % 3 or not chunks:
+    def every_third_refused(self: Runtime, lease: Lease, context: int, **named: Any) -> int:
+        chunks = stock(self, lease, context, **named)
+        if named.get("ahead") or next(lookups) % 3 or not chunks:
             return chunks
         refused.append(chunks)
         return 0

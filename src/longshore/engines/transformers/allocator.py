@@ -1,5 +1,6 @@
 """The device cache of continuous batching, with tiers below it.
 
+    expect                 what files have of requests that wait is read into host memory
     match_prefix_blocks    blocks that the device lacks come up from the tiers, within a deadline
     mark_complete_blocks   complete blocks are committed
     evict_cached_blocks    blocks about to be evicted are committed again; none is reused while a job reads it
@@ -10,22 +11,25 @@ Where the tiers fail, the engine sees fewer blocks: always safe.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from longshore.boundary import DEVICE, FILE, HOST, Key
-from longshore.cache import GroupKeys, Lease, Retention, TieredCache, Until
+from longshore.cache import GroupKeys, Lease, Retention, Text, TieredCache, Until
 from longshore.engines.transformers.contract import check_allocator
 from longshore.engines.transformers.ledger import TieredLedger
-from longshore.engines.transformers.lookups import Lookup, PromptRecord
-from longshore.errors import DeviceError, EngineError, QueueFullError, TierError, TokenError
+from longshore.engines.transformers.lookups import Ahead, Lookup, PromptRecord
+from longshore.errors import DeviceError, EngineError, QueueFullError, TierClosedError, TierError, TokenError
 from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain
 from longshore.runtime.containment import contained
@@ -41,7 +45,7 @@ _EXPECTED = (TokenError, TierError, DeviceError, QueueFullError)
 class _Chunk:
     """A chunk on the device: the path of keys that ends with it, `prompt` of them a prompt's; and its blocks.
 
-    `retention` is what its request says of the path.
+    `retention` is what its request says of the path. `tokens` are the chunk's, where partial matches ask for them.
     """
 
     path: Sequence[Key]
@@ -49,6 +53,7 @@ class _Chunk:
     prompt: int
     blocks: tuple[int, ...]
     retention: tuple[Retention, ...]
+    tokens: array[int] | None
 
 
 class Owner(Protocol):
@@ -88,6 +93,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self._number = self.owner.admit(config)
         self._compute: torch.Stream | None = None
         self._stack: Stack | None = None
+        self._ahead: Ahead | None = None
         self._chains: dict[str, tuple[KeyChain, int]] = {}
         """Keys of each request, and how many of its chunks are of the prompt alone."""
         self._chunks: dict[Key, _Chunk] = {}
@@ -132,10 +138,13 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if stack is self._stack:
             return
         self._reclaim()
-        self._stack = stack
+        self._stop_waiting(self._lookups.values())
+        self._stack, self._ahead = stack, None
         for lookup in self._lookups.values():
-            lookup.path = lookup.turn = None  # of the former tiers
+            lookup.path = lookup.turn = lookup.kept = None  # of the former tiers
         if stack is not None:
+            if stack.host is not None and stack.file is not None and self.use_block_sharing:
+                self._ahead = Ahead(stack)
             self._guard = BlockGuard(stack.runtime, stack.config.write_timeout)
             if not isinstance(self.ledger, TieredLedger):
                 self.ledger = TieredLedger(self._leaving, self._offload_evicted, self._forgotten)
@@ -147,15 +156,31 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if isinstance(self.ledger, TieredLedger):
             self.pool.free_blocks(self.index, self.ledger.drop_cached_blocks())
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether requests do not begin before their prefetch is over, by the setting `prefetch`."""
+        return self._ahead is not None and self._ahead.waits
+
+    def expect(self, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
+        """Requests wait, these, in this order, by name and prompt: prefetch for them, from files into host memory.
+
+        Returns the names of those that are not to begin yet, if requests are held back.
+        """
+        if self._stack is None or self._ahead is None:
+            return set()
+        return self._fetch(self._stack, self._ahead, waiting)
+
+    def expect_none(self) -> None:
+        """The engine's loop has ended, and with it all requests."""
+        self._stop_waiting(self._lookups.values())
+        self._lookups.clear()
+
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         """Blocks of the longest prefix that is on the device, or comes up from the tiers in time."""
         blocks: list[int] = super().match_prefix_blocks(prompt_ids)
         sources = [DEVICE] * len(blocks)
         request, self.asking = self.asking or f"prompt-{next(self._unnamed)}", None
-        name = request if self._number < 2 else f"{request}@{self._number}"  # transformers names begin anew
-        if request not in self._lookups:
-            self._lookups[request] = Lookup(name, self.owner.hints_for(request))
-        lookup = self._lookups[request]
+        lookup = self._lookup(request)
         if self._stack is not None:
             self._stack.runtime.asked.attempts += 1
             onboarded, tiers = self._onboard(self._stack, lookup, prompt_ids, blocks)
@@ -173,6 +198,12 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if request_id in self._lookups:
             self._end_lookup(self._lookups[request_id])
 
+    def _lookup(self, request: str) -> Lookup:
+        name = request if self._number < 2 else f"{request}@{self._number}"  # transformers names begin anew
+        if request not in self._lookups:
+            self._lookups[request] = Lookup(name, self.owner.hints_for(request))
+        return self._lookups[request]
+
     def _end_lookup(self, lookup: Lookup) -> None:
         """The request begins with what its latest lookup has found."""
         if lookup.is_over:
@@ -183,6 +214,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if self._stack is not None:
             self._stack.runtime.asked.requests += 1
             self._count_request(self._stack, lookup)
+            self._stop_waiting([lookup])
 
     @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
     def _count_request(self, stack: Stack, lookup: Lookup) -> None:
@@ -216,7 +248,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """A request is over. Its blocks are released tail first, so that a prefix's head is evicted last."""
         self._chains.pop(request_id, None)
-        self._lookups.pop(request_id, None)
+        if (lookup := self._lookups.pop(request_id, None)) is not None:
+            self._stop_waiting([lookup])
         self._reclaim()
         if request_id in self.block_table:
             self.block_table[request_id] = self.block_table[request_id][::-1]
@@ -232,6 +265,49 @@ class TieredAllocator(FullAttentionCacheAllocator):
         """The runtime whose faults are contained here; only asked for where there are tiers."""
         return cast("Stack", self._stack).runtime
 
+    # ------------------------------------------------------------------ requests that wait
+
+    @contained(lambda self, stack, ahead, waiting: set[str](), expected=_EXPECTED)
+    def _fetch(self, stack: Stack, ahead: Ahead, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
+        late: set[str] = set()
+        with stack.runtime.control() as cache:
+            for request, prompt in waiting:
+                lookup = self._lookup(request)
+                if not lookup.is_fetched:
+                    if ahead.is_full:
+                        break
+                    lookup.is_fetched = True  # whatever comes of it
+                    present = len(super().match_prefix_blocks(prompt))
+                    if FILE in lookup.hints.load and present < self._limit(prompt):
+                        path = self._path(stack, prompt, present)
+                        ahead.fetch(cache, lookup, path, present * self.tokens_per_page)
+                if ahead.is_late(cache, lookup):
+                    late.add(request)
+        return late
+
+    def _stop_waiting(self, lookups: Iterable[Lookup]) -> None:
+        """These requests wait no longer."""
+        kept = [lookup for lookup in lookups if lookup.kept is not None]
+        if kept and self._stack is not None and self._ahead is not None:
+            self._end_prefetches(self._stack, self._ahead, kept)
+
+    @contained(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
+    def _end_prefetches(self, stack: Stack, ahead: Ahead, lookups: Sequence[Lookup]) -> None:
+        with contextlib.suppress(TierClosedError), stack.runtime.control() as cache:
+            for lookup in lookups:
+                ahead.end(cache, lookup)
+
+    def _limit(self, prompt: Sequence[int]) -> int:
+        """Blocks of `prompt` that need not be computed: its last token always is."""
+        return (len(prompt) - 1) // self.tokens_per_page
+
+    def _path(self, stack: Stack, prompt: list[int], present: int) -> GroupKeys:
+        """What to look up of `prompt`, whose first `present` blocks are on the device."""
+        per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
+        keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
+        text = Text(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
+        return GroupKeys(keys, min(present // per_chunk, len(keys)), text=text)
+
     # ------------------------------------------------------------------ onboard
 
     @contained(lambda self, stack, lookup, prompt, present: (list[int](), list[str]()), expected=_EXPECTED)
@@ -239,13 +315,11 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self, stack: Stack, lookup: Lookup, prompt: list[int], present: list[int]
     ) -> tuple[list[int], list[str]]:
         """Device blocks for what follows `present`, filled and registered, and the tier that each came from."""
-        per_chunk = stack.config.blocks_per_chunk
-        limit = (len(prompt) - 1) // self.tokens_per_page  # the last token is always computed
+        per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
         if len(present) >= limit or not lookup.hints.load:
             return [], []
-        keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
-        start, skip = divmod(len(present), per_chunk)
-        lookup.path = GroupKeys(keys, min(start, len(keys)))
+        skip = len(present) % per_chunk
+        lookup.path = self._path(stack, prompt, len(present))
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.control() as cache:
             found = cache.lookup({0: lookup.path}, now, request=name, count=False, turn=lookup.turn)
@@ -255,11 +329,15 @@ class TieredAllocator(FullAttentionCacheAllocator):
         blocks: list[int] = []
         filled: list[str] = []
         try:
-            chunks = stack.runtime.worth_loading(lease, len(present) * self.tokens_per_page)
+            fetched = max(0, lookup.fetched - lookup.path.first)
+            chunks = stack.runtime.worth_loading(lease, len(present) * self.tokens_per_page, least=fetched)
             if FILE not in lookup.hints.load:
                 with stack.runtime.control() as cache:
                     chunks = min(chunks, cache.progress(lease).leading(HOST))
-            wanted = min(chunks * per_chunk - skip, limit - len(present))
+            leading = found.partial.tokens // self.tokens_per_page if found.partial and chunks > found.chunks else 0
+            wanted = min(min(chunks, found.chunks) * per_chunk + leading - skip, limit - len(present))
+            if wanted <= 0:
+                return [], []
             blocks = self._take_blocks(wanted, reserve=self._blocks_for(len(prompt)) - len(present), keep=present)
             if not blocks:
                 return [], []
@@ -338,9 +416,12 @@ class TieredAllocator(FullAttentionCacheAllocator):
         keys.extend(token_ids[known * chunk_tokens : whole * chunk_tokens])
         for position in range(known, whole):
             blocks = tuple(table[position * per_chunk : (position + 1) * per_chunk])
-            self._remember(_Chunk(keys.keys, position, prompt, blocks, retention))
+            mine = token_ids[position * chunk_tokens : (position + 1) * chunk_tokens]
+            tokens = array("I", mine) if per_chunk > 1 else None
+            self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
         turn = None if lookup is None else lookup.turn
-        path = GroupKeys(keys.keys[:whole], prompt=prompt, retention=retention)
+        text = Text(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
+        path = GroupKeys(keys.keys[:whole], prompt=prompt, retention=retention, text=text)
         self._store(stack, path, table[: whole * per_chunk], evicting=False, turn=turn)
 
     def _begin(self, stack: Stack, request_id: str, token_ids: list[int], complete: int) -> int:
@@ -384,7 +465,11 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 first -= 1
             done.update(tail.path[first : tail.position + 1])
             blocks = [block for chunk in run for block in chunk.blocks]
-            path = GroupKeys(tail.path[: tail.position + 1], first, prompt=tail.prompt, retention=tail.retention)
+            keys, text = tail.path[: tail.position + 1], None
+            known = [np.array(chunk.tokens, np.uint32) for chunk in run if chunk.tokens is not None]
+            if known:  # of the chunks before them nothing is asked
+                text = Text(np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root)
+            path = GroupKeys(keys, first, text=text, prompt=tail.prompt, retention=tail.retention)
             self._store(stack, path, blocks, evicting=True)
 
     def _store(

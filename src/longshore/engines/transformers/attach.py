@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from longshore.boundary import DEVICE, FILE, HOST
+from longshore.cache import CacheGroup
 from longshore.config import Config
 from longshore.engines.transformers import contract
 from longshore.engines.transformers.allocator import TieredAllocator
@@ -106,7 +107,7 @@ class Tiers:
         self._records.append(prompt)
 
     def hint(self, request: str, hints: RequestHints | Mapping[str, Any]) -> None:
-        """Say what is known of a request that is about to begin: `longshore.hints` has the fields and their meaning.
+        """Say what is known of a request that is about to be added: `longshore.hints` has the fields and their meaning.
 
         `request` is the engine's name of it: that of `add_request`, or `req_0`, `req_1`, ... for the prompts of a
         `generate_batch`, in their order. Hints are used once; requests without any have those of the setting
@@ -263,7 +264,16 @@ class Tiers:
         device = device_for(layout, self.config.calibration)
         is_new = self.stack is None
         if self.stack is None:
-            self.stack = open_stack(self.config, layout, scope, device, open_file=self._open_file)
+            partial = self.config.blocks_per_chunk > 1  # transformers has no use for a part of a block
+            self.stack = open_stack(
+                self.config,
+                layout,
+                scope,
+                device,
+                open_file=self._open_file,
+                groups=[CacheGroup(block_size=allocator.tokens_per_page)],
+                partial=partial,
+            )
         else:
             self.stack = self.stack.bind(layout, device)
         self._opened = True

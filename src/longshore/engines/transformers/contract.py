@@ -6,6 +6,7 @@ made. Everything else used here is listed below; where one has moved, `check` sa
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -29,6 +30,9 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "FullAttentionCacheAllocator.free_all_requests": ("self",),
     "PagedAttentionCache.search_prefix_match": ("self", "request_id", "prompt_ids"),
     "ContinuousBatchingManager._create_batch_processor": ("self",),
+    "ContinuousBatchProcessor.fail_all_requests": ("self", "error"),
+    "Scheduler._cleanup_waiting_queue": ("self", "request_ids_to_remove_from_waiting"),
+    "Scheduler._get_waiting_candidates": ("self",),
     "BlockLedger.release": ("self", "block_id", "no_cache"),
     "BlockLedger.evict_cached_blocks": ("self",),
     "BlockLedger.register_new_hash": ("self", "block_id", "block_hash"),
@@ -44,6 +48,8 @@ _ALLOCATOR_FIELDS = (
     *("pages_per_block", "pool", "tokens_per_page", "use_block_sharing"),
 )
 _LEDGER_FIELDS = ("hash_to_block", "block_to_hash", "cached_blocks")
+_SCHEDULER_FIELDS = ("active_requests", "cache")
+_REQUEST_FIELDS = ("is_cpu_offloaded", "remaining_prefill_tokens", "request_id")
 
 
 def load() -> dict[str, Any]:
@@ -67,6 +73,11 @@ def load() -> dict[str, Any]:
             BlockLedger,
             compute_block_hash,
         )
+        from transformers.generation.continuous_batching.continuous_api import (  # noqa: PLC0415
+            ContinuousBatchProcessor,
+        )
+        from transformers.generation.continuous_batching.requests import RequestState  # noqa: PLC0415
+        from transformers.generation.continuous_batching.scheduler import FIFOScheduler, Scheduler  # noqa: PLC0415
     except ImportError as error:
         raise ContractError(
             f"{error}; Longshore works with {SUPPORTED}, this is transformers {transformers.__version__}"
@@ -75,9 +86,13 @@ def load() -> dict[str, Any]:
         "ATTN_TYPE_TO_ALLOCATOR": ATTN_TYPE_TO_ALLOCATOR,
         "BlockLedger": BlockLedger,
         "CachePool": CachePool,
+        "ContinuousBatchProcessor": ContinuousBatchProcessor,
         "ContinuousBatchingManager": ContinuousBatchingManager,
+        "FIFOScheduler": FIFOScheduler,
         "FullAttentionCacheAllocator": FullAttentionCacheAllocator,
         "PagedAttentionCache": PagedAttentionCache,
+        "RequestState": RequestState,
+        "Scheduler": Scheduler,
         "compute_block_hash": compute_block_hash,
         "group_layers_by_attn_type": group_layers_by_attn_type,
         "version": transformers.__version__,
@@ -91,7 +106,14 @@ def check() -> None:
     registered = found["ATTN_TYPE_TO_ALLOCATOR"].get("full_attention")
     if not (isinstance(registered, type) and issubclass(registered, found["FullAttentionCacheAllocator"])):
         moved.append(f"ATTN_TYPE_TO_ALLOCATOR['full_attention'] is {registered!r}")
-    moved += [f"BlockLedger has no {name}" for name in _LEDGER_FIELDS if not hasattr(found["BlockLedger"](), name)]
+    scheduler = found["FIFOScheduler"](cache=None, safety_margin=0.0, max_requests_per_batch=1)
+    states = dict.fromkeys(field.name for field in dataclasses.fields(found["RequestState"]))
+    for owner, fields, present in (
+        ("BlockLedger", _LEDGER_FIELDS, vars(found["BlockLedger"]())),
+        ("RequestState", _REQUEST_FIELDS, states),
+        ("Scheduler", _SCHEDULER_FIELDS, vars(scheduler)),
+    ):
+        moved += [f"{owner} has no {name}" for name in fields if name not in present]
     if moved:
         raise ContractError(
             f"the internals of transformers {found['version']} have moved (Longshore works with {SUPPORTED}): "

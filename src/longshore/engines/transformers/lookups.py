@@ -2,14 +2,21 @@
 
 match_prefix_blocks ──► the latest `Lookup` of a request, again and again
 the request begins ───► a `PromptRecord`, and the counters
+
+While it waits, `Ahead` keeps what it is to find, and has it read from files into host memory.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from longshore.cache import GroupKeys
+from longshore.boundary import Key
+from longshore.cache import GroupKeys, Lease, PrefetchPolicy, TieredCache
 from longshore.hints import RequestHints
+from longshore.runtime.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +33,23 @@ class PromptRecord:
     request: str
 
 
+class Kept(NamedTuple):
+    """A lease for a request that waits, on the chunks `keys`."""
+
+    lease: Lease
+    keys: Sequence[Key]
+
+
 @dataclass(slots=True)
 class Lookup:
     """The latest lookup for a request: transformers repeats it while the request waits, and it is counted once.
 
     `hints` are what the request says of its blocks. `context` of the prompt's `tokens` were on the device at time `at`.
     `path` is what the tiers were asked for, `turn` that of the request in the cache, once it was looked up.
+
+    While the request waits, `kept` is what is kept for it. Of its prompt `fetched` chunks are in host memory, on the
+    device before them, or on their way. `is_fetched` says that no more will be prefetched, `is_late` that the request
+    waits for it.
     """
 
     request: str
@@ -44,3 +62,83 @@ class Lookup:
     turn: int | None = None
     is_counted: bool = False
     is_over: bool = False
+    kept: Kept | None = None
+    fetched: int = 0
+    is_fetched: bool = False
+    is_late: bool = False
+
+
+class Ahead:
+    """Prefetches for requests that wait. What is kept for all of them is at most half of the host tier."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._runtime = stack.runtime
+        self.waits = stack.config.prefetch is not PrefetchPolicy.BEST_EFFORT
+        with stack.runtime.observe() as cache:
+            self.room = cache.stats()[0].slots // 2
+        self.keys: Counter[Key] = Counter()
+        """Chunks that are kept, and for how many requests."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more can be kept."""
+        return len(self.keys) >= self.room
+
+    def fetch(self, cache: TieredCache, lookup: Lookup, path: GroupKeys, context: int) -> None:
+        """Prefetch what the tiers have of `path`, as far as there is room, and as reading is quicker than computing.
+
+        `context`: tokens before it, which are on the device. Without room for all of it, `lookup` is not `is_fetched`.
+        """
+        keys, former = path.names, lookup.kept
+        end, left = path.first, self.room - len(self.keys)
+        while end < len(keys) and left > 0:
+            left -= keys[end] not in self.keys
+            end += 1
+        lookup.is_fetched = end == len(keys)
+        if not lookup.is_fetched:
+            path = path._replace(keys=keys[:end], text=None)
+        try:
+            kept = self._keep(cache, lookup, path)
+            if kept is not None:
+                worth = self._runtime.worth_loading(kept.lease, context, ahead=True)
+                if worth < len(kept.keys):
+                    self.end(cache, lookup)
+                    less = path._replace(keys=keys[: path.first + worth], text=None)
+                    kept = self._keep(cache, lookup, less) if worth else None
+            if kept is not None:
+                lookup.fetched = path.first + len(kept.keys)
+                cache.prefetch(kept.lease, self._runtime.clock())
+                lookup.is_late = self.waits
+        finally:
+            if former is not None:
+                self._let_go(cache, former)
+
+    def is_late(self, cache: TieredCache, lookup: Lookup) -> bool:
+        """Whether the request is to wait for its prefetch, by the policy of the settings."""
+        if lookup.is_late and lookup.kept is not None:
+            lookup.is_late = not cache.progress(lookup.kept.lease).is_over
+        return lookup.is_late
+
+    def end(self, cache: TieredCache, lookup: Lookup) -> None:
+        """The request waits no longer: what is on its way for nobody else is called off."""
+        kept, lookup.kept = lookup.kept, None
+        if kept is not None:
+            self._let_go(cache, kept)
+
+    def _keep(self, cache: TieredCache, lookup: Lookup, path: GroupKeys) -> Kept | None:
+        """Keep what is found of `path`."""
+        now = self._runtime.clock()
+        found = cache.lookup({0: path}, now, request=lookup.request, count=False, turn=lookup.turn)
+        lookup.turn, lookup.kept = found.turn, None
+        if found.lease is not None:
+            keys = list(path.names[path.first : path.first + found.chunks])
+            lookup.kept = Kept(found.lease, keys if found.partial is None else [*keys, found.partial.key])
+            self.keys.update(lookup.kept.keys)
+        return lookup.kept
+
+    def _let_go(self, cache: TieredCache, kept: Kept) -> None:
+        cache.release(kept.lease)
+        self.keys.subtract(kept.keys)
+        for key in kept.keys:
+            if not self.keys[key]:
+                del self.keys[key]
