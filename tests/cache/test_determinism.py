@@ -42,7 +42,7 @@ def busy_world(seed: int) -> Groups:
                 world.commit(path, 0, dice.random() < 0.5)
             case 2:
                 hold = world.match(path, 0, dice.choice(REQUESTS))
-                if hold is not None:
+                if hold is not None and dice.random() < 0.7:
                     world.onboard(hold, len(world.holds[hold].keys), 0, 0)
             case 3:
                 world.settle_all()
@@ -53,7 +53,7 @@ def busy_world(seed: int) -> Groups:
                     world.deliver(job, rank, dice.choice(PATTERNS))
                     world.apply(world.results[-1:])
             case 6:
-                for hold in list(world.holds)[:1]:
+                for hold in [each for each, model in world.holds.items() if not model.onboarded][:1]:
                     world.prefetch(hold, PrefetchPolicy.TIMEOUT, 1.5)
             case 7 | 8:
                 upheave(world, dice)

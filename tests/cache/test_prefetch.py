@@ -233,7 +233,7 @@ def test_each_waiter_of_a_load_has_a_deadline_of_its_own() -> None:
     world.drain()
 
 
-def test_the_read_of_a_released_load_is_left_until_its_deadline() -> None:
+def test_a_released_load_leaves_its_read_until_the_deadline() -> None:
     world, hold = cold("ab")
     world.onboard(hold, 2, 0, 0, 4.0)
     (read,), (copy,) = world.on("file->host"), world.on("host->device")
