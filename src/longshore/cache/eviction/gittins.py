@@ -123,12 +123,14 @@ class Gittins(EvictionPolicy):
         self._turn, self._last = turn, self._pause
         self._fresh = self._spans.row(turn) * KINDS
 
-    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int]) -> int:
+    def admit(
+        self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False
+    ) -> tuple[int, int]:
         """How many lead of `keys` that promise no less than what goes for them: room is made in runs of one promise."""
         self._rank_lists()
         self._last, tail, count = self._pause, list(keys[::-1]), 0
         end, limit, rooms = 0, LISTS, dict[int, int]()
-        for some, state, used in reversed(self._use_new(tail, leaf=True, noted=False)):
+        for some, state, used in reversed(self._use_new(tail, leaf=True, noted=False, copies=copies)):
             end, limit = end + some, min(limit, self._rank[self._list_of(state, used)])
             rooms[limit] = end
         try:
@@ -138,24 +140,42 @@ class Gittins(EvictionPolicy):
                     break
         finally:
             self._limit = LISTS
-        count = count or make_room(1)
-        if gone := tail[: len(tail) - count]:
-            counts, states, when = np.array(self._use_new(gone, leaf=True)).T
-            when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint16)
-            self._forget(*self._ghosts.insert_all(gone, when, states))
-            self._since += len(gone)
-        return count
+        gone = tail[: len(tail) - count]
+        if gone and not copies:
+            self._remember(gone, leaf=True)
+        return count, len(gone) if gone and self.coldest() else 0
+
+    def note(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used, and are not in: they are remembered."""
+        self._last = self._pause
+        self._remember(self.names[numbers(nodes)].tolist(), leaf=False)
+
+    def _remember(self, keys: Sequence[Key], *, leaf: bool) -> None:
+        """`keys`, tail first, are used in this turn, and not in."""
+        counts, states, when = np.array(self._use_new(keys, leaf=leaf)).T
+        when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint16)
+        self._forget(*self._ghosts.insert_all(keys, when, states))
+        self._since += len(keys)
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident: used as often as is remembered, and once more.
 
         One that is not remembered was used as what follows it: whoever comes for that comes for it.
         """
+        self._insert(nodes, leaf=leaf, continues=continues)
+
+    def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+        """`nodes` became resident: used as often, and when, as is remembered."""
+        self._insert(nodes, leaf=leaf, copies=True)
+
+    def _insert(
+        self, nodes: Sequence[int], *, leaf: bool, continues: bool = False, copies: bool = False
+    ) -> None:
         check_new(self._state, nodes)
         if not continues:
             self._last = self._pause
         at, first = numbers(nodes), 0
-        for count, state, when in self._use_new(self.names[at].tolist(), leaf=leaf):
+        for count, state, when in self._use_new(self.names[at].tolist(), leaf=leaf, copies=copies):
             which = self._list_of(state, when)
             if count < FEW:
                 some = nodes[first : first + count]
@@ -360,13 +380,19 @@ class Gittins(EvictionPolicy):
                 f"lists have {len(ordered)} nodes, {len(marked)} and {held} held are marked of {self._count}"
             )
 
-    def _use_new(self, keys: Sequence[Key], *, leaf: bool, noted: bool = True) -> list[tuple[int, int, int]]:
+    def _use_new(
+        self, keys: Sequence[Key], *, leaf: bool, noted: bool = True, copies: bool = False
+    ) -> list[tuple[int, int, int]]:
         """What new chunks, tail first, become by a use in this turn, in runs: how many, their state, their last use.
 
-        Unless it is `noted`, nobody has used them yet, and they stay in the ghost list.
+        Unless it is `noted`, nobody has used them yet, and they stay in the ghost list. Known `copies` stay as they are.
         """
         runs, last = list[tuple[int, int, int]](), self._last
         for count, when, left in self._ghosts.take_all(keys, forget=noted):
+            if left and copies:
+                last = left
+                runs.append((count, left, when))
+                continue
             if left:
                 last = self._use(left, when, count, noted=noted)
                 runs.append((count, last, max(when, self._turn)))

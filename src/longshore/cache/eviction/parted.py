@@ -61,11 +61,23 @@ class Parted(EvictionPolicy):
         for policy in self._parts.values():
             policy.begin(turn, length, last, keys)
 
+    def note(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used, and are not in."""
+        for number, ours in self._split(nodes, self.all_wanted(nodes)):
+            self.part(number).note(ours)
+
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident, each where it is wanted."""
         check_new(self._part, nodes, OUT)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
+            marks(self._part)[numbers(ours)] = number
+
+    def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+        """The same for copies."""
+        check_new(self._part, nodes, OUT)
+        for number, ours in self._split(nodes, self.all_wanted(nodes)):
+            self.part(number).insert_copies(ours, leaf=leaf and ours[0] == nodes[0])
             marks(self._part)[numbers(ours)] = number
 
     def touch(self, nodes: Sequence[int]) -> None:
