@@ -63,6 +63,9 @@ class Config(BaseModel):
     backup: WritePolicy = Field(
         WritePolicy.BACK, description="when blocks are copied from the host tier to the file tier"
     )
+    admission: bool = Field(
+        True, description="a full file tier refuses blocks that promise fewer hits than those they would replace"
+    )
     threshold: int = Field(
         2, ge=2, le=255, description="number of uses at which a selective write policy copies a block"
     )

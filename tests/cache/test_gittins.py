@@ -24,10 +24,10 @@ from longshore.cache.eviction.uses import (
     GAP_OF,
     GAPS,
     KIND_OF,
-    KINDS,
     LEAF,
     OLDEST,
     ONCE,
+    PLAIN,
     REQUEST,
     USES,
     WEIGHTS,
@@ -51,19 +51,19 @@ def best_by_hand(chances: list[float], age: int) -> float:
 @given(st.integers(0, 2**32), st.integers(1, 400))
 def test_a_promise_is_the_best_rate_and_never_less_with_more_uses(seed: int, most: int) -> None:
     promises, dice = HitRates(), np.random.default_rng(seed)
-    promises._reached[:] = dice.integers(0, most, (KINDS, AGES))
-    promises._back[:] = promises._reached * dice.random((KINDS, AGES)) ** 3
+    promises._reached[:] = dice.integers(0, most, (PLAIN, AGES))
+    promises._back[:] = promises._reached * dice.random((PLAIN, AGES)) ** 3
     chances, table = promises.chances(), promises.table()
     assert ((chances > 0) & (chances < 1)).all()
     for age in range(0, AGES, 5):
-        raw = [best_by_hand(chances[kind].tolist(), age) for kind in range(KINDS)]
-        for kind in range(1 + GAPS, KINDS):
+        raw = [best_by_hand(chances[kind].tolist(), age) for kind in range(PLAIN)]
+        for kind in range(1 + GAPS, PLAIN):
             raw[kind] = max(raw[kind], raw[kind - GAPS])
         assert table[:, age].tolist() == pytest.approx(raw)
 
 
 def test_with_nothing_known_the_oldest_go_first() -> None:
-    assert HitRates().order(np.array([7, 3, 3, 0])).tolist() == list(range(4 * KINDS))
+    assert HitRates().order(np.array([7, 3, 3, 0])).tolist() == list(range(4 * PLAIN))
 
 
 def test_a_kind_that_returns_after_a_pause_promises_most_just_before() -> None:
@@ -489,7 +489,7 @@ class Path:
         self.tier, self.free = tier, 0
         keys = tier.names[self.nodes].tolist()
         tier.policy.begin(turn, count, 0, keys)
-        self.admitted = tier.policy.admit(keys, self.make_room)
+        self.admitted = tier.policy.admit(keys, self.make_room)[0] or self.make_room(1)
         tier.policy.insert(self.nodes[: self.admitted][::-1])
         tier.policy.check_integrity()
 

@@ -29,6 +29,7 @@ from longshore.cache.emptying import Emptying
 from longshore.cache.events import EVICTED, EventKind, EventLog
 from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction.returns import Return, Returns
 from longshore.cache.eviction.sized import Sized
 from longshore.cache.index import Index
 from longshore.cache.keeping import Keeping
@@ -88,6 +89,7 @@ class Store:
         self.log = EventLog(events)
         self.watching = Watching(self)
         self._token_width = token_width
+        self.returns = Returns()
         self.turn = self.served = 0
         """The last turn that was drawn, and that of the request that is served."""
         self.changes = 0
@@ -405,12 +407,16 @@ class Store:
         largest = pool.slabs.images.index(min(pool.slabs.images))
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
-    def begin(self, keys: Sequence[Key], known: int) -> int:
-        """A request for the path `keys`, of which the first `known` are in some tier, begins; it draws this turn."""
+    def begin(self, keys: Sequence[Key], known: int, said: Return | None = None) -> int:
+        """A request for the path `keys`, of which the first `known` are in some tier, begins; it draws this turn.
+
+        Its host has `said` this about its return.
+        """
         self.turn = self.served = self.turn + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
+        hint = self.returns.begin(self.turn, self.log.now, said)
         for policy in self.policies:
-            policy.begin(self.turn, len(keys), last, keys[known:])
+            policy.begin(self.turn, len(keys), last, keys[known:], hint)
         return self.turn
 
     def check_turn(self, turn: int | None) -> None:
@@ -424,7 +430,7 @@ class Store:
         if turn != self.served:
             self.served = turn
             for policy in self.policies:
-                policy.begin(turn)
+                policy.begin(turn, hint=self.returns.of(turn))
 
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used by the request that is served: heads stay longest."""

@@ -142,7 +142,7 @@ class Storing:
         orphan = known > 0 and parent == ROOT
         fresh = self._admit(wanted, parent, pool, orphan=orphan, patient=patient, path=keys[known : known + wanted])
         if fresh is None:
-            return StoreOrder(None, copies=True)
+            return StoreOrder(None, again=True)
         if not fresh:
             return StoreOrder(None, kept=known, known=range(first, known))
         job = self._flow.new_id()

@@ -45,19 +45,18 @@ class EvictionPolicy(ABC):
         self.names = names
 
     def begin(  # noqa: B027 - for those with a clock
-        self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = ()
+        self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0
     ) -> None:
         """The request of this turn begins, or goes on: all uses until the next call are its uses, and have one age.
 
         Turns are drawn one after the other. A request begins with a turn that is later than all before: for a path of
         `length` chunks, of which `last` is the node of the last one of those that lead and are resident, and `keys`
         are those of all behind it. With an earlier turn a request goes on: what it has used is not counted again.
+        `hint` is the number of what its host has said about its return (`longshore.cache.eviction.returns`).
         """
 
-    def admit(
-        self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False
-    ) -> tuple[int, int]:
-        """How many lead of `keys`, which follow one another in a path, that are to become resident; how many are refused.
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
+        """How many lead of `keys`, a part of a path, that are to become resident, and how many are refused.
 
         Those are refused that promise less than what has to go for them. For what is neither there is no room at
         present. `make_room(count)` makes room for at most `count` of `keys`, and says for how many. The keys are used

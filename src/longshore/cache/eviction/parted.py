@@ -25,7 +25,7 @@ class Parted(EvictionPolicy):
         """`nodes`: there are nodes below this number in the parts already."""
         super().__init__(slots, names)
         self._parts = dict(parts)
-        self._turn = 0
+        self._turn = self._hint = 0
         part = np.full(nodes, OUT, np.uint8)
         for number, policy in parts.items():
             part[policy.resident(nodes)] = number
@@ -55,11 +55,11 @@ class Parted(EvictionPolicy):
         for policy in self._parts.values():
             policy.grow(nodes)
 
-    def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = ()) -> None:
+    def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
         """A request begins, or goes on, for all policies."""
-        self._turn = turn
+        self._turn, self._hint = turn, hint
         for policy in self._parts.values():
-            policy.begin(turn, length, last, keys)
+            policy.begin(turn, length, last, keys, hint)
 
     def note(self, nodes: Sequence[int]) -> None:
         """`nodes` were used, and are not in."""
