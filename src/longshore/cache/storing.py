@@ -310,8 +310,11 @@ class Storing:
         not offered again before they are used again.
         """
         store, parent = self._store, self._store.index.parent
-        if not self._flow.settings.admission or store.pools[tier].room(pool) >= len(nodes):
+        policy = store.order(tier, pool)
+        if not (self._flow.settings.admission and policy.refuses) or store.pools[tier].room(pool) >= len(nodes):
             return list(nodes[: self._room(tier, len(nodes), pool)])
+        if tier < store.last:
+            self._clean(tier, len(nodes))
         chosen, left_out, refused = list[int](), set[int](), list[int]()
 
         def make_room(most: int) -> int:
@@ -322,7 +325,7 @@ class Storing:
             path, taken, least = nodes[start:end], 0, 0
             if parent[path[0]] not in left_out:
                 keys = [store.index.key[node] for node in path]
-                taken, least = store.order(tier, pool).admit(keys, make_room, copies=True)
+                taken, least = policy.admit(keys, make_room, copies=True)
             chosen += path[:taken]
             refused += path[taken : taken + min(least, 1)]
             left_out.update(path[taken:])

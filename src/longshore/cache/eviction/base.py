@@ -40,6 +40,9 @@ class EvictionPolicy(ABC):
     refuses it.
     """
 
+    refuses = False
+    """Whether `admit` may refuse chunks."""
+
     def __init__(self, slots: int, names: Names) -> None:
         self.slots = slots
         self.names = names

@@ -71,6 +71,8 @@ class Gittins(EvictionPolicy):
     About four evicted chunks for each slot are in a ghost list, at 8 bytes each.
     """
 
+    refuses = True
+
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
         self._hit_rates, self._spans, self._chains = HitRates(), Spans(), Chains()
