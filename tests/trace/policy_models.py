@@ -17,10 +17,10 @@ from longshore.cache.eviction.uses import (
     GAP_OF,
     HOW,
     KIND_OF,
-    PLAIN,
     LEAF,
     OLDEST,
     ONCE,
+    PLAIN,
     REQUEST,
     USES,
 )

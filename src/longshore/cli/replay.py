@@ -44,6 +44,7 @@ from longshore.report import REASONS, RUNS, SOURCES, Curve, Page, curves, stacke
 
 if TYPE_CHECKING:
     from longshore.cache.eviction import EvictionPolicy
+    from longshore.cache.eviction.returns import Return
     from longshore.trace.request import TraceRequest
     from longshore.trace.result import Row
     from longshore.trace.tiered import Tally, TieredReplay
@@ -202,7 +203,8 @@ def _experiment(
     with _served(slots, name, kind, through) as serve:
         for request in requests:
             path = request.hash_ids
-            found = Hits(found.requests + 1, found.block_refs + len(path), found.hits + serve(path))
+            hits = serve(path, request.timestamp_ms / 1000, request.returns)
+            found = Hits(found.requests + 1, found.block_refs + len(path), found.hits + hits)
             blocks.add(path)
     most = blocks.optimal(slots)
     best = None if most is None else ratio(most, found.block_refs)
@@ -233,7 +235,7 @@ def _experiment(
 @contextmanager
 def _served(
     slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
-) -> Iterator[Callable[[Sequence[int]], int]]:
+) -> Iterator[Callable[[Sequence[int], float, Return | None], int]]:
     """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name."""
     if through is None:
         from longshore.trace.experiment import Experiment  # noqa: PLC0415

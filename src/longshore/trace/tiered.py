@@ -296,7 +296,7 @@ class TieredReplay:
     def _look(self, visit: _Visit, end: int) -> Found:
         """Lease what the tiers have of the keys up to `end`, behind what is leased already."""
         path = GroupKeys(visit.keys[:end], visit.matched)
-        found = self.cache.lookup({0: path}, self._now, turn=visit.turn)
+        found = self.cache.lookup({0: path}, self._now, turn=visit.turn, returns=visit.request.returns)
         visit.turn = found.turn
         if found.lease is not None:
             visit.parts.append(_Part(found.lease, found.chunks))

@@ -248,7 +248,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
         lookup.path = GroupKeys(keys, min(start, len(keys)))
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.control() as cache:
-            found = cache.lookup({0: lookup.path}, now, request=name, count=False, turn=lookup.turn)
+            found = cache.lookup(
+                {0: lookup.path}, now, request=name, count=False, turn=lookup.turn, returns=lookup.hints.returns
+            )
         lookup.turn, lease = found.turn, found.lease
         if lease is None:
             return [], []
