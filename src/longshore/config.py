@@ -75,7 +75,8 @@ class Config(BaseModel):
     )
     request_hints: RequestHints = Field(
         RequestHints(),
-        description="hints for requests without their own: store, load, retention (see `longshore.hints`)",
+        description="hints for requests without their own: store, load, retention, ends, returns_in, class "
+        "(see `longshore.hints`)",
     )
     prefetch: PrefetchPolicy = Field(
         PrefetchPolicy.BEST_EFFORT, description="how a request waits for its prefetch, in engines that prefetch"
