@@ -578,6 +578,7 @@ def test_hints_that_hold_are_worth_hits_and_wrong_ones_cost_none() -> None:
     assert visits(3000, wrong(0.3)) >= without
     assert visits(3000, wrong(0.5)) >= 0.97 * without  # which say nothing
     assert visits(3000, wrong(1.0)) > 1.5 * without  # always wrong is as good as always right
+    assert visits(3000, lambda turn, nth: CLASS + (nth or 1 - turn % 2)) > 1.5 * without  # as good, once learned
 
 
 def test_classes_are_learned_apart_and_bounded_in_number() -> None:

@@ -200,7 +200,7 @@ class Store:
             self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
         else:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
-            self._note_elsewhere(numbers(nodes)[::-1])
+            self._note_elsewhere(numbers(nodes)[::-1], leaf=leaf)
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].note_use([slots[node] for node in reversed(nodes)])
@@ -452,14 +452,14 @@ class Store:
 
     # ------------------------------------------------------------------ inside
 
-    def _note_elsewhere(self, used: npt.NDArray[np.int32]) -> None:
-        """Tell the tiers below the warmest of uses, tail first, of what they have not."""
+    def _note_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
+        """Tell the tiers below the warmest of uses, tail first, of what they have not; a `leaf` ends a prompt."""
         for tier in self.index.tiers[1:]:
             slots = column(self.index.slot[tier])[used]
             there = slots >= 0
             there[there] = marks(self.pools[tier].state)[slots[there]] == READY
             if not there.all():
-                self.policies[tier].note(used[~there].tolist())
+                self.policies[tier].note(once(used[~there]).tolist(), leaf=leaf and not there[0])
 
     def reconsider(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
         """Something that kept nodes from going may have changed, in all tiers but one."""

@@ -68,8 +68,11 @@ class EvictionPolicy(ABC):
         """
         return make_room(len(keys)), 0
 
-    def note(self, nodes: Sequence[int]) -> None:  # noqa: B027 - for those that remember
-        """`nodes`, a part of a path, tail first, were used where another tier has them; this one does not."""
+    def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:  # noqa: B027 - for those that remember
+        """`nodes`, a part of a path, tail first, were used where another tier has them; this one does not.
+
+        With `leaf`, a prompt ends with the first of them, as for `insert`.
+        """
 
     @abstractmethod
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:

@@ -150,10 +150,10 @@ class Gittins(EvictionPolicy):
             self._remember(gone, leaf=True)
         return count, len(gone) if gone and self.coldest() else 0
 
-    def note(self, nodes: Sequence[int]) -> None:
+    def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` were used, and are not in: they are remembered."""
         self._last = self._pause
-        self._remember(self.names[numbers(nodes)].tolist(), leaf=False)
+        self._remember(self.names[numbers(nodes)].tolist(), leaf=leaf)
 
     def _remember(self, keys: Sequence[Key], *, leaf: bool) -> None:
         """`keys`, tail first, are used in this turn, and not in."""

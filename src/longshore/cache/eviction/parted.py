@@ -61,10 +61,10 @@ class Parted(EvictionPolicy):
         for policy in self._parts.values():
             policy.begin(turn, length, last, keys, hint)
 
-    def note(self, nodes: Sequence[int]) -> None:
+    def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` were used, and are not in."""
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
-            self.part(number).note(ours)
+            self.part(number).note(ours, leaf=leaf and ours[0] == nodes[0])
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident, each where it is wanted."""
