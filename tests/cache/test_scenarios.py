@@ -71,7 +71,7 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
         assert cache.held == 0
     offload = store(cache, [b"new%i".ljust(29) % i for i in range(size)])
     # The end of a prompt promises less than what else is in: Gittins lets it pass where it knows the path.
-    assert len(offload.positions) == size - (policy is Gittins and not alone)
+    assert len(offload.positions) == size - (policy is Gittins and not alone and size < 300)
 
 
 @pytest.mark.parametrize("policy", [LRU, ARC, Gittins])

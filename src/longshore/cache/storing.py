@@ -376,7 +376,7 @@ class Storing:
         if self._is_choosy and path and allowed > store.pools[0].room(pool):
 
             def make_room(most: int) -> int:
-                return store.make_room(0, most, pool, spare_dirty=False, ahead=False)
+                return store.make_room(0, most, pool, spare_dirty=False)
 
             room = store.policies[0].admit(path[:allowed], make_room)[0] or make_room(1)
         else:

@@ -148,6 +148,7 @@ class Gittins(EvictionPolicy):
         gone = tail[: len(tail) - count]
         if gone and not copies:
             self._remember(gone, leaf=True)
+            self._since += len(gone)
         return count, len(gone) if gone and self.coldest() else 0
 
     def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
@@ -160,7 +161,6 @@ class Gittins(EvictionPolicy):
         counts, states, when = np.array(self._use_new(keys, leaf=leaf)).T
         when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint32)
         self._forget(*self._ghosts.insert_all(keys, when, states))
-        self._since += len(keys)
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident: used as often as is remembered, and once more.
