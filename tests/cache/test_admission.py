@@ -27,7 +27,7 @@ class Tiers:
     ) -> None:
         specs = [TierSpec(HOST, host, policy=policy), TierSpec(FILE, file, policy=policy)]
         self.cache = TieredCache(specs, CacheSettings(backup=backup, admission=admission, max_writes=1 << 14))
-        self.hits = self.written = 0
+        self.hits = self.asked = self.written = 0
 
     def serve(self, path: Sequence[int]) -> int:
         cache, keys = self.cache, keys_of(path)
@@ -44,6 +44,7 @@ class Tiers:
         cache.end_step()
         self.move()
         self.hits += found.chunks
+        self.asked += len(keys)
         return found.chunks
 
     def move(self) -> None:
@@ -84,7 +85,7 @@ def test_a_full_file_tier_takes_fewer_writes_for_as_many_hits(family: str, backu
     everything, chosen = (served(family, 0.05, backup=backup, admission=on) for on in (False, True))
     assert chosen.refused > 0 == everything.refused
     assert chosen.written < 0.7 * everything.written
-    assert chosen.hits >= 0.995 * everything.hits
+    assert chosen.hits >= everything.hits - 0.005 * chosen.asked
 
 
 @pytest.mark.parametrize("policy", [LRU, ARC])
