@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
 .PHONY: demo test lint types tests contract vllm abi gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
-	orders soak cache-soak crash race-mutants cache-mutants house clean
+	eviction orders soak cache-soak crash race-mutants cache-mutants house clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -111,6 +111,14 @@ bench-file: $(VENV)/ready
 	@command -v fio >/dev/null || { apt-get update && apt-get install -y fio; } || \
 		echo "bench-file: no fio: plain threads alone are the reference"
 	$(BIN)/longshore bench file --dir $(DIR)
+
+# The figures of docs/eviction.md: eviction policies on traces in TRACES (Mooncake's format, *.jsonl), and on synthetic
+# traffic of every family. An hour on two cores with the four traces of that page; REQUESTS are those of each family.
+TRACES   ?=
+REQUESTS ?= 2500
+eviction: $(VENV)/ready
+	$(BIN)/python benchmarks/eviction.py --requests $(REQUESTS) \
+		$(foreach trace,$(if $(TRACES),$(wildcard $(TRACES)/*.jsonl)),--trace $(trace))
 
 # The ordering code on the simulated device: every order of small stories, many larger ones by chance.
 orders: $(VENV)/ready

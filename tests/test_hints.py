@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longshore.cache import Retention
+from longshore.cache import Retention, Return
 from longshore.errors import HintError
 from longshore.hints import RequestHints
 
@@ -42,6 +42,29 @@ def test_token_ranges_become_chunks_that_have_one_of_their_tokens() -> None:
     ],
 )
 def test_hints_that_cannot_be_read_name_field_and_value(said: Any, problem: str) -> None:
+    with pytest.raises(HintError, match=r"^request hints: ") as raised:
+        RequestHints.parse(said)
+    assert problem in str(raised.value)
+
+
+def test_what_is_known_of_the_return_is_said_with_the_first_lookup() -> None:
+    assert RequestHints.parse({}).returns is None
+    assert RequestHints.parse({"ends": True}).returns == Return(ends=True)
+    assert RequestHints.parse({"returns_in": 0, "class": "chat"}).returns == Return(seconds=0, of="chat")
+    assert RequestHints(kind="batch").returns == Return(of="batch")
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"ends": True, "returns_in": 3.0}, "expected ends or returns_in, got both"),
+        ({"returns_in": -1}, "returns_in: Input should be greater than or equal to 0"),
+        ({"returns_in": float("nan")}, "returns_in: Input should be"),
+        ({"class": 7}, "class: Input should be a valid string"),
+        ({"class": "x" * 65}, "class: String should have at most 64"),
+    ],
+)
+def test_hints_of_a_return_that_cannot_be_are_refused(said: Any, problem: str) -> None:
     with pytest.raises(HintError, match=r"^request hints: ") as raised:
         RequestHints.parse(said)
     assert problem in str(raised.value)

@@ -78,6 +78,9 @@ class Config(BaseModel):
     backup: WritePolicy = Field(
         WritePolicy.BACK, description="when blocks are copied from the host tier to the file tier"
     )
+    admission: bool = Field(
+        True, description="a full file tier refuses blocks that promise fewer hits than those they would replace"
+    )
     threshold: int = Field(
         2, ge=2, le=255, description="number of uses at which a selective write policy copies a block"
     )
@@ -87,7 +90,8 @@ class Config(BaseModel):
     )
     request_hints: RequestHints = Field(
         RequestHints(),
-        description="hints for requests without their own: store, load, retention (see `longshore.hints`)",
+        description="hints for requests without their own: store, load, retention, ends, returns_in, class "
+        "(see `longshore.hints`)",
     )
     prefetch: PrefetchPolicy = Field(
         PrefetchPolicy.BEST_EFFORT, description="how a request waits for its prefetch, in engines that prefetch"

@@ -1,11 +1,17 @@
-"""Hints of a request: whether its blocks are stored, their priority, and the tiers to load from.
+"""Hints of a request: whether its blocks are stored, their priority, tiers to load from, and when they are used again.
 
     {"store": false}                                              its blocks are not stored
     {"load": ["host"]}                                            loads from host memory only; [] loads nothing
     {"retention": [{"end": 4096, "priority": 90, "seconds": 600}, {"start": 4096, "priority": 10}]}
+    {"ends": true}                                                nobody will come back to it
+    {"returns_in": 12.5}                                          the next request follows in 12.5 s: a tool is running
+    {"class": "batch"}                                            when its blocks are used again is learned apart
 
 Priorities are in [0, 100]; the default is 35. Blocks with the lowest priority are evicted first, whatever their age.
 After `seconds`, the priority of a block is 35 again. Modelled on the retention settings of TensorRT-LLM.
+
+The default eviction policy learns from `ends`, `returns_in` and `class` how far they hold; wrong ones lose their effect
+(`docs/eviction.md`). Of the classes, the first three named have hit rates of their own, and the others share them.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longshore.boundary import FILE, HOST
+from longshore.cache.eviction.returns import Return
 from longshore.cache.retention import DEFAULT_PRIORITY, HIGHEST_PRIORITY, Retention
 from longshore.errors import HintError
 
@@ -47,19 +54,37 @@ class RequestHints(BaseModel):
         store: Whether its blocks are stored.
         load: Tiers to load from. Loads go through host memory, so `file` requires `host`.
         retention: Priorities of token ranges; where ranges overlap, the highest applies.
+        ends: Nobody will come back to it: its session is over.
+        returns_in: Seconds from its start until the next request that continues it.
+        kind: Name of a class of requests that return alike; `class` in JSON.
     """
 
-    model_config = _STRICT
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_by_name=True, validate_by_alias=True)
 
     store: bool = True
     load: tuple[Literal["host", "file"], ...] = Field(default=("host", "file"), strict=False)
     retention: tuple[TokenRange, ...] = Field(default=(), strict=False, max_length=64)
+    ends: bool = False
+    returns_in: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    kind: str = Field(default="", alias="class", max_length=64)
 
     @model_validator(mode="after")
     def _loads_by_host_memory(self) -> Self:
         if FILE in self.load and HOST not in self.load:
             raise ValueError("load must name host if it names file: blocks of files are loaded through host memory")
         return self
+
+    @model_validator(mode="after")
+    def _ends_or_returns(self) -> Self:
+        if self.ends and self.returns_in is not None:
+            raise ValueError("expected ends or returns_in, got both")
+        return self
+
+    @property
+    def returns(self) -> Return | None:
+        """What they say about when its blocks are used again, for the first lookup."""
+        found = Return(self.ends, self.returns_in, self.kind)
+        return None if found == Return() else found
 
     @classmethod
     def parse(cls, said: Mapping[str, Any] | str) -> RequestHints:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from longshore.cache.chains import LISTS
 from longshore.cache.eviction import Gittins
 from longshore.cache.eviction.ghost_list import GhostList
 from longshore.cache.eviction.hit_rates import BECAME, FORGOTTEN, RETURNED, HitRates, event
+from longshore.cache.eviction.returns import BACK, CLASS, ENDS, HINTS, Return, Returns
 from longshore.cache.eviction.spans import ROWS, Spans
 from longshore.cache.eviction.uses import (
     AGAIN,
@@ -23,16 +26,18 @@ from longshore.cache.eviction.uses import (
     AGES,
     GAP_OF,
     GAPS,
+    HINT,
     KIND_OF,
-    KINDS,
     LEAF,
     OLDEST,
     ONCE,
+    PLAIN,
     REQUEST,
     USES,
     WEIGHTS,
 )
 from longshore.errors import CacheError
+from longshore.trace.experiment import Experiment
 
 WIDTHS = np.diff([*AGE_BEGINS, 2 * OLDEST]).tolist()
 
@@ -51,19 +56,19 @@ def best_by_hand(chances: list[float], age: int) -> float:
 @given(st.integers(0, 2**32), st.integers(1, 400))
 def test_a_promise_is_the_best_rate_and_never_less_with_more_uses(seed: int, most: int) -> None:
     promises, dice = HitRates(), np.random.default_rng(seed)
-    promises._reached[:] = dice.integers(0, most, (KINDS, AGES))
-    promises._back[:] = promises._reached * dice.random((KINDS, AGES)) ** 3
+    promises._reached[:] = dice.integers(0, most, (PLAIN, AGES))
+    promises._back[:] = promises._reached * dice.random((PLAIN, AGES)) ** 3
     chances, table = promises.chances(), promises.table()
     assert ((chances > 0) & (chances < 1)).all()
     for age in range(0, AGES, 5):
-        raw = [best_by_hand(chances[kind].tolist(), age) for kind in range(KINDS)]
-        for kind in range(1 + GAPS, KINDS):
+        raw = [best_by_hand(chances[kind].tolist(), age) for kind in range(PLAIN)]
+        for kind in range(1 + GAPS, PLAIN):
             raw[kind] = max(raw[kind], raw[kind - GAPS])
         assert table[:, age].tolist() == pytest.approx(raw)
 
 
 def test_with_nothing_known_the_oldest_go_first() -> None:
-    assert HitRates().order(np.array([7, 3, 3, 0])).tolist() == list(range(4 * KINDS))
+    assert HitRates().order(np.array([7, 3, 3, 0])).tolist() == list(range(4 * PLAIN))
 
 
 def test_a_kind_that_returns_after_a_pause_promises_most_just_before() -> None:
@@ -489,7 +494,7 @@ class Path:
         self.tier, self.free = tier, 0
         keys = tier.names[self.nodes].tolist()
         tier.policy.begin(turn, count, 0, keys)
-        self.admitted = tier.policy.admit(keys, self.make_room)
+        self.admitted = tier.policy.admit(keys, self.make_room)[0] or self.make_room(1)
         tier.policy.insert(self.nodes[: self.admitted][::-1])
         tier.policy.check_integrity()
 
@@ -540,3 +545,74 @@ def test_chunks_that_are_not_admitted_advance_the_policy_as_uses_do() -> None:
     assert Path(tier, 400, 150).admitted == 1
     tier.policy.begin(401, 1)
     assert tier.policy._spans.row(400) != tier.policy._spans.row(401)
+
+
+# ---------------------------------------------------------------------- hints
+
+
+def visits(requests: int, hint_of: Callable[[int, int], int]) -> int:
+    """Hits of sessions that come back once, after 40 requests, or never, by turns, in a tier of 60 slots.
+
+    `hint_of` says the number of the hint of a session, and of its first or second request.
+    """
+    tier, hits = Experiment(Gittins, 60), 0
+    tier._returns = SimpleNamespace(begin=lambda turn, now, said: said)  # type: ignore[assignment]
+    for turn in range(requests):
+        path = range(4 * turn, 4 * turn + 4)
+        tier.serve(path, 0.0, hint_of(turn, 0))  # type: ignore[arg-type]
+        if turn >= 40 and turn % 2:
+            hits += tier.serve(range(4 * (turn - 40), 4 * (turn - 40) + 4), 0.0, hint_of(turn - 40, 1))  # type: ignore[arg-type]
+    return hits
+
+
+def test_hints_that_hold_are_worth_hits_and_wrong_ones_cost_none() -> None:
+    """Half of the sessions end at once; the tier has room for those that do not, and not for all."""
+    dice = random.Random(7)
+
+    def wrong(part: float) -> Callable[[int, int], int]:
+        flipped = [dice.random() < part for _ in range(3000)]
+        return lambda turn, nth: ENDS if nth or (turn % 2 == 0) != flipped[turn] else BACK + 2
+
+    without, right = visits(3000, lambda turn, nth: 0), visits(3000, wrong(0.0))
+    assert right > 1.5 * without
+    assert visits(3000, wrong(0.3)) >= without
+    assert visits(3000, wrong(0.5)) >= 0.97 * without  # which say nothing
+    assert visits(3000, wrong(1.0)) > 1.5 * without  # always wrong is as good as always right
+    assert visits(3000, lambda turn, nth: CLASS + (nth or 1 - turn % 2)) > 1.5 * without  # as good, once learned
+
+
+def test_classes_are_learned_apart_and_bounded_in_number() -> None:
+    returns = Returns()
+    numbers = [returns.begin(turn, float(turn), Return(of=f"class {turn % 9}")) for turn in range(1, 40)]
+    assert len(set(numbers[:9])) == HINTS - CLASS
+    assert numbers[:9] == numbers[9:18]
+    assert max(numbers) == HINTS - 1
+
+
+def test_times_are_requests_at_the_rate_of_the_last_ones() -> None:
+    returns = Returns()
+    assert returns.begin(1, 0.0, Return(seconds=5.0)) == 0  # no rate is known
+    for turn in range(2, 400):
+        returns.begin(turn, turn / 10, None)
+    assert returns.begin(400, 40.0, Return(seconds=0.3)) == BACK
+    assert returns.begin(401, 40.1, Return(seconds=5.0)) == BACK + 2  # 50 requests
+    assert returns.begin(402, 40.2, Return(seconds=1e9)) == CLASS - 1
+    assert (returns.of(401), returns.of(399)) == (BACK + 2, 0)
+    for turn in range(403, 403 + 5000):
+        returns.begin(turn, 41.0, Return(ends=True))
+    assert returns.of(401) == 0  # it is long ago
+    assert returns.of(5402) == ENDS
+
+
+def test_what_left_comes_back_with_its_hint() -> None:
+    tier = Tier(64)
+    tier.names[:] = [node.to_bytes(32, "little") for node in range(len(tier.names))]
+    some = list(range(LISTS, LISTS + 60))
+    tier.policy.begin(1, 60, hint=ENDS)
+    tier.policy.insert(some)
+    tier.policy.leave(tier.policy.ahead(30), tier.names[some[:30]].tolist())
+    tier.policy.remove(some[30], evicted=tier.names[some[30]])
+    tier.policy.check_integrity()
+    keys = tier.names[some[:31]].tolist()
+    assert {state >> HINT & 15 for _, _, state in tier.policy._ghosts.take_all(keys, forget=False)} == {ENDS}
+    assert {tier.policy._ghosts.take_all([key], forget=False)[0][2] >> HINT & 15 for key in keys} == {ENDS}

@@ -12,8 +12,9 @@ from cache_setup import lookup, residency, store
 from group_kit import settle
 
 from longshore.boundary import Key, Status, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec, Until, WritePolicy
-from longshore.cache.eviction.uses import USES
+from longshore.cache import CacheGroup, CacheSettings, GroupKeys, Return, TieredCache, TierSpec, Until, WritePolicy
+from longshore.cache.eviction.returns import ENDS
+from longshore.cache.eviction.uses import HINT, USES
 from longshore.errors import CacheError
 
 
@@ -144,3 +145,35 @@ def test_a_turn_that_was_not_drawn_is_refused(turn: int) -> None:
     for call in (cache.store, cache.load, partial(cache.lookup, now=0.0, each=True)):
         with pytest.raises(CacheError, match="expected a turn"):
             call(paths, turn=turn)  # type: ignore[operator]
+
+
+def test_each_request_has_its_own_hint_however_they_take_turns() -> None:
+    cache, one, other = cache_of("host", "file"), keys_of("a", "b"), keys_of("c", "d")
+    over = cache.lookup({0: GroupKeys(one)}, 0.0, returns=Return(ends=True)).turn
+    plain = cache.lookup({0: GroupKeys(other)}, 1.0).turn
+    cache.store({0: GroupKeys(one)}, {0: (0, 1)}, turn=over)
+    cache.store({0: GroupKeys(other)}, {0: (2, 3)}, turn=plain)
+    deliver(cache)
+    policy: Any = cache._store.policies[0]
+    hints = [policy._state[cache._store.index.get(key)] >> HINT & 15 for key in (*one, *other)]
+    assert hints == [ENDS, ENDS, 0, 0]
+
+
+def test_a_tier_counts_uses_of_what_only_host_memory_has() -> None:
+    """A copy that comes later is used as often, and as long ago, as the chunk was in host memory."""
+    cache, keys = cache_of("host", "file", backup=WritePolicy.BACK), keys_of("a", "b")
+    for now in range(5):
+        found = cache.lookup({0: GroupKeys(keys)}, float(now))
+        if found.lease is None:
+            cache.store({0: GroupKeys(keys)}, {0: (0, 1)}, turn=found.turn)
+        else:
+            cache.release(found.lease)
+        deliver(cache)
+    others = keys_of("c", "d")
+    cache.lookup({0: GroupKeys(others)}, 9.0)
+    cache.flush()
+    deliver(cache)
+    below: Any = cache._store.policies[1]
+    nodes = [cache._store.index.get(key) for key in keys]
+    assert [uses(cache, key, 1) for key in keys] == [uses(cache, key) for key in keys] == [5, 5]
+    assert [below._used[node] for node in nodes] == [5, 5]

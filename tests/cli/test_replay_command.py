@@ -86,6 +86,23 @@ def test_a_replay_in_virtual_time(tmp_path: Path) -> None:
     assert "assumed:" in table
 
 
+def test_drive_writes_are_told_with_and_without_what_the_file_tier_refuses() -> None:
+    small = (EXCERPT, "--model", "llama-3.1-8b", "--host", "2GiB", "--file", "8GiB", "--no-optimum")
+    chosen = facts(*small)
+    drops, blocks, size = chosen["drops"], chosen["blocks_by_tier"], chosen["block_bytes"]
+    assert isinstance(drops, dict)
+    assert isinstance(blocks, dict)
+    assert isinstance(size, int)
+    assert drops["file"]["admission"] > 0
+    writes = [float(str(chosen[f"file_write_bytes_per_day{which}"])) for which in ("", "_without_admission")]
+    assert 0 < writes[0] < 0.8 * writes[1]
+    drive = [float(str(chosen[f"drive_writes_per_day{which}"])) for which in ("", "_without_admission")]
+    assert drive == pytest.approx([each / (blocks["file"] * size) for each in writes])
+    every = facts(*small, "--policy", "lru")
+    assert every["file_write_bytes_per_day"] == every["file_write_bytes_per_day_without_admission"]
+    assert "if it refused no block" in run(*small, "--limit", "50")
+
+
 def test_an_optimum_that_takes_much_memory_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longshore.cli.replay._MUCH", 300)
     experiment = ["replay", EXCERPT, "--capacity-blocks", "100"]

@@ -17,10 +17,10 @@ from longshore.cache.eviction.uses import (
     GAP_OF,
     HOW,
     KIND_OF,
-    KINDS,
     LEAF,
     OLDEST,
     ONCE,
+    PLAIN,
     REQUEST,
     USES,
 )
@@ -227,7 +227,7 @@ class GittinsModel(Model):
                     self.hit_rates.fade()
                     self.faded = 0
             order = self.hit_rates.order(self.spans.ages(self.now)).tolist()
-            self.rank = {(self.spans.rows[each // KINDS], each % KINDS): place for place, each in enumerate(order)}
+            self.rank = {(self.spans.rows[each // PLAIN], each % PLAIN): place for place, each in enumerate(order)}
         victim = min(self.blocks, key=lambda block: self.rank[self.list_of(block)])
         state, when = self.state.pop(victim)
         self.blocks.remove(victim)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from longshore.cache import Return
 from longshore.errors import LongshoreError, TraceError
-from longshore.trace import TraceRequest, parse_mooncake, read_excerpt, read_mooncake
+from longshore.trace import TraceRequest, parse_mooncake, read_excerpt, read_mooncake, read_trace
 
 GOOD = {"timestamp": 3, "input_length": 1025, "output_length": 9, "hash_ids": [7, 0, 2**64 - 1]}
 
@@ -22,6 +23,33 @@ def test_reads_lines_in_order(tmp_path: Path) -> None:
         TraceRequest(3.0, 1025, 9, (7, 0, 2**64 - 1)),
         TraceRequest(4.5, 512, 9, (1,)),
     ]
+
+
+def test_what_a_host_knew_of_the_return_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    said = {"ends": True}, {"returns_in": 2.5, "class": "chat"}, {"class": "batch"}, {"ends": False}
+    path.write_bytes(b"".join(line(**each) for each in said))
+    expected = [Return(ends=True), Return(seconds=2.5, of="chat"), Return(of="batch"), Return()]
+    assert [request.returns for request in read_mooncake(path)] == expected
+    sessions = tmp_path / "sessions.jsonl"
+    turn = {"timestamp": 1, "input_length": 512, "hashes": ["a"], "ends": True}
+    sessions.write_text(json.dumps({"turns": [turn]}))
+    assert [request.returns for request in read_trace(sessions)] == [Return(ends=True)]
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ({"ends": 1}, "'ends' to be true or false"),
+        ({"class": 2}, "'class' to be text"),
+        ({"returns_in": -1}, "'returns_in' to be seconds"),
+        ({"returns_in": True}, "'returns_in' to be seconds"),
+        ({"returns_in": 1, "ends": True}, "got both"),
+    ],
+)
+def test_a_return_that_cannot_be_names_its_line(said: dict[str, object], complaint: str) -> None:
+    with pytest.raises(TraceError, match=rf"line 2.*{complaint}"):
+        list(parse_mooncake(iter([line(), line(**said)])))
 
 
 def test_is_lazy() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trace_kit import prompts
 
+from longshore.cache import GroupKeys, Return
 from longshore.cache.eviction import LRU, POLICIES, Gittins
-from longshore.errors import IntegrityError
+from longshore.errors import CacheError, IntegrityError
 from longshore.trace.experiment import Experiment
 from longshore.trace.mooncake import read_excerpt
 from longshore.trace.through import CacheReplay
@@ -58,3 +61,26 @@ def test_a_load_that_fails_is_an_error_and_no_hit(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(replay, "_move", lambda: None)  # the device never reports
     with pytest.raises(IntegrityError, match="not all of the 2 blocks found were loaded"):
         replay.serve([1, 2])
+
+
+def test_hints_of_a_trace_reach_the_policy_by_the_verbs_as_in_the_plain_experiment() -> None:
+    """Half of the sessions end at once, the others come back 40 requests later; there is room for those alone."""
+    for kind in (Experiment, CacheReplay):
+        hits = {}
+        for said in (False, True):
+            tier, hits[said] = kind(Gittins, 60), 0
+            for turn in range(1500):
+                ends, back = Return(ends=True), Return(seconds=40.0)
+                path, old = (range(4 * each, 4 * each + 4) for each in (turn, turn - 40))
+                tier.serve(path, float(turn), (back if turn % 2 else ends) if said else None)
+                if turn >= 40 and turn % 2:
+                    hits[said] += tier.serve(old, float(turn), ends if said else None)
+        assert hits[True] > 1.5 * hits[False], kind
+
+
+def test_a_return_that_cannot_be_is_refused_before_anything_changed() -> None:
+    cache = CacheReplay(Gittins, 8).cache
+    for said in (Return(ends=True, seconds=1.0), Return(seconds=-1.0), Return(seconds=math.nan), Return(of=3), "ends"):
+        with pytest.raises(CacheError, match=r"Return|again"):
+            cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0, returns=said)  # type: ignore[arg-type]
+    assert cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0).turn == 1

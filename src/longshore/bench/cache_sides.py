@@ -157,9 +157,9 @@ PIECE = 1024
 class TakesAll(Gittins):
     """The default policy, which lets nothing pass: evictions are measured, and rivals take all blocks."""
 
-    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int]) -> int:
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
         """As many as there is room for."""
-        return make_room(len(keys))
+        return make_room(len(keys)), 0
 
 
 class Policy:

@@ -3,6 +3,7 @@
 from longshore.cache.beginnings import Partial, Text
 from longshore.cache.device_pool import DevicePool, DeviceStats
 from longshore.cache.events import Event, EventKind
+from longshore.cache.eviction.returns import Return
 from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.gate import Gate
 from longshore.cache.groups import CacheGroup, GroupKeys, Need
@@ -64,6 +65,7 @@ __all__ = [
     "Residency",
     "Resident",
     "Retention",
+    "Return",
     "RouteTotals",
     "Run",
     "SizeStats",

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import column, leading, marks, numbers
+from longshore.cache.columns import column, leading, marks, numbers, once
 from longshore.cache.index import Index
 from longshore.cache.nodes import LIMBO, ROOT
 from longshore.cache.states import READY
@@ -36,7 +36,6 @@ class Backlog:
     """The dirty chunks of `index`. `thresholds` say how often one is used, for each tier, before it is copied down."""
 
     def __init__(self, index: Index, thresholds: Sequence[int] = ()) -> None:
-        self.failed: set[int] = set()
         self.counts = [0] * len(index.tiers)
         """Dirty chunks of each tier, queued ones included."""
         self._index = index
@@ -47,6 +46,8 @@ class Backlog:
         self._mark = bytearray(LISTS)
         """Clean, or dirty in tier t: an odd number while it waits for its parent, an even one when it is queued."""
         self._uses = bytearray(LISTS)
+        self._failed = bytearray(LISTS)
+        """1 for what is not to be copied before it is used again."""
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
@@ -54,6 +55,7 @@ class Backlog:
             self._chains.grow(nodes)
             self._mark.extend(bytes(max(0, nodes - len(self._mark))))
             self._uses.extend(bytes(max(0, nodes - len(self._uses))))
+            self._failed.extend(bytes(max(0, nodes - len(self._failed))))
 
     def is_dirty(self, node: int, tier: int) -> bool:
         """Whether `node` would be lost with its copy in `tier`, and is worth a copy below."""
@@ -134,15 +136,38 @@ class Backlog:
 
     def fail(self, node: int) -> bool:
         """A copy of `node` to the tier below has failed. Says whether it was dirty."""
-        self.failed.add(node)
+        self._failed[node] = 1
         return self.note(node)
+
+    def refuse(self, nodes: Sequence[int]) -> list[int]:
+        """`nodes`, which are queued, and what waits for them are not to be copied until they are used; all of them."""
+        refused, left = list[int](), list(nodes)
+        while left:
+            node = left.pop()
+            if self._mark[node]:
+                left += self._index.children(node)
+                self._failed[node] = 1
+                refused.append(node)
+        self.note_all(refused)
+        return refused
+
+    def arrived(self, nodes: Sequence[int]) -> None:
+        """`nodes`, parents first, have become ready: what is behind a chunk that is not to be copied is not either."""
+        if not self._last:
+            return
+        failed, parent = self._failed, self._index.parent
+        if marks(failed)[column(parent)[numbers(nodes)]].any():
+            for node in nodes:
+                if failed[parent[node]] and not self._is_safe_below(parent[node], 0):
+                    failed[node] = 1
+        self.note_all(nodes)
 
     def use(self, nodes: Sequence[int]) -> None:
         """`nodes` were used: copies that failed earlier are worth another try, and some may be used often now."""
-        if self.failed:
-            for node in self.failed.intersection(nodes):
-                self.failed.discard(node)
-                self.note(node)
+        at = numbers(nodes)
+        if len(again := at[marks(self._failed)[at] != 0]):
+            marks(self._failed)[again] = 0
+            self.note_all(once(again).tolist())
         if self._most:
             for node in nodes:
                 self._count_use(node)
@@ -169,7 +194,7 @@ class Backlog:
         tier = next((each for each in range(last - 1, -1, -1) if slots[each][node] >= 0), -1)
         if tier < 0 or self._index.pools[tier].state[slots[tier][node]] != READY:
             return -1
-        return -1 if node in self.failed or self._uses[node] < self._thresholds[tier] else tier
+        return -1 if self._failed[node] or self._uses[node] < self._thresholds[tier] else tier
 
     def _all_due(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """For each of the nodes `at` the mark that it should have, as long as it waits."""
@@ -186,8 +211,7 @@ class Backlog:
         due *= lost
         if index.orphans:
             due[column(index.depth)[at] < 0] = _CLEAN
-        if self.failed:
-            due[[node in self.failed for node in at.tolist()]] = _CLEAN
+        due[marks(self._failed)[at] != 0] = _CLEAN
         return due
 
     def _is_safe_below(self, node: int, tier: int) -> bool:
@@ -205,15 +229,15 @@ class Backlog:
     def forget(self, node: int) -> None:
         """`node` is in no tier any more."""
         if self._last:
-            self.failed.discard(node)
+            self._failed[node] = 0
             self._uses[node] = 0
             self.note(node)
 
     def forget_all(self, nodes: Sequence[int]) -> None:
         """The same for clean `nodes`."""
         if self._last:
-            self.failed.difference_update(nodes)
-            marks(self._uses)[np.array(nodes, np.int32)] = 0
+            at = numbers(nodes)
+            marks(self._uses)[at] = marks(self._failed)[at] = 0
 
     def choose(self, tier: int, wanted: int) -> list[int]:
         """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with those behind it."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from longshore.cache.columns import Column, column, grown
 from longshore.errors import CacheError, IntegrityError
 
-LISTS = 3200
+LISTS = 10_240
 """Numbers below this one name lists, not elements."""
 
 

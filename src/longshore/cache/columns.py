@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-_INT32, _UINT16, _UINT8 = map(
-    np.dtype, (np.int32, np.uint16, np.uint8)
+_INT32, _UINT32, _UINT8 = map(
+    np.dtype, (np.int32, np.uint32, np.uint8)
 )  # found out anew each time, they would cost as much again
 _seen_as = np.frombuffer
 
@@ -59,9 +59,9 @@ def marks(each: bytearray) -> npt.NDArray[np.uint8]:
     return _seen_as(each, _UINT8)
 
 
-def words(each: array[int]) -> npt.NDArray[np.uint16]:
-    """A column of 16-bit numbers as numpy sees it."""
-    return _seen_as(each, _UINT16)
+def words(each: array[int]) -> npt.NDArray[np.uint32]:
+    """A column of 32-bit numbers without a sign as numpy sees it."""
+    return _seen_as(each, _UINT32)
 
 
 def numbers(each: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from longshore.boundary import DEVICE, Key, Slot
 from longshore.cache.columns import zeros
 from longshore.cache.events import EVICTED, RESET
+from longshore.cache.eviction.returns import Return
 from longshore.cache.groups import GroupKeys
 from longshore.cache.manager import TieredCache
 from longshore.cache.residency import Presence
@@ -151,7 +152,13 @@ class DevicePool:
         return [known.blocks if (known := self._known.get(key)) else None for key in keys]
 
     def lookup(
-        self, keys: Sequence[Key], now: float, *, request: str | None = None, turn: int | None = None
+        self,
+        keys: Sequence[Key],
+        now: float,
+        *,
+        request: str | None = None,
+        turn: int | None = None,
+        returns: Return | None = None,
     ) -> FoundOnDevice:
         """The leading chunks that the device has, each of whose blocks has one more reference; then what is below."""
         blocks: list[int] = []
@@ -160,7 +167,7 @@ class DevicePool:
                 break
             blocks += known
         path = GroupKeys(keys, len(blocks) // self._per_chunk)
-        below = self._cache.lookup({0: path}, now, request=request, turn=turn)
+        below = self._cache.lookup({0: path}, now, request=request, turn=turn, returns=returns)
         self.hold(blocks)
         return FoundOnDevice(tuple(blocks), below)
 

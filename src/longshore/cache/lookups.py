@@ -20,6 +20,7 @@ import numpy as np
 from longshore.boundary import Key, Section
 from longshore.cache.columns import has_twins, leading, marks, numbers
 from longshore.cache.events import EventKind
+from longshore.cache.eviction.returns import Return
 from longshore.cache.exchange import Exchange
 from longshore.cache.flow import Flow
 from longshore.cache.groups import GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
@@ -61,6 +62,7 @@ class Lookups:
         until: Until,
         request: str | None,
         turn: int | None,
+        said: Return | None,
         *,
         count: bool,
     ) -> Found:
@@ -82,7 +84,7 @@ class Lookups:
         known = end + len(index.follow(keys, end)) if self._exchange else index.known_prefix(keys, end)
         partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
         self._advance(now)
-        turn = self._serve(turn, keys, until, end)
+        turn = self._serve(turn, keys, until, end, said=said)
         asks, foreign, probes = until is not Until.NOTHING, 0, tuple[int, ...]()
         if self._exchange:
             foreign, probes = self._exchange.look(keys, known, asks=asks)
@@ -104,7 +106,13 @@ class Lookups:
         return Found(lease, end - start, partial=partial, foreign=foreign, probes=probes, turn=turn)
 
     def chunks(
-        self, paths: Mapping[int, GroupKeys], now: float, until: Until, request: str | None, turn: int | None
+        self,
+        paths: Mapping[int, GroupKeys],
+        now: float,
+        until: Until,
+        request: str | None,
+        turn: int | None,
+        said: Return | None,
     ) -> Found:
         """Where each chunk is by itself, whatever is before it. As `TieredCache.lookup`."""
         if any(path.first or path.device is not None for path in paths.values()):
@@ -122,7 +130,7 @@ class Lookups:
         if turn is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            turn = self._store.begin(asked, leading(head != ROOT))
+            turn = self._store.begin(asked, leading(head != ROOT), said)
         self._store.serve(turn)
         if until is Until.STEP:
             for here in found.values():
@@ -182,6 +190,7 @@ class Lookups:
         until: Until,
         request: str | None,
         turn: int | None,
+        said: Return | None,
         *,
         count: bool,
     ) -> Found:
@@ -189,7 +198,7 @@ class Lookups:
         wanted = self._of_all_groups(paths)
         plan = self._checked_plan(wanted)
         self._advance(now)
-        turn = self._serve(turn, [key for path in wanted for key in path.names], until)
+        turn = self._serve(turn, [key for path in wanted for key in path.names], until, said=said)
         return self._found(plan, wanted, request, turn, until, count=count)
 
     def _checked_plan(self, wanted: Sequence[GroupKeys]) -> Plan:
@@ -370,12 +379,20 @@ class Lookups:
 
     # ------------------------------------------------------------------ inside
 
-    def _serve(self, turn: int | None, keys: Sequence[Key], until: Until, known: int | None = None) -> int | None:
+    def _serve(
+        self,
+        turn: int | None,
+        keys: Sequence[Key],
+        until: Until,
+        known: int | None = None,
+        *,
+        said: Return | None,
+    ) -> int | None:
         """What follows is for the request of `turn`; without one, a request for `keys` begins, unless it is a probe."""
         if turn is None and until is not Until.NOTHING:
             if known is None:
                 known = leading(nodes_of(self._store.index, keys)[1] != ROOT)
-            turn = self._store.begin(keys, known)
+            turn = self._store.begin(keys, known, said)
         if until is not Until.NOTHING:
             self._store.serve(turn)
         return turn

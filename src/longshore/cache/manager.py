@@ -20,6 +20,8 @@ from longshore.boundary import DEVICE, Command, Key, ProbeResult, Result, Route,
 from longshore.cache.adopting import Chunk, Recovered, adopt
 from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event
+from longshore.cache.eviction.returns import Return
+from longshore.cache.eviction.returns import check as check_return
 from longshore.cache.exchange import Exchange
 from longshore.cache.flow import Flow
 from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
@@ -122,6 +124,7 @@ class TieredCache:
         each: bool = False,
         request: str | None = None,
         turn: int | None = None,
+        returns: Return | None = None,
         count: bool = True,
     ) -> Found:
         """How much of a prompt the tiers have, kept from eviction `until` then.
@@ -142,20 +145,22 @@ class TieredCache:
             each: Look at each chunk by itself.
             request: Its name, for events and `release`.
             turn: What an earlier lookup for the request has said; chunks that it uses several times count once.
+            returns: What is known about when the request's chunks are used again; of the first lookup for a request.
             count: Count what was not found as misses, and have the request among the events. An engine whose scheduler
                 asks again and again while a request waits does so once.
         """
         self._check_time(now)
         self._store.check_turn(turn)
         check_paths(paths)
+        check_return(returns)
         if not isinstance(until, Until):
             raise CacheError(f"a lookup keeps what it found for one of {list(Until)}, got {until!r}")
         if each:
-            return self._lookups.chunks(paths, now, until, request, turn)
+            return self._lookups.chunks(paths, now, until, request, turn, returns)
         if len(paths) == 1 and next(iter(paths.values())).device is None:
             ((group, path),) = paths.items()
-            return self._lookups.path(group, path, now, until, request, turn, count=count)
-        return self._lookups.groups(paths, now, until, request, turn, count=count)
+            return self._lookups.path(group, path, now, until, request, turn, returns, count=count)
+        return self._lookups.groups(paths, now, until, request, turn, returns, count=count)
 
     def prefetch(
         self,

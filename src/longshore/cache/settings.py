@@ -33,6 +33,8 @@ class CacheSettings:
         backup: Write policy warmest tier -> the one below, and from there on down.
         threshold: How often a chunk is offered, or used, before a selective write policy copies it.
         into: Write rules of routes that differ from these, by the name of the tier that the route leads into.
+        admission: Whether a full tier below the warmest refuses copies that promise fewer hits than what would go for
+            them, where its eviction policy can say so.
         prompt_only: Whether chunks behind the prompt are left out of offloads.
         priority_floor: The least priority that is offloaded.
         prefetch: How long a request waits for its prefetch, unless it says otherwise.
@@ -58,6 +60,7 @@ class CacheSettings:
     backup: WritePolicy = WritePolicy.BACK
     threshold: int = 2
     into: Mapping[str, WriteRule] = field(default_factory=dict)
+    admission: bool = True
     prompt_only: bool = False
     priority_floor: int = 0
     prefetch: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT

@@ -29,6 +29,7 @@ from longshore.cache.emptying import Emptying
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction.returns import Return, Returns
 from longshore.cache.eviction.sized import Sized
 from longshore.cache.index import Index
 from longshore.cache.keeping import Keeping
@@ -88,6 +89,7 @@ class Store:
         self.log = EventLog(events)
         self.watching = Watching(self)
         self._token_width = token_width
+        self.returns = Returns()
         self.turn = self.served = 0
         """The last turn that was drawn, and that of the request that is served."""
         self.changes = 0
@@ -200,7 +202,12 @@ class Store:
         """Copies have become ready; parents come before children. As `land`."""
         if self.log.on:
             self.watching.log_arrivals(nodes, tier)
-        self.policies[tier].insert(nodes[::-1], leaf=bool(nodes) and not any(self.index.children(nodes[-1])))
+        leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
+        if tier:
+            self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
+        else:
+            self.policies[0].insert(nodes[::-1], leaf=leaf)
+            self._note_elsewhere(numbers(nodes)[::-1], leaf=leaf)
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].note_use([slots[node] for node in reversed(nodes)])
@@ -221,7 +228,7 @@ class Store:
 
     def tell_backlog(self, nodes: Sequence[int], tier: int) -> None:
         """Copies have become ready: what is dirty, and what may be copied down, may have changed."""
-        self.backlog.note_all(nodes)
+        self.backlog.arrived(nodes)
         if tier and nodes:
             self.backlog.backed_up(nodes, tier)
 
@@ -259,6 +266,12 @@ class Store:
         """A copy of `node` to a colder tier has ended without success: it is not tried again until `node` is used."""
         if self.backlog.fail(node):
             self._reconsider(node)
+
+    def refuse(self, nodes: Sequence[int]) -> int:
+        """The tier below takes no copy of `nodes`, nor of what waits for them, until they are used again; how many."""
+        refused = self.backlog.refuse(nodes)
+        self.reconsider(numbers(refused))
+        return len(refused)
 
     def unread(self, tier: int, slots: Sequence[int]) -> None:
         """Readers have let go of these slots, which are distinct."""
@@ -390,8 +403,11 @@ class Store:
                     key = self.index.key[node].hex()[:12]
                     raise CacheError(f"chunk {key} has images of pool {self.index.pool_of(node)}, not {pool}")
 
-    def make_room(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
-        """Evict until `count` slots of `pool` can be had in `tier`, or nothing more may go; says how many can be."""
+    def make_room(self, tier: int, count: int, pool: int, *, spare_dirty: bool, ahead: bool = True) -> int:
+        """Evict until `count` slots of `pool` can be had in `tier`, or nothing more may go; says how many can be.
+
+        A few more are made free `ahead` of demand.
+        """
         slots = self.pools[tier]
         missing = count - slots.room(pool)
         if missing <= 0:
@@ -399,8 +415,8 @@ class Store:
         if isinstance(slots, SlabPool):
             self.emptying.make_room(tier, slots, {pool: count}, spare_dirty=spare_dirty)
         else:
-            ahead = min(_MOST_AHEAD, slots.capacity // _AHEAD)
-            self.eviction.evict(tier, missing + ahead, spare_dirty=spare_dirty)
+            missing += min(_MOST_AHEAD, slots.capacity // _AHEAD) if ahead else 0
+            self.eviction.evict(tier, missing, spare_dirty=spare_dirty)
         return min(count, slots.room(pool))
 
     def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:
@@ -423,12 +439,16 @@ class Store:
         largest = pool.slabs.images.index(min(pool.slabs.images))
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
-    def begin(self, keys: Sequence[Key], known: int) -> int:
-        """A request for the path `keys`, of which the first `known` are in some tier, begins; it draws this turn."""
+    def begin(self, keys: Sequence[Key], known: int, said: Return | None = None) -> int:
+        """A request for the path `keys`, of which the first `known` are in some tier, begins; it draws this turn.
+
+        Its host has `said` this about its return.
+        """
         self.turn = self.served = self.turn + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
+        hint = self.returns.begin(self.turn, self.log.now, said)
         for policy in self.policies:
-            policy.begin(self.turn, len(keys), last, keys[known:])
+            policy.begin(self.turn, len(keys), last, keys[known:], hint)
         return self.turn
 
     def check_turn(self, turn: int | None) -> None:
@@ -442,7 +462,7 @@ class Store:
         if turn != self.served:
             self.served = turn
             for policy in self.policies:
-                policy.begin(turn)
+                policy.begin(turn, hint=self.returns.of(turn))
 
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used by the request that is served: heads stay longest."""
@@ -456,12 +476,22 @@ class Store:
             policy.touch(used[live][ready].tolist())
             if self.several_sizes:
                 pool.note_use(at[live][ready].tolist())
+        self._note_elsewhere(used)
         if self.last:
             dirty = sum(self.backlog.counts)
             self.backlog.use(nodes)
             self.changes += self.several_sizes or sum(self.backlog.counts) != dirty
 
     # ------------------------------------------------------------------ inside
+
+    def _note_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
+        """Tell the tiers below the warmest of uses, tail first, of what they have not; a `leaf` ends a prompt."""
+        for tier in self.index.tiers[1:]:
+            slots = column(self.index.slot[tier])[used]
+            there = slots >= 0
+            there[there] = marks(self.pools[tier].state)[slots[there]] == READY
+            if not there.all():
+                self.policies[tier].note(once(used[~there]).tolist(), leaf=leaf and not there[0])
 
     def reconsider(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
         """Something that kept nodes from going may have changed, in all tiers but one."""

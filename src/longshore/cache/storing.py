@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -303,7 +303,7 @@ class Storing:
         for pool, nodes in pools.items():
             # What is chosen has its ancestors in this tier too, for which they are spared below; or they are needed.
             nbytes, allowed = store.pools[below].slabs.image_bytes[pool], self._allowed(below, nodes, pool)
-            chosen = allowed[: self._room(below, len(allowed), pool)]
+            chosen = self._admitted(below, allowed, pool)
             self._budgets[below].spend(len(chosen) * nbytes)
             self._copy_down(chosen, tier)
         store.log.by = by
@@ -321,6 +321,36 @@ class Storing:
         for node in nodes[granted:]:
             self._store.backup_failed(node)
         return nodes[:granted]
+
+    def _admitted(self, tier: int, nodes: Sequence[int], pool: int) -> list[int]:
+        """Those of `nodes`, parents first, that `tier` takes, room made.
+
+        Where it is full, chunks that promise less than what would go for them are refused, with all behind them, and
+        not offered again before they are used again.
+        """
+        store, parent = self._store, self._store.index.parent
+        policy = store.order(tier, pool)
+        if not (self._flow.settings.admission and policy.refuses) or store.pools[tier].room(pool) >= len(nodes):
+            return list(nodes[: self._room(tier, len(nodes), pool)])
+        if tier < store.last:
+            self._clean(tier, len(nodes))
+        chosen, left_out, refused = list[int](), set[int](), list[int]()
+
+        def make_room(most: int) -> int:
+            return self._room(tier, len(chosen) + most, pool, ahead=False) - len(chosen)
+
+        starts = [at for at, node in enumerate(nodes) if not at or parent[node] != nodes[at - 1]]
+        for start, end in pairwise([*starts, len(nodes)]):
+            path, taken, least = nodes[start:end], 0, 0
+            if parent[path[0]] not in left_out:
+                keys = [store.index.key[node] for node in path]
+                taken, least = policy.admit(keys, make_room, copies=True)
+            chosen += path[:taken]
+            refused += path[taken : taken + min(least, 1)]
+            left_out.update(path[taken:])
+        if refused:
+            self._flow.drop(tier, store.refuse(refused), DropReason.ADMISSION)
+        return chosen
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room for them."""
@@ -364,9 +394,11 @@ class Storing:
         if orphan:
             room = min(allowed, store.pools[0].room(pool))
         elif self._is_choosy and path and allowed > store.pools[0].room(pool):
-            room = store.policies[0].admit(
-                path[:allowed], lambda most: store.make_room(0, most, pool, spare_dirty=False)
-            )
+
+            def make_room(most: int) -> int:
+                return store.make_room(0, most, pool, spare_dirty=False)
+
+            room = store.policies[0].admit(path[:allowed], make_room)[0] or make_room(1)
         else:
             room = self._room(0, allowed, pool) if allowed else 0
         for pin in pins:
@@ -397,16 +429,16 @@ class Storing:
             worth = often
         return worth
 
-    def _room(self, tier: int, count: int, pool: int) -> int:
+    def _room(self, tier: int, count: int, pool: int, *, ahead: bool = True) -> int:
         """Make room for up to `count` chunks of `pool` in `tier`, and says for how many.
 
         What is dirty there is copied down first, if the tier below can make room; and is spared while any is.
         """
         store = self._store
-        room = store.make_room(tier, count, pool, spare_dirty=True)
+        room = store.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
         if room < count and tier < store.last:
             self._clean(tier, count)
-            room = store.make_room(tier, count, pool, spare_dirty=self._is_copying_down(tier))
+            room = store.make_room(tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead)
         return room
 
     def _may_get_room(self, tier: int) -> bool:

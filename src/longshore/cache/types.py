@@ -52,6 +52,7 @@ class DropReason(enum.Enum):
     SELDOM = "seldom"  # offered less often than the write policy asks for
     ANSWER = "answer"  # behind the prompt, of which alone the write policy takes chunks
     PRIORITY = "priority"  # of less priority than the write policy asks for
+    ADMISSION = "admission"  # promises fewer hits than what would have to go for it
     BUDGET = "budget"  # more than the write rule allows in so much time
     TIER_OFF = "tier_off"  # the tier takes no writes any more
 

@@ -44,6 +44,7 @@ from longshore.report import REASONS, RUNS, SOURCES, Curve, Page, curves, stacke
 
 if TYPE_CHECKING:
     from longshore.cache.eviction import EvictionPolicy
+    from longshore.cache.eviction.returns import Return
     from longshore.trace.request import TraceRequest
     from longshore.trace.result import Row
     from longshore.trace.tiered import Tally, TieredReplay
@@ -176,8 +177,8 @@ def replay(
             "MiB",
         )
 
-        def made(count: int) -> TieredReplay:
-            return TieredReplay(timing, block_tokens, tiers, kind, engines=count, gated=gate)
+        def made(count: int, admission: bool = True) -> TieredReplay:
+            return TieredReplay(timing, block_tokens, tiers, kind, engines=count, gated=gate, admission=admission)
 
         run = made(engines)
         with trace_at(trace) as path, console.status("reading") as status:
@@ -202,7 +203,8 @@ def _experiment(
     with _served(slots, name, kind, through) as serve:
         for request in requests:
             path = request.hash_ids
-            found = Hits(found.requests + 1, found.block_refs + len(path), found.hits + serve(path))
+            hits = serve(path, request.timestamp_ms / 1000, request.returns)
+            found = Hits(found.requests + 1, found.block_refs + len(path), found.hits + hits)
             blocks.add(path)
     most = blocks.optimal(slots)
     best = None if most is None else ratio(most, found.block_refs)
@@ -233,7 +235,7 @@ def _experiment(
 @contextmanager
 def _served(
     slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
-) -> Iterator[Callable[[Sequence[int]], int]]:
+) -> Iterator[Callable[[Sequence[int], float, Return | None], int]]:
     """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name."""
     if through is None:
         from longshore.trace.experiment import Experiment  # noqa: PLC0415
@@ -256,25 +258,37 @@ def _served(
 
 def _replay(
     run: TieredReplay,
-    made: Callable[[int], TieredReplay],
+    made: Callable[[int, bool], TieredReplay],
     requests: Trace,
     policy: str,
     blocks: _AskedBlocks,
     report: Path | None,
     status: Status,
 ) -> tuple[dict[str, object], list[Row]]:
-    from longshore.trace.result import Replayed, overload  # noqa: PLC0415
+    from longshore.boundary import FILE  # noqa: PLC0415
+    from longshore.cache import DropReason  # noqa: PLC0415
+    from longshore.trace.result import Replayed, bytes_to_files, overload  # noqa: PLC0415
 
     def again(engines: int) -> Tally:
-        other = made(engines)
+        other = made(engines, True)
         for _ in other.run(_progress(requests, status, f" with {engines} engines")):
             pass
         return other.tally
 
+    def unfiltered() -> int | None:
+        """Bytes written to files by a replay in which these refuse no block."""
+        if FILE not in run.counters.drops or not run.counters.drops[FILE][DropReason.ADMISSION]:
+            return None
+        other = made(run.engines, False)
+        for _ in other.run(_progress(requests, status, " without admission")):
+            pass
+        return bytes_to_files(other)
+
     for request in run.run(_progress(requests, status)):
         blocks.add(request.hash_ids[: request.input_length // run.block_tokens])
     too_much = overload(run.tally, run.engines, again)
-    found = Replayed(run, policy, blocks.unique, blocks.optimal(run.slots), too_much, requests.assumption)
+    best = blocks.optimal(run.slots)
+    found = Replayed(run, policy, blocks.unique, best, too_much, requests.assumption, unfiltered())
     if report is not None:
         write_report(found, report)
     return found.as_json(), found.rows()

@@ -385,6 +385,7 @@ def make_cache(
         offload=config.offload,
         backup=config.backup,
         threshold=config.threshold,
+        admission=config.admission,
         prompt_only=config.prompt_only,
         priority_floor=config.priority_floor,
         prefetch=config.prefetch,

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_digest
 
 from longshore.cache.chains import LISTS
 from longshore.cache.eviction.base import EvictionPolicy
+from longshore.cache.eviction.returns import Return, Returns
 from longshore.errors import TraceError
 
 
@@ -44,14 +45,17 @@ class Experiment:
             raise TraceError(f"expected a capacity of at least one block, got {slots}")
         self._names = np.empty(LISTS, object)
         self.policy = kind(slots, self._names)
-        self._slots = slots
+        self._slots, self._returns = slots, Returns()
         self._free: list[int] = []
         self._node: dict[int, int] = {}
         self._block = [-1] * LISTS
         self._requests = self._refs = self._hits = 0
 
-    def serve(self, path: Sequence[int]) -> int:
-        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); returns its hits."""
+    def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
+        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); returns its hits.
+
+        It arrives at `now` seconds, and its host knows this of its return.
+        """
         resident = self._node
         hits = 0
         for block in path:
@@ -62,7 +66,8 @@ class Experiment:
         self._refs += len(path)
         self._hits += hits
         last = resident[path[hits - 1]] if hits else 0
-        self.policy.begin(self._requests, len(path), last, [key_of(block) for block in path[hits:]])
+        hint = self._returns.begin(self._requests, now, returns)
+        self.policy.begin(self._requests, len(path), last, [key_of(block) for block in path[hits:]], hint)
         self._access(path)
         return hits
 

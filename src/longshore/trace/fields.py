@@ -6,6 +6,7 @@ import json
 import math
 from typing import NoReturn
 
+from longshore.cache.eviction.returns import Return
 from longshore.errors import TraceError
 
 MAX_HASH_ID = 2**64 - 1
@@ -52,12 +53,12 @@ class Fields:
             self.refuse(f"expected {name!r} to be an integer of at least {least}", value)
         return value
 
-    def milliseconds(self, name: str, *, default: float | None = None) -> float:
-        """A time."""
+    def milliseconds(self, name: str, *, default: float | None = None, unit: str = "milliseconds") -> float:
+        """A time, in `unit`."""
         if default is not None and name not in self._fields:
             return default
         value = self.get(name)
-        expected = f"expected {name!r} to be milliseconds, a finite number of at least 0"
+        expected = f"expected {name!r} to be {unit}, a finite number of at least 0"
         if type(value) is not int and type(value) is not float:
             self.refuse(expected, value)
         try:
@@ -82,6 +83,18 @@ class Fields:
             if type(item) is not int or not 0 <= item <= most:
                 self.refuse(f"expected every {one} to be an integer from 0 to {most}", item)
         return tuple(value)  # type: ignore[arg-type]  # all are integers
+
+    def returns(self) -> Return | None:
+        """What the optional fields `ends`, `returns_in` (seconds) and `class` say about the request's return."""
+        if not any(name in self._fields for name in ("ends", "returns_in", "class")):
+            return None
+        ends, kind = self._fields.get("ends", False), self._fields.get("class", "")
+        if not isinstance(ends, bool) or not isinstance(kind, str):
+            self.refuse("expected 'ends' to be true or false, and 'class' to be text", (ends, kind))
+        seconds = self.milliseconds("returns_in", default=-1.0, unit="seconds")
+        if ends and seconds >= 0:
+            self.refuse("expected 'ends' or 'returns_in', got both", (ends, seconds))
+        return Return(ends, None if seconds < 0 else seconds, kind)
 
     def covers(self, hashes: int, tokens: int, block_tokens: int) -> None:
         """Raise unless `hashes` is the number of blocks for `tokens`."""

@@ -5,6 +5,8 @@ lengths    CSV: time, input tokens, output tokens; every block is new, so there 
 events     Longshore's own event file: its requests and their keys
 prompts    {"prompt": text} or {"tokens": [ids]}, "timestamp", "output_length"; keys of Longshore
 
+Turns of sessions, and prompts, may have `ends`, `returns_in` (seconds) and `class`, as in Mooncake's format.
+
 Times are milliseconds, except in CSV (seconds, or dates). An id is 64 bits of a digest over the whole prefix: equal ids
 mean equal content after an equal prefix, for any hashes in the trace.
 """
@@ -91,7 +93,7 @@ def _turn(turn: Fields, block_tokens: int) -> TraceRequest:
         parent = hashlib.blake2b(parent + str(each).encode("utf-8", "surrogatepass"), digest_size=32).digest()
         ids.append(_id(parent))
     output_length = turn.integer("output_length", least=0, default=0)
-    return TraceRequest(turn.milliseconds("timestamp"), length, output_length, tuple(ids))
+    return TraceRequest(turn.milliseconds("timestamp"), length, output_length, tuple(ids), returns=turn.returns())
 
 
 _COLUMNS = {
@@ -220,7 +222,7 @@ def read_prompts(path: str | Path, *, block_tokens: int, skip: Skip | None = Non
         keys = chain(_ROOT, tokens[:whole], block_tokens)
         if whole < len(tokens):
             keys += chain(keys[-1] if keys else _ROOT, tokens[whole:], len(tokens) - whole)
-        return TraceRequest(timestamp, len(tokens), output_length, tuple(map(_id, keys)), assumed)
+        return TraceRequest(timestamp, len(tokens), output_length, tuple(map(_id, keys)), assumed, fields.returns())
 
     yield from read_lines(path, in_order(request), skip)
 

@@ -3,8 +3,9 @@
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..., 2354]}
 
 `timestamp` is in milliseconds. `hash_ids` has one id per 512-token block of the prompt, the partial last
-block included. Lines are read as a stream, so a trace may be larger than memory. Other keys are ignored; an invalid
-line is a `TraceError` that names the line.
+block included. Lines are read as a stream, so a trace may be larger than memory. What the host of a request knows about
+its return may be there, too: `"ends": true`, `"returns_in": SECONDS`, `"class": NAME`. Other keys are ignored; an
+invalid line is a `TraceError` that names the line.
 """
 
 from __future__ import annotations
@@ -69,6 +70,6 @@ def _request(block_tokens: int) -> Callable[[str, bytes], TraceRequest]:
         timestamp, output_length = fields.milliseconds("timestamp"), fields.integer("output_length", least=0)
         hash_ids = fields.integers("hash_ids", most=MAX_HASH_ID, one="hash id")
         fields.covers(len(hash_ids), input_length, block_tokens)
-        return TraceRequest(timestamp, input_length, output_length, hash_ids)
+        return TraceRequest(timestamp, input_length, output_length, hash_ids, returns=fields.returns())
 
     return in_order(request)

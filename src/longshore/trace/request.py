@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longshore.cache.eviction.returns import Return
+
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
@@ -16,6 +18,7 @@ class TraceRequest:
         hash_ids: One id per block of the prompt, in order; the last block may be partial. Equal ids mean equal content
             after an equal prefix.
         assumed_time: Whether the trace has no timestamp for it.
+        returns: What its host knows about when its blocks are used again, if the trace says so.
     """
 
     timestamp_ms: float
@@ -23,3 +26,4 @@ class TraceRequest:
     output_length: int
     hash_ids: tuple[int, ...]
     assumed_time: bool = False
+    returns: Return | None = None

@@ -41,6 +41,7 @@ class Replayed:
         unique: Number of unique blocks.
         optimal: Maximum hits of one tier of the same capacity, if computed.
         overload: Set if the engines were overloaded.
+        unfiltered: Bytes written to files if these refuse no block; `None` where they refused none.
         assumption: Assumptions about the trace as text, if any.
     """
 
@@ -50,6 +51,7 @@ class Replayed:
     optimal: int | None
     overload: Overload | None = None
     assumption: str = ""
+    unfiltered: int | None = None
 
     @property
     def hits(self) -> dict[str, int]:
@@ -112,8 +114,18 @@ class Replayed:
     @property
     def file_write_bytes_per_day(self) -> float:
         """Bytes written to files per day, at the rate of the trace."""
-        written = sum(t.bytes for route, t in self.replay.counters.routes.items() if route.endswith(f"->{FILE}"))
-        return _DAY * ratio(written, self.replay.tally.seconds)
+        return _DAY * ratio(bytes_to_files(self.replay), self.replay.tally.seconds)
+
+    @property
+    def file_write_bytes_per_day_without_admission(self) -> float:
+        """The same if the file tier refused no block."""
+        if self.unfiltered is None:
+            return self.file_write_bytes_per_day
+        return _DAY * ratio(self.unfiltered, self.replay.tally.seconds)
+
+    def drive_writes(self, bytes_per_day: float) -> float:
+        """How often this fills the file tier."""
+        return ratio(bytes_per_day, self.slots.get(FILE, 0) * self.replay.image_bytes)
 
     @property
     def assumptions(self) -> list[str]:
@@ -133,6 +145,11 @@ class Replayed:
             "optimal_hit_ratio": self.optimal_hit_ratio,
             "ttft_s": self.ttft,
             "file_write_bytes_per_day": self.file_write_bytes_per_day,
+            "file_write_bytes_per_day_without_admission": self.file_write_bytes_per_day_without_admission,
+            "drive_writes_per_day": self.drive_writes(self.file_write_bytes_per_day),
+            "drive_writes_per_day_without_admission": self.drive_writes(
+                self.file_write_bytes_per_day_without_admission
+            ),
             "policy": self.policy,
             "hit_tokens_ratio": ratio(sum(self.hits.values()) * replay.block_tokens, tally.prompt_tokens),
             "kv_bytes_per_token": replay.timing.geometry.kv_bytes_per_token,
@@ -190,6 +207,10 @@ class Replayed:
     def _traffic_rows(self) -> list[Row]:
         replay = self.replay
         rows = [("file writes", size(self.file_write_bytes_per_day), "per day, at the rate of the trace")]
+        if FILE in self.slots:
+            without = self.file_write_bytes_per_day_without_admission
+            note = f"of the file tier; {self.drive_writes(without):.3g} if it refused no block"
+            rows.append(("drive writes per day", f"{self.drive_writes(self.file_write_bytes_per_day):.3g}", note))
         for tier, gone in self.evictions.items():
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in gone.items() if count)
             rows.append((f"left {tier}", reasons or "none", "blocks; a colder tier still has demoted ones"))
@@ -200,6 +221,11 @@ class Replayed:
             note = f"busy; transfers waited {seconds['waiting']:,.1f} s in total"
             rows.append((route, share(seconds["moving"], replay.tally.seconds), note))
         return rows
+
+
+def bytes_to_files(replay: TieredReplay) -> int:
+    """Bytes that a replay has written to files."""
+    return sum(totals.bytes for route, totals in replay.counters.routes.items() if route.endswith(f"->{FILE}"))
 
 
 class Overload(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longshore.boundary import HOST, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, Return, TieredCache, TierSpec
 from longshore.cache.eviction import EvictionPolicy
 from longshore.errors import IntegrityError
 from longshore.trace.tiered import keys_of
@@ -26,11 +26,16 @@ class CacheReplay:
 
     def __init__(self, kind: type[EvictionPolicy], slots: int) -> None:
         self.cache = TieredCache([TierSpec(HOST, slots, policy=kind)], CacheSettings(max_writes=_MAX_WRITES))
+        self._now = 0.0
 
-    def serve(self, path: Sequence[int]) -> int:
-        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits."""
+    def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
+        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits.
+
+        It arrives at `now` seconds, and its host knows this of its return.
+        """
         cache, keys = self.cache, keys_of(path)
-        found = cache.lookup({0: GroupKeys(keys)}, 0.0)
+        self._now = now
+        found = cache.lookup({0: GroupKeys(keys)}, now, returns=returns)
         hits, lease = found.chunks, found.lease
         if lease is not None:
             cache.load(lease, {0: range(hits)})
@@ -52,4 +57,4 @@ class CacheReplay:
             for command in self.cache.take()
             if isinstance(command, Transfer)
         ]
-        self.cache.apply(done, 0.0)
+        self.cache.apply(done, self._now)

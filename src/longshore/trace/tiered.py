@@ -131,6 +131,7 @@ class TieredReplay:
         policy: Eviction policy of host memory and files; a remote store evicts its least recently used blocks.
         engines: Number of prompts computed at a time.
         gated: Whether the gate decides between loading and computing; without it, all blocks found are loaded.
+        admission: Whether the file tier, once full, refuses blocks that promise fewer hits than those they replace.
 
     Raises:
         TraceError: A tier is smaller than a block or larger than `MOST_BLOCKS`; no host memory, engine or token per
@@ -146,6 +147,7 @@ class TieredReplay:
         *,
         engines: int = 1,
         gated: bool = True,
+        admission: bool = True,
     ) -> None:
         names = list(tiers)
         if engines < 1 or block_tokens < 1 or HOST not in names or names != [n for n in _TIERS if n in names]:
@@ -166,7 +168,9 @@ class TieredReplay:
         self.remote = RemoteStore(slots.pop(REMOTE)) if REMOTE in slots else None
         self.tally = Tally()
         specs = [TierSpec(name, count, image, policy) for name, count in slots.items()]
-        self.cache = TieredCache(specs, CacheSettings(), foreign=[REMOTE] if self.remote is not None else [])
+        self.cache = TieredCache(
+            specs, CacheSettings(admission=admission), foreign=[REMOTE] if self.remote is not None else []
+        )
         self.movers = VirtualMovers(timing, image, self.remote)
         self.image_bytes = image
         self.timing, self.block_tokens, self.engines = timing, block_tokens, engines
@@ -292,7 +296,7 @@ class TieredReplay:
     def _look(self, visit: _Visit, end: int) -> Found:
         """Lease what the tiers have of the keys up to `end`, behind what is leased already."""
         path = GroupKeys(visit.keys[:end], visit.matched)
-        found = self.cache.lookup({0: path}, self._now, turn=visit.turn)
+        found = self.cache.lookup({0: path}, self._now, turn=visit.turn, returns=visit.request.returns)
         visit.turn = found.turn
         if found.lease is not None:
             visit.parts.append(_Part(found.lease, found.chunks))

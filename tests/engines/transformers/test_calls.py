@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 from longshore.boundary import DEVICE
+from longshore.cache import Return, TieredCache
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, tiered
 from longshore.errors import HintError
@@ -391,6 +392,23 @@ def test_hints_say_which_request_is_stored() -> None:
         assert len(stored_keys(tiers)) == 2 * 6, "of the other two requests"
         assert close(generate(model, num_blocks=32), expected)
         assert len(stored_keys(tiers)) == 3 * 6, "the names of requests begin anew, and their hints do not"
+
+
+def test_what_requests_say_of_their_return_reaches_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, lookup = list[Return](), TieredCache.lookup
+
+    def watched(cache: TieredCache, *of: Any, **how: Any) -> Any:
+        if how.get("turn") is None and how.get("returns") is not None:
+            said.append(how["returns"])
+        return lookup(cache, *of, **how)
+
+    monkeypatch.setattr(TieredCache, "lookup", watched)
+    model, expected = make_model(), generate(make_model())
+    with tiered(model, Config.make(host_size="4MiB", gate=False)) as tiers:
+        tiers.hint("req_0", {"ends": True})
+        tiers.hint("req_2", {"returns_in": 2.5, "class": "chat"})
+        assert close(generate(model), expected)
+    assert sorted(said, key=str) == [Return(seconds=2.5, of="chat"), Return(ends=True)]
 
 
 def test_hints_in_the_settings_are_for_all_requests() -> None:

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm_kit import BLOCKS, TOKENS, Rig, file_settings, keys_of
 
+from longshore.cache import Return, TieredCache
 from longshore.cache.eviction import POLICIES
 from longshore.cache.eviction.uses import USES
 from longshore.engines.vllm.keys import ours
@@ -620,6 +621,27 @@ def test_a_request_that_loads_nothing_misses_everything(rigs: Any) -> None:
     rig.store(keys, range(1, 3), rig.request("one", keys))
     nothing = {"longshore": {"load": []}}
     assert rig.lookup(keys, asking(rig, "two", keys, kv_transfer_params=nothing)) == [MISS] * 2
+
+
+@pytest.mark.parametrize("looks_up", [True, False])
+def test_what_a_request_says_of_its_return_reaches_the_cache(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, looks_up: bool
+) -> None:
+    said, lookup = list[Return](), TieredCache.lookup
+
+    def watched(cache: TieredCache, *of: Any, **how: Any) -> Any:
+        if how.get("turn") is None and how.get("returns") is not None:
+            said.append(how["returns"])
+        return lookup(cache, *of, **how)
+
+    monkeypatch.setattr(TieredCache, "lookup", watched)
+    rig, keys = rigs(), keys_of(2)
+    for name, hints in (("over", {"ends": True}), ("tool", {"returns_in": 2.5}), ("batch", {"class": "batch"})):
+        context = asking(rig, name, keys, kv_transfer_params={"longshore": hints})
+        if looks_up:
+            rig.lookup(keys, context)
+        rig.store(keys, range(1, 3), context)
+    assert said == [Return(ends=True), Return(seconds=2.5), Return(of="batch")]
 
 
 def test_priorities_of_requests_decide_what_is_evicted_first(rigs: Any) -> None:

@@ -47,7 +47,7 @@ class Banded(Parted):
         if number not in self._parts:
             policy = self._make(self.slots, self.names)
             policy.grow(len(self._part))
-            policy.begin(self._turn)
+            policy.begin(self._turn, hint=self._hint)
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))
         return self._parts[number]
 

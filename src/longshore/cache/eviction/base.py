@@ -40,28 +40,39 @@ class EvictionPolicy(ABC):
     refuses it.
     """
 
+    refuses = False
+    """Whether `admit` may refuse chunks."""
+
     def __init__(self, slots: int, names: Names) -> None:
         self.slots = slots
         self.names = names
 
     def begin(  # noqa: B027 - for those with a clock
-        self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = ()
+        self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0
     ) -> None:
         """The request of this turn begins, or goes on: all uses until the next call are its uses, and have one age.
 
         Turns are drawn one after the other. A request begins with a turn that is later than all before: for a path of
         `length` chunks, of which `last` is the node of the last one of those that lead and are resident, and `keys`
         are those of all behind it. With an earlier turn a request goes on: what it has used is not counted again.
+        `hint` is the number of what its host has said about its return (`longshore.cache.eviction.returns`).
         """
 
-    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int]) -> int:
-        """How many lead of `keys`, the new chunks at the end of the path of the request, that are to become resident.
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
+        """How many lead of `keys`, a part of a path, that are to become resident, and how many are refused.
 
-        That is as many as promise no less than what has to go for them, and one at least, as far as there is room.
-        `make_room(count)` makes room for at most `count` of them, and says for how many. The others count as used.
-        A policy that does not know what chunks promise takes as many as there is room for.
+        Those are refused that promise less than what has to go for them. For what is neither there is no room at
+        present. `make_room(count)` makes room for at most `count` of `keys`, and says for how many. The keys are used
+        now, by the request that is served, unless they are `copies` of what another tier has.
+        A policy that does not know what chunks promise refuses none.
         """
-        return make_room(len(keys))
+        return make_room(len(keys)), 0
+
+    def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:  # noqa: B027 - for those that remember
+        """`nodes`, a part of a path, tail first, were used where another tier has them; this one does not.
+
+        With `leaf`, a prompt ends with the first of them, as for `insert`.
+        """
 
     @abstractmethod
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
@@ -70,6 +81,10 @@ class EvictionPolicy(ABC):
         With `leaf`, nothing is known to follow the first of them: a prompt ends there. `continues` says that what
         was last named to `insert` or `touch` follows it in the path of the request.
         """
+
+    def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+        """`nodes` became resident as copies of what a warmer tier has: `note` has told of their uses."""
+        self.insert(nodes, leaf=leaf)
 
     @abstractmethod
     def touch(self, nodes: Sequence[int]) -> None:

@@ -3,7 +3,9 @@
     bucket    │ a │ b │   │ c │ d │ ... 16 words        what is evicted next replaces the oldest of its key's bucket
                         ▲ next
     word      63 ... 33                32 ... 15               14 ... 0
-              turn of the last use     tag of the key          state, 0 where the word is free
+              turn of the last use     tag of the key          state without its hint, 0 where the word is free
+
+Hints have a column of their own, which takes memory once there was one: a byte more a chunk.
 
 A key is told apart by 18 bits beside its bucket: of keys that are not in the list, one in 16,000 is taken for another.
 The chunk evicted longest ago is replaced, not the one used longest ago: that lost up to .003 of all hits.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,35 +23,42 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.cache.columns import sparse
 from longshore.cache.eviction.base import FEW
+from longshore.cache.eviction.uses import HINT, REQUEST
 
 WAYS = 16
 """Words in a bucket."""
 
 _WHEN, _TAG = 33, 15
 _TAGS, _STATES = (1 << _WHEN - _TAG) - 1, (1 << _TAG) - 1
+_HINT_BITS = REQUEST - HINT
+_BELOW, _HINT, _ABOVE = (1 << HINT) - 1, (1 << REQUEST) - (1 << HINT), _STATES & ~((1 << HINT) - 1)
+"""Bits of a state below the hint, and of the hint; and those above the hint, where they are in a word."""
 _ODD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 _Places = npt.NDArray[np.int64]
 _Ticks = npt.NDArray[np.int32]
-_States = npt.NDArray[np.uint16]
+_States = npt.NDArray[np.uint32]
 _Words = npt.NDArray[np.uint64]
 
 
 class GhostList:
     """About the last `limit` chunks that were evicted, less those that came back.
 
-    Of each it keeps the turn of its last use (31 bits) and its state (1 to 32767), both as the caller counts.
+    Of each it keeps the turn of its last use (31 bits) and its state (`uses`).
     """
 
-    __slots__ = ("_any", "_buckets", "_next")
+    __slots__ = ("_any", "_buckets", "_hinted", "_hints", "_next")
 
     def __init__(self, limit: int) -> None:
         self._any = False
         """Whether anything was ever inserted."""
+        self._hinted = False
+        """Whether any of them had a hint."""
         self._next = sparse(max(1, limit // WAYS), np.uint8)
         """The word of each bucket that is replaced next."""
         self._buckets: _Words = sparse(max(1, limit // WAYS) * WAYS, np.uint64).reshape(-1, WAYS)
+        self._hints: npt.NDArray[np.uint8] = sparse(self._buckets.size, np.uint8)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._buckets))
@@ -58,18 +68,21 @@ class GhostList:
         self._any = True
         bucket, tag = self._place_of(key)
         at = int(self._next[bucket])
-        old = int(self._buckets[bucket, at])
-        self._buckets[bucket, at] = when << _WHEN | tag << _TAG | state
+        place = bucket * WAYS + at
+        old, hint = int(self._buckets[bucket, at]), int(self._hints[place]) if self._hinted else 0
+        self._buckets[bucket, at] = when << _WHEN | tag << _TAG | _low(state)
+        if self._hinted or state & _HINT:
+            self._hinted, self._hints[place] = True, (state & _HINT) >> HINT
         self._next[bucket] = (at + 1) % WAYS
-        return (old >> _WHEN, old & _STATES) if old else None
+        return (old >> _WHEN, _state(old & _STATES, hint)) if old else None
 
     def insert_all(self, keys: Sequence[Key], when: _Ticks, states: _States) -> tuple[_Ticks, _States]:
         """`insert` of many different keys, which were evicted in this order; what they replace."""
         self._any = True
         buckets, tags = self._places_of(keys)
-        words = when.astype(np.uint64) << _WHEN | tags << _TAG | states
+        words = when.astype(np.uint64) << _WHEN | tags << _TAG | _low(states)
         order = np.argsort(buckets, kind="stable")
-        buckets, words = buckets[order], words[order]
+        buckets, words, hints = buckets[order], words[order], ((states & _HINT) >> HINT)[order].astype(np.uint8)
         starts = np.flatnonzero(np.diff(buckets, prepend=-1))
         counts = np.diff(starts, append=len(buckets))
         place = np.arange(len(buckets)) - np.repeat(starts, counts)
@@ -78,7 +91,11 @@ class GhostList:
         self._next[buckets[starts]] = (self._next[buckets[starts]] + counts) % WAYS
         at, every = at[stay], self._buckets.reshape(-1)
         old, every[at] = every[at], words[stay]
-        return _unpacked(np.concatenate([old[old > 0], words[~stay]]))
+        before = hints[stay]
+        if self._hinted or hints.any():
+            self._hinted, before, self._hints[at] = True, self._hints[at], before
+        there = old > 0
+        return _unpacked(np.concatenate([old[there], words[~stay]]), np.concatenate([before[there], hints[~stay]]))
 
     def take_all(self, keys: Sequence[Key], *, forget: bool = True) -> list[tuple[int, int, int]]:
         """What is known of many different `keys`, in runs: how many, their last use and their state, 0 if unknown.
@@ -92,11 +109,13 @@ class GhostList:
         who, at = self._search(keys)
         at, first = np.unique(at, return_index=True)  # two keys may be taken for one
         words, found = self._buckets.reshape(-1), np.zeros(len(keys), np.uint64)
-        found[who[first]] = words[at] & ~np.uint64(_TAGS << _TAG)
+        # The hint takes the place of the tag.
+        found[who[first]] = words[at] & ~np.uint64(_TAGS << _TAG) | self._hints[at].astype(np.uint64) << np.uint64(_TAG)
         if forget:
             words[at] = 0
         starts = np.flatnonzero(np.diff(found, prepend=found[0] + np.uint64(1)))
-        when, states = (each.tolist() for each in _unpacked(found[starts]))
+        hints = (found[starts] >> np.uint64(_TAG) & np.uint64(_TAGS)).astype(np.uint8)
+        when, states = (each.tolist() for each in _unpacked(found[starts], hints))
         return list(zip(np.diff(starts, append=len(keys)).tolist(), when, states, strict=True))
 
     def _take(self, key: Key, *, forget: bool) -> tuple[int, int]:
@@ -105,7 +124,8 @@ class GhostList:
             if word >> _TAG & _TAGS == tag and word:
                 if forget:
                     self._buckets[bucket, at] = 0
-                return word >> _WHEN, word & _STATES
+                hint = int(self._hints[bucket * WAYS + at]) if self._hinted else 0
+                return word >> _WHEN, _state(word & _STATES, hint)
         return 0, 0
 
     def latest(self, keys: Sequence[Key]) -> int | None:
@@ -115,7 +135,8 @@ class GhostList:
 
     def everything(self) -> tuple[_Ticks, _States]:
         """The last uses and the states of all that is in the list."""
-        return _unpacked(self._buckets[self._buckets > 0])
+        words = self._buckets.reshape(-1)
+        return _unpacked(words[words > 0], self._hints[words > 0])
 
     def _search(self, keys: Sequence[Key]) -> tuple[_Places, _Places]:
         """Which of `keys` are in the list, and their places."""
@@ -147,5 +168,16 @@ class GhostList:
         return buckets, mixed & np.uint64(_TAGS)
 
 
-def _unpacked(words: _Words) -> tuple[_Ticks, _States]:
-    return (words >> _WHEN).astype(np.int32), (words & _STATES).astype(np.uint16)
+def _unpacked(words: _Words, hints: npt.NDArray[np.uint8]) -> tuple[_Ticks, _States]:
+    states = (words & _STATES).astype(np.uint32)
+    return (words >> _WHEN).astype(np.int32), _state(states, hints.astype(np.uint32))
+
+
+def _low(state: Any) -> Any:
+    """A state without its hint."""
+    return state & _BELOW | (state >> _HINT_BITS) & _ABOVE
+
+
+def _state(low: Any, hint: Any) -> Any:
+    """The state that consists of these."""
+    return low & _BELOW | hint << HINT | (low & _ABOVE) << _HINT_BITS

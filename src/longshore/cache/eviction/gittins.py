@@ -33,6 +33,7 @@ from longshore.cache.eviction.uses import (
     GAP,
     GAP_OF,
     HELD,
+    HINT,
     HOW,
     KIND_OF,
     KINDS,
@@ -61,27 +62,30 @@ _FADE = 64
 """Counts are halved after so many uses for each slot."""
 
 _Nodes = npt.NDArray[np.int32]
-_States = npt.NDArray[np.uint16]
+_States = npt.NDArray[np.uint32]
 
 
 class Gittins(EvictionPolicy):
-    """Evicts from the list that promises least. O(1) for each node, amortised; 14 bytes per node.
+    """Evicts from the list that promises least. O(1) for each node, amortised; 16 bytes per node.
 
     About four evicted chunks for each slot are in a ghost list, at 8 bytes each.
     """
 
+    refuses = True
+
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
         self._hit_rates, self._spans, self._chains = HitRates(), Spans(), Chains()
-        self._state = array("H", bytes(2 * LISTS))
+        self._state = array("I", bytes(4 * LISTS))
         self._used: Column = zeros(LISTS)
         self._count = 0
         self._now = self._turn = 0
         """The last turn that was drawn, and that of the request that is served."""
         self._fresh = 0
         """The first list of what is used in this turn."""
-        self._length = self._pause = self._last = 0
-        """Bits of a state: the length of the last request, the gap since its path was used, and what was named last."""
+        self._length = self._hint = self._pause = self._last = 0
+        """Bits of a state: the length of the last request, the hint of the one that is served, the gap since the path
+        of the last one was used, and what was named last."""
         self._since = self._new = self._faded = 0
         """Uses since a span began; until then since the last that was learned from, and since counts were halved."""
         self._stale = True
@@ -106,11 +110,14 @@ class Gittins(EvictionPolicy):
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         self._chains.grow(nodes)
-        self._state.frombytes(bytes(2 * max(0, nodes - len(self._state))))
+        self._state.frombytes(bytes(4 * max(0, nodes - len(self._state))))
         self._used = grown(self._used, nodes)
 
-    def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = ()) -> None:
+    def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
         """The request of this turn begins, or goes on."""
+        self._hint = hint << HINT
+        if hint and self._hit_rates.add_hints():
+            self._stale = True
         if turn > self._now:
             self._now = turn
             if self._since >= max(_LEAST, self.slots // _SPAN):
@@ -123,12 +130,12 @@ class Gittins(EvictionPolicy):
         self._turn, self._last = turn, self._pause
         self._fresh = self._spans.row(turn) * KINDS
 
-    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int]) -> int:
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
         """How many lead of `keys` that promise no less than what goes for them: room is made in runs of one promise."""
         self._rank_lists()
         self._last, tail, count = self._pause, list(keys[::-1]), 0
         end, limit, rooms = 0, LISTS, dict[int, int]()
-        for some, state, used in reversed(self._use_new(tail, leaf=True, noted=False)):
+        for some, state, used in reversed(self._use_new(tail, leaf=True, noted=False, copies=copies)):
             end, limit = end + some, min(limit, self._rank[self._list_of(state, used)])
             rooms[limit] = end
         try:
@@ -138,24 +145,40 @@ class Gittins(EvictionPolicy):
                     break
         finally:
             self._limit = LISTS
-        count = count or make_room(1)
-        if gone := tail[: len(tail) - count]:
-            counts, states, when = np.array(self._use_new(gone, leaf=True)).T
-            when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint16)
-            self._forget(*self._ghosts.insert_all(gone, when, states))
+        gone = tail[: len(tail) - count]
+        if gone and not copies:
+            self._remember(gone, leaf=True)
             self._since += len(gone)
-        return count
+        return count, len(gone) if gone and self.coldest() else 0
+
+    def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+        """`nodes` were used, and are not in: they are remembered."""
+        self._last = self._pause
+        self._remember(self.names[numbers(nodes)].tolist(), leaf=leaf)
+
+    def _remember(self, keys: Sequence[Key], *, leaf: bool) -> None:
+        """`keys`, tail first, are used in this turn, and not in."""
+        counts, states, when = np.array(self._use_new(keys, leaf=leaf)).T
+        when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint32)
+        self._forget(*self._ghosts.insert_all(keys, when, states))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident: used as often as is remembered, and once more.
 
         One that is not remembered was used as what follows it: whoever comes for that comes for it.
         """
+        self._insert(nodes, leaf=leaf, continues=continues)
+
+    def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+        """`nodes` became resident: used as often, and when, as is remembered."""
+        self._insert(nodes, leaf=leaf, copies=True)
+
+    def _insert(self, nodes: Sequence[int], *, leaf: bool, continues: bool = False, copies: bool = False) -> None:
         check_new(self._state, nodes)
         if not continues:
             self._last = self._pause
         at, first = numbers(nodes), 0
-        for count, state, when in self._use_new(self.names[at].tolist(), leaf=leaf):
+        for count, state, when in self._use_new(self.names[at].tolist(), leaf=leaf, copies=copies):
             which = self._list_of(state, when)
             if count < FEW:
                 some = nodes[first : first + count]
@@ -266,7 +289,7 @@ class Gittins(EvictionPolicy):
         states = state[at]
         held = states >= HELD
         self._take_out(at[~held].tolist() if np.count_nonzero(held) else nodes)
-        self._forget(*self._ghosts.insert_all(keys, column(self._used)[at], states & np.uint16(STATE)))
+        self._forget(*self._ghosts.insert_all(keys, column(self._used)[at], states & np.uint32(STATE)))
         state[at] = OUT
         self._count -= len(nodes)
 
@@ -360,13 +383,19 @@ class Gittins(EvictionPolicy):
                 f"lists have {len(ordered)} nodes, {len(marked)} and {held} held are marked of {self._count}"
             )
 
-    def _use_new(self, keys: Sequence[Key], *, leaf: bool, noted: bool = True) -> list[tuple[int, int, int]]:
+    def _use_new(
+        self, keys: Sequence[Key], *, leaf: bool, noted: bool = True, copies: bool = False
+    ) -> list[tuple[int, int, int]]:
         """What new chunks, tail first, become by a use in this turn, in runs: how many, their state, their last use.
 
-        Unless it is `noted`, nobody has used them yet, and they stay in the ghost list.
+        Unless it is `noted`, nobody has used them yet, and they stay in the ghost list. `copies` stay as they are.
         """
         runs, last = list[tuple[int, int, int]](), self._last
         for count, when, left in self._ghosts.take_all(keys, forget=noted):
+            if left and copies:
+                last = left
+                runs.append((count, left, when))
+                continue
             if left:
                 last = self._use(left, when, count, noted=noted)
                 runs.append((count, last, max(when, self._turn)))
@@ -374,7 +403,7 @@ class Gittins(EvictionPolicy):
             ends = leaf and not runs
             for some, uses in ((ends, LEAF), (count - ends, max(ONCE, 0 if ends else last & USES))):
                 if some:
-                    last = uses | last & GAP | self._length
+                    last = uses | last & GAP | self._hint | self._length
                     runs.append((some, last, self._turn))
                     if noted:
                         self._hit_rates.note(event(BECAME, last, self._turn), some)
@@ -385,7 +414,7 @@ class Gittins(EvictionPolicy):
         if when >= self._turn:
             return state & STATE
         age = AGE_OF[min(self._turn - when, OLDEST)]
-        new = AGAIN[state & HOW] | GAP_OF[age] | self._length
+        new = AGAIN[state & (USES | GAP)] | GAP_OF[age] | self._hint | self._length
         if noted:
             self._hit_rates.note(event(RETURNED, state, when, age), count)
             self._hit_rates.note(event(BECAME, new, self._turn), count)
@@ -433,7 +462,7 @@ class Gittins(EvictionPolicy):
 
     def _lists(self, states: _States, when: _Nodes) -> npt.NDArray[np.intp]:
         """`_list_of` many."""
-        lists: npt.NDArray[np.intp] = self._spans.rows_of(when) * KINDS + KINDS_OF[states & np.uint16(HOW)]
+        lists: npt.NDArray[np.intp] = self._spans.rows_of(when) * KINDS + KINDS_OF[states & np.uint32(HOW)]
         return lists
 
     def _look_at(self, which: int) -> None:
@@ -471,7 +500,8 @@ class Gittins(EvictionPolicy):
         self._stale = False
         if self._new >= max(_LEAST, self.slots // _LEARNED):
             self._learn()
-        lists = np.add.outer(np.array(self._spans.rows) * KINDS, np.arange(KINDS)).ravel()
+        kinds = self._hit_rates.kinds
+        lists = np.add.outer(np.array(self._spans.rows) * KINDS, np.arange(kinds)).ravel()
         ordered = lists[self._hit_rates.order(self._spans.ages(self._now))].astype(np.uint16)
         rank = np.zeros(LISTS, np.uint16)
         rank[ordered] = np.arange(len(ordered))

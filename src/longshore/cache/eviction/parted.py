@@ -25,7 +25,7 @@ class Parted(EvictionPolicy):
         """`nodes`: there are nodes below this number in the parts already."""
         super().__init__(slots, names)
         self._parts = dict(parts)
-        self._turn = 0
+        self._turn = self._hint = 0
         part = np.full(nodes, OUT, np.uint8)
         for number, policy in parts.items():
             part[policy.resident(nodes)] = number
@@ -55,17 +55,29 @@ class Parted(EvictionPolicy):
         for policy in self._parts.values():
             policy.grow(nodes)
 
-    def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = ()) -> None:
+    def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
         """A request begins, or goes on, for all policies."""
-        self._turn = turn
+        self._turn, self._hint = turn, hint
         for policy in self._parts.values():
-            policy.begin(turn, length, last, keys)
+            policy.begin(turn, length, last, keys, hint)
+
+    def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+        """`nodes` were used, and are not in."""
+        for number, ours in self._split(nodes, self.all_wanted(nodes)):
+            self.part(number).note(ours, leaf=leaf and ours[0] == nodes[0])
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident, each where it is wanted."""
         check_new(self._part, nodes, OUT)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
+            marks(self._part)[numbers(ours)] = number
+
+    def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+        """The same for copies."""
+        check_new(self._part, nodes, OUT)
+        for number, ours in self._split(nodes, self.all_wanted(nodes)):
+            self.part(number).insert_copies(ours, leaf=leaf and ours[0] == nodes[0])
             marks(self._part)[numbers(ours)] = number
 
     def touch(self, nodes: Sequence[int]) -> None:

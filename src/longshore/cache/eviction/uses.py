@@ -1,8 +1,9 @@
-"""How a node was used, in 16 bits; and what follows from them.
+"""How a node was used, in 20 bits; and what follows from them.
 
-bit    15      14 ... 10                            9 ... 3                               2 ... 0
-       held    bit length of the request            0 out │ 1 ends a prompt, not used     class of the gap before
-               that used it last                    since │ 2 once │ ... │ 65 often       its last use
+bit    19      18 ... 14              13 ... 10           9 ... 3                               2 ... 0
+       held    bit length of the      its hint            0 out │ 1 ends a prompt, not used     class of the gap before
+               request that used it   (`returns`)         since │ 2 once │ ... │ 65 often       its last use
+               last
 """
 
 from __future__ import annotations
@@ -12,19 +13,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from longshore.cache.eviction.returns import HINTS
+
 OUT, LEAF, ONCE = (use << 3 for use in range(3))
 MOST_USES = 64
-GAP, USES, HOW, STATE, HELD = 0x7, 0x3F8, 0x3FF, 0x7FFF, 0x8000
-"""Bits of the gap, of uses, of both, of all but whether it is held; and that one."""
+GAP, USES, HOW, STATE, HELD = 0x7, 0x3F8, 0x3FFF, 0x7FFFF, 0x80000
+"""Bits of the gap, of uses, of these and the hint, of all but whether it is held; and that one."""
 
-REQUEST = 10
-"""The lowest bit of the request's length."""
+HINT, REQUEST = 10, 14
+"""The lowest bits of the hint, and of the request's length."""
 
 GAPS = 6
 """Classes of gaps in requests: none, 1, 2 to 7, 8 to 31, 32 to 127, 128 and more."""
 
-KINDS = 1 + 8 * GAPS
-"""0: ends a prompt, not used since; then by uses (1, 2, 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63, more) and gap."""
+PLAIN = 1 + 8 * GAPS
+"""Kinds without a hint. 0: ends a prompt, not used since; then by uses (1, 2, 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63,
+more) and gap."""
+
+HINTED_GAPS = 3
+HINTED = 1 + 3 * HINTED_GAPS
+"""Kinds of each hint: the same by uses (1, 2 to 7, more) and gap (at most 1, at most 31, more)."""
+
+KINDS = PLAIN + (HINTS - 1) * HINTED
 
 AGES = 27
 """0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, ... requests, two classes for each doubling; the last one is without end."""
@@ -37,10 +47,11 @@ WEIGHTS: Sequence[float] = [(64 / (0.75 * 2.0**bits)) ** 0.5 for bits in range(3
 
 
 def _kind_of(how: int) -> int:
-    uses = (how >> 3) - 1
-    return (
-        0 if uses < 1 else 1 + GAPS * (uses - 1 if uses < 4 else min(uses.bit_length(), 7)) + min(how & GAP, GAPS - 1)
-    )
+    uses, gap, hint = ((how & USES) >> 3) - 1, min(how & GAP, GAPS - 1), min(how >> HINT, HINTS - 1)
+    if not hint:
+        return 0 if uses < 1 else 1 + GAPS * (uses - 1 if uses < 4 else min(uses.bit_length(), 7)) + gap
+    first = PLAIN + (hint - 1) * HINTED
+    return first if uses < 1 else first + 1 + HINTED_GAPS * ((uses > 1) + (uses > 7)) + gap // 2
 
 
 KIND_OF = bytes(map(_kind_of, range(HOW + 1)))
@@ -48,8 +59,8 @@ KIND_OF = bytes(map(_kind_of, range(HOW + 1)))
 
 KINDS_OF = np.frombuffer(KIND_OF, np.uint8)
 
-AGAIN = array("H", [0] * 8 + [ONCE + 8 * min(max(how >> 3, 2) - 1, MOST_USES - 1) for how in range(8, HOW + 1)])
-"""The uses after another one, by the bits of `HOW`."""
+AGAIN = array("H", [0] * 8 + [ONCE + 8 * min(max(how >> 3, 2) - 1, MOST_USES - 1) for how in range(8, USES + 8)])
+"""The uses after another one, by the bits of uses and gap."""
 
 AGE_OF = np.repeat(np.arange(AGES, dtype=np.uint8), np.diff([*AGE_BEGINS, OLDEST + 1])).tobytes()
 """The class of an age in requests, which is at most `OLDEST`."""

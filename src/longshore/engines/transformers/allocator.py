@@ -322,7 +322,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
         lookup.path = self._path(stack, prompt, len(present))
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.control() as cache:
-            found = cache.lookup({0: lookup.path}, now, request=name, count=False, turn=lookup.turn)
+            found = cache.lookup(
+                {0: lookup.path}, now, request=name, count=False, turn=lookup.turn, returns=lookup.hints.returns
+            )
         lookup.turn, lease = found.turn, found.lease
         if lease is None:
             return [], []

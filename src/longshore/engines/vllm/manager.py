@@ -196,7 +196,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.control() as cache:
             if request.turn is None:
                 begins = {0: GroupKeys(request.ours(keys))}
-                request.turn = cache.lookup(begins, ticket.since, until=Until.STEP, each=True).turn
+                request.turn = cache.lookup(
+                    begins, ticket.since, until=Until.STEP, each=True, returns=request.hints.returns
+                ).turn
                 cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
             for group, mine in self._by_group(keys if takes else ()):
                 tokens, slides = self._tokens[group], self._store.windows[group] is not None
@@ -423,7 +425,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             late = request.since is not None and now - request.since > self._patience
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.ours(() if barred else request.told))}
-            seen = cache.lookup(asks, now, until=Until.STEP, each=True, turn=request.turn)
+            seen = cache.lookup(
+                asks, now, until=Until.STEP, each=True, turn=request.turn, returns=request.hints.returns
+            )
             request.sight, request.turn = seen.residency[0], seen.turn
         self._asked.append(request)
         if barred:

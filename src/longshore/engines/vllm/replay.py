@@ -25,10 +25,12 @@ from vllm.v1.kv_offload.base import (
 )
 
 from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction.returns import Return
 from longshore.config import Config
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.meeting import Note
 from longshore.engines.vllm.model import Model
+from longshore.engines.vllm.requests import HINTS
 from longshore.engines.vllm.sleeping import Sleeps
 from longshore.engines.vllm.store import Store, make_cache
 from longshore.errors import IntegrityError
@@ -49,14 +51,18 @@ class VllmReplay:
         self._manager = manager or LongshoreManager(store, [0], 60.0)
         self._requests = 0
 
-    def serve(self, path: Sequence[int]) -> int:
+    def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
         """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits.
+
+        What its host knows of its return is said by `kv_transfer_params`; the manager has a clock of its own, so that
+        seconds mean little here.
 
         Raises `IntegrityError` where the control plane fails, or does not say at once whether it has a block.
         """
         manager, keys = self._manager, [make_offload_key(key, 0) for key in keys_of(path)]
         self._requests += 1
-        request = ReqContext(req_id=str(self._requests))
+        said = returns and {"ends": returns.ends, "returns_in": returns.seconds, "class": returns.of}
+        request = ReqContext(req_id=str(self._requests), kv_transfer_params={HINTS: said} if said else None)
         offers_hits = manager.on_new_request(request).policy is OffloadPolicy.REQUEST_LEVEL
         for position, key in enumerate(keys, 1):
             request.set_offload_key_position(key, position * _TOKENS)

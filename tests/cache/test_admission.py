@@ -1,0 +1,136 @@
+"""What a full file tier refuses: copies that promise fewer hits than what would have to go for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, DropReason, GroupKeys, TieredCache, TierSpec, WritePolicy
+from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
+from longshore.trace import synthesize
+from longshore.trace.tiered import keys_of
+
+
+class Tiers:
+    """Host memory over files, served one request at a time; copies end as soon as they are ordered."""
+
+    def __init__(
+        self,
+        host: int,
+        file: int,
+        *,
+        policy: type[EvictionPolicy] = Gittins,
+        backup: WritePolicy = WritePolicy.BACK,
+        admission: bool = True,
+    ) -> None:
+        specs = [TierSpec(HOST, host, policy=policy), TierSpec(FILE, file, policy=policy)]
+        self.cache = TieredCache(specs, CacheSettings(backup=backup, admission=admission, max_writes=1 << 14))
+        self.hits = self.asked = self.written = 0
+
+    def serve(self, path: Sequence[int]) -> int:
+        cache, keys = self.cache, keys_of(path)
+        found = cache.lookup({0: GroupKeys(keys)}, 0.0)
+        if found.lease is not None:
+            cache.load(found.lease, {0: range(found.chunks)})
+            self.move()
+        if found.chunks < len(keys):
+            left = range(found.chunks, len(keys))
+            cache.store({0: GroupKeys(keys, found.chunks)}, {0: left}, turn=found.turn)
+            self.move()
+        if found.lease is not None:
+            cache.release(found.lease)
+        cache.end_step()
+        self.move()
+        self.hits += found.chunks
+        self.asked += len(keys)
+        return found.chunks
+
+    def move(self) -> None:
+        while jobs := [each for each in self.cache.take() if isinstance(each, Transfer)]:
+            self.written += sum(len(job.items) for job in jobs if job.route.destination == FILE)
+            self.cache.apply([TransferResult(job.job, (Status.OK,) * len(job.items), 1) for job in jobs], 0.0)
+
+    def flush(self) -> None:
+        for _ in range(99):
+            if self.cache.flush():
+                return
+            self.move()
+        pytest.fail("a flush never ends")
+
+    def in_file(self) -> set[bytes]:
+        return {each.key for each in self.cache.residents() if each.slot.tier == FILE}
+
+    @property
+    def refused(self) -> int:
+        return self.cache.counters.drops[FILE][DropReason.ADMISSION]
+
+
+def served(family: str, share: float, **how: object) -> Tiers:
+    """A file tier with room for this share of the blocks of 700 requests, beside a fifth of that in host memory."""
+    paths = [request.hash_ids for request in synthesize(family, requests=700, seed=3, load=1.0)]
+    slots = round(share * len({block for path in paths for block in path}))
+    tiers = Tiers(slots // 5, slots, **how)  # type: ignore[arg-type]
+    for path in paths:
+        tiers.serve(path)
+    tiers.flush()
+    tiers.cache.check_integrity()
+    return tiers
+
+
+@pytest.mark.parametrize("backup", [WritePolicy.BACK, WritePolicy.THROUGH])
+@pytest.mark.parametrize("family", ["agents", "chats", "scans"])
+def test_a_full_file_tier_takes_fewer_writes_for_as_many_hits(family: str, backup: WritePolicy) -> None:
+    everything, chosen = (served(family, 0.05, backup=backup, admission=on) for on in (False, True))
+    assert chosen.refused > 0 == everything.refused
+    assert chosen.written < 0.7 * everything.written
+    assert chosen.hits >= everything.hits - 0.005 * chosen.asked
+
+
+@pytest.mark.parametrize("policy", [LRU, ARC])
+def test_a_policy_that_does_not_know_what_chunks_promise_refuses_none(policy: type[EvictionPolicy]) -> None:
+    everything, chosen = (served("chats", 0.1, policy=policy, admission=on) for on in (False, True))
+    assert (chosen.written, chosen.refused) == (everything.written, 0)
+
+
+def test_a_tier_that_is_not_full_refuses_nothing() -> None:
+    tiers = Tiers(64, 400)
+    for turn in range(40):
+        tiers.serve(range(10 * turn, 10 * turn + 8))
+    tiers.flush()
+    assert (tiers.refused, tiers.written) == (0, 40 * 8)
+
+
+def popular(**how: object) -> Tiers:
+    """A file tier full of chunks that are used in each second request, for long."""
+    tiers = Tiers(16, 32, backup=WritePolicy.THROUGH, **how)  # type: ignore[arg-type]
+    for turn in range(600):
+        tiers.serve(range(100 * (turn % 3), 100 * (turn % 3) + 10))
+    assert tiers.serve(range(100, 110)) == 10
+    return tiers
+
+
+def test_a_chunk_that_was_refused_is_in_host_memory_and_is_offered_again_when_it_is_used() -> None:
+    tiers, new = popular(), range(900, 904)
+    before, written = tiers.refused, tiers.written
+    tiers.serve(new)
+    assert tiers.refused - before >= 2  # two had room
+    assert {each.slot.tier for each in tiers.cache.residents() if each.key == keys_of(new)[3]} == {HOST}
+    for _ in range(200):
+        assert tiers.serve(new) == 4
+    assert tiers.written > written
+    assert set(keys_of(new)) <= tiers.in_file()
+    tiers.cache.check_integrity()
+
+
+def test_what_follows_a_refused_chunk_is_refused_with_it_and_a_flush_ends() -> None:
+    tiers = popular()
+    before, refused = tiers.written, tiers.refused
+    tiers.serve(range(900, 910))
+    assert (tiers.written - before, tiers.refused - refused) == (2, 8), "two had room"
+    tiers.serve(range(900, 914))  # longer
+    assert tiers.cache._store.backlog.counts == [0, 0], "nothing waits for what was refused"
+    tiers.flush()
+    assert not set(keys_of(range(900, 914))[4:]) & tiers.in_file()
+    tiers.cache.check_integrity()
