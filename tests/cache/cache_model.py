@@ -8,7 +8,7 @@ after each call that what the cache calls ready really is there.
 from __future__ import annotations
 
 from cache_reading import Reading
-from cache_setup import FRESH, above, depth, group_of, path_of
+from cache_setup import FRESH, depth, group_of, path_of
 from cache_storing import Storing
 
 from longshore.boundary import HOST
@@ -22,7 +22,7 @@ class World(Reading, Storing):
     def reset(self, keep: tuple[str, ...] = ()) -> None:
         """Forget all but what is ready, and can be reached, in the tiers to `keep`."""
         ready = {at for at, each in self.resident.items() if each.state is State.READY and at[1] in keep}
-        kept = {at for at in ready if all(any((each, tier) in ready for tier in keep) for each in above(at[0]))}
+        kept = {at for at in ready if all(any((each, tier) in ready for tier in keep) for each in self.line(at[0]))}
         self.generation += not keep
         assert self.call(self.VIA + "reset", keep=keep) == self.generation
         for model in self.holds.values():

@@ -16,7 +16,7 @@ def key(number: int) -> bytes:
 
 def cache_with(files: int, found: int, *, outlives: bool = True) -> TieredCache:
     """Host memory for four chunks, a file tier that was found with chunks of which each follows the one before."""
-    settings = CacheSettings(blocks_per_chunk=1, backup=WritePolicy("write_through"))
+    settings = CacheSettings(blocks_per_chunk=1, backup=WritePolicy("write_through"), admission=False)
     cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, files, outlives=outlives)], settings)
     parents = [None, *map(key, range(found - 1))]
     cache.adopt(FILE, [Recovered(slot, key(slot), parent) for slot, parent in enumerate(parents[:found])])
