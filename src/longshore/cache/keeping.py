@@ -59,6 +59,8 @@ class Keeping:
             mine = at[which == number]
             if len(mine):
                 self._set(mine, each.priority, None if each.seconds is None else now + each.seconds)
+                for band in self._bands if each.priority != DEFAULT_PRIORITY else ():
+                    band.refuses = False  # hits are not weighed against priorities
         self._move(at[which >= 0])
 
     def expire(self, now: float) -> None:
