@@ -55,8 +55,9 @@ class Banded(Parted):
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
         """As the first policy, as long as all others are of what goes before its nodes; they say so by `refuses`."""
-        policy = self._usual if self.refuses else super()
-        return policy.admit(keys, make_room, copies=copies)
+        if not self.refuses:
+            return super().admit(keys, make_room, copies=copies)
+        return self._usual.admit(keys, make_room, copies=copies)
 
     def move(self, at: npt.NDArray[np.int32]) -> None:
         """Those of the nodes `at`, a part of a path, parents first, that are in get the priority they are to have.
