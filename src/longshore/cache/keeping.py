@@ -130,6 +130,7 @@ class Keeping:
                 store.policies[tier] = split(policy)
 
     def _split(self, make: type[EvictionPolicy], first: EvictionPolicy) -> EvictionPolicy:
-        band = Banded(first.slots, first.names, make, first, _USUAL, self._priority)
+        turn, hint = self._store.served, self._store.returns.of(self._store.served)
+        band = Banded(first.slots, first.names, make, first, _USUAL, self._priority, turn, hint)
         self._bands.append(band)
         return band

@@ -29,10 +29,16 @@ class Banded(Parted):
         first: EvictionPolicy,
         priority: int,
         priorities: bytearray,
+        turn: int = 0,
+        hint: int = 0,
     ) -> None:
-        """`priorities`: those that nodes are to have, by node; whoever changes one calls `move`."""
+        """`priorities`: those that nodes are to have, by node; whoever changes one calls `move`.
+
+        The request of `turn` is served, which has this `hint`; `first` has been told.
+        """
         super().__init__(slots, names, {priority: first}, len(priorities))
         self.refuses, self._usual = first.refuses, first
+        self._turn, self._hint = turn, hint
         self._make = make
         self._priorities = priorities
 
