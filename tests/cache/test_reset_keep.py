@@ -81,7 +81,7 @@ def test_slots_of_jobs_are_nobodys_until_these_have_ended() -> None:
     world.onboard(hold, 4, 0, 0)
     world.reset(FILES)
     assert world.free(HOST) == 0
-    assert world.cache.outcome(hold) == (0, ())
+    assert world.cache.progress(hold).outcome == (0, ())
     assert world.cache.counters.misses[MissReason.CANCELLED] == 4
     world.settle_all()
     assert world.free(HOST) == 4
