@@ -28,20 +28,25 @@ from longshore.cache import (
     PrefetchPolicy,
     Presence,
     Retention,
+    Return,
     StoreOrder,
     TieredCache,
     TierSpec,
     Until,
     WritePolicy,
 )
-from longshore.cache.eviction import POLICIES
+from longshore.cache.eviction import POLICIES, Gittins
 from longshore.slabs import Slabs
 
 IMAGE = 4096
+THIRD = "third"
+ROUNDS = 200
+"""In which a flush ends."""
+HINTS = (None, None, Return(ends=True), Return(seconds=2.0), Return(of="one"), Return(of="two"))
 LENGTHS = (3, 8, 20, 30, 50, 70, 130, 300)
 """Chunks of a path, on both sides of every threshold."""
 VERBS = ("look", "look", "look", "store", "store", "store", "serve", "lend", "keep", "release", "results", "results")
-VERBS += ("end_step", "slide", "priority", "commit", "discard", "rare")
+VERBS += ("end_step", "gap", "gap", "slide", "priority", "commit", "discard", "rare")
 BAD = (Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE)
 CALLS_OF_A_SEED = 400
 SECONDS_OF_A_SEED = 600
@@ -53,26 +58,31 @@ class Storm:
 
     def __init__(self, seed: int) -> None:
         draw = self.draw = random.Random(seed)
+        chosen = Gittins if draw.random() < 0.4 else None
         self.calls: Counter[str] = Counter()
         self.length = draw.choice(LENGTHS)
-        self.alone = draw.choice((False, True, True))
+        self.alone = draw.random() < 0.4
         several = draw.random() < 0.3
         windows = [1 << 40 if self.alone else None] + [draw.choice((16, 400))] * several
         self.groups = len(windows)
-        host = max(4, int(self.length * draw.choice((0.4, 1, 1.1, 2))))
-        tiers = [TierSpec(HOST, self._slots(host, several=several), IMAGE, POLICIES[draw.choice(sorted(POLICIES))])]
-        if draw.random() < 0.7:
-            more = max(4, int(host * draw.choice((0.5, 1.5, 4))))
-            policy = POLICIES[draw.choice(sorted(POLICIES))]
-            tiers.append(TierSpec(FILE, self._slots(more, several=several), IMAGE, policy, outlives=True))
+        host = max(4, int(self.length * draw.choice((0.4, 1, 1.1, 2, 8))))
+        policy = chosen or POLICIES[draw.choice(sorted(POLICIES))]
+        tiers = [TierSpec(HOST, self._slots(host, several=several), IMAGE, policy)]
+        for name, share in ((FILE, 0.8), (THIRD, 0.2)):
+            if draw.random() < share:
+                more = max(4, int(host * draw.choice((0.5, 1.5, 4))))
+                policy = chosen or POLICIES[draw.choice(sorted(POLICIES))]
+                tiers.append(TierSpec(name, self._slots(more, several=several), IMAGE, policy, outlives=True))
         settings = CacheSettings(
             groups=tuple(CacheGroup(block_size=4, window=window) for window in windows),
             pools=(0, 1) if several else (),
             backup=draw.choice((WritePolicy.BACK, WritePolicy.THROUGH)),
             offload=draw.choice((WritePolicy.THROUGH, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
             max_writes=draw.choice((1 << 14, 1 << 14, max(2, host // 2))),
+            admission=draw.random() < 0.8,
             events=draw.choice((0, 1000)),
         )
+        self.tiers = tiers
         self.cache = TieredCache(tiers, settings)
         self.jobs: dict[int, int] = {}
         """Jobs in flight, and how many chunks each has."""
@@ -146,6 +156,18 @@ class Storm:
             self.again += 1
         self.offered(offload)
 
+    def gap(self) -> None:
+        """What follows a chunk that no tier has is offered, in free slots; or what is between it and the first one."""
+        draw, keys = self.draw, self.keys(self.path())
+        if draw.random() < 0.5:
+            end = draw.randint(1, len(keys))
+            for tier in self.tiers:
+                self.cache.discard(keys[: draw.randint(end, len(keys))], tier.name)
+            self.cache.discard(self.keys(draw.choice(self.trunks)), HOST)
+            self.offered(self.cache.store({0: GroupKeys(keys, end - 1)})[0])
+        else:
+            self.offered(self.cache.store({0: GroupKeys(keys[: draw.randint(1, len(keys))])})[0])
+
     def is_known(self, key: Key) -> bool:
         """Whether some tier has `key`, or is getting it."""
         found = self.cache.lookup({0: GroupKeys([key])}, self.now, until=Until.NOTHING, each=True)
@@ -173,11 +195,14 @@ class Storm:
         """A prompt that returns, in the manner of engines that tell paths."""
         if self.alone:
             return
-        found = self.cache.lookup({0: GroupKeys(self.keys(self.path()))}, self.now)
+        keys = self.keys(self.path())
+        found = self.cache.lookup({0: GroupKeys(keys)}, self.now, returns=self.draw.choice(HINTS))
         if found.lease is not None:
             self.holds.append(found.lease)
             if self.draw.random() < 0.6:
                 self.cache.load(found.lease, {0: range(found.chunks)})
+        if self.draw.random() < 0.5:
+            self.offered(self.cache.store({0: GroupKeys(keys, found.chunks)}, turn=found.turn)[0])
 
     def seen(self, keys: list[Key]) -> Sequence[Presence]:
         """Where each of `keys` is, which stays so until the step ends."""
@@ -237,11 +262,17 @@ class Storm:
         self.cache.apply(told, self.now)
 
     def rare(self) -> None:
-        match self.draw.randrange(12):
+        names = [tier.name for tier in self.tiers]
+        match self.draw.randrange(14):
             case 0:
-                self.cache.reset()
+                self.cache.reset(keep=names[self.draw.randint(1, len(names)) :])
             case 1:
                 self.cache.flush()
+            case 4:
+                self.end()
+            case 5:
+                self.end()
+                self.restart()
             case 2:
                 self.cache.events()
             case 3:
@@ -253,6 +284,48 @@ class Storm:
             case _:
                 self.now += self.draw.random()
                 self.cache.apply((), self.now)
+
+    def end(self) -> None:
+        """All jobs end well, and a flush does: what can be read from the first chunk on is safe, or was refused."""
+        cache, store = self.cache, self.cache._store
+        for lease in self.holds:
+            cache.release(lease)
+        self.holds.clear()
+        cache.end_step()
+        for _ in range(ROUNDS):
+            self.jobs.update({each.job: len(each.items) for each in cache.take() if isinstance(each, Transfer)})
+            if cache.flush() and not self.jobs:
+                break
+            self.jobs.update({each.job: len(each.items) for each in cache.take() if isinstance(each, Transfer)})
+            ended = [TransferResult(job, (Status.OK,) * items) for job, items in self.jobs.items()]
+            self.jobs.clear()
+            cache.apply(ended, self.now)
+            cache.check_integrity()
+        else:
+            raise AssertionError("a flush does not end")
+        self.offers.clear()
+        cache.check_integrity()
+        for stats in cache.stats():
+            if stats.used != stats.ready:
+                raise AssertionError(f"{stats}: a slot is neither free nor ready")
+        waiting, index = store.index.waiting, store.index
+        for key, orphans in waiting.items():
+            above = index.get(key)
+            if above and any(index.coldest(each) <= index.coldest(above) for each in orphans):
+                raise AssertionError("an orphan waits for a chunk that is there")
+
+    def restart(self) -> None:
+        """Another process finds what the files hold, in any order, and not all of it."""
+        kept, lost = [each for each in self.cache.residents() if each.slot.tier != HOST], self.draw.choice((0, 0, 0.1))
+        self.cache.reset(keep=[tier.name for tier in self.tiers[1:]])
+        if set(self.cache.residents()) != set(kept):
+            raise AssertionError("a reset that keeps tiers forgets something there")
+        self.cache, self.refused = TieredCache(self.tiers, self.cache.settings), None
+        for tier in reversed(self.tiers[1:]):
+            mine = [each for each in kept if each.slot.tier == tier.name and self.draw.random() >= lost]
+            self.draw.shuffle(mine)
+            self.cache.adopt(tier.name, [(slot.index, key, parent, slot.pool) for key, parent, slot, _ in mine])
+            self.cache.check_integrity()
 
 
 def run(seed: int, calls: int = CALLS_OF_A_SEED) -> Counter[str]:

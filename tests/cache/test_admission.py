@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, DropReason, GroupKeys, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.trace import synthesize
 from longshore.trace.tiered import keys_of
@@ -134,3 +134,63 @@ def test_what_follows_a_refused_chunk_is_refused_with_it_and_a_flush_ends() -> N
     tiers.flush()
     assert not set(keys_of(range(900, 914))[4:]) & tiers.in_file()
     tiers.cache.check_integrity()
+
+
+def test_an_orphan_changes_nothing_about_what_is_refused() -> None:
+    tiers = Tiers(16, 32, backup=WritePolicy.THROUGH)
+    tiers.cache.store({0: GroupKeys(keys_of(range(5000, 5002)), 1)}, {0: range(1)})
+    tiers.move()
+    for turn in range(600):
+        tiers.serve(range(100 * (turn % 3), 100 * (turn % 3) + 10))
+    before = tiers.refused
+    tiers.serve(range(900, 904))
+    assert tiers.refused - before >= 2  # two had room
+    tiers.cache.check_integrity()
+
+
+def test_a_priority_of_their_own_is_not_weighed_against_hits() -> None:
+    tiers, keys = popular(), keys_of(range(900, 904))
+    said = (Retention(0, 4, 90),)
+    tiers.cache.store({0: GroupKeys(keys, retention=said)}, {0: range(4)})
+    tiers.move()
+    tiers.flush()
+    assert set(keys) <= tiers.in_file()
+    tiers.cache.check_integrity()
+
+
+def test_an_orphan_that_lands_behind_a_refused_chunk_is_refused_with_it() -> None:
+    tiers, keys = popular(), keys_of(range(900, 906))
+    tiers.serve(range(900, 904))
+    assert not set(keys[2:4]) & tiers.in_file()
+    assert tiers.cache.discard(keys_of(range(100, 110)), HOST)
+    tiers.cache.store({0: GroupKeys(keys, 5)}, {0: range(1)})
+    tiers.move()
+    assert {keys[5]: HOST}.items() <= {each.key: each.slot.tier for each in tiers.cache.residents()}.items()
+    tiers.cache.store({0: GroupKeys(keys[:5], 4)}, {0: range(1)})
+    tiers.move()
+    index = tiers.cache._store.index
+    assert index.get(keys[5]) and not index.orphans
+    assert tiers.cache._store.backlog.counts == [0, 0]
+
+
+def test_what_the_third_tier_refuses_takes_along_nothing_that_may_go_to_the_second() -> None:
+    cache = TieredCache([TierSpec(name, 8) for name in (HOST, FILE, "third")], CacheSettings(backup=WritePolicy.BACK))
+    keys, store = keys_of(range(3)), cache._store
+    cache.store({0: GroupKeys(keys)}, {0: range(3)})
+
+    def move() -> None:
+        for job in [each for each in cache.take() if isinstance(each, Transfer)]:
+            cache.apply([TransferResult(job.job, (Status.OK,) * len(job.items), 1)], 0.0)
+
+    move()
+    first, second, third = map(store.index.get, keys)
+    cache._storing._copy_down([first], 0)
+    move()
+    assert store.backlog.counts == [2, 1, 0]
+    assert store.refuse([first]) == 1
+    assert store.backlog.counts == [2, 0, 0]
+    cache._storing._copy_down([second], 0)
+    move()
+    assert store.backlog.counts == [1, 0, 0], "what is behind what was refused is refused"
+    assert store.backlog.is_dirty(third, 0)
+    cache.check_integrity()

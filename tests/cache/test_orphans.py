@@ -16,12 +16,14 @@ from longshore.cache import (
     MissReason,
     Presence,
     Retention,
+    Return,
     TieredCache,
     TierSpec,
     Until,
     WritePolicy,
 )
-from longshore.cache.eviction import LRU, POLICIES
+from longshore.cache.eviction import LRU, POLICIES, Gittins
+from longshore.cache.eviction.banded import Banded
 from longshore.errors import CacheError
 
 PATH = chunks("abcd")
@@ -374,3 +376,19 @@ def test_remote_tiers_get_it_once_it_is_none() -> None:
     cache.store({0: GroupKeys(PATH[:2])}, {0: range(2)})
     sent = [item.key for each in settle(cache) if each.route.destination == "far" for item in each.items]
     assert sorted(sent) == PATH
+
+
+def test_the_first_orphan_is_used_by_the_request_that_it_came_with() -> None:
+    cache = made(policy="gittins")
+    for turn in range(5):
+        put(cache, chunks("xy")[: turn % 2 + 1])
+        cache.lookup({0: GroupKeys(chunks("xy"))}, 0.0, until=Until.STEP)
+    asked = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, returns=Return(ends=True))
+    put(cache, PATH, 2)
+    policy, node = cache._store.policies[0], cache._store.index.get(PATH[3])
+    assert isinstance(policy, Banded)
+    orphans = policy.part(policy.wanted(node))
+    assert isinstance(orphans, Gittins)
+    assert node in orphans
+    assert orphans._used[node] == asked.turn == 6
+    assert orphans._hint > 0

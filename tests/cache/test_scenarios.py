@@ -84,7 +84,7 @@ def test_siblings_that_go_in_several_runs_release_their_parent_once(policy: type
             released.append(list(nodes))
             super().release(nodes)
 
-    settings = CacheSettings(backup=WritePolicy.THROUGH)
+    settings = CacheSettings(backup=WritePolicy.THROUGH, admission=False)
     cache = TieredCache([TierSpec(HOST, 32, IMAGE_BYTES, Watched), TierSpec(FILE, 15, IMAGE_BYTES, Watched)], settings)
     trunks = [[b"%c" % trunk * 32] for trunk in b"abc"]
     for i in range(12):
@@ -181,6 +181,7 @@ def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: 
     """Although idle calls are left out of the log."""
     monkeypatch.setattr(containment, "_KEPT", 1 << 20)
     storm = cache_soak.Storm(seed)
+    monkeypatch.setattr(storm, "restart", lambda: None)  # the calls are those of one cache
     log, asked = CallLog(storm.cache, lambda error: None), 0
     for _ in range(150):
         storm.step()
@@ -192,7 +193,7 @@ def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: 
     for call in log.calls:
         with contextlib.suppress(CacheError):  # refused the first time, too
             getattr(again, call.name)(*call.arguments, **call.named)
-    assert len(log.calls) < asked
+    assert sum(call.name in ("take", "apply") for call in log.calls) < asked
     assert again.residents() == storm.cache.residents()
     assert again.counters == storm.cache.counters
     assert (again.generation, again.jobs_in_flight, again.held) == (

@@ -172,9 +172,9 @@ def _settle(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> 
     if store.log.on:
         store.watching.log_arrivals(nodes, tier)
     store.policies[tier].insert(nodes[::-1])
-    store.land(nodes)
     store.sliding.settle(nodes, tier)
     if store.last:
         # What only the coldest tier has is not dirty, and nothing waits for it.
         store.tell_backlog(known if tier == store.last else nodes[::-1], tier)
         store.reconsider(np.array(known, np.int32), apart_from=tier)
+    store.land(nodes)

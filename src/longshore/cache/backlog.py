@@ -144,8 +144,8 @@ class Backlog:
         refused, left = list[int](), list(nodes)
         while left:
             node = left.pop()
-            if self._mark[node]:
-                left += self._index.children(node)
+            if mark := self._mark[node]:
+                left += (child for child in self._index.children(node) if self.is_dirty(child, _tier(mark)))
                 self._failed[node] = 1
                 refused.append(node)
         self.note_all(refused)
@@ -155,10 +155,10 @@ class Backlog:
         """`nodes`, parents first, have become ready: what is behind a chunk that is not to be copied is not either."""
         if not self._last:
             return
-        failed, parent = self._failed, self._index.parent
+        failed, parent, coldest = self._failed, self._index.parent, self._index.coldest
         if marks(failed)[column(parent)[numbers(nodes)]].any():
             for node in nodes:
-                if failed[parent[node]] and not self._is_safe_below(parent[node], 0):
+                if failed[parent[node]] and not self._is_safe_below(parent[node], coldest(node)):
                     failed[node] = 1
         self.note_all(nodes)
 

@@ -59,6 +59,8 @@ class Keeping:
             mine = at[which == number]
             if len(mine):
                 self._set(mine, each.priority, None if each.seconds is None else now + each.seconds)
+                for band in self._bands if each.priority != DEFAULT_PRIORITY else ():
+                    band.refuses = False  # hits are not weighed against priorities
         self._move(at[which >= 0])
 
     def expire(self, now: float) -> None:
@@ -128,6 +130,7 @@ class Keeping:
                 store.policies[tier] = split(policy)
 
     def _split(self, make: type[EvictionPolicy], first: EvictionPolicy) -> EvictionPolicy:
-        band = Banded(first.slots, first.names, make, first, _USUAL, self._priority)
+        turn, hint = self._store.served, self._store.returns.of(self._store.served)
+        band = Banded(first.slots, first.names, make, first, _USUAL, self._priority, turn, hint)
         self._bands.append(band)
         return band

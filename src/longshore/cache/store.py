@@ -211,19 +211,19 @@ class Store:
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].note_use([slots[node] for node in reversed(nodes)])
-        landed = self.land(self.index.reveal(nodes))
+        news = self.index.reveal(nodes)
         self.sliding.settle(nodes, tier)
         if self.last:
             self.tell_backlog(nodes, tier)
             self.reconsider(np.array(nodes, np.int32), apart_from=tier)
-        return landed
+        return self.land(news)
 
     def land(self, nodes: Sequence[int]) -> list[int]:
         """Orphans that wait for one of `nodes` follow it, as far as they may; those that were orphans until now."""
         landed = self.index.reunite(nodes)
         if landed:
             self.retention.land(landed)
-            self.backlog.note_all(landed)
+            self.backlog.arrived(landed)
         return landed
 
     def tell_backlog(self, nodes: Sequence[int], tier: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from longshore.boundary import Key
 from longshore.cache.columns import marks, numbers, once
 from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.cache.eviction.parted import OUT, Parted
@@ -28,9 +29,16 @@ class Banded(Parted):
         first: EvictionPolicy,
         priority: int,
         priorities: bytearray,
+        turn: int = 0,
+        hint: int = 0,
     ) -> None:
-        """`priorities`: those that nodes are to have, by node; whoever changes one calls `move`."""
+        """`priorities`: those that nodes are to have, by node; whoever changes one calls `move`.
+
+        The request of `turn` is served, which has this `hint`; `first` has been told.
+        """
         super().__init__(slots, names, {priority: first}, len(priorities))
+        self.refuses, self._usual = first.refuses, first
+        self._turn, self._hint = turn, hint
         self._make = make
         self._priorities = priorities
 
@@ -50,6 +58,12 @@ class Banded(Parted):
             policy.begin(self._turn, hint=self._hint)
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))
         return self._parts[number]
+
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
+        """As the first policy, as long as all others are of what goes before its nodes; they say so by `refuses`."""
+        if not self.refuses:
+            return super().admit(keys, make_room, copies=copies)
+        return self._usual.admit(keys, make_room, copies=copies)
 
     def move(self, at: npt.NDArray[np.int32]) -> None:
         """Those of the nodes `at`, a part of a path, parents first, that are in get the priority they are to have.
