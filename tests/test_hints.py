@@ -47,6 +47,15 @@ def test_hints_that_cannot_be_read_name_field_and_value(said: Any, problem: str)
     assert problem in str(raised.value)
 
 
+def test_hints_nested_too_deep_are_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(20_000):
+        deep = [deep]
+    for said in ("[" * 100_000, '{"class":' * 100_000, deep, {"more": deep}, {"retention": deep}):
+        with pytest.raises(HintError, match=r"^request hints: "):
+            RequestHints.parse(said)  # type: ignore[arg-type]
+
+
 def test_what_is_known_of_the_return_is_said_with_the_first_lookup() -> None:
     assert RequestHints.parse({}).returns is None
     assert RequestHints.parse({"ends": True}).returns == Return(ends=True)

@@ -91,10 +91,10 @@ class RequestHints(BaseModel):
         """Hints from a JSON object or its text. Raises `HintError`, which names field, value and what is allowed."""
         try:
             found = json.loads(said) if isinstance(said, str) else said
-        except ValueError:
+        except (ValueError, RecursionError):
             found = said
         if not isinstance(found, Mapping):
-            raise HintError(f"request hints: expected an object, got {str(said)[:60]!r}")
+            raise HintError(f"request hints: expected an object, got {_shown(said)}")
         try:
             return cls.model_validate(dict(found))
         except ValidationError as error:
@@ -115,6 +115,13 @@ class RequestHints(BaseModel):
 
 def _problems(error: ValidationError) -> str:
     return "; ".join(
-        f"{'.'.join(map(str, each['loc'])) or 'the object'}: {each['msg']}, got {str(each.get('input'))[:60]!r}"
+        f"{'.'.join(map(str, each['loc'])) or 'the object'}: {each['msg']}, got {_shown(each.get('input'))}"
         for each in error.errors()
     )
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(str(value)[:60])
+    except RecursionError:
+        return "an object or list that is nested too deep"

@@ -275,6 +275,28 @@ def test_sleep_that_keeps_weights_tells_of_device_memory_alone(watched: Watched)
     assert watched.told == []
 
 
+@pytest.mark.parametrize("first", ["kv_cache", "weights"])
+def test_weights_are_not_read_while_they_are_gone(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """On a GPU that would be the end of the engine."""
+    worker, read, content = Extended(), list[Any](), changes.content
+    monkeypatch.setattr(changes, "content", lambda tensor: read.append(tensor) or content(tensor))
+    worker.sleep(1)
+    assert read
+    read.clear()
+    watched.changes.look()
+    worker.discard(("kv_cache",))
+    worker.wake_up([first])
+    watched.changes.look()
+    assert not read
+    assert watched.device.calls[-1] == "goes"
+    worker.wake_up(["kv_cache", "weights"])
+    assert read
+    assert watched.device.calls[-1] == "is back"
+    assert not watched.told
+
+
 @pytest.mark.parametrize("name", ["layer", "embedding"])
 @pytest.mark.parametrize("when", ["asleep", "between the tags", "awake"])
 def test_weights_that_are_written_unseen_are_found_out_after_a_sleep(watched: Watched, name: str, when: str) -> None:

@@ -12,7 +12,7 @@ import functools
 import gc
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from longshore.engines.tensors import content
@@ -28,6 +28,8 @@ METHODS = (
 
 OF_MEMORY = ("sleep", "discard", "wake_up")
 """Of vLLM's worker: those that free device memory, and bring it back."""
+
+_TAGS = ("weights", "kv_cache")
 
 _SAMPLES = 64
 """Elements of each parameter that are compared, at most."""
@@ -56,6 +58,8 @@ class Changes:
         self._sampled_ones: list[Any] = []
         self._before: list[bytes] | None = None
         """What weights were when device memory went, until they were found to be the same at the first use of it."""
+        self._gone: set[str] = set()
+        """vLLM's tags of the device memory that has gone: nothing is read until all is back."""
         if vllm is None or not getattr(vllm.parallel_config, "worker_cls", ""):
             return
         _wrap_worker(vllm.parallel_config)
@@ -68,21 +72,27 @@ class Changes:
         self._seen = self._sampled()
         _watching.append(self)
 
-    def device_goes(self) -> None:
-        """Device memory is about to go, and weights with it, which come back, or others."""
-        self._sleeper.device_goes()
-        if self._before is None:
+    def goes(self, tags: Collection[str]) -> None:
+        """Device memory is about to go, perhaps weights with it, which come back, or others."""
+        if "kv_cache" in tags:
+            self._sleeper.device_goes()
+        if not self._gone and self._before is None:
             self._before = self._digests()
+        self._gone.update(tags)
 
-    def device_is_back(self) -> None:
+    def comes(self, tags: Collection[str]) -> None:
         """Device memory is there again; weights may have been written meanwhile in ways that nobody tells of."""
-        if self._before is not None and self._before != self._digests():
-            self._before = None
-            self.told()
-        self._sleeper.device_is_back()
+        self._gone.difference_update(tags)
+        if not self._gone:
+            if self._before is not None and self._before != self._digests():
+                self._before = None
+                self.told()
+            self._sleeper.device_is_back()
 
     def look(self) -> None:
         """Compare the samples, if there are any, with those of the last look; after a sleep all weights, once."""
+        if self._gone:
+            return
         if self._before is not None:
             before, self._before = self._before, None
             if before != self._digests():
@@ -142,29 +152,31 @@ def _wrap(kind: type, name: str) -> None:
     def told(*arguments: Any, **named: Any) -> Any:
         goes, changes, comes = _effects(name, arguments[1:], named)
         for each in list(_watching) if goes else ():
-            each.device_goes()
+            each.goes(goes)
         try:
             done = method(*arguments, **named)
         finally:
             for each in list(_watching) if changes else ():
                 each.told()
         for each in list(_watching) if comes else ():
-            each.device_is_back()
+            each.comes(comes)
         return done
 
     told.tells_of_changes = True  # type: ignore[attr-defined]
     setattr(kind, name, told)
 
 
-def _effects(name: str, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[bool, bool, bool]:
-    """Whether a call of this method frees device memory, may change weights, and brings device memory back."""
+def _effects(
+    name: str, arguments: Sequence[Any], named: dict[str, Any]
+) -> tuple[Collection[str], bool, Collection[str]]:
+    """Tags of the memory that a call of this method frees, whether weights may change, and tags that it brings back."""
     given = arguments[0] if arguments else named.get("level" if name == "sleep" else "tags")
     if name == "sleep":
-        return True, given is not None and int(given) > 1, False  # at level 1, weights are kept
+        return _TAGS, given is not None and int(given) > 1, ()  # at level 1, weights are kept
     if name in OF_MEMORY:
-        blocks = given is None or "kv_cache" in given
-        return blocks and name == "discard", False, blocks and name == "wake_up"
-    return False, True, False
+        tags = _TAGS if given is None else given
+        return (tags, False, ()) if name == "discard" else ((), False, tags)
+    return (), True, ()
 
 
 def _models() -> list[Any]:

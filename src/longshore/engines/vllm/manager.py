@@ -418,7 +418,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._store.sleeps.look()
         self._trust.used()
         barred = request.barred or not self._trust.knows(request) or not request.hints.load
-        barred |= self._store.stamps.is_asleep()
+        barred |= self._store.stamps.is_asleep() or not self._store.sleeps.has_memory
         request.told, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:

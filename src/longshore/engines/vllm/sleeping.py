@@ -93,7 +93,8 @@ class Sleeps:
         self._stamps = stamps
         self._slabs = slabs
         self._config = config
-        self._has_memory = True
+        self.has_memory = True
+        """Whether the host tier has its slots."""
 
     def kept(self, workers: int) -> tuple[str, ...]:
         """The tiers that the reset under way keeps, the file tier with all that it is to have.
@@ -124,11 +125,11 @@ class Sleeps:
         except CapacityError as error:
             _log.warning("host memory is kept while the engine sleeps, as copies are in flight: %s", error)
             return
-        self._has_memory, self._stamps.gives_back = False, True
+        self.has_memory, self._stamps.gives_back = False, True
 
     def look(self) -> None:
         """A step is planned, so that the engine is awake: have the slots again if the workers have the memory."""
-        if not self._has_memory and not self._stamps.is_asleep() and not self._stamps.is_lacking():
-            self._has_memory, self._stamps.gives_back = True, False
+        if not self.has_memory and not self._stamps.is_asleep() and not self._stamps.is_lacking():
+            self.has_memory, self._stamps.gives_back = True, False
             with self._runtime.control() as cache:
                 cache.resize(HOST, self._slabs)
