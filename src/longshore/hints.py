@@ -115,6 +115,15 @@ class RequestHints(BaseModel):
 
 def _problems(error: ValidationError) -> str:
     return "; ".join(
-        f"{'.'.join(map(str, each['loc'])) or 'the object'}: {each['msg']}, got {str(each.get('input'))[:60]!r}"
+        f"{'.'.join(map(str, each['loc'])) or 'the object'}: {each['msg'].removeprefix('Value error, ')}, "
+        f"got {str(each.get('input'))[:60]!r}{_known(each)}"
         for each in error.errors()
     )
+
+
+def _known(detail: Any) -> str:
+    """For an unknown field, those that there are where it was found."""
+    if detail["type"] != "extra_forbidden":
+        return ""
+    model: type[BaseModel] = RequestHints if len(detail["loc"]) == 1 else TokenRange
+    return f"; known are {', '.join(field.alias or name for name, field in model.model_fields.items())}"
