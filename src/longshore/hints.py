@@ -115,7 +115,8 @@ class RequestHints(BaseModel):
 
 def _problems(error: ValidationError) -> str:
     return "; ".join(
-        f"{'.'.join(map(str, each['loc'])) or 'the object'}: {each['msg']}, got {_shown(each.get('input'))}"
+        f"{'.'.join(map(str, each['loc'])) or 'the object'}: {each['msg'].removeprefix('Value error, ')}, "
+        f"got {_shown(each.get('input'))}{_known(each)}"
         for each in error.errors()
     )
 
@@ -125,3 +126,11 @@ def _shown(value: object) -> str:
         return repr(str(value)[:60])
     except RecursionError:
         return "an object or list that is nested too deep"
+
+
+def _known(detail: Any) -> str:
+    """For an unknown field, those that there are where it was found."""
+    if detail["type"] != "extra_forbidden":
+        return ""
+    model: type[BaseModel] = RequestHints if len(detail["loc"]) == 1 else TokenRange
+    return f"; known are {', '.join(field.alias or name for name, field in model.model_fields.items())}"

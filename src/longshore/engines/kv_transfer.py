@@ -8,11 +8,11 @@ from longshore.cache import WritePolicy
 from longshore.errors import ConfigError
 
 INSTEAD = {
-    "prompt_only": "offload_prompt_only",
+    "prompt_only": "set vLLM's own offload_prompt_only in kv_connector_extra_config",
     "prefetch": "lookups wait for at most load_timeout",
-    "prefetch_timeout": "load_timeout",
-    "background": "it always is",
-    "host_shared": "it always is",
+    "prefetch_timeout": "lookups wait for at most load_timeout",
+    "background": "blocks are always moved in a thread",
+    "host_shared": "host memory is always shared",
     "events_path": "vLLM publishes events itself (--kv-events-config)",
     "events_size": "vLLM publishes events itself (--kv-events-config)",
 }

@@ -89,8 +89,10 @@ class Fields:
         if not any(name in self._fields for name in ("ends", "returns_in", "class")):
             return None
         ends, kind = self._fields.get("ends", False), self._fields.get("class", "")
-        if not isinstance(ends, bool) or not isinstance(kind, str):
-            self.refuse("expected 'ends' to be true or false, and 'class' to be text", (ends, kind))
+        if not isinstance(ends, bool):
+            self.refuse("expected 'ends' to be true or false", ends)
+        if not isinstance(kind, str):
+            self.refuse("expected 'class' to be text", kind)
         seconds = self.milliseconds("returns_in", default=-1.0, unit="seconds")
         if ends and seconds >= 0:
             self.refuse("expected 'ends' or 'returns_in', got both", (ends, seconds))

@@ -193,9 +193,12 @@ class Tiers:
     def _kept(self, keep: Sequence[str]) -> tuple[str, ...]:
         """The tiers of those to `keep` that there are. Raises `CacheError` if these are not the coldest."""
         tiers = (FILE,) if self.config.file_mode == "gds" else (HOST, FILE)[: 1 + (self.config.file_path is not None)]
+        if isinstance(keep, str) or not isinstance(keep, Sequence):
+            raise CacheError(f"keep: expected the names of tiers, such as {tiers[-1:]}, or () for none, got {keep!r}")
         kept = tuple(tier for tier in tiers if tier in keep)
         if not {HOST, FILE}.issuperset(keep) or kept != tiers[len(tiers) - len(kept) :]:
-            raise CacheError(f"only the coldest of the tiers {tiers} can be kept, got {tuple(keep)}")
+            allowed = ", ".join(str(tiers[first:]) for first in range(len(tiers), -1, -1))
+            raise CacheError(f"only the coldest tiers can be kept: expected {allowed}, got {tuple(keep)}")
         return kept
 
     def close(self) -> None:
