@@ -254,10 +254,6 @@ class Flow:
         """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""
         store, statuses = self.store, job.statuses
         store.changes += 1
-        if job.source is not None and job.destination is not None and job.source.tier == job.destination.tier:
-            for ends in zip(job.source.slots, job.destination.slots, statuses, strict=True):
-                store.moved(job.source.tier, *ends)
-            return
         writing = job.transfer.urgency is Urgency.WRITE
         if job.source is not None:
             job.blame_sources(store.pools[job.source.tier].fault)

@@ -29,7 +29,6 @@ from longshore.cache.jobs import Load
 from longshore.cache.leases import Leases
 from longshore.cache.loading import Loading
 from longshore.cache.lookups import Lookups, check_first
-from longshore.cache.moving import make_way
 from longshore.cache.prefetching import Prefetching
 from longshore.cache.resizing import resize
 from longshore.cache.retention import check as check_retention
@@ -81,7 +80,7 @@ class TieredCache:
         to_and_fro = [route for name in theirs for route in ((names[0], name), (name, names[0]))]
         routes = tuple(str(Route(*route)) for route in (*down, *up, *to_and_fro))
         self.counters = Counters.zero(names, routes, theirs)
-        levels = [Level(tier.name, tier.make_pool(), tier.policy, tier.moves) for tier in tiers]
+        levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
         sizes = {len(level.pool.slabs.image_bytes) for level in levels}
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
             raise CacheError(f"all tiers have the pools of {self.settings.pools}, got {sorted(sizes)} image sizes")
@@ -464,25 +463,13 @@ class TieredCache:
             self._device = DeviceBlocks(blocks)
         self._device.asleep = False
 
-    def resize(self, tier: str, slots: int, *, discard: bool = False, move: bool = False) -> int | None:
+    def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
         """Have `slots` slots (slabs, where images have several sizes) in `tier`; the caller gives or takes the memory.
 
         What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
         and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
-
-        With `move` it is copied to lower slots instead, by one job, which is returned: ask again when that has ended.
-        `None` says that the tier has its new size. What could not be copied stays, and is in the way as before. It is a
-        `CacheError` where nothing copies from slot to slot (`TierSpec.moves`).
         """
-        at = self._tier(tier)
-        if move and discard:
-            raise CacheError("what is in the way is moved, or discarded, not both")
-        if move and not self._store.levels[at].moves:
-            raise CacheError(f"nothing copies from slot to slot of tier {tier!r}: what is in the way can be discarded")
-        job = make_way(self._flow, at, slots) if move and slots >= 0 else None
-        if job is None:
-            resize(self._store, at, slots, discard=discard)
-        return job
+        resize(self._store, self._tier(tier), slots, discard=discard)
 
     def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
         """Forget everything, here and after a restart; returns the new generation.

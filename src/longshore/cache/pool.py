@@ -99,7 +99,11 @@ class SlotPool:
 
     def claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
         """Take these very slots of `pools`, which a start found whole, the one used last at the end; all or none."""
-        self._take_these(indices, pools, READY)
+        bad = [i for i in indices if not 0 <= i < self.capacity or self.state[i] != FREE]
+        if bad or len(set(indices)) != len(indices):
+            raise CacheError(f"slots to claim must be free, distinct and below {self.capacity}: {bad or indices}")
+        self._claim(indices, pools)
+        self.move_all(indices, FREE, READY)
 
     def check_slots(self, indices: Sequence[int]) -> None:
         """Raise `CacheError` unless these are slots."""
@@ -111,17 +115,6 @@ class SlotPool:
         """Of the free slots, give these out after all others, the first of them first. `CacheError` if out of range."""
         self.check_slots(indices)
         self._give_last([index for index in indices if self.state[index] == FREE])
-
-    def reserve(self, indices: Sequence[int], pools: Sequence[int]) -> None:
-        """Take these very slots of `pools`, to be filled; all or none."""
-        self._take_these(indices, pools, FILLING)
-
-    def _take_these(self, indices: Sequence[int], pools: Sequence[int], to: int) -> None:
-        bad = [i for i in indices if not 0 <= i < self.capacity or self.state[i] != FREE]
-        if bad or len(set(indices)) != len(indices):
-            raise CacheError(f"slots to claim must be free, distinct and below {self.capacity}: {bad or indices}")
-        self._claim(indices, pools)
-        self.move_all(indices, FREE, to)
 
     def resize(self, slabs: int) -> None:
         """Have `slabs` slabs from now on. Raises `CapacityError`, and changes nothing, while one above is taken."""

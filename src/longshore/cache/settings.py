@@ -134,7 +134,6 @@ class TierSpec:
 
     Where images have several sizes, `slots` are the tier's `Slabs`, and `image_bytes` is left out. What lies in a tier
     that `outlives` the process may be found by the next one, so it is told of slots whose bytes nobody wants any more.
-    `moves` says whether there is a mover for copies from slot to slot, for `TieredCache.resize`.
     """
 
     name: str
@@ -142,7 +141,6 @@ class TierSpec:
     image_bytes: int = 1
     policy: type[EvictionPolicy] = DEFAULT_POLICY
     outlives: bool = False
-    moves: bool = True
 
     def make_pool(self) -> SlotPool:
         """The tier's slots, all of them free. Raises `CacheError` for a number or a size that cannot be."""

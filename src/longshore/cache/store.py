@@ -53,8 +53,6 @@ class Level:
     name: str
     pool: SlotPool
     make_policy: type[EvictionPolicy]
-    moves: bool
-    """Whether there is a mover for copies from slot to slot."""
 
 
 class Pin:
@@ -232,24 +230,6 @@ class Store:
         if tier and nodes:
             self.backlog.backed_up(nodes, tier)
 
-    def moved(self, tier: int, source: int, target: int, status: Status) -> None:
-        """A job has copied a chunk from slot `source` to slot `target` of the same tier, or not."""
-        pool = self.pools[tier]
-        del pool.writer[target]
-        wanted = pool.state[source] == READY
-        if status is not Status.OK or not wanted:
-            pool.move(target, FREE)
-            (self.condemn(tier, source, status) if status.condemns_source else self.unread(tier, [source]))
-            return
-        pool.readers[source] -= 1
-        node = pool.node[source]
-        self.index.slot[tier][node] = target
-        pool.node[target] = node
-        pool.move(target, READY)
-        pool.move(source, DRAINING if pool.is_busy(source) else FREE)
-        pool.node[source] = ROOT
-        self.policies[tier].release((node,))
-
     # ------------------------------------------------------------------ losses
 
     def fail(self, tier: int, slot: int, fault: Status) -> None:
@@ -360,7 +340,7 @@ class Store:
         self.keep_warm(())
         for tier, pool in enumerate(self.pools):
             for slot in list(pool.writer):
-                if pool.state[slot] == FILLING and pool.node[slot]:  # a move inside the tier ends with its source
+                if pool.state[slot] == FILLING:
                     self._take_out(pool.node[slot], tier, RESET)
         for tier, pool in enumerate(self.pools[:first]):
             for node in sorted(filter(None, pool.node), key=lambda node: -self.index.depth[node]):

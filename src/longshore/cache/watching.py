@@ -49,14 +49,6 @@ class Watching:
         """Whether no two of these slots are of different pools."""
         return not self._store.several_sizes or len(set(map(self._store.pools[tier].pool_of, slots))) < 2
 
-    def warmest_slots(self, nodes: Sequence[int]) -> list[Slot]:
-        """The slot that each of `nodes`, which are ready somewhere, can be read from."""
-        index = self._store.index
-        if len(index.tiers) == 1:
-            return self.addresses(0, [index.slot[0][node] for node in nodes])
-        tiers = [index.warmest_ready(node) for node in nodes]
-        return [self.slot(tier, index.slot[tier][node]) for tier, node in zip(tiers, nodes, strict=True)]
-
     def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
         store, at = self._store, np.array(nodes, np.int32)
