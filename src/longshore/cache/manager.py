@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Command, Key, ProbeResult, Result, Route, TransferResult
+from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
 from longshore.cache.adopting import Chunk, Recovered, adopt
 from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event
@@ -399,7 +399,10 @@ class TieredCache:
     def take(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
         commands, self._flow.outbox = self._flow.outbox, []
-        return commands + self._store.discards()
+        for level in self._store.levels:
+            if level.pool.freed and (slots := level.pool.take_freed()):
+                commands.append(Discard(level.name, slots))
+        return commands
 
     def apply(self, results: Sequence[Result], now: float) -> None:
         """What became of earlier commands, and that time has passed, which ends the waits whose deadline has come.
@@ -409,10 +412,13 @@ class TieredCache:
         """
         self._check_time(now)
         answers = [result for result in results if isinstance(result, ProbeResult)]
-        self._exchange.check(answers)
-        loads = self._flow.apply([result for result in results if isinstance(result, TransferResult)])
+        if answers:
+            self._exchange.check(answers)
+        ended = [result for result in results if isinstance(result, TransferResult)]
+        loads = self._flow.apply(ended) if ended else []
         self._advance(now)
-        self._exchange.hear(answers)
+        if answers:
+            self._exchange.hear(answers)
         for load in loads:
             if load.outcome is None and not load.pending:
                 self._conclude(load, MissReason.CANCELLED)
@@ -534,7 +540,7 @@ class TieredCache:
         self._flow.now = self._store.log.now = max(self._flow.now, now)
         if self._store.retention.used:
             self._store.retention.expire(self._flow.now)
-        for wait in self._flow.waits.due(self._flow.now):
+        for wait in self._flow.waits.due(self._flow.now) if self._flow.waits.open else ():
             if wait.load is not None and wait.load.outcome is None:
                 self._flow.abandon(wait.load)
                 self._conclude(wait.load, MissReason.DEADLINE)
@@ -549,9 +555,11 @@ class TieredCache:
 
     def _proceed(self) -> None:
         """Order what was waiting for room or for its time: prefetches, then writes."""
-        self._prefetching.proceed()
-        self._storing.clean()
-        if self._exchange:
+        if self._prefetching.queue:
+            self._prefetching.proceed()
+        if self._store.index.called or any(self._store.backlog.counts):
+            self._storing.clean()
+        if self._exchange.tiers:
             self._exchange.proceed()
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:

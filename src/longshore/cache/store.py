@@ -21,7 +21,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Command, Discard, Key, Status
+from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.beginnings import Beginnings
 from longshore.cache.columns import column, marks, numbers, once
@@ -317,10 +317,6 @@ class Store:
                 self.detach(node, tier, cause="discarded")
                 count += 1
         return count
-
-    def discards(self) -> list[Command]:
-        """For tiers that outlive the process: the slots that hold nothing any more, and that nobody has taken since."""
-        return [Discard(level.name, slots) for level in self.levels if (slots := level.pool.take_freed())]
 
     def clear(self) -> None:
         """Forget every chunk. Slots that jobs still touch drain."""

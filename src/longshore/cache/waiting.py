@@ -63,22 +63,20 @@ class Wait:
 
 
 class Waits:
-    """The waits that are not over, by number; those whose deadline comes next are found at once."""
+    """The waits that are not over; those whose deadline comes next are found at once."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Wait] = {}
+        self.open: dict[int, Wait] = {}
+        """By number."""
         self._due: list[tuple[float, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     def begin(self, wait: Wait) -> None:
         """Remember `wait`, unless it is over."""
         if wait.over:
             return
-        if len(self._due) > 2 * len(self._open) + 64:
-            self._due = sorted((each.deadline, each.number) for each in self._open.values())
-        self._open[wait.number] = wait
+        if len(self._due) > 2 * len(self.open) + 64:
+            self._due = sorted((each.deadline, each.number) for each in self.open.values())
+        self.open[wait.number] = wait
         heapq.heappush(self._due, (wait.deadline, wait.number))
 
     def join(self, wait: Wait, jobs: Iterable[Job]) -> None:
@@ -95,22 +93,22 @@ class Waits:
 
     def close(self, number: int) -> None:
         """Forget a wait, if it is over."""
-        wait = self._open.get(number)
+        wait = self.open.get(number)
         if wait is not None and wait.over:
-            del self._open[number]
+            del self.open[number]
 
     def due(self, now: float) -> list[Wait]:
         """Those whose deadline has come, in order; each is told of once."""
         found: list[Wait] = []
         while self._due and self._due[0][0] <= now:
-            wait = self._open.get(heapq.heappop(self._due)[1])
+            wait = self.open.get(heapq.heappop(self._due)[1])
             if wait is not None:
                 found.append(wait)
         return found
 
     def clear(self) -> None:
         """Nothing is worth waiting for any more."""
-        for wait in self._open.values():
+        for wait in self.open.values():
             wait.jobs.clear()
-        self._open.clear()
+        self.open.clear()
         self._due.clear()
