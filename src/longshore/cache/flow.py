@@ -29,11 +29,10 @@ from longshore.boundary import (
     Urgency,
 )
 from longshore.cache.events import EventKind
-from longshore.cache.jobs import Job, Load, Side
+from longshore.cache.jobs import Job, Load, Side, Wait, Waits
 from longshore.cache.settings import CacheSettings
 from longshore.cache.store import Store
 from longshore.cache.types import DropReason, RouteTotals
-from longshore.cache.waiting import Wait, Waits
 from longshore.errors import CacheError, JobError
 
 

@@ -30,9 +30,8 @@ from longshore.cache.leases import Leases
 from longshore.cache.loading import Loading
 from longshore.cache.lookups import Lookups, check_first
 from longshore.cache.prefetching import Prefetching
-from longshore.cache.resizing import resize
 from longshore.cache.retention import check as check_retention
-from longshore.cache.settings import CacheSettings, TierSpec
+from longshore.cache.settings import CacheSettings, PrefetchPolicy, TierSpec, seconds
 from longshore.cache.store import Level, Store
 from longshore.cache.storing import Storing
 from longshore.cache.types import (
@@ -49,7 +48,6 @@ from longshore.cache.types import (
     TierStats,
     Until,
 )
-from longshore.cache.waiting import PrefetchPolicy, seconds
 from longshore.errors import CacheError
 
 
@@ -475,7 +473,7 @@ class TieredCache:
         What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
         and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
         """
-        resize(self._store, self._tier(tier), slots, discard=discard)
+        self._store.resize(self._tier(tier), slots, discard=discard)
 
     def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
         """Forget everything, here and after a restart; returns the new generation.

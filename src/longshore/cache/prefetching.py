@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 from longshore.boundary import Key
 from longshore.cache.flow import Flow
-from longshore.cache.jobs import Job, LeaseRecord, Side
+from longshore.cache.jobs import Job, LeaseRecord, Side, Wait
 from longshore.cache.leases import Leases
 from longshore.cache.loading import LOAD_BATCH
+from longshore.cache.settings import PrefetchPolicy, seconds
 from longshore.cache.storing import Storing
-from longshore.cache.waiting import PrefetchPolicy, Wait, seconds
 from longshore.errors import CacheError
 
 

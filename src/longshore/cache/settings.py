@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,26 @@ from longshore.cache.groups import CacheGroup
 from longshore.cache.pool import SlotPool
 from longshore.cache.retention import HIGHEST_PRIORITY
 from longshore.cache.slab_pool import SlabPool
-from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy, WriteRule
 from longshore.errors import CacheError
 from longshore.slabs import Slabs
+
+
+class PrefetchPolicy(enum.Enum):
+    """How long a request waits for its prefetch. After the policies of SGLang's hierarchical cache."""
+
+    BEST_EFFORT = "best_effort"  # not at all: it uses what is there when its turn comes
+    WAIT = "wait_complete"  # until all is there, but no longer than for any load
+    TIMEOUT = "timeout"  # until all is there, but no longer than so many seconds
+
+
+def seconds(given: float | None, usual: float) -> float:
+    """The seconds that a caller has `given`, or the `usual` ones. Raises `CacheError` for what is no length of time."""
+    if given is None:
+        return usual
+    if not isinstance(given, int | float) or not 0 < given < math.inf:
+        raise CacheError(f"a timeout is a positive number of seconds, got {given!r}")
+    return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

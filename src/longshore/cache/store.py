@@ -29,8 +29,8 @@ from longshore.cache.emptying import Emptying
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction.parted import Sized
 from longshore.cache.eviction.returns import Return, Returns
-from longshore.cache.eviction.sized import Sized
 from longshore.cache.index import Index
 from longshore.cache.keeping import Keeping
 from longshore.cache.nodes import LIMBO, ROOT
@@ -40,7 +40,7 @@ from longshore.cache.sliding import Sliding
 from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.cache.types import Counters
 from longshore.cache.watching import Watching
-from longshore.errors import CacheError
+from longshore.errors import CacheError, CapacityError
 
 _AHEAD, _MOST_AHEAD = 256, 64
 """One slot in so many, but no more than that, is freed beyond what is asked for: several go at the cost of one."""
@@ -341,6 +341,28 @@ class Store:
         for tier, pool in enumerate(self.pools[:first]):
             for node in sorted(filter(None, pool.node), key=lambda node: -self.index.depth[node]):
                 self.detach(node, tier, cause=RESET)
+
+    def resize(self, tier: int, slots: int, *, discard: bool) -> None:
+        """Have `slots` slots in `tier`, all or nothing; with `discard`, what lies above goes, if all of it may.
+
+        Raises `CapacityError`, and changes nothing, if something that must stay is in the way.
+        """
+        pool, index = self.pools[tier], self.index
+        first = max(0, slots) * pool.slabs.stride
+        above = [node for node in pool.node[first:] if node] if discard else []
+        going = set(above)
+        if not all(self.eviction.may_go_with(node, tier, going) for node in above):
+            raise CapacityError(f"some of the {len(above)} chunks from slot {slots} on are in use, or needed by others")
+        if slots < 0 or DRAINING in pool.state[first:]:
+            pool.resize(slots)  # which says what is wrong
+        for node in sorted(above, key=lambda node: -index.depth[node]):
+            self.detach(node, tier, cause="discarded")
+        pool.resize(slots)
+        index.resize()
+        self.fit()
+        self.changes += 1
+        for each, policy in zip(self.pools, self.policies, strict=True):
+            policy.resize(each.capacity, index.key)
 
     # ------------------------------------------------------------------ use
 
