@@ -34,7 +34,7 @@ from longshore.cache.types import Found, MissReason, Until
 from longshore.errors import CacheError
 
 
-class Plan(NamedTuple):
+class JointPrefix(NamedTuple):
     """How far the `paths` of all groups are served, in `tokens`, and what each needs for that."""
 
     paths: Sequence[GroupSearch]
@@ -201,7 +201,7 @@ class Lookups:
         turn = self._serve(turn, [key for path in wanted for key in path.names], until, said=said)
         return self._found(plan, wanted, request, turn, until, count=count)
 
-    def _checked_plan(self, wanted: Sequence[GroupKeys]) -> Plan:
+    def _checked_plan(self, wanted: Sequence[GroupKeys]) -> JointPrefix:
         """How far what is wanted of each group is served.
 
         Raises `CacheError` unless there is something wanted of each, and the keys are what they should be.
@@ -231,17 +231,17 @@ class Lookups:
         ]
 
     @staticmethod
-    def _plan(paths: Sequence[GroupSearch]) -> Plan:
+    def _plan(paths: Sequence[GroupSearch]) -> JointPrefix:
         tokens = longest_served(paths)
-        return Plan(paths, tokens, tuple(path.need(tokens) for path in paths))
+        return JointPrefix(paths, tokens, tuple(path.need(tokens) for path in paths))
 
-    def _could_be(self, wanted: Sequence[GroupKeys]) -> Plan:
+    def _could_be(self, wanted: Sequence[GroupKeys]) -> JointPrefix:
         """How far it could be served with what foreign tiers are known to have, and what is on its way."""
         return self._plan(self._paths([each._replace(text=None) for each in wanted], abroad=True))
 
     def _found(
         self,
-        plan: Plan,
+        plan: JointPrefix,
         wanted: Sequence[GroupKeys],
         request: str | None,
         turn: int | None,
@@ -296,7 +296,7 @@ class Lookups:
             store.unpin(pin)
         return tuple(jobs)
 
-    def _needed(self, plan: Plan) -> list[int]:
+    def _needed(self, plan: JointPrefix) -> list[int]:
         """The nodes of what the prefix of `plan` needs and our tiers have; of a path the last alone, which keeps it."""
         index, nodes = self._store.index, list[int]()
         for path, need in zip(plan.paths, plan.needs, strict=True):
@@ -322,7 +322,7 @@ class Lookups:
             for start, end in runs_of(part.positions)
         ]
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, plan: JointPrefix) -> None:
         """Raise `CacheError` where what is to be loaded is not what it should be, before anything has changed."""
         index, (paths, _, needs) = self._store.index, plan
         for path, need in zip(paths, needs, strict=True):
