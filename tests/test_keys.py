@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.errors import TokenError
-from longshore.keys import KeyChain, MediaItem, Scope, chain, foreign_keys, items_in, pack
+from longshore.keys import KeyChain, MediaItem, Scope, chain, items_in, pack
 
 ROOT = bytes(32)
 SCOPE = Scope(model="m", weights="w", dtype="torch.bfloat16", layout="l", block_size=4)
@@ -268,14 +268,3 @@ def test_tokens_may_come_in_any_pieces_with_items_too(cuts: list[int]) -> None:
 def test_items_that_cannot_be_are_refused(items: list[MediaItem]) -> None:
     with pytest.raises(TokenError, match="in order, without overlap"):
         KeyChain(ROOT, 4, items)
-
-
-def test_hashes_of_an_engine_become_keys_in_our_scope() -> None:
-    theirs = replace(SCOPE, hash_algorithm="vllm sha256_cbor")
-    keys = foreign_keys(theirs, [b"one", b"two"])
-    assert keys == [hashlib.sha256(theirs.root + each).digest() for each in (b"one", b"two")]
-    assert foreign_keys(replace(theirs, lora="a"), [b"one"]) != keys[:1]
-    with pytest.raises(TokenError, match="name of the engine's hash algorithm"):
-        foreign_keys(SCOPE, [b"one"])
-    with pytest.raises(TokenError, match="an empty one among"):
-        foreign_keys(theirs, [b"one", b""])

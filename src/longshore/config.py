@@ -27,7 +27,7 @@ from pydantic import (
 
 from longshore.boundary import FILE, HOST
 from longshore.cache.retention import HIGHEST_PRIORITY
-from longshore.cache.waiting import PrefetchPolicy
+from longshore.cache.settings import PrefetchPolicy
 from longshore.cache.writing import WritePolicy
 from longshore.errors import ConfigError
 from longshore.hints import RequestHints

@@ -169,20 +169,6 @@ def chain(
     return KeyChain(root, chunk_tokens, items).extend(tokens)
 
 
-def foreign_keys(scope: Scope, hashes: Sequence[bytes]) -> list[Key]:
-    """Keys from an engine's own chained block hashes (of any length), within `scope`.
-
-    Equal hashes give equal keys in one scope and different keys in different scopes. `scope.hash_algorithm` must name
-    the engine's algorithm. Raises `TokenError` for an empty hash, or if it names Longshore's algorithm.
-    """
-    if scope.hash_algorithm == OURS:
-        raise TokenError(f"expected the name of the engine's hash algorithm, got {OURS!r}, which is Longshore's")
-    if not all(hashes):
-        raise TokenError(f"expected non-empty hashes, got an empty one among {len(hashes)}")
-    root, sha256 = scope.root, hashlib.sha256
-    return [sha256(root + each).digest() for each in hashes]
-
-
 def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Token ids as little-endian uint32. Raises `TokenError` for other ids."""
     if isinstance(tokens, np.ndarray):

@@ -6,7 +6,6 @@ What the events say is added up in `heard`, which must at any time be what the c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from cache_model import World
 from cache_movers import POISON
@@ -66,43 +65,24 @@ class Life(World):
         assert [item.source for item in self.jobs[job].transfer.items] == sources
         self.check()
 
-    def resize(self, tier: str, slots: int, discard: bool, move: bool = False) -> bool:
-        """Have `slots` slots in `tier`, if what lies above may go, or move; says whether that was so."""
+    def resize(self, tier: str, slots: int, discard: bool) -> bool:
+        """Have `slots` slots in `tier`, if what lies above may go; says whether that was so."""
         in_the_way = [slot for slot in self.touched(tier) if slot.index not in self.setup.indices(slots)]
         before, books = set(self.resident), state_of(self.cache)
         above = {key for (key, where), each in self.resident.items() if where == tier and each.slot in in_the_way}
-        kwargs: dict[str, Any] = {"move": True} if move else {"discard": discard}
         try:
-            job = self.call("resize", tier, slots, **kwargs)
+            self.call("resize", tier, slots, discard=discard)
         except CapacityError as error:
             assert in_the_way, f"{slots} slots of {tier} were refused, and nothing lies above"
-            assert not move or not self.can_move(tier, slots, in_the_way)
             assert state_of(self.cache) == books
             self.answers.append(f"CapacityError: {error}")
             self.sound = True
-            return False
-        if job is not None:
-            assert move
-            assert self.can_move(tier, slots, in_the_way)
-            self.carry()
-            assert {item.source for item in self.jobs[job].transfer.items} == set(in_the_way)
-            self.check()
             return False
         assert discard or not in_the_way
         self.sizes[tier] = slots
         self.settle()
         assert {key for key, where in before - set(self.resident) if where == tier} >= above
         return True
-
-    def can_move(self, tier: str, slots: int, in_the_way: Sequence[Slot]) -> bool:
-        """Whether nothing works on what is in the way, and there are as many free slabs below."""
-        busy = self.slots_of_jobs(tier)
-        stride = len(self.setup.indices(1))
-        ready = {each.slot for each in self.resident.values() if each.state is State.READY}
-        taken = {slot.index // stride for slot in self.touched(tier)}
-        below = len(set(range(slots)) - taken)
-        idle = all(slot in ready and slot not in busy for slot in in_the_way)
-        return idle and len({slot.index // stride for slot in in_the_way}) <= below
 
     def taken(self, tier: str) -> int:
         """How many slabs of `tier` (slots, with one image size) have something in them."""

@@ -29,7 +29,7 @@ PATTERNS = (
     *[(failure, Status.OK) for failure in FAILURES],
 )
 ANSWERS = (Status.OK, Status.OK, Status.OK, Status.DEADLINE, Status.TIER_OFF)
-RESIZE = ("keep", "discard", "move", "move")
+RESIZE = ("keep", "discard")
 RETENTION = ((), (), (), (Retention(0, 2, 80, 3.0),), (Retention(1, None, 5),), (Retention(0, None, 35),))
 REQUESTS = (None, "one", "two")
 THOROUGH = 100
@@ -122,19 +122,19 @@ class Machine(RuleBasedStateMachine):
     @rule(tier=st.sampled_from((HOST, HOST, FILE, *COLDER)), slots=st.integers(0, 8), how=st.sampled_from(RESIZE))
     def resize(self, tier: str, slots: int, how: str) -> None:
         if tier in self.world.sizes:
-            self.world.resize(tier, slots, how == "discard", how == "move")
+            self.world.resize(tier, slots, how == "discard")
 
     @precondition(lambda self: self.world.resident)
     @rule(pick=small, spare=st.integers(0, 1), settle=st.booleans())
     def compact(self, pick: int, spare: int, settle: bool) -> None:
-        """A chunk goes, and its tier gives back what it does not need: what lies above moves."""
+        """A chunk goes, and its tier gives back what it does not need, if nothing lies above."""
         if settle:
             self.world.settle_all()
         some = list(self.world.resident)
         if some:
             of, tier = some[pick % len(some)]
             self.world.discard(path_of(of), tier, group_of(of))
-            self.world.resize(tier, self.world.taken(tier) + spare, False, True)
+            self.world.resize(tier, self.world.taken(tier) + spare, False)
 
     # movers
 

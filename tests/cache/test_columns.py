@@ -7,12 +7,12 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.cache.columns import Stack
+from longshore.cache.columns import FreeList
 
 
 @given(st.lists(st.integers(-5, 5)), st.lists(st.one_of(st.integers(0, 4), st.lists(st.integers(-5, 5), max_size=4))))
 def test_a_stack_gives_what_a_list_would(first: list[int], steps: list[int | list[int]]) -> None:
-    stack, plain = Stack(array("i", first)), list(first)
+    stack, plain = FreeList(array("i", first)), list(first)
     for step in steps:
         if isinstance(step, list):
             stack.give(array("i", step))
@@ -24,7 +24,7 @@ def test_a_stack_gives_what_a_list_would(first: list[int], steps: list[int | lis
 
 
 def test_a_stack_stays_where_it_is() -> None:
-    stack = Stack(array("i", range(100_000)))
+    stack = FreeList(array("i", range(100_000)))
     where = stack._places.buffer_info()
     for count in (1, 10_000, 50_000):
         taken = stack.take(count)

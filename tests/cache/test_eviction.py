@@ -13,7 +13,7 @@ from longshore.cache.chains import LISTS
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.cache.eviction.banded import Banded
 from longshore.cache.eviction.ghosts import Ghosts
-from longshore.cache.eviction.sized import Sized
+from longshore.cache.eviction.parted import Sized
 from longshore.errors import CacheError, IntegrityError
 
 SLOTS = 8

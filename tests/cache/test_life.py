@@ -4,7 +4,6 @@ import math
 import pickle
 
 import pytest
-from cache_groups import Groups
 from cache_model import World
 from cache_setup import LOAD, Setup, chunks, key, lookup, parent, path_of, store
 
@@ -180,20 +179,6 @@ def test_a_reset_lets_go_of_what_was_peeked_at() -> None:
     world.peek(key("a"))
     world.reset()
     assert world.cache.held == 0
-    world.end_step()
-
-
-def test_a_step_ends_also_if_its_tier_had_more_slots_before_a_reset() -> None:
-    world = Groups(Setup(host=8))
-    for path in ("abcd", "wxyz"):
-        world.commit(path, 0, False)
-        world.settle_all()
-    world.discard("abcd", HOST)
-    assert not world.resize(HOST, 4, discard=False, move=True)
-    world.settle_all()
-    assert world.resize(HOST, 4, discard=False)
-    world.peek(key("wxyz"))
-    world.reset()
     world.end_step()
 
 

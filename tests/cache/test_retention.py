@@ -12,7 +12,7 @@ from longshore.boundary import FILE, HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
 from longshore.cache.retention import DEFAULT_PRIORITY, priorities, said
-from longshore.cache.sightings import Sightings
+from longshore.cache.writing import Sightings
 from longshore.errors import CacheError, JobError
 
 

@@ -65,7 +65,6 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/cache/test_slab_pool.py",
         "tests/cache/test_sizes.py",
         "tests/cache/test_resize.py",
-        "tests/cache/test_moving.py",
         "tests/cache/test_life.py",
         "tests/cache/test_loading.py",
         "tests/cache/test_writing.py",

@@ -1,8 +1,8 @@
 """The two sides of an A/B under vLLM: an engine with Longshore and one without, each in a process of its own.
 
-Arm        one engine, asked by lines of JSON (`vllm_engine`)
-Both       the two of them, asked the same in turns
-Returns    what prompts that came back took on either side, and how much of them was not computed
+Arm              one engine, asked by lines of JSON (`vllm_engine`)
+Both             the two of them, asked the same in turns
+ReturnedTurns    what prompts that came back took on either side, and how much of them was not computed
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Both:
         return said
 
 
-class Returns:
+class ReturnedTurns:
     """Turns that came back: what both sides took for them, and had of them."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class Sessions:
 
     def go_on(self, both: Both, tier: str) -> Iterator[Case]:
         """The next turn of each session, one by one."""
-        returns = Returns()
+        returns = ReturnedTurns()
         for each in range(self._plan.sessions):
             self._tell(f"turns that find the {tier} tier: {each + 1} of {self._plan.sessions}")
             more = self._text(self._plan.more)
@@ -361,7 +361,7 @@ def _read(trace: Path, requests: int, block_tokens: int) -> list[TraceRequest]:
 def _ask(
     asked: Sequence[TraceRequest], both: Both, answer: int, facts: dict[str, int], block_tokens: int, tell: Tell
 ) -> Iterator[Case]:
-    returns, seen = Returns(), set[tuple[int, ...]]()
+    returns, seen = ReturnedTurns(), set[tuple[int, ...]]()
     served, total, loaded = [0, 0], 0, 0
     for number, request in enumerate(asked, 1):
         tell(f"request {number} of {len(asked)}")

@@ -10,7 +10,7 @@ from longshore.cache.groups import CacheGroup, GroupKeys, Need
 from longshore.cache.manager import TieredCache
 from longshore.cache.residency import Presence, Residency
 from longshore.cache.retention import DEFAULT_PRIORITY, Retention
-from longshore.cache.settings import CacheSettings, TierSpec
+from longshore.cache.settings import CacheSettings, PrefetchPolicy, TierSpec
 from longshore.cache.states import EDGES, State
 from longshore.cache.types import (
     Counters,
@@ -32,7 +32,6 @@ from longshore.cache.types import (
     TierStats,
     Until,
 )
-from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy, WriteRule
 
 __all__ = [

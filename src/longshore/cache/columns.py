@@ -90,7 +90,7 @@ def leading(true: npt.NDArray[np.bool_]) -> int:
     return len(true) if not len(true) or true[first] else first
 
 
-class Stack:
+class FreeList:
     """Numbers, taken and given back at the end. It never shrinks: an array that does may move, 2 ms for a million."""
 
     def __init__(self, numbers: array[int]) -> None:

@@ -17,9 +17,8 @@ from longshore.boundary import Key, ProbeResult, Status
 from longshore.cache.flow import Flow
 from longshore.cache.foreign import Foreign
 from longshore.cache.jobs import Job, Side
-from longshore.cache.sightings import Sightings
 from longshore.cache.types import DropReason, MissReason
-from longshore.cache.writing import WriteRule
+from longshore.cache.writing import Sightings, WriteRule
 from longshore.errors import JobError
 
 FETCH_BATCH = 16
@@ -38,16 +37,14 @@ class Exchange:
     def __init__(self, flow: Flow, tiers: Sequence[str], rules: Sequence[WriteRule]) -> None:
         self._flow = flow
         self._store = flow.store
-        self._tiers = [Foreign(name, flow) for name in tiers]
+        self.tiers = [Foreign(name, flow) for name in tiers]
+        """Without one, callers need not ask anything here."""
         self._seen = [Sightings(rule.threshold, SIGHTINGS) if rule.selective else None for rule in rules]
         self._queues: list[deque[Key]] = [deque() for _ in tiers]
         """What is to be stored in each tier, heads first."""
         self._under_way: dict[int, tuple[Foreign, Job]] = {}
         flow.writing.update(dict.fromkeys(tiers, 0))
         flow.offloaded = [] if tiers else None
-
-    def __bool__(self) -> bool:
-        return bool(self._tiers)
 
     # ------------------------------------------------------------------ what is known
 
@@ -65,24 +62,24 @@ class Exchange:
 
     def ask(self, keys: Sequence[Key]) -> tuple[int, ...]:
         """Have what is not known of `keys` asked for; the probes that are under way about it."""
-        return tuple(probe for tier in self._tiers for probe in (tier.ask(keys) if keys else ()))
+        return tuple(probe for tier in self.tiers for probe in (tier.ask(keys) if keys else ()))
 
     def has(self, key: Key) -> bool:
         """Whether a foreign tier is known to have `key`."""
         return self._source(key) is not None
 
     def _source(self, key: Key) -> Foreign | None:
-        return next((tier for tier in self._tiers if tier.has(key)), None)
+        return next((tier for tier in self.tiers if tier.has(key)), None)
 
     def is_asking(self, probe: int) -> bool:
         """Whether this is a probe that has not ended."""
-        return any(tier.is_asking(probe) for tier in self._tiers)
+        return any(tier.is_asking(probe) for tier in self.tiers)
 
     def check(self, results: Iterable[ProbeResult]) -> None:
         """Raise `JobError` unless each of `results` is waited for, once."""
         seen: set[tuple[int, int]] = set()
         for result in results:
-            tier = next((tier for tier in self._tiers if tier.is_asking(result.probe)), None)
+            tier = next((tier for tier in self.tiers if tier.is_asking(result.probe)), None)
             if tier is None or (result.probe, result.rank) in seen:
                 raise JobError(f"probe {result.probe} is not under way, or was answered twice by rank {result.rank}")
             tier.check(result)
@@ -91,7 +88,7 @@ class Exchange:
     def hear(self, results: Iterable[ProbeResult]) -> None:
         """Answers have come, of which `check` says that they are waited for."""
         for result in results:
-            next(tier for tier in self._tiers if tier.is_asking(result.probe)).hear(result)
+            next(tier for tier in self.tiers if tier.is_asking(result.probe)).hear(result)
 
     # ------------------------------------------------------------------ fetching
 
@@ -157,7 +154,7 @@ class Exchange:
 
     def came(self, keys: Sequence[Key]) -> None:
         """Chunks have come from the device, or were found by a request."""
-        for tier, seen, queue in zip(self._tiers, self._seen, self._queues, strict=True):
+        for tier, seen, queue in zip(self.tiers, self._seen, self._queues, strict=True):
             often = keys if seen is None else keys[: seen.leading(keys)]
             fresh = [key for key in often if not tier.was_sent(key)]
             taken = fresh[: max(0, self._flow.settings.max_writes - len(queue))]
@@ -177,7 +174,7 @@ class Exchange:
             self.came(self._flow.offloaded)
             self._flow.offloaded.clear()
         limit = min(self._flow.settings.max_writes, max(1, self._store.pools[0].capacity // _SHARE))
-        for tier, queue in zip(self._tiers, self._queues, strict=True):
+        for tier, queue in zip(self.tiers, self._queues, strict=True):
             count = min(len(queue), limit - self._flow.writing[tier.name])
             if count > 0:
                 self._store_some(tier, [queue.popleft() for _ in range(count)])
@@ -230,13 +227,13 @@ class Exchange:
 
     def clear(self) -> None:
         """A reset: nothing is known, and nothing is to be stored."""
-        for tier, queue in zip(self._tiers, self._queues, strict=True):
+        for tier, queue in zip(self.tiers, self._queues, strict=True):
             tier.clear()
             queue.clear()
 
     def check_integrity(self) -> None:
         """Raise `JobError` where what is under way is not in flight."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.check_integrity()
         for job in self._under_way:
             if job not in self._flow.jobs:

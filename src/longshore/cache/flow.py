@@ -29,11 +29,10 @@ from longshore.boundary import (
     Urgency,
 )
 from longshore.cache.events import EventKind
-from longshore.cache.jobs import Job, Load, Side
+from longshore.cache.jobs import Job, Load, Side, Wait, Waits
 from longshore.cache.settings import CacheSettings
 from longshore.cache.store import Store
 from longshore.cache.types import DropReason, RouteTotals
-from longshore.cache.waiting import Wait, Waits
 from longshore.errors import CacheError, JobError
 
 
@@ -254,10 +253,6 @@ class Flow:
         """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""
         store, statuses = self.store, job.statuses
         store.changes += 1
-        if job.source is not None and job.destination is not None and job.source.tier == job.destination.tier:
-            for ends in zip(job.source.slots, job.destination.slots, statuses, strict=True):
-                store.moved(job.source.tier, *ends)
-            return
         writing = job.transfer.urgency is Urgency.WRITE
         if job.source is not None:
             job.blame_sources(store.pools[job.source.tier].fault)

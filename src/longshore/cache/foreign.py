@@ -31,7 +31,7 @@ class Foreign:
         """Keys of which a store was ordered, or is to be: once is enough, as long as nobody finds that one has gone."""
         self._asked: dict[Key, int] = {}
         """Keys under way, by probe."""
-        self._probes: dict[int, _Asked] = {}
+        self._probes: dict[int, _UnderWay] = {}
 
     def has(self, key: Key) -> bool | None:
         """What the last answer said of `key`; `None` without one that still counts."""
@@ -51,7 +51,7 @@ class Foreign:
             number, deadline = self._flow.new_id(), self._flow.now + settings.probe_timeout
             probe = Probe(number, self.name, asked, deadline, self._flow.generation, settings.ranks)
             self._flow.outbox.append(probe)
-            self._probes[number] = _Asked(probe)
+            self._probes[number] = _UnderWay(probe)
             self._asked.update(dict.fromkeys(asked, number))
         return sorted({self._asked[key] for key in unknown if key in self._asked})
 
@@ -117,7 +117,7 @@ class Foreign:
             if number not in self._probes or key not in self._probes[number].probe.keys:
                 raise JobError(f"probe {number} is waited for, and does not ask for chunk {key.hex()[:12]}")
 
-    def _end(self, asked: _Asked) -> None:
+    def _end(self, asked: _UnderWay) -> None:
         if asked.probe.generation != self._flow.generation:
             return
         counts = self._flow.store.counters.probes[self.name]
@@ -129,7 +129,7 @@ class Foreign:
             counts[answer] += 1
 
 
-class _Asked:
+class _UnderWay:
     """A probe under way: the ranks that have not answered, and what the others said."""
 
     __slots__ = ("answered", "present", "probe", "waiting")

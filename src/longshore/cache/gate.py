@@ -284,7 +284,7 @@ def _solved(rows: Sequence[Sequence[float]], sides: Sequence[float]) -> list[flo
     return found
 
 
-class _Wait:
+class _QueueTime:
     """How long others make a load wait: a moving average, which fades where nothing is seen, and begins at nothing."""
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ class _Line:
 
     def __init__(self) -> None:
         self._fit = _Fit(2)
-        self._after_a_pause, self._right_behind = _Wait(), _Wait()
+        self._after_a_pause, self._right_behind = _QueueTime(), _QueueTime()
         self._busy_until = -math.inf
         """When what was ordered last is expected to end."""
         self._last_end, self._last_seconds = -math.inf, 0.0

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from longshore.cache.columns import marks, numbers
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.banded import Banded
-from longshore.cache.eviction.sized import Sized
+from longshore.cache.eviction.parted import Sized
 from longshore.cache.retention import DEFAULT_PRIORITY, Retention, said
 
 if TYPE_CHECKING:

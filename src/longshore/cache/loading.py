@@ -3,7 +3,7 @@
     file ──A──► host ──B──► device      B waits for A; a slot that is being filled already is joined
 
 The leading run that is in the host tier is one job that waits for nothing; the rest follows in batches, so that what
-has arrived by a deadline can be used. Who waits for which read, and until when, stands in `longshore.cache.waiting`.
+has arrived by a deadline can be used. Who waits for which read, and until when, stands in `longshore.cache.jobs`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import numpy.typing as npt
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.flow import Flow
-from longshore.cache.jobs import Load, Side
+from longshore.cache.jobs import Load, Side, Wait
 from longshore.cache.nodes import ROOT
 from longshore.cache.states import READY
 from longshore.cache.types import MissReason
-from longshore.cache.waiting import Wait
 
 LOAD_BATCH = 16
 """Chunks that one load job waits for together: what has arrived by a deadline can be used."""

@@ -34,7 +34,7 @@ from longshore.cache.types import Found, MissReason, Until
 from longshore.errors import CacheError
 
 
-class Plan(NamedTuple):
+class JointPrefix(NamedTuple):
     """How far the `paths` of all groups are served, in `tokens`, and what each needs for that."""
 
     paths: Sequence[GroupSearch]
@@ -81,12 +81,12 @@ class Lookups:
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
         # Foreign tiers are asked for each key behind these; else looking at some of them is enough here, too.
-        known = end + len(index.follow(keys, end)) if self._exchange else index.known_prefix(keys, end)
+        known = end + len(index.follow(keys, end)) if self._exchange.tiers else index.known_prefix(keys, end)
         partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
         self._advance(now)
         turn = self._serve(turn, keys, until, end, said=said)
         asks, foreign, probes = until is not Until.NOTHING, 0, tuple[int, ...]()
-        if self._exchange:
+        if self._exchange.tiers:
             foreign, probes = self._exchange.look(keys, known, asks=asks)
         if count:
             self._store.watching.count_misses(keys, end, known, foreign)
@@ -98,7 +98,7 @@ class Lookups:
         if until is Until.STEP:
             self._leases.protect(numbers(index.find(leased)))
         elif leased and asks:
-            if self._exchange:
+            if self._exchange.tiers:
                 self._exchange.found(keys[start:end])
             pins = (self._store.pin(index.get(leased[-1])),)
             held = Held(leased, range(start, start + len(leased)), pins, group)
@@ -201,7 +201,7 @@ class Lookups:
         turn = self._serve(turn, [key for path in wanted for key in path.names], until, said=said)
         return self._found(plan, wanted, request, turn, until, count=count)
 
-    def _checked_plan(self, wanted: Sequence[GroupKeys]) -> Plan:
+    def _checked_plan(self, wanted: Sequence[GroupKeys]) -> JointPrefix:
         """How far what is wanted of each group is served.
 
         Raises `CacheError` unless there is something wanted of each, and the keys are what they should be.
@@ -231,17 +231,17 @@ class Lookups:
         ]
 
     @staticmethod
-    def _plan(paths: Sequence[GroupSearch]) -> Plan:
+    def _plan(paths: Sequence[GroupSearch]) -> JointPrefix:
         tokens = longest_served(paths)
-        return Plan(paths, tokens, tuple(path.need(tokens) for path in paths))
+        return JointPrefix(paths, tokens, tuple(path.need(tokens) for path in paths))
 
-    def _could_be(self, wanted: Sequence[GroupKeys]) -> Plan:
+    def _could_be(self, wanted: Sequence[GroupKeys]) -> JointPrefix:
         """How far it could be served with what foreign tiers are known to have, and what is on its way."""
         return self._plan(self._paths([each._replace(text=None) for each in wanted], abroad=True))
 
     def _found(
         self,
-        plan: Plan,
+        plan: JointPrefix,
         wanted: Sequence[GroupKeys],
         request: str | None,
         turn: int | None,
@@ -268,7 +268,7 @@ class Lookups:
         elif until is Until.RELEASE and needed:
             parts = [self._hold(*each) for each in needed]
             lease = self._leases.take(self._flow.new_id(), parts, request, joint=True)
-        more = self._could_be(wanted).tokens if self._exchange else 0
+        more = self._could_be(wanted).tokens if self._exchange.tiers else 0
         foreign = max(0, more - tokens)
         return Found(lease, tokens=tokens, needs=needs, foreign=foreign, probes=probes, turn=turn)
 
@@ -296,7 +296,7 @@ class Lookups:
             store.unpin(pin)
         return tuple(jobs)
 
-    def _needed(self, plan: Plan) -> list[int]:
+    def _needed(self, plan: JointPrefix) -> list[int]:
         """The nodes of what the prefix of `plan` needs and our tiers have; of a path the last alone, which keeps it."""
         index, nodes = self._store.index, list[int]()
         for path, need in zip(plan.paths, plan.needs, strict=True):
@@ -322,7 +322,7 @@ class Lookups:
             for start, end in runs_of(part.positions)
         ]
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, plan: JointPrefix) -> None:
         """Raise `CacheError` where what is to be loaded is not what it should be, before anything has changed."""
         index, (paths, _, needs) = self._store.index, plan
         for path, need in zip(paths, needs, strict=True):
@@ -360,16 +360,16 @@ class Lookups:
         """Ask for what is not known of what is missing, and `count` it, and the request; the probes about it."""
         store, misses, asks = self._store, list[MissReason](), until is not Until.NOTHING
         if path.group.alone:
-            unserved = path.unserved(need.end) if self._exchange and asks else []
-            probes = self._exchange.ask(unserved)
+            theirs = self._exchange.tiers
+            probes = self._exchange.ask(path.unserved(need.end)) if theirs and asks else ()
             for key in path.keys[max(need.end, path.last_window) :]:
                 reason = store.watching.miss(key)
-                abroad = reason is MissReason.ABSENT and self._exchange.has(key)
+                abroad = theirs and reason is MissReason.ABSENT and self._exchange.has(key)
                 misses.append(MissReason.FOREIGN if abroad else reason)
             store.counters.misses.update(misses if count else ())
         else:
             known = store.index.known_prefix(path.keys, need.end)
-            foreign, probes = self._exchange.look(path.keys, known, asks=asks) if self._exchange else (0, ())
+            foreign, probes = self._exchange.look(path.keys, known, asks=asks) if self._exchange.tiers else (0, ())
             if count:
                 store.watching.count_misses(path.keys, need.end, known, foreign)
         if count and store.log.on:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Command, Key, ProbeResult, Result, Route, TransferResult
+from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
 from longshore.cache.adopting import Chunk, Recovered, adopt
 from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event
@@ -29,11 +29,9 @@ from longshore.cache.jobs import Load
 from longshore.cache.leases import Leases
 from longshore.cache.loading import Loading
 from longshore.cache.lookups import Lookups, check_first
-from longshore.cache.moving import make_way
 from longshore.cache.prefetching import Prefetching
-from longshore.cache.resizing import resize
 from longshore.cache.retention import check as check_retention
-from longshore.cache.settings import CacheSettings, TierSpec
+from longshore.cache.settings import CacheSettings, PrefetchPolicy, TierSpec, seconds
 from longshore.cache.store import Level, Store
 from longshore.cache.storing import Storing
 from longshore.cache.types import (
@@ -50,7 +48,6 @@ from longshore.cache.types import (
     TierStats,
     Until,
 )
-from longshore.cache.waiting import PrefetchPolicy, seconds
 from longshore.errors import CacheError
 
 
@@ -81,7 +78,7 @@ class TieredCache:
         to_and_fro = [route for name in theirs for route in ((names[0], name), (name, names[0]))]
         routes = tuple(str(Route(*route)) for route in (*down, *up, *to_and_fro))
         self.counters = Counters.zero(names, routes, theirs)
-        levels = [Level(tier.name, tier.make_pool(), tier.policy, tier.moves) for tier in tiers]
+        levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
         sizes = {len(level.pool.slabs.image_bytes) for level in levels}
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
             raise CacheError(f"all tiers have the pools of {self.settings.pools}, got {sorted(sizes)} image sizes")
@@ -400,7 +397,10 @@ class TieredCache:
     def take(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
         commands, self._flow.outbox = self._flow.outbox, []
-        return commands + self._store.discards()
+        for level in self._store.levels:
+            if level.pool.freed and (slots := level.pool.take_freed()):
+                commands.append(Discard(level.name, slots))
+        return commands
 
     def apply(self, results: Sequence[Result], now: float) -> None:
         """What became of earlier commands, and that time has passed, which ends the waits whose deadline has come.
@@ -410,10 +410,13 @@ class TieredCache:
         """
         self._check_time(now)
         answers = [result for result in results if isinstance(result, ProbeResult)]
-        self._exchange.check(answers)
-        loads = self._flow.apply([result for result in results if isinstance(result, TransferResult)])
+        if answers:
+            self._exchange.check(answers)
+        ended = [result for result in results if isinstance(result, TransferResult)]
+        loads = self._flow.apply(ended) if ended else []
         self._advance(now)
-        self._exchange.hear(answers)
+        if answers:
+            self._exchange.hear(answers)
         for load in loads:
             if load.outcome is None and not load.pending:
                 self._conclude(load, MissReason.CANCELLED)
@@ -464,25 +467,13 @@ class TieredCache:
             self._device = DeviceBlocks(blocks)
         self._device.asleep = False
 
-    def resize(self, tier: str, slots: int, *, discard: bool = False, move: bool = False) -> int | None:
+    def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
         """Have `slots` slots (slabs, where images have several sizes) in `tier`; the caller gives or takes the memory.
 
         What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
         and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
-
-        With `move` it is copied to lower slots instead, by one job, which is returned: ask again when that has ended.
-        `None` says that the tier has its new size. What could not be copied stays, and is in the way as before. It is a
-        `CacheError` where nothing copies from slot to slot (`TierSpec.moves`).
         """
-        at = self._tier(tier)
-        if move and discard:
-            raise CacheError("what is in the way is moved, or discarded, not both")
-        if move and not self._store.levels[at].moves:
-            raise CacheError(f"nothing copies from slot to slot of tier {tier!r}: what is in the way can be discarded")
-        job = make_way(self._flow, at, slots) if move and slots >= 0 else None
-        if job is None:
-            resize(self._store, at, slots, discard=discard)
-        return job
+        self._store.resize(self._tier(tier), slots, discard=discard)
 
     def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
         """Forget everything, here and after a restart; returns the new generation.
@@ -547,7 +538,7 @@ class TieredCache:
         self._flow.now = self._store.log.now = max(self._flow.now, now)
         if self._store.retention.used:
             self._store.retention.expire(self._flow.now)
-        for wait in self._flow.waits.due(self._flow.now):
+        for wait in self._flow.waits.due(self._flow.now) if self._flow.waits.open else ():
             if wait.load is not None and wait.load.outcome is None:
                 self._flow.abandon(wait.load)
                 self._conclude(wait.load, MissReason.DEADLINE)
@@ -562,9 +553,11 @@ class TieredCache:
 
     def _proceed(self) -> None:
         """Order what was waiting for room or for its time: prefetches, then writes."""
-        self._prefetching.proceed()
-        self._storing.clean()
-        if self._exchange:
+        if self._prefetching.queue:
+            self._prefetching.proceed()
+        if self._store.index.called or any(self._store.backlog.counts):
+            self._storing.clean()
+        if self._exchange.tiers:
             self._exchange.proceed()
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:

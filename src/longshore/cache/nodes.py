@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.chains import LISTS
-from longshore.cache.columns import Stack, column, marks, numbers, zeros
+from longshore.cache.columns import FreeList, column, marks, numbers, zeros
 from longshore.cache.family import Family
 from longshore.cache.pool import SlotPool
 from longshore.cache.states import READY
@@ -94,7 +94,7 @@ class Nodes:
         """The same by that key."""
         self.called: set[int] = set()
         """Nodes that orphans in colder tiers wait for."""
-        self._free = Stack(array("i", range(self.size - 1, LISTS - 1, -1)))
+        self._free = FreeList(array("i", range(self.size - 1, LISTS - 1, -1)))
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
         self._count = 0
         self.gone = 0
@@ -194,7 +194,7 @@ class Nodes:
         for slots in self.slot:
             slots.extend(array("i", [NONE]) * more)
         self.reachable.extend(bytes(more))
-        self._free = Stack(array("i", range(self.size + more - 1, self.size - 1, -1)) + array("i", self._free))
+        self._free = FreeList(array("i", range(self.size + more - 1, self.size - 1, -1)) + array("i", self._free))
         self.size += more
 
     def _enter(self, keys: Sequence[Key], at: npt.NDArray[np.int32], tier: int, slots: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Status
-from longshore.cache.columns import Stack, column, marks, numbers, zeros
+from longshore.cache.columns import FreeList, column, marks, numbers, zeros
 from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES, step
 from longshore.errors import CacheError, CapacityError, IntegrityError
 from longshore.slabs import Slabs
@@ -99,7 +99,11 @@ class SlotPool:
 
     def claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
         """Take these very slots of `pools`, which a start found whole, the one used last at the end; all or none."""
-        self._take_these(indices, pools, READY)
+        bad = [i for i in indices if not 0 <= i < self.capacity or self.state[i] != FREE]
+        if bad or len(set(indices)) != len(indices):
+            raise CacheError(f"slots to claim must be free, distinct and below {self.capacity}: {bad or indices}")
+        self._claim(indices, pools)
+        self.move_all(indices, FREE, READY)
 
     def check_slots(self, indices: Sequence[int]) -> None:
         """Raise `CacheError` unless these are slots."""
@@ -111,17 +115,6 @@ class SlotPool:
         """Of the free slots, give these out after all others, the first of them first. `CacheError` if out of range."""
         self.check_slots(indices)
         self._give_last([index for index in indices if self.state[index] == FREE])
-
-    def reserve(self, indices: Sequence[int], pools: Sequence[int]) -> None:
-        """Take these very slots of `pools`, to be filled; all or none."""
-        self._take_these(indices, pools, FILLING)
-
-    def _take_these(self, indices: Sequence[int], pools: Sequence[int], to: int) -> None:
-        bad = [i for i in indices if not 0 <= i < self.capacity or self.state[i] != FREE]
-        if bad or len(set(indices)) != len(indices):
-            raise CacheError(f"slots to claim must be free, distinct and below {self.capacity}: {bad or indices}")
-        self._claim(indices, pools)
-        self.move_all(indices, FREE, to)
 
     def resize(self, slabs: int) -> None:
         """Have `slabs` slabs from now on. Raises `CapacityError`, and changes nothing, while one above is taken."""
@@ -213,7 +206,7 @@ class SlotPool:
     def _all_free(self, taken: Sequence[int]) -> None:
         """All slots are free but `taken`, which ascend."""
         busy = set(taken)
-        self._free = Stack(array("i", [i for i in range(self.capacity - 1, -1, -1) if i not in busy]))
+        self._free = FreeList(array("i", [i for i in range(self.capacity - 1, -1, -1) if i not in busy]))
 
     def _take(self, count: int, pool: int) -> list[int]:
         """`count` free slots, which there are, free no longer."""
@@ -228,17 +221,17 @@ class SlotPool:
         if any(pools):
             raise CacheError(f"there is one image size, pool 0; got pools {sorted(set(pools))}")
         wanted = set(indices)
-        self._free = Stack(array("i", [i for i in self._free if i not in wanted]))
+        self._free = FreeList(array("i", [i for i in self._free if i not in wanted]))
 
     def _give_last(self, indices: Sequence[int]) -> None:
         """These slots, which are free, are given out last."""
         last = dict.fromkeys(indices)
-        self._free = Stack(array("i", [*reversed(last), *(i for i in self._free if i not in last)]))
+        self._free = FreeList(array("i", [*reversed(last), *(i for i in self._free if i not in last)]))
 
     def _resize(self, slabs: int) -> None:
         """From now on there are `slabs` slots; those that are not any more are free."""
         new = range(slabs - 1, self.capacity - 1, -1)
-        self._free = Stack(array("i", [*new, *(i for i in self._free if i < slabs)]))
+        self._free = FreeList(array("i", [*new, *(i for i in self._free if i < slabs)]))
 
     def _check_free(self, marked: Sequence[int]) -> None:
         """Raise `CacheError` unless `marked`, which ascend, are the free slots."""

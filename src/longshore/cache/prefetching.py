@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 from longshore.boundary import Key
 from longshore.cache.flow import Flow
-from longshore.cache.jobs import Job, LeaseRecord, Side
+from longshore.cache.jobs import Job, LeaseRecord, Side, Wait
 from longshore.cache.leases import Leases
 from longshore.cache.loading import LOAD_BATCH
+from longshore.cache.settings import PrefetchPolicy, seconds
 from longshore.cache.storing import Storing
-from longshore.cache.waiting import PrefetchPolicy, Wait, seconds
 from longshore.errors import CacheError
 
 
@@ -33,7 +33,7 @@ class Prefetching:
         self._store = flow.store
         self._storing = storing
         self._holds = holds
-        self._queue: dict[int, tuple[LeaseRecord, Wait]] = {}
+        self.queue: dict[int, tuple[LeaseRecord, Wait]] = {}
         """Prefetches that requests wait for, oldest first, by the number of their wait; until the hold lets go."""
         self._is_new = False
         """Whether the queue is another one than `proceed` last saw."""
@@ -56,14 +56,14 @@ class Prefetching:
         """Have `hold` wait for what it lacks in the warmest tier; a wait of an earlier prefetch is over."""
         patient = policy is not PrefetchPolicy.BEST_EFFORT
         former, wait = hold.prefetch, Wait(self._flow.new_id(), self._flow.now + longest, None, patient=patient)
-        self._order(hold, wait, waits_its_turn=patient and any(before.lacks for _, before in self._queue.values()))
+        self._order(hold, wait, waits_its_turn=patient and any(before.lacks for _, before in self.queue.values()))
         hold.prefetch = wait
         if former is not None:
             self.leave(former)
         if patient and (wait.lacks or wait.jobs):
-            if not any(before.lacks for _, before in self._queue.values()):
+            if not any(before.lacks for _, before in self.queue.values()):
                 self._store.keep_warm(self._store.warm.union(self._path(hold)))
-            self._queue[wait.number] = hold, wait
+            self.queue[wait.number] = hold, wait
             self._is_new = True
             self.proceed()
         return wait
@@ -71,13 +71,13 @@ class Prefetching:
     def leave(self, wait: Wait) -> None:
         """A request waits no longer."""
         self._flow.leave(wait)
-        if self._queue.pop(wait.number, None) is not None:
+        if self.queue.pop(wait.number, None) is not None:
             self._is_new = True
             self.proceed()
 
     def clear(self) -> None:
         """All was forgotten."""
-        self._queue.clear()
+        self.queue.clear()
 
     def proceed(self) -> None:
         """Whoever lacks room takes what was made, in turn; one for whom no more will be made does without.
@@ -85,15 +85,15 @@ class Prefetching:
         Nothing is looked at unless the queue or the store has changed. What the first in the queue that lacks room has
         in the warmest tier, and what those before it have, is not evicted.
         """
-        for number in [number for number, (_, wait) in self._queue.items() if self._flow.now >= wait.deadline]:
-            del self._queue[number]
+        for number in [number for number, (_, wait) in self.queue.items() if self._flow.now >= wait.deadline]:
+            del self.queue[number]
             self._is_new = True
         store, is_new = self._store, self._is_new
         if not is_new and self._seen == store.changes:
             return
         self._is_new, self._seen = False, store.changes
         kept, before = set[int]() if is_new else store.warm, set[str | None]()
-        for hold, wait in self._queue.values():
+        for hold, wait in self.queue.values():
             if is_new or wait.lacks:
                 kept = kept.union(self._path(hold))
             if wait.lacks:
@@ -111,7 +111,7 @@ class Prefetching:
     def is_waiting(self, hold: LeaseRecord) -> bool:
         """Whether the request of `hold` is to wait for more of it in the warmest tier."""
         wait, index = hold.prefetch, self._store.index
-        if wait is None or not wait.patient or not (wait.jobs or (wait.lacks and wait.number in self._queue)):
+        if wait is None or not wait.patient or not (wait.jobs or (wait.lacks and wait.number in self.queue)):
             return False
         return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in hold.nodes(index))
 

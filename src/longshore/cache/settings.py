@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,26 @@ from longshore.cache.groups import CacheGroup
 from longshore.cache.pool import SlotPool
 from longshore.cache.retention import HIGHEST_PRIORITY
 from longshore.cache.slab_pool import SlabPool
-from longshore.cache.waiting import PrefetchPolicy
 from longshore.cache.writing import WritePolicy, WriteRule
 from longshore.errors import CacheError
 from longshore.slabs import Slabs
+
+
+class PrefetchPolicy(enum.Enum):
+    """How long a request waits for its prefetch. After the policies of SGLang's hierarchical cache."""
+
+    BEST_EFFORT = "best_effort"  # not at all: it uses what is there when its turn comes
+    WAIT = "wait_complete"  # until all is there, but no longer than for any load
+    TIMEOUT = "timeout"  # until all is there, but no longer than so many seconds
+
+
+def seconds(given: float | None, usual: float) -> float:
+    """The seconds that a caller has `given`, or the `usual` ones. Raises `CacheError` for what is no length of time."""
+    if given is None:
+        return usual
+    if not isinstance(given, int | float) or not 0 < given < math.inf:
+        raise CacheError(f"a timeout is a positive number of seconds, got {given!r}")
+    return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +151,6 @@ class TierSpec:
 
     Where images have several sizes, `slots` are the tier's `Slabs`, and `image_bytes` is left out. What lies in a tier
     that `outlives` the process may be found by the next one, so it is told of slots whose bytes nobody wants any more.
-    `moves` says whether there is a mover for copies from slot to slot, for `TieredCache.resize`.
     """
 
     name: str
@@ -142,7 +158,6 @@ class TierSpec:
     image_bytes: int = 1
     policy: type[EvictionPolicy] = DEFAULT_POLICY
     outlives: bool = False
-    moves: bool = True
 
     def make_pool(self) -> SlotPool:
         """The tier's slots, all of them free. Raises `CacheError` for a number or a size that cannot be."""

@@ -21,7 +21,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Command, Discard, Key, Status
+from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.beginnings import Beginnings
 from longshore.cache.columns import column, marks, numbers, once
@@ -29,8 +29,8 @@ from longshore.cache.emptying import Emptying
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction.parted import Sized
 from longshore.cache.eviction.returns import Return, Returns
-from longshore.cache.eviction.sized import Sized
 from longshore.cache.index import Index
 from longshore.cache.keeping import Keeping
 from longshore.cache.nodes import LIMBO, ROOT
@@ -40,7 +40,7 @@ from longshore.cache.sliding import Sliding
 from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.cache.types import Counters
 from longshore.cache.watching import Watching
-from longshore.errors import CacheError
+from longshore.errors import CacheError, CapacityError
 
 _AHEAD, _MOST_AHEAD = 256, 64
 """One slot in so many, but no more than that, is freed beyond what is asked for: several go at the cost of one."""
@@ -53,8 +53,6 @@ class Level:
     name: str
     pool: SlotPool
     make_policy: type[EvictionPolicy]
-    moves: bool
-    """Whether there is a mover for copies from slot to slot."""
 
 
 class Pin:
@@ -232,24 +230,6 @@ class Store:
         if tier and nodes:
             self.backlog.backed_up(nodes, tier)
 
-    def moved(self, tier: int, source: int, target: int, status: Status) -> None:
-        """A job has copied a chunk from slot `source` to slot `target` of the same tier, or not."""
-        pool = self.pools[tier]
-        del pool.writer[target]
-        wanted = pool.state[source] == READY
-        if status is not Status.OK or not wanted:
-            pool.move(target, FREE)
-            (self.condemn(tier, source, status) if status.condemns_source else self.unread(tier, [source]))
-            return
-        pool.readers[source] -= 1
-        node = pool.node[source]
-        self.index.slot[tier][node] = target
-        pool.node[target] = node
-        pool.move(target, READY)
-        pool.move(source, DRAINING if pool.is_busy(source) else FREE)
-        pool.node[source] = ROOT
-        self.policies[tier].release((node,))
-
     # ------------------------------------------------------------------ losses
 
     def fail(self, tier: int, slot: int, fault: Status) -> None:
@@ -338,10 +318,6 @@ class Store:
                 count += 1
         return count
 
-    def discards(self) -> list[Command]:
-        """For tiers that outlive the process: the slots that hold nothing any more, and that nobody has taken since."""
-        return [Discard(level.name, slots) for level in self.levels if (slots := level.pool.take_freed())]
-
     def clear(self) -> None:
         """Forget every chunk. Slots that jobs still touch drain."""
         if self.log.on:
@@ -360,11 +336,33 @@ class Store:
         self.keep_warm(())
         for tier, pool in enumerate(self.pools):
             for slot in list(pool.writer):
-                if pool.state[slot] == FILLING and pool.node[slot]:  # a move inside the tier ends with its source
+                if pool.state[slot] == FILLING:
                     self._take_out(pool.node[slot], tier, RESET)
         for tier, pool in enumerate(self.pools[:first]):
             for node in sorted(filter(None, pool.node), key=lambda node: -self.index.depth[node]):
                 self.detach(node, tier, cause=RESET)
+
+    def resize(self, tier: int, slots: int, *, discard: bool) -> None:
+        """Have `slots` slots in `tier`, all or nothing; with `discard`, what lies above goes, if all of it may.
+
+        Raises `CapacityError`, and changes nothing, if something that must stay is in the way.
+        """
+        pool, index = self.pools[tier], self.index
+        first = max(0, slots) * pool.slabs.stride
+        above = [node for node in pool.node[first:] if node] if discard else []
+        going = set(above)
+        if not all(self.eviction.may_go_with(node, tier, going) for node in above):
+            raise CapacityError(f"some of the {len(above)} chunks from slot {slots} on are in use, or needed by others")
+        if slots < 0 or DRAINING in pool.state[first:]:
+            pool.resize(slots)  # which says what is wrong
+        for node in sorted(above, key=lambda node: -index.depth[node]):
+            self.detach(node, tier, cause="discarded")
+        pool.resize(slots)
+        index.resize()
+        self.fit()
+        self.changes += 1
+        for each, policy in zip(self.pools, self.policies, strict=True):
+            policy.resize(each.capacity, index.key)
 
     # ------------------------------------------------------------------ use
 

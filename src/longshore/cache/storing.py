@@ -20,16 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.budget import WriteBudget
 from longshore.cache.columns import column, leading, numbers
 from longshore.cache.flow import Flow
 from longshore.cache.groups import GroupKeys, runs_of
 from longshore.cache.jobs import Side
 from longshore.cache.nodes import ROOT
 from longshore.cache.retention import Retention, priorities
-from longshore.cache.sightings import Sightings
 from longshore.cache.types import DropReason, StoreOrder
-from longshore.cache.writing import WriteRule
+from longshore.cache.writing import Sightings, WriteBudget, WriteRule
 
 SIGHTINGS = 1 << 16
 """Chunks that no tier has of which a selective write policy remembers how often they were offered."""

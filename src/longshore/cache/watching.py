@@ -14,7 +14,7 @@ import numpy as np
 from longshore.boundary import DEVICE, Key, Slot, addresses
 from longshore.cache.columns import column, marks
 from longshore.cache.events import EVICTED, EventKind
-from longshore.cache.states import FILLING, READY, STATES
+from longshore.cache.states import READY, STATES
 from longshore.cache.types import MissReason, Resident, Run, SizeStats, TierStats
 from longshore.errors import CacheError
 
@@ -162,8 +162,7 @@ class Watching:
             pool.check_integrity()
             policy.check_integrity()
             live = [node for node in index if index.slot[tier][node] >= 0]
-            targets = sum(state == FILLING and not node for state, node in zip(pool.state, pool.node, strict=True))
-            if len(live) + len(pool.draining()) + targets != pool.used:
+            if len(live) + len(pool.draining()) != pool.used:
                 raise CacheError(f"{level.name}: {len(live)} copies own {pool.used} slots")
             ready = [node for node in live if index.is_ready(node, tier)]
             if len(policy) != len(ready) or not all(node in policy for node in ready):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from longshore.cache.eviction.returns import Return
     from longshore.trace.request import TraceRequest
     from longshore.trace.result import Row
-    from longshore.trace.tiered import Tally, TieredReplay
+    from longshore.trace.tiered import ReplayTally, TieredReplay
 
 
 class ControlPath(StrEnum):
@@ -269,7 +269,7 @@ def _replay(
     from longshore.cache import DropReason  # noqa: PLC0415
     from longshore.trace.result import Replayed, bytes_to_files, overload  # noqa: PLC0415
 
-    def again(engines: int) -> Tally:
+    def again(engines: int) -> ReplayTally:
         other = made(engines, True)
         for _ in other.run(_progress(requests, status, f" with {engines} engines")):
             pass

@@ -374,9 +374,9 @@ def make_cache(
     policy of `config`. What `file` recovered at its start is adopted.
     """
     policy = policy or POLICIES[config.eviction]
-    tiers = [] if host is None else [TierSpec(HOST, host, policy=policy, moves=False)]
+    tiers = [] if host is None else [TierSpec(HOST, host, policy=policy)]
     if file is not None:
-        tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True, moves=False))
+        tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True))
     daily, rule = config.file_daily_writes, config.offload if host is None else config.backup
     into = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
     settings = CacheSettings(

@@ -80,10 +80,6 @@ class Stamps:
         """The stamps of `slots` for `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(len(slots), ranks)`."""
         return _answers(self._slots[np.array(slots, np.int64), : self._ranks], ticket)
 
-    def said_of_load(self, ticket: int) -> U64:
-        """The stamps of the load `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(world,)`."""
-        return _answers(self._loads[ticket % self.LOADS], ticket)
-
     def has_loaded(self, ticket: int) -> bool:
         """Whether all ranks have ended the load `ticket`."""
         return bool((self._loads[ticket % self.LOADS] >> np.uint64(1) == ticket).all())

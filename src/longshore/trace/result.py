@@ -15,7 +15,7 @@ from longshore.boundary import FILE
 from longshore.cache import DropReason, MissReason
 from longshore.report.units import share, size
 from longshore.trace.remote import REMOTE
-from longshore.trace.tiered import Tally, TieredReplay
+from longshore.trace.tiered import ReplayTally, TieredReplay
 
 _DAY = 86_400.0
 
@@ -267,7 +267,12 @@ class Overload(NamedTuple):
 
 
 def overload(
-    tally: Tally, engines: int, again: Callable[[int], Tally], *, tiers: bool = True, target: float = math.inf
+    tally: ReplayTally,
+    engines: int,
+    again: Callable[[int], ReplayTally],
+    *,
+    tiers: bool = True,
+    target: float = math.inf,
 ) -> Overload | None:
     """The overload of a replay with `engines`, if any; `again` replays the trace with another number of engines.
 
@@ -275,7 +280,7 @@ def overload(
     95th percentile of the time to first token. Without `tiers`, the engines compute everything.
     """
 
-    def load(tally: Tally) -> float:
+    def load(tally: ReplayTally) -> float:
         """Engines that are always busy."""
         return ratio(tally.computing if tiers else tally.recomputing, tally.seconds)
 

@@ -20,7 +20,7 @@ from longshore.errors import TraceError
 from longshore.trace.estimates import GIB, Arrivals, Estimate, Prices, Size, estimate, most_useful
 from longshore.trace.result import Overload, Replayed, overload, ratio
 from longshore.trace.stack import stack_distances
-from longshore.trace.tiered import MOST_BLOCKS, Tally, TieredReplay
+from longshore.trace.tiered import MOST_BLOCKS, ReplayTally, TieredReplay
 from longshore.trace.timing import Timing
 
 _WORTH_IT = 0.99
@@ -169,7 +169,7 @@ class _Search:
         self.choices: dict[Size, Choice] = {}
         self._replay, self._prices, self._target = replay, prices, target
         self._engines, self._left = engines, replays
-        self._tallies: dict[Size, Tally] = {}
+        self._tallies: dict[Size, ReplayTally] = {}
 
     def run(self, frontier: Sequence[Estimate], sizes: Sizes) -> None:
         """Replay the choice of `frontier`, dearer ones until one keeps the target, its cheaper neighbours, the rest."""
@@ -191,7 +191,7 @@ class _Search:
         """Whether engines are asked for too much with `choice`."""
         size = choice.size if choice.host_bytes else next(iter(self._tallies))
 
-        def again(engines: int) -> Tally:
+        def again(engines: int) -> ReplayTally:
             return self._replay(*size, engines).tally
 
         return overload(self._tallies[size], self._engines, again, tiers=choice.host_bytes > 0, target=self._target)

@@ -150,7 +150,7 @@ class _Bursts(_Source):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Traffic:
     """Sources and their works per second; with a `period`, the sources are active in turn for that many seconds."""
 
     sources: tuple[tuple[Callable[[_World], _Source], float], ...]
@@ -165,14 +165,14 @@ class Family:
 
 
 FAMILIES = {
-    "chats": Family(((_Chats, 1.0), (_Strangers, 0.2))),
-    "slow chats": Family(((lambda world: _Chats(world, think=400.0, turns=6.0, opening=2.0), 0.6), (_Strangers, 0.6))),
-    "agents": Family(((_Agents, 0.5), (_Strangers, 1.0))),
-    "documents": Family(((_Documents, 2.0), (_Strangers, 0.5))),
-    "scans": Family(((_Scans, 1.5), (_Chats, 0.5))),
-    "bursts": Family(((_Bursts, 0.3), (_Chats, 0.4), (_Strangers, 0.5))),
-    "drift": Family(((_Chats, 1.0), (_Documents, 2.0), (_Agents, 0.4), (_Scans, 3.0)), period=400.0),
-    "mixed": Family(
+    "chats": Traffic(((_Chats, 1.0), (_Strangers, 0.2))),
+    "slow chats": Traffic(((lambda world: _Chats(world, think=400.0, turns=6.0, opening=2.0), 0.6), (_Strangers, 0.6))),
+    "agents": Traffic(((_Agents, 0.5), (_Strangers, 1.0))),
+    "documents": Traffic(((_Documents, 2.0), (_Strangers, 0.5))),
+    "scans": Traffic(((_Scans, 1.5), (_Chats, 0.5))),
+    "bursts": Traffic(((_Bursts, 0.3), (_Chats, 0.4), (_Strangers, 0.5))),
+    "drift": Traffic(((_Chats, 1.0), (_Documents, 2.0), (_Agents, 0.4), (_Scans, 3.0)), period=400.0),
+    "mixed": Traffic(
         ((_Chats, 0.4), (_Agents, 0.1), (_Documents, 0.7), (_Strangers, 0.5), (_Scans, 0.4), (_Bursts, 0.05)),
     ),
 }
@@ -204,7 +204,7 @@ def synthesize(
     return islice(_traffic(FAMILIES[family], world, load, block_tokens), requests)
 
 
-def _traffic(family: Family, world: _World, load: float, block_tokens: int) -> Iterator[TraceRequest]:
+def _traffic(family: Traffic, world: _World, load: float, block_tokens: int) -> Iterator[TraceRequest]:
     """Requests without end: works begin as Poisson processes, and go on until they are over."""
     sources = [make(world) for make, _ in family.sources]
     rates = [load * rate for _, rate in family.sources]

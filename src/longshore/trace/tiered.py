@@ -53,7 +53,7 @@ _TIERS = (HOST, FILE, REMOTE)
 
 
 @dataclass(slots=True)
-class Tally:
+class ReplayTally:
     """Counters of a replay. Blocks are the complete blocks of prompts; times are in seconds, one per request."""
 
     requests: int = 0
@@ -75,7 +75,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class _Part:
+class _LeasedRun:
     """Chunks that a visit holds, and how many of them were ordered onto the device."""
 
     lease: Lease
@@ -102,7 +102,7 @@ class _Visit:
     number: int = 0
     keys: Sequence[Key] = ()
     usable: int = 0
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_LeasedRun] = field(default_factory=list)
     matched: int = 0
     awaited: set[int] = field(default_factory=set)
     go_on: Callable[[], None] | None = None
@@ -166,7 +166,7 @@ class TieredReplay:
         slots = {name: nbytes // image for name, nbytes in tiers.items()}
         self.slots = sum(slots.values())
         self.remote = RemoteStore(slots.pop(REMOTE)) if REMOTE in slots else None
-        self.tally = Tally()
+        self.tally = ReplayTally()
         specs = [TierSpec(name, count, image, policy) for name, count in slots.items()]
         self.cache = TieredCache(
             specs, CacheSettings(admission=admission), foreign=[REMOTE] if self.remote is not None else []
@@ -299,7 +299,7 @@ class TieredReplay:
         found = self.cache.lookup({0: path}, self._now, turn=visit.turn, returns=visit.request.returns)
         visit.turn = found.turn
         if found.lease is not None:
-            visit.parts.append(_Part(found.lease, found.chunks))
+            visit.parts.append(_LeasedRun(found.lease, found.chunks))
             visit.matched += found.chunks
         return found
 
@@ -341,7 +341,7 @@ class TieredReplay:
         self._submit()
         self._settle(visit)
 
-    def _onboard(self, visit: _Visit, part: _Part) -> None:
+    def _onboard(self, visit: _Visit, part: _LeasedRun) -> None:
         if part.ordered:
             self.cache.load(part.lease, {0: range(part.ordered)})
             visit.until = self._now + self.cache.settings.load_timeout

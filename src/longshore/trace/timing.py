@@ -134,7 +134,7 @@ def _measured(report: Any) -> dict[str, float]:
     }
 
 
-class Pace(NamedTuple):
+class RouteSpeed(NamedTuple):
     """Speed of a route: fixed seconds per transfer, and bytes per second."""
 
     fixed: float
@@ -173,14 +173,14 @@ class Timing:
         return self.profile.step + prefill_operations(self.geometry, context, tokens) / self.profile.flops
 
     @property
-    def paces(self) -> dict[Route, Pace]:
+    def paces(self) -> dict[Route, RouteSpeed]:
         """Speed of each route."""
         of, delay = self.profile, self.profile.fixed + self.profile.remote_delay
         return {
-            Route(DEVICE, HOST): Pace(of.fixed, of.link),
-            Route(HOST, DEVICE): Pace(of.fixed, of.link),
-            Route(HOST, FILE): Pace(of.fixed, of.file_write),
-            Route(FILE, HOST): Pace(of.fixed, of.file_read),
-            Route(HOST, REMOTE): Pace(delay, of.remote_write),
-            Route(REMOTE, HOST): Pace(delay, of.remote_read),
+            Route(DEVICE, HOST): RouteSpeed(of.fixed, of.link),
+            Route(HOST, DEVICE): RouteSpeed(of.fixed, of.link),
+            Route(HOST, FILE): RouteSpeed(of.fixed, of.file_write),
+            Route(FILE, HOST): RouteSpeed(of.fixed, of.file_read),
+            Route(HOST, REMOTE): RouteSpeed(delay, of.remote_write),
+            Route(REMOTE, HOST): RouteSpeed(delay, of.remote_read),
         }

@@ -44,7 +44,7 @@ from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
 from longshore.boundary import FILE, Status
 from longshore.cache.states import FREE, READY
 from longshore.engines.vllm import store as store_module
-from longshore.engines.vllm.worker import Part
+from longshore.engines.vllm.worker import LoadPart
 from longshore.slabs import Slabs
 from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch
 
@@ -161,7 +161,7 @@ class Job:
     rank: int
     transfer: Any
     is_store: bool
-    part: Part | None = None
+    part: LoadPart | None = None
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
@@ -190,3 +190,39 @@ class Parted(EvictionPolicy):
             return [(number, list(compress(nodes, map(number.__eq__, parts)))) for number in dict.fromkeys(parts)]
         at, of = numbers(nodes), np.frombuffer(parts, np.uint8)
         return [(number, at[of == number].tolist()) for number in dict.fromkeys(parts)]
+
+
+class Sized(Parted):
+    """One policy for each image size, since a slot of one is of no use to another.
+
+    `policies` are by pool; nodes go to those of `pools_of(nodes)`.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        names: Names,
+        policies: Sequence[EvictionPolicy],
+        pools_of: Callable[[Sequence[int]], Sequence[int]],
+    ) -> None:
+        super().__init__(slots, names, dict(enumerate(policies)))
+        self._pools_of = pools_of
+
+    def wanted(self, node: int) -> int:
+        """The pool of `node`."""
+        return self._pools_of((node,))[0]
+
+    def all_wanted(self, nodes: Sequence[int]) -> bytes:
+        """The pool of each of `nodes`."""
+        return bytes(self._pools_of(nodes))
+
+    def resize(self, slots: int, names: Names) -> None:
+        """The tier has as many slots now as all its slabs have for the smallest size; each size's share follows."""
+        before = self.slots
+        EvictionPolicy.resize(self, slots, names)
+        for policy in self._parts.values():
+            policy.resize(policy.slots * slots // before if before else slots, names)
+
+    def replace(self, make: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
+        """Put another policy in the place of each, made of it."""
+        self._parts = {pool: make(policy) for pool, policy in self._parts.items()}

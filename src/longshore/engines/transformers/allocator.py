@@ -15,20 +15,19 @@ import contextlib
 import itertools
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
-from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger, compute_block_hash
 
 from longshore.boundary import DEVICE, FILE, HOST, Key
 from longshore.cache import GroupKeys, Lease, Retention, Text, TieredCache, Until
 from longshore.engines.transformers.contract import check_allocator
-from longshore.engines.transformers.ledger import TieredLedger
-from longshore.engines.transformers.lookups import Ahead, Lookup, PromptRecord
+from longshore.engines.transformers.lookups import Ahead, PromptLookup, PromptRecord
 from longshore.errors import DeviceError, EngineError, QueueFullError, TierClosedError, TierError, TokenError
 from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain
@@ -75,6 +74,48 @@ class Owner(Protocol):
         """The hints of a request that begins, by the engine's name; asked for once."""
 
 
+class TieredLedger(BlockLedger):
+    """transformers' ledger, whose blocks pass `leaving` on their way back to the pool."""
+
+    def __init__(
+        self,
+        leaving: Callable[[list[int]], list[int]],
+        evicting: Callable[[list[int]], None],
+        forgotten: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._leaving = leaving
+        self._evicting = evicting
+        self._forgotten = forgotten
+
+    def reset(self) -> None:
+        """Forget everything; the pool is about to take all blocks back."""
+        super().reset()
+        self._forgotten()
+
+    def release(self, block_id: int, no_cache: bool = False) -> bool:
+        """Drop a reference; whether the block may go to the pool now."""
+        return bool(super().release(block_id, no_cache)) and bool(self._leaving([block_id]))
+
+    def evict_cached_blocks(self) -> list[int]:
+        """Evict all cached blocks; those that may go to the pool now."""
+        self._evicting(list(self.cached_blocks))
+        return self._leaving(super().evict_cached_blocks())
+
+    def drop_cached_blocks(self) -> list[int]:
+        """Evict all cached blocks as worthless; those that may go to the pool now."""
+        return self._leaving(super().evict_cached_blocks())
+
+    def evict_oldest(self, count: int, keep: set[int]) -> list[int]:
+        """Evict up to `count` cached blocks that are not in `keep`, least recently released first."""
+        victims = [block for block in self.cached_blocks if block not in keep][:count]
+        self._evicting(victims)
+        for block in victims:
+            del self.cached_blocks[block]
+            del self.hash_to_block[self.block_to_hash.pop(block)]
+        return self._leaving(victims)
+
+
 class TieredAllocator(FullAttentionCacheAllocator):
     """transformers' full-attention allocator over a `Stack`.
 
@@ -101,7 +142,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self.asking: str | None = None
         """The request that the next prompt is looked up for."""
         self._unnamed = itertools.count()
-        self._lookups: dict[str, Lookup] = {}
+        self._lookups: dict[str, PromptLookup] = {}
         self._thread: threading.Thread | None = None
         """Where the engine's loop runs."""
 
@@ -198,13 +239,13 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if request_id in self._lookups:
             self._end_lookup(self._lookups[request_id])
 
-    def _lookup(self, request: str) -> Lookup:
+    def _lookup(self, request: str) -> PromptLookup:
         name = request if self._number < 2 else f"{request}@{self._number}"  # transformers names begin anew
         if request not in self._lookups:
-            self._lookups[request] = Lookup(name, self.owner.hints_for(request))
+            self._lookups[request] = PromptLookup(name, self.owner.hints_for(request))
         return self._lookups[request]
 
-    def _end_lookup(self, lookup: Lookup) -> None:
+    def _end_lookup(self, lookup: PromptLookup) -> None:
         """The request begins with what its latest lookup has found."""
         if lookup.is_over:
             return
@@ -217,12 +258,12 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._stop_waiting([lookup])
 
     @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
-    def _count_request(self, stack: Stack, lookup: Lookup) -> None:
+    def _count_request(self, stack: Stack, lookup: PromptLookup) -> None:
         with stack.runtime.control() as cache:
             self._count(cache, lookup, stack.runtime.clock())
 
     @staticmethod
-    def _count(cache: TieredCache, lookup: Lookup, now: float) -> None:
+    def _count(cache: TieredCache, lookup: PromptLookup, now: float) -> None:
         """The request begins now: what the tiers lack of it is missed."""
         if lookup.path is not None and not lookup.is_counted:
             lookup.is_counted = True
@@ -285,14 +326,14 @@ class TieredAllocator(FullAttentionCacheAllocator):
                     late.add(request)
         return late
 
-    def _stop_waiting(self, lookups: Iterable[Lookup]) -> None:
+    def _stop_waiting(self, lookups: Iterable[PromptLookup]) -> None:
         """These requests wait no longer."""
         kept = [lookup for lookup in lookups if lookup.kept is not None]
         if kept and self._stack is not None and self._ahead is not None:
             self._end_prefetches(self._stack, self._ahead, kept)
 
     @contained(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
-    def _end_prefetches(self, stack: Stack, ahead: Ahead, lookups: Sequence[Lookup]) -> None:
+    def _end_prefetches(self, stack: Stack, ahead: Ahead, lookups: Sequence[PromptLookup]) -> None:
         with contextlib.suppress(TierClosedError), stack.runtime.control() as cache:
             for lookup in lookups:
                 ahead.end(cache, lookup)
@@ -312,7 +353,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @contained(lambda self, stack, lookup, prompt, present: (list[int](), list[str]()), expected=_EXPECTED)
     def _onboard(
-        self, stack: Stack, lookup: Lookup, prompt: list[int], present: list[int]
+        self, stack: Stack, lookup: PromptLookup, prompt: list[int], present: list[int]
     ) -> tuple[list[int], list[str]]:
         """Device blocks for what follows `present`, filled and registered, and the tier that each came from."""
         per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)

@@ -1,6 +1,6 @@
 """Prompts that were looked up. transformers repeats a lookup while its request waits; the request is counted once.
 
-match_prefix_blocks ──► the latest `Lookup` of a request, again and again
+match_prefix_blocks ──► the latest `PromptLookup` of a request, again and again
 the request begins ───► a `PromptRecord`, and the counters
 
 While it waits, `Ahead` keeps what it is to find, and has it read from files into host memory.
@@ -33,7 +33,7 @@ class PromptRecord:
     request: str
 
 
-class Kept(NamedTuple):
+class KeptLease(NamedTuple):
     """A lease for a request that waits, on the chunks `keys`."""
 
     lease: Lease
@@ -41,7 +41,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(slots=True)
-class Lookup:
+class PromptLookup:
     """The latest lookup for a request: transformers repeats it while the request waits, and it is counted once.
 
     `hints` are what the request says of its blocks. `context` of the prompt's `tokens` were on the device at time `at`.
@@ -62,7 +62,7 @@ class Lookup:
     turn: int | None = None
     is_counted: bool = False
     is_over: bool = False
-    kept: Kept | None = None
+    kept: KeptLease | None = None
     fetched: int = 0
     is_fetched: bool = False
     is_late: bool = False
@@ -84,7 +84,7 @@ class Ahead:
         """Whether nothing more can be kept."""
         return len(self.keys) >= self.room
 
-    def fetch(self, cache: TieredCache, lookup: Lookup, path: GroupKeys, context: int) -> None:
+    def fetch(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys, context: int) -> None:
         """Prefetch what the tiers have of `path`, as far as there is room, and as reading is quicker than computing.
 
         `context`: tokens before it, which are on the device. Without room for all of it, `lookup` is not `is_fetched`.
@@ -113,30 +113,30 @@ class Ahead:
             if former is not None:
                 self._let_go(cache, former)
 
-    def is_late(self, cache: TieredCache, lookup: Lookup) -> bool:
+    def is_late(self, cache: TieredCache, lookup: PromptLookup) -> bool:
         """Whether the request is to wait for its prefetch, by the policy of the settings."""
         if lookup.is_late and lookup.kept is not None:
             lookup.is_late = not cache.progress(lookup.kept.lease).is_over
         return lookup.is_late
 
-    def end(self, cache: TieredCache, lookup: Lookup) -> None:
+    def end(self, cache: TieredCache, lookup: PromptLookup) -> None:
         """The request waits no longer: what is on its way for nobody else is called off."""
         kept, lookup.kept = lookup.kept, None
         if kept is not None:
             self._let_go(cache, kept)
 
-    def _keep(self, cache: TieredCache, lookup: Lookup, path: GroupKeys) -> Kept | None:
+    def _keep(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys) -> KeptLease | None:
         """Keep what is found of `path`."""
         now = self._runtime.clock()
         found = cache.lookup({0: path}, now, request=lookup.request, count=False, turn=lookup.turn)
         lookup.turn, lookup.kept = found.turn, None
         if found.lease is not None:
             keys = list(path.names[path.first : path.first + found.chunks])
-            lookup.kept = Kept(found.lease, keys if found.partial is None else [*keys, found.partial.key])
+            lookup.kept = KeptLease(found.lease, keys if found.partial is None else [*keys, found.partial.key])
             self.keys.update(lookup.kept.keys)
         return lookup.kept
 
-    def _let_go(self, cache: TieredCache, kept: Kept) -> None:
+    def _let_go(self, cache: TieredCache, kept: KeptLease) -> None:
         cache.release(kept.lease)
         self.keys.subtract(kept.keys)
         for key in kept.keys:

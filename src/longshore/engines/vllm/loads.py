@@ -18,7 +18,7 @@ from itertools import takewhile
 from longshore.boundary import HOST, Key, Slots
 from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache
 from longshore.engines.vllm.requests import Ticket, residency
-from longshore.engines.vllm.worker import Part, SlotsSpec
+from longshore.engines.vllm.worker import LoadPart, SlotsSpec
 from longshore.runtime.stamps import Stamps
 
 NO_SLOTS = Slots(HOST, 0, ())
@@ -27,7 +27,7 @@ Paths = Mapping[int, Residency | Sequence[Key]]
 
 
 @dataclass(slots=True)
-class Load:
+class StreamedLoad:
     """What the workers load for the request `name`, whose `turn` it is, in parts.
 
     Attributes:
@@ -61,8 +61,8 @@ class Loads:
         self._stamps = stamps
         self._patience = patience
         self._ticket = ticket
-        self._loads: dict[str, Load] = {}
-        self._told: list[Part] = []
+        self._loads: dict[str, StreamedLoad] = {}
+        self._told: list[LoadPart] = []
 
     def __contains__(self, name: str) -> bool:
         """Whether the workers load something for the request `name`."""
@@ -84,7 +84,7 @@ class Loads:
 
         `epoch` is as in `SlotsSpec`.
         """
-        load = Load(name, turn, [0] * self._groups)
+        load = StreamedLoad(name, turn, [0] * self._groups)
         first, load.rest = _ready(cache, paths) if streams else (paths, [])
         spec = self._lend(cache, load, first, epoch)
         load.number = spec.job
@@ -114,7 +114,7 @@ class Loads:
             if ready:
                 del load.rest[: len(ahead) - len(rest)]
                 load.fetched -= len(ahead) - len(rest)
-                self._told.append(Part(load.number, self._lend(cache, load, ready, epoch)))
+                self._told.append(LoadPart(load.number, self._lend(cache, load, ready, epoch)))
             if load.fetched <= 0 and load.fetch is not None:
                 cache.release(load.fetch)
                 load.fetch = None
@@ -128,7 +128,7 @@ class Loads:
         load = self._loads.get(name)
         if load is not None and load.rest:
             load.failed, load.rest = True, []
-            self._told.append(Part(load.number, None))
+            self._told.append(LoadPart(load.number, None))
             _release(cache, load)
 
     def end(self, cache: TieredCache, name: str) -> tuple[list[Ticket], bool]:
@@ -141,19 +141,19 @@ class Loads:
         """The same for all requests; the open parts."""
         return [ticket for name in list(self._loads) for ticket in self.end(cache, name)[0]]
 
-    def take(self) -> list[Part]:
+    def take(self) -> list[LoadPart]:
         """What the workers are to be told in this step."""
         told, self._told = self._told, []
         return told
 
-    def abandon(self) -> list[Part]:
+    def abandon(self) -> list[LoadPart]:
         """The same after the control plane has failed, in which nothing more is lent."""
         streams = [load for load in self._loads.values() if load.rest]
         for load in streams:
             load.rest = []
-        return [*self.take(), *(Part(load.number, None) for load in streams)]
+        return [*self.take(), *(LoadPart(load.number, None) for load in streams)]
 
-    def _bring_up(self, cache: TieredCache, load: Load, now: float, share: int) -> None:
+    def _bring_up(self, cache: TieredCache, load: StreamedLoad, now: float, share: int) -> None:
         """Have the next chunks read into host memory: half of the load's `share`, so that reads and copies overlap."""
         chunks = load.rest[: max(1, share // 2)]
         if load.parts and len(chunks) + sum(len(each.slots) for each in load.parts) > share:
@@ -164,7 +164,7 @@ class Loads:
         else:
             cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
 
-    def _lend(self, cache: TieredCache, load: Load, paths: Paths, epoch: tuple[int, int]) -> SlotsSpec:
+    def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths, epoch: tuple[int, int]) -> SlotsSpec:
         """Lend the slots of the next chunks, which are in host memory."""
         ticket, runs, begins = self._ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
         order = cache.load({group: GroupKeys(keys) for group, keys in paths.items()}, turn=load.turn)
@@ -184,13 +184,13 @@ def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
     return paths
 
 
-def _lease(cache: TieredCache, load: Load, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
+def _lease(cache: TieredCache, load: StreamedLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
     """Keep `chunks` in some tier; `None` if none has any of them."""
     asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
     return cache.lookup(asked, 0.0, each=True, request=load.name, turn=load.turn).lease
 
 
-def _release(cache: TieredCache, load: Load) -> None:
+def _release(cache: TieredCache, load: StreamedLoad) -> None:
     for lease in (load.lease, load.fetch):
         if lease is not None:
             cache.release(lease)

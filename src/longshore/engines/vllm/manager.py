@@ -40,10 +40,10 @@ from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.engines.vllm.loads import NO_SLOTS, Loads
 from longshore.engines.vllm.pace import Pace
 from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, knows, position, residency
-from longshore.engines.vllm.store import Store
+from longshore.engines.vllm.store import TierStore
 from longshore.engines.vllm.tally import Tally
 from longshore.engines.vllm.trust import Trust
-from longshore.engines.vllm.worker import Part, SlotsSpec
+from longshore.engines.vllm.worker import LoadPart, SlotsSpec
 from longshore.engines.vllm.worth import worth_until
 from longshore.errors import CacheError, IntegrityError
 from longshore.hints import RequestHints
@@ -64,7 +64,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def __init__(
         self,
-        store: Store,
+        store: TierStore,
         groups: Sequence[int],
         patience: float,
         *,
@@ -169,7 +169,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._forget_if_done(name, request)
 
     @contained(lambda self: self._loads.abandon())
-    def take_parts(self) -> list[Part]:
+    def take_parts(self) -> list[LoadPart]:
         """What the workers are to be told of loads, in this step."""
         return self._loads.take()
 

@@ -32,7 +32,7 @@ from longshore.engines.vllm.meeting import Note
 from longshore.engines.vllm.model import Model
 from longshore.engines.vllm.requests import HINTS
 from longshore.engines.vllm.sleeping import Sleeps
-from longshore.engines.vllm.store import Store, make_cache
+from longshore.engines.vllm.store import TierStore, make_cache
 from longshore.errors import IntegrityError
 from longshore.runtime import Runtime
 from longshore.runtime.loop import BackgroundLoop
@@ -46,7 +46,7 @@ _TOKENS = 16
 class VllmReplay:
     """A manager of the tier in `store`, called as vLLM's scheduler calls it."""
 
-    def __init__(self, store: Store, manager: OffloadingManager | None = None) -> None:
+    def __init__(self, store: TierStore, manager: OffloadingManager | None = None) -> None:
         self._store = store
         self._manager = manager or LongshoreManager(store, [0], 60.0)
         self._requests = 0
@@ -111,7 +111,7 @@ def open_replay(blocks: int, policy: str) -> VllmReplay:
     return VllmReplay(open_store(blocks, Config.make(eviction=policy)))
 
 
-def open_store(blocks: int, config: Config, policy: type[EvictionPolicy] | None = None) -> Store:
+def open_store(blocks: int, config: Config, policy: type[EvictionPolicy] | None = None) -> TierStore:
     """The scheduler's side of host memory for so many blocks without bytes; all but its size is as in `config`.
 
     If there is a `policy`, it evicts, and not the one of `config`.
@@ -123,7 +123,7 @@ def open_store(blocks: int, config: Config, policy: type[EvictionPolicy] | None 
     cache = make_cache(config, note, None, [SimpleNamespace(tokens_per_block=_TOKENS)], 0, policy)
     runtime, stamps = Runtime(cache, [], clock=lambda: 0.0), Stamps.make(blocks, 1, 1)
     loop, sleeps = BackgroundLoop(runtime), Sleeps(runtime, stamps, blocks, config)
-    return Store(runtime, stamps, stamps.memory, loop, file=None, windows=model.windows, sleeps=sleeps)
+    return TierStore(runtime, stamps, stamps.memory, loop, file=None, windows=model.windows, sleeps=sleeps)
 
 
 def _step(*new: ReqContext) -> ScheduleEndContext:

@@ -39,7 +39,7 @@ _MAX_WRITES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class TierStore:
     """What `open_store` built.
 
     Attributes:
@@ -69,7 +69,7 @@ class Store:
         self.arena.close()
 
 
-def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, events: int = 0) -> Store:
+def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, events: int = 0) -> TierStore:
     """The tiers of `config` in the memory that `note` tells of; without a `scope` there is no file tier.
 
     Nor is there one where its directory cannot be opened: the log says why. The cache keeps so many `events` until
@@ -97,7 +97,7 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
     is_off = scope is not None and config.file_path is not None and file is None
     sleeps = Sleeps(runtime, stamps, note.slabs, config)
-    return Store(runtime, stamps, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off)
+    return TierStore(runtime, stamps, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off)
 
 
 def _open_file_tier(config: Config, path: Path, note: Note, arena: Arena, scope: Scope) -> HostedFileTier | None:

@@ -78,7 +78,7 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
         return [index for run in self.runs for index in run.indices]
 
 
-class Part(NamedTuple):
+class LoadPart(NamedTuple):
     """The next part of the load whose first ticket is `load`; without `slots` there will be none, and it has failed."""
 
     load: int
@@ -86,7 +86,7 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Load:
+class _LoadUnderWay:
     """A load into `blocks`, by our number and vLLM's: chunks that are not in place yet, and parts being copied."""
 
     number: int
@@ -100,11 +100,11 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _Job:
+class _WorkerJob:
     theirs: int
     spec: SlotsSpec
     transfer: Transfer | None
-    load: _Load | None = None
+    load: _LoadUnderWay | None = None
     retried: bool = False
 
     @property
@@ -139,8 +139,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._rank = rank
         self._has_part = has_part
         self._per_chunk = blocks_per_chunk
-        self._jobs: dict[int, _Job] = {}
-        self._loads: dict[int, _Load] = {}
+        self._jobs: dict[int, _WorkerJob] = {}
+        self._loads: dict[int, _LoadUnderWay] = {}
         """Loads that have not ended, by the ticket of their first part."""
         self._done: list[VllmResult] = []
         self._asleep = False
@@ -152,20 +152,20 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if not self._has_part:
             self._done.append(VllmResult(job_id, True, 0, 0.0))
             return True
-        self._begin(_Job(job_id, dst_spec, None), src_spec)
+        self._begin(_WorkerJob(job_id, dst_spec, None), src_spec)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Begin to copy blocks out of the arena. Always true."""
-        load = _Load(src_spec.job, job_id, dst_spec, src_spec.left + len(src_spec.indices))
+        load = _LoadUnderWay(src_spec.job, job_id, dst_spec, src_spec.left + len(src_spec.indices))
         self._loads[load.number] = load
         if src_spec.indices or not src_spec.left:
             self._begin_part(load, src_spec)
         return True
 
-    def go_on(self, parts: Iterable[Part]) -> None:
+    def go_on(self, parts: Iterable[LoadPart]) -> None:
         """Begin the next parts of loads, or end them; parts of loads that have ended are stamped as failed."""
         for number, spec in parts:
             load = self._loads.get(number)
@@ -259,15 +259,15 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if tell(lora, self.stamps, self._rank, number) and not self.reports_failures:
             self.stamps.weights_changed(self._rank)
 
-    def _begin_part(self, load: _Load, spec: SlotsSpec) -> None:
+    def _begin_part(self, load: _LoadUnderWay, spec: SlotsSpec) -> None:
         """Begin to copy the chunks of `spec`."""
         load.copying.add(spec.job)
         blocks = load.blocks
         if spec.begins or spec.left:
             blocks = _part(blocks, spec, self._per_chunk)
-        self._begin(_Job(load.theirs, spec, None, load), blocks)
+        self._begin(_WorkerJob(load.theirs, spec, None, load), blocks)
 
-    def _begin(self, job: _Job, blocks: GPULoadStoreSpec) -> None:
+    def _begin(self, job: _WorkerJob, blocks: GPULoadStoreSpec) -> None:
         self._changes.look()
         if self._asleep or self.arena.is_given_back or self._is_outdated(job):
             self._end_badly(job)
@@ -279,11 +279,11 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if job.transfer is None or not job.transfer.items or not self._try(job):
             self._end_badly(job)
 
-    def _is_outdated(self, job: _Job) -> bool:
+    def _is_outdated(self, job: _WorkerJob) -> bool:
         """Whether weights have changed, or device memory has gone, since the manager ordered `job`."""
         return (self.stamps.weight_changes, self.stamps.naps) != job.spec.epoch
 
-    def _try(self, job: _Job) -> bool:
+    def _try(self, job: _WorkerJob) -> bool:
         """Submit what is to be copied; says whether it was taken."""
         if self._asleep:
             return False
@@ -295,7 +295,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._jobs[job.spec.job] = job
         return True
 
-    def _transfer(self, job: _Job, blocks: GPULoadStoreSpec) -> Transfer:
+    def _transfer(self, job: _WorkerJob, blocks: GPULoadStoreSpec) -> Transfer:
         """What is to be copied.
 
         A window may have slid past some blocks of chunks that are to be stored. Nobody says which, so that none of the
@@ -330,7 +330,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
     def _all(self) -> int:
         return (1 << self._per_chunk) - 1
 
-    def _stored(self, job: _Job, result: TransferResult) -> None:
+    def _stored(self, job: _WorkerJob, result: TransferResult) -> None:
         items = cast(Transfer, job.transfer).items
         slots = [cast(Slot, item.destination).index for item in items]
         good = {slot for slot, status in zip(slots, result.statuses, strict=True) if status is OK}
@@ -339,7 +339,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self.stamps.stored(job.spec.job, self._rank, list(good), [i for i in job.spec.indices if i not in good])
         self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
 
-    def _loaded(self, job: _Job, load: _Load, result: TransferResult) -> None:
+    def _loaded(self, job: _WorkerJob, load: _LoadUnderWay, result: TransferResult) -> None:
         outdated = self._is_outdated(job)
         if outdated or any(status is not OK for status in result.statuses):
             if outdated or job.retried or not self._try(job):
@@ -352,7 +352,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         load.copying.discard(job.spec.job)
         self._end_if_over(load)
 
-    def _end_badly(self, job: _Job) -> None:
+    def _end_badly(self, job: _WorkerJob) -> None:
         if job.load is None:
             self.stamps.stored(job.spec.job, self._rank, [], job.spec.indices)
             self._done.append(VllmResult(job.theirs, True, 0, 0.0))
@@ -362,7 +362,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         job.load.copying.discard(job.spec.job)
         self._end_if_over(job.load)
 
-    def _end_if_over(self, load: _Load) -> None:
+    def _end_if_over(self, load: _LoadUnderWay) -> None:
         """Report `load` when nothing of it is being copied and nothing is to come, or something of it has failed."""
         if load.copying or (load.left and not load.failed):
             return
