@@ -171,9 +171,8 @@ class Stamping:
     stamps: Any
     kept: list[Any] = field(default_factory=list)
 
-    @property
-    def weight_changes(self) -> int:
-        return int(self.stamps.weight_changes)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stamps, name)
 
     def stored(self, ticket: int, rank: int, good: list[int], bad: list[int]) -> None:
         self.kept.append((ticket, rank, good, bad))
