@@ -148,6 +148,25 @@ def test_a_reset_keeps_files_as_long_as_weights_are_the_same(tmp_path: Path) -> 
         assert tiers.records[-1].sources == ()
 
 
+def test_a_reset_between_engines_keeps_host_memory(tmp_path: Path) -> None:
+    """Eager attention has another name outside an engine's loop."""
+    demo = make_demo(tmp_path)
+    assert demo.model.config._attn_implementation == "eager"
+    request = demo.workload.requests[0]
+    with tiered(demo.model, demo.config(tmp_path)) as tiers:
+        with _engine(demo, demo.device_blocks) as ask:
+            ask(request)
+        stack = tiers.stack
+        assert stack is not None
+        before = tiers.occupancy()["host"]
+        tiers.reset(keep=("host", "file"))
+        assert tiers.stack is stack
+        assert tiers.occupancy()["host"] == before > 0
+        with _engine(demo, demo.device_blocks) as ask:
+            ask(request)
+        assert set(tiers.records[-1].sources) == {"host"}
+
+
 def resident(tiers: Tiers) -> int:
     """Bytes of the host arena that the system has allocated."""
     assert tiers.stack is not None

@@ -152,7 +152,8 @@ class Tiers:
         if self.stack.runtime.fault is None:
             with self.stack.runtime.control() as cache:
                 cache.reset(keep=keep)
-            self._allocator.attach(self.open(self._allocator))
+            if self._allocator.in_use:  # otherwise the model is looked at when the next engine starts
+                self._allocator.attach(self.open(self._allocator))
             return
         stack = self.open(self._allocator)
         self._allocator.attach(stack)
