@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from longshore.boundary import DEVICE
 from longshore.cache import Return, TieredCache
 from longshore.config import Config
-from longshore.engines.transformers import Tiers, tiered
+from longshore.engines.transformers import Tiers, attach, tiered
 from longshore.errors import HintError
 
 README = Path(__file__).parents[3] / "README.md"
@@ -471,6 +471,16 @@ def test_hints_name_priorities_when_blocks_are_complete_and_when_they_are_evicte
 def test_hints_that_cannot_be_read_are_refused(memory: Config) -> None:
     with tiered(make_model(), memory) as tiers, pytest.raises(HintError, match="priority"):
         tiers.hint("req_0", {"retention": [{"priority": 101}]})
+
+
+def test_hints_of_requests_that_never_begin_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "_MOST_HINTS", 3)
+    with tiered(make_model(), Config.make(host_size="4MiB")) as tiers:
+        for number in range(5):
+            tiers.hint(f"req_{number}", {"ends": True})
+        assert list(tiers._hints) == ["req_2", "req_3", "req_4"]
+        with pytest.raises(HintError, match="the name of a request, got 3"):
+            tiers.hint(3, {})  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- a prefix that ends within a chunk

@@ -21,7 +21,7 @@ from longshore.engines.transformers.oracle import block_digests
 from longshore.engines.transformers.registry import informed_allocators, replaced_allocator, served_model
 from longshore.engines.transformers.rows import RowBlocks
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import CacheError, EngineError, LongshoreError, SelfTestError, TierError
+from longshore.errors import CacheError, EngineError, HintError, LongshoreError, SelfTestError, TierError
 from longshore.hints import RequestHints
 from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
@@ -32,6 +32,8 @@ from longshore.tiers.file import FileTier
 from longshore.transfer.device import device_for
 
 _log = logging.getLogger(__name__)
+
+_MOST_HINTS = 1 << 16
 
 
 def refuse(model: Any) -> str | None:
@@ -111,9 +113,14 @@ class Tiers:
 
         `request` is the engine's name of it: that of `add_request`, or `req_0`, `req_1`, ... for the prompts of a
         `generate_batch`, in their order. Hints are used once; requests without any have those of the setting
-        `request_hints`. Raises `HintError` for hints that cannot be read.
+        `request_hints`. Hints of the last 65,536 requests that have not begun are kept. Raises `HintError` for hints
+        that cannot be read, or a name that is no text.
         """
+        if not isinstance(request, str):
+            raise HintError(f"hints are for the name of a request, got {request!r}")
         self._hints[request] = hints if isinstance(hints, RequestHints) else RequestHints.parse(hints)
+        if len(self._hints) > _MOST_HINTS:
+            del self._hints[next(iter(self._hints))]
 
     def hints_for(self, request: str) -> RequestHints:
         """The hints of a request that begins."""
