@@ -42,7 +42,7 @@ contract: $(VENV)/ready
 	$(BIN)/python tests/environments.py transformers $(TRANSFORMERS)
 	set -e; for version in $(TRANSFORMERS); do \
 		echo "transformers $$version:"; \
-		PYTHONPATH=.venvs/transformers-$$version $(BIN)/pytest -q -p no:cacheprovider \
+		PYTHONPATH=.venvs/transformers-$$version $(BIN)/pytest -q -p no:cacheprovider -n logical --maxprocesses 4 \
 			tests/engines/transformers/test_contract.py tests/engines/transformers/test_exactness.py \
 			tests/engines/transformers/test_scope.py tests/engines/transformers/test_calls.py; \
 	done
