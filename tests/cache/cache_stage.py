@@ -331,7 +331,9 @@ class Stage:
     def lands(self, orphan: Key) -> bool:
         """Whether what an orphan waits for can be read, and is ready as far down as the orphan lies."""
         tiers, waits = list(self.sizes), self.orphans[orphan]
-        coldest = max(at for at, tier in enumerate(tiers) if (orphan, tier) in self.resident)
+        copies = [(at, tier) for at, tier in enumerate(tiers) if (orphan, tier) in self.resident]
+        # Once it follows its parent, it may be under way to a colder tier before anyone looks.
+        coldest = max([at for at, tier in copies if self.is_ready(orphan, tier)] or [at for at, _ in copies])
         return self.is_readable(waits) and any(self.is_ready(waits, tier) for tier in tiers[coldest:])
 
     def ready_end(self, keys: Sequence[Key], start: int) -> int:
