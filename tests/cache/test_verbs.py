@@ -240,3 +240,12 @@ def test_slots_of_others_that_are_none_are_refused_before_anything_is_adopted() 
     with pytest.raises(CacheError, match="slots lie in"):
         cache.adopt(FILE, [(0, keys("a")[0], None)], others=[99])
     assert books(cache) == before
+
+
+def test_a_store_of_known_chunks_is_a_use_of_them() -> None:
+    cache = TieredCache([TierSpec(HOST, 3, policy=LRU)], CacheSettings())
+    a, b, c = keys("a", 2), keys("b", 1), keys("c", 1)
+    for path in (a, b, a, c):
+        cache.store({0: GroupKeys(path)}, {0: range(len(path))})
+        settle(cache)
+    assert {each.key for each in cache.residents()} == {*a, *c}

@@ -226,9 +226,10 @@ class Runtime:
         return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
 
     def flush(self, timeout: float, besides: int = 0) -> bool:
-        """Wait until all blocks are stored durably and nothing is in flight; returns whether that is so.
+        """Wait until every block that is to be copied down was, and nothing is in flight; returns whether that is so.
 
-        So many jobs are of the engine `besides`, and not waited for.
+        Blocks that a tier has refused, as they promise too few hits, stay where they are. So many jobs are of the
+        engine `besides`, and not waited for.
         """
 
         def is_done() -> bool:
