@@ -37,13 +37,15 @@ _all_taken: Counter[Edge] = Counter()
 @pytest.fixture
 def edges_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Edge]]:
     """How often each edge of the table of states is taken in this test; shown at the end of the run."""
-    from longshore.cache import pool, states
+    from longshore.cache import pool
 
     taken: Counter[Edge] = Counter()
 
+    step = pool.step
+
     def counted(state: int, to: int) -> int:
-        after = states.step(state, to)
-        taken[states.STATES[state], states.STATES[to]] += 1
+        after = step(state, to)
+        taken[pool.STATES[state], pool.STATES[to]] += 1
         return after
 
     monkeypatch.setattr(pool, "step", counted)

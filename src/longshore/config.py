@@ -26,9 +26,7 @@ from pydantic import (
 )
 
 from longshore.boundary import FILE, HOST
-from longshore.cache.retention import HIGHEST_PRIORITY
-from longshore.cache.settings import PrefetchPolicy
-from longshore.cache.writing import WritePolicy
+from longshore.cache.settings import HIGHEST_PRIORITY, PrefetchPolicy, WritePolicy
 from longshore.errors import ConfigError
 from longshore.hints import RequestHints
 

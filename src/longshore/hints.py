@@ -23,8 +23,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longshore.boundary import FILE, HOST
-from longshore.cache.eviction.returns import Return
-from longshore.cache.retention import DEFAULT_PRIORITY, HIGHEST_PRIORITY, Retention
+from longshore.cache.eviction.hit_rates import Return
+from longshore.cache.settings import DEFAULT_PRIORITY, HIGHEST_PRIORITY, Retention
 from longshore.errors import HintError
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -13,7 +13,7 @@ from cache_storing import Storing
 
 from longshore.boundary import HOST
 from longshore.cache import MissReason, Outcome, State
-from longshore.cache.retention import DEFAULT_PRIORITY
+from longshore.cache.settings import DEFAULT_PRIORITY
 
 
 class World(Reading, Storing):

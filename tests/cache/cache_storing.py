@@ -14,7 +14,7 @@ from cache_stage import Stage
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
 from longshore.cache import DropReason, GroupKeys, Resident, Retention, State, StoreOrder
-from longshore.cache.retention import DEFAULT_PRIORITY
+from longshore.cache.settings import DEFAULT_PRIORITY
 
 
 class Storing(Stage):

@@ -8,7 +8,7 @@ from group_kit import end, orders, settle
 from longshore.boundary import FILE, HOST, Key, Status, Transfer
 from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
-from longshore.cache.writing import WritePolicy
+from longshore.cache.settings import WritePolicy
 from longshore.keys import Scope, chain
 
 ROOT = Scope(model="m", weights="w", dtype="d", layout="l", block_size=1).root

@@ -8,7 +8,7 @@ from cache_setup import IMAGE_BYTES, Setup, path_of
 
 from longshore.boundary import FILE, HOST, Status
 from longshore.cache import DropReason, WritePolicy, WriteRule
-from longshore.cache.writing import SAVED_SECONDS, WriteBudget
+from longshore.cache.settings import SAVED_SECONDS, WriteBudget
 from longshore.errors import CacheError
 
 RATE = IMAGE_BYTES / SAVED_SECONDS

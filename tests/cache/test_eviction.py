@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.cache.chains import LISTS
+from longshore.cache.columns import LISTS
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
-from longshore.cache.eviction.banded import Banded
 from longshore.cache.eviction.ghosts import Ghosts
-from longshore.cache.eviction.parted import Sized
+from longshore.cache.eviction.partitioned import Banded, Sized
 from longshore.errors import CacheError, IntegrityError
 
 SLOTS = 8

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from longshore.cache.family import Family
+from longshore.cache.nodes import Family
 
 NODES = 40
 

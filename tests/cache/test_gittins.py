@@ -13,28 +13,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.cache.chains import LISTS
+from longshore.cache.columns import LISTS
 from longshore.cache.eviction import Gittins
-from longshore.cache.eviction.ghost_list import GhostList
-from longshore.cache.eviction.hit_rates import BECAME, FORGOTTEN, RETURNED, HitRates, event
-from longshore.cache.eviction.returns import BACK, CLASS, ENDS, HINTS, Return, Returns
-from longshore.cache.eviction.spans import ROWS, Spans
-from longshore.cache.eviction.uses import (
+from longshore.cache.eviction.ghosts import GhostList
+from longshore.cache.eviction.hit_rates import (
     AGAIN,
     AGE_BEGINS,
     AGE_OF,
     AGES,
+    BACK,
+    BECAME,
+    CLASS,
+    ENDS,
+    FORGOTTEN,
     GAP_OF,
     GAPS,
     HINT,
+    HINTS,
     KIND_OF,
     LEAF,
     OLDEST,
     ONCE,
     PLAIN,
     REQUEST,
+    RETURNED,
+    ROWS,
     USES,
     WEIGHTS,
+    HitRates,
+    Return,
+    Returns,
+    Spans,
+    event,
 )
 from longshore.errors import CacheError
 from longshore.trace.experiment import Experiment

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from longshore.cache.chains import LISTS
+from longshore.cache.columns import LISTS
 from longshore.cache.eviction import LRU
 
 A, B, C = range(LISTS, LISTS + 3)

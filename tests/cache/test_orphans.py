@@ -23,7 +23,7 @@ from longshore.cache import (
     WritePolicy,
 )
 from longshore.cache.eviction import LRU, POLICIES, Gittins
-from longshore.cache.eviction.banded import Banded
+from longshore.cache.eviction.partitioned import Banded
 from longshore.errors import CacheError
 
 PATH = chunks("abcd")

@@ -22,7 +22,7 @@ from longshore.cache import (
     TieredCache,
     WritePolicy,
 )
-from longshore.cache.chains import LISTS
+from longshore.cache.columns import LISTS
 from longshore.errors import CacheError
 from longshore.keys import chain
 

@@ -7,8 +7,7 @@ import pytest
 from pickled import state_of
 
 from longshore.boundary import Status
-from longshore.cache.pool import SlotPool
-from longshore.cache.states import DRAINING, FILLING, FREE, READY
+from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.errors import CacheError, CapacityError
 
 

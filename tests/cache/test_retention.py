@@ -11,8 +11,7 @@ from group_kit import settle
 from longshore.boundary import FILE, HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
-from longshore.cache.retention import DEFAULT_PRIORITY, priorities, said
-from longshore.cache.writing import Sightings
+from longshore.cache.settings import DEFAULT_PRIORITY, Sightings, priorities, said
 from longshore.errors import CacheError, JobError
 
 

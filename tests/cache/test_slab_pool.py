@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pickled import state_of
 
+from longshore.cache.pool import DRAINING, FILLING, FREE, READY
 from longshore.cache.slab_pool import NOBODY, SlabPool
-from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.errors import CacheError, CapacityError
 from longshore.slabs import Slabs
 

@@ -5,8 +5,7 @@ from itertools import product
 import pytest
 
 from longshore.cache import EDGES, State
-from longshore.cache.pool import SlotPool
-from longshore.cache.states import STATES, step
+from longshore.cache.pool import STATES, SlotPool, step
 from longshore.errors import StateError
 
 LEGAL = {

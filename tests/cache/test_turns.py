@@ -13,8 +13,7 @@ from group_kit import settle
 
 from longshore.boundary import Key, Status, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, GroupKeys, Return, TieredCache, TierSpec, Until, WritePolicy
-from longshore.cache.eviction.returns import ENDS
-from longshore.cache.eviction.uses import HINT, USES
+from longshore.cache.eviction.hit_rates import ENDS, HINT, USES
 from longshore.errors import CacheError
 
 

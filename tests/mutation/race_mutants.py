@@ -81,7 +81,7 @@ MODULES: dict[str, str] = {
     "transfer/device/cuda/streams.py": "cuda",
     "transfer/device/cuda/resources.py": "cuda",
     "runtime/guard.py": "runtime",
-    "cache/states.py": "cache",
+    "cache/pool.py": "cache",
     "cache/pool.py": "cache",
 }
 """The ordering code, and the suite that guards it."""

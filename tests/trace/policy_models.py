@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longshore.cache.eviction.ghost_list import GhostList
-from longshore.cache.eviction.hit_rates import BECAME, FORGOTTEN, RETURNED, HitRates, event
-from longshore.cache.eviction.spans import Spans
-from longshore.cache.eviction.uses import (
+from longshore.cache.eviction.ghosts import GhostList
+from longshore.cache.eviction.hit_rates import (
     AGAIN,
     AGE_OF,
+    BECAME,
+    FORGOTTEN,
     GAP,
     GAP_OF,
     HOW,
@@ -22,7 +22,11 @@ from longshore.cache.eviction.uses import (
     ONCE,
     PLAIN,
     REQUEST,
+    RETURNED,
     USES,
+    HitRates,
+    Spans,
+    event,
 )
 from longshore.trace.experiment import key_of
 

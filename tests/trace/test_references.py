@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.cache.chains import LISTS
+from longshore.cache.columns import LISTS
 from longshore.cache.eviction import EvictionPolicy
 from longshore.errors import CacheError
 from longshore.trace.policies import REFERENCES

@@ -27,7 +27,7 @@ import numpy as np
 from longshore.bench.harness import has_vllm
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
-from longshore.cache.chains import LISTS
+from longshore.cache.columns import LISTS
 from longshore.cache.eviction import DEFAULT_POLICY, Gittins
 from longshore.errors import BenchError
 

@@ -3,15 +3,23 @@
 from longshore.cache.beginnings import Partial, Text
 from longshore.cache.device_pool import DevicePool, DeviceStats
 from longshore.cache.events import Event, EventKind
-from longshore.cache.eviction.returns import Return
+from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.gate import Gate
-from longshore.cache.groups import CacheGroup, GroupKeys, Need
+from longshore.cache.groups import GroupKeys, Need
+from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
-from longshore.cache.residency import Presence, Residency
-from longshore.cache.retention import DEFAULT_PRIORITY, Retention
-from longshore.cache.settings import CacheSettings, PrefetchPolicy, TierSpec
-from longshore.cache.states import EDGES, State
+from longshore.cache.pool import EDGES, State
+from longshore.cache.settings import (
+    DEFAULT_PRIORITY,
+    CacheGroup,
+    CacheSettings,
+    PrefetchPolicy,
+    Retention,
+    TierSpec,
+    WritePolicy,
+    WriteRule,
+)
 from longshore.cache.types import (
     Counters,
     DeviceCopy,
@@ -32,7 +40,6 @@ from longshore.cache.types import (
     TierStats,
     Until,
 )
-from longshore.cache.writing import WritePolicy, WriteRule
 
 __all__ = [
     "DEFAULT_PRIORITY",

@@ -22,11 +22,10 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import column, leading, marks, numbers, once
+from longshore.cache.columns import LISTS, Chains, column, leading, marks, numbers, once
 from longshore.cache.index import Index
 from longshore.cache.nodes import LIMBO, ROOT
-from longshore.cache.states import READY
+from longshore.cache.pool import READY
 from longshore.errors import CacheError
 
 _CLEAN = 0

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from longshore.errors import CacheError, IntegrityError
+
 _INT32, _UINT32, _UINT8 = map(
     np.dtype, (np.int32, np.uint32, np.uint8)
 )  # found out anew each time, they would cost as much again
@@ -113,3 +115,126 @@ class FreeList:
         end = self._count + len(numbers)
         self._places[self._count : end] = numbers
         self._count = end
+
+
+LISTS = 10_240
+"""Numbers below this one name lists, not elements."""
+
+
+class Chains:
+    """`LISTS` ordered lists over the numbers from `LISTS` on. 8 bytes per number."""
+
+    __slots__ = ("after", "before")
+
+    def __init__(self, size: int = LISTS) -> None:
+        self.after: Column = array("i", range(LISTS))
+        self.before: Column = array("i", range(LISTS))
+        self.grow(size)
+
+    def grow(self, size: int) -> None:
+        """Make room for numbers below `size`; those that are new are in no list."""
+        self.after, self.before = grown(self.after, size), grown(self.before, size)
+
+    def warm(self, which: int, number: int) -> None:
+        """Put `number`, which is in no list, at the hot end of list `which`."""
+        after, before = self.after, self.before
+        last = before[which]
+        after[last] = before[which] = number
+        after[number] = which
+        before[number] = last
+
+    def warm_all(self, which: int, elements: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Put `elements`, which are distinct and in no list, at the hot end of list `which`, the last the hottest."""
+        if not len(elements):
+            return
+        at, after, before = np.asarray(elements, np.int32), column(self.after), column(self.before)
+        last = before[which]
+        after[at[:-1]], before[at[1:]] = at[1:], at[:-1]
+        after[last], before[at[0]] = at[0], last
+        after[at[-1]], before[which] = which, at[-1]
+
+    def coldest_few(self, which: int, count: int) -> list[int]:
+        """The first elements of list `which`, at most `count`."""
+        after, number = self.after, which
+        found = [number := after[number] for _ in range(count)]  # which goes round, if there are fewer
+        return found[: found.index(which)] if which in found else found
+
+    def drop_coldest(self, which: int, last: int) -> None:
+        """Take the first elements of list `which` out of it, up to `last`, which is one of them."""
+        ahead = self.after[last]
+        self.after[which], self.before[ahead] = ahead, which
+
+    def chill(self, which: int, number: int) -> None:
+        """Put `number`, which is in no list, at the cold end of list `which`."""
+        after, before = self.after, self.before
+        first = after[which]
+        before[first] = after[which] = number
+        after[number], before[number] = first, which
+
+    def chill_all(self, which: int, elements: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Put `elements`, which are distinct and in no list, at the cold end of list `which`, the last the coldest."""
+        if not len(elements):
+            return
+        at, after, before = np.asarray(elements, np.int32), column(self.after), column(self.before)
+        first = after[which]
+        before[at[:-1]], after[at[1:]] = at[1:], at[:-1]
+        before[first], after[at[0]] = at[0], first
+        before[at[-1]], after[which] = which, at[-1]
+
+    def move(self, first: int, last: int, which: int) -> None:
+        """Put `first` to `last`, which follow one another in some list, at the hot end of list `which`."""
+        after, before = self.after, self.before
+        behind, ahead = before[first], after[last]
+        after[behind], before[ahead] = ahead, behind
+        hottest = before[which]
+        after[hottest], before[first] = first, hottest
+        after[last], before[which] = which, last
+
+    def drop(self, number: int) -> None:
+        """Take `number` out of the list that it is in."""
+        after, before = self.after, self.before
+        behind, ahead = before[number], after[number]
+        after[behind] = ahead
+        before[ahead] = behind
+
+    def drop_all(self, at: npt.NDArray[np.int32]) -> None:
+        """Take elements, which differ, out of the lists that they are in; those that follow one another as one."""
+        if not len(at):
+            return
+        after, before, numbers = self.after, self.before, at.tolist()
+        first = 0
+        for last in [*np.flatnonzero(column(after)[at[:-1]] != at[1:]).tolist(), len(numbers) - 1]:
+            behind, ahead = before[numbers[first]], after[numbers[last]]
+            after[behind], before[ahead] = ahead, behind
+            first = last + 1
+
+    def coldest(self, which: int) -> int:
+        """The first element of list `which`; the list's own number when it is empty."""
+        return self.after[which]
+
+    def hottest(self, which: int) -> int:
+        """The last element of list `which`; the list's own number when it is empty."""
+        return self.before[which]
+
+    def walk(self, which: int) -> Iterator[int]:
+        """The elements of list `which`, coldest first. The lists must not be changed meanwhile.
+
+        Raises `IntegrityError` where the list does not lead back to its beginning.
+        """
+        number = self.after[which]
+        for _ in range(len(self.after)):
+            if number == which:
+                return
+            yield number
+            number = self.after[number]
+        raise IntegrityError(f"list {which} goes round without an end: damaged links")
+
+    def check_integrity(self, which: int) -> None:
+        """Raise `CacheError` unless list `which` is the same from both ends."""
+        last = which
+        for number in self.walk(which):
+            if self.before[number] != last or number < LISTS:
+                raise CacheError(f"list {which}: {number} comes after {last}, and says {self.before[number]}")
+            last = number
+        if self.before[which] != last:
+            raise CacheError(f"list {which} ends with {last}, and says {self.before[which]}")

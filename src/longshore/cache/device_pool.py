@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 from longshore.boundary import DEVICE, Key, Slot
 from longshore.cache.columns import zeros
 from longshore.cache.events import EVICTED, RESET
-from longshore.cache.eviction.returns import Return
+from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.groups import GroupKeys
+from longshore.cache.index import Presence
 from longshore.cache.manager import TieredCache
-from longshore.cache.residency import Presence
 from longshore.cache.types import DeviceCopy, Found, Lease, LoadOrder, StoreOrder, Until
 from longshore.errors import CacheError, CapacityError
 

@@ -16,8 +16,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from longshore.cache.events import EVICTED
+from longshore.cache.pool import READY
 from longshore.cache.slab_pool import SlabPool
-from longshore.cache.states import READY
 
 if TYPE_CHECKING:
     from longshore.cache.store import Store

@@ -17,8 +17,8 @@ from longshore.boundary import Key, ProbeResult, Status
 from longshore.cache.flow import Flow
 from longshore.cache.foreign import Foreign
 from longshore.cache.jobs import Job, Side
+from longshore.cache.settings import Sightings, WriteRule
 from longshore.cache.types import DropReason, MissReason
-from longshore.cache.writing import Sightings, WriteRule
 from longshore.errors import JobError
 
 FETCH_BATCH = 16

@@ -2,7 +2,7 @@
 
     loading, storing ──► order ──► outbox ──► take()          apply(results) ──► finish ──► books
 
-Which chunks are loaded or stored is decided in `longshore.cache.loading` and `longshore.cache.storing`.
+Which chunks are loaded or stored is decided in `longshore.cache.prefetching` and `longshore.cache.storing`.
 """
 
 from __future__ import annotations

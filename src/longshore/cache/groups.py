@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
@@ -23,40 +22,9 @@ import numpy as np
 from longshore.boundary import Key
 from longshore.cache.beginnings import Beginnings, Partial, Text
 from longshore.cache.columns import leading
-from longshore.cache.index import Index
-from longshore.cache.residency import Residency
-from longshore.cache.retention import Retention
+from longshore.cache.index import Index, Residency
+from longshore.cache.settings import CacheGroup, Retention
 from longshore.errors import CacheError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheGroup:
-    """One KV cache group, as the control plane sees it.
-
-    Attributes:
-        block_size: Tokens per block.
-        window: How many tokens before it the next token sees, itself not counted; `None` for all of them.
-        recurrent: Whether a chunk is the state at its end, as in Mamba layers: of all chunks only the last is needed.
-    """
-
-    block_size: int
-    window: int | None = None
-    recurrent: bool = False
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1 or (self.window is not None and (self.window < 1 or self.recurrent)):
-            raise CacheError(f"a group has blocks of a token or more, and one kind of attention; got {self}")
-
-    @property
-    def alone(self) -> bool:
-        """Whether a chunk is of use without those before it, and so stands alone in the tiers."""
-        return self.recurrent or self.window is not None
-
-    def first_needed(self, tokens: int, chunk_tokens: int) -> int:
-        """The first chunk that is needed after `tokens` tokens, of `chunk_tokens` each."""
-        if not self.alone:
-            return 0
-        return max(0, tokens - (self.window or 1)) // chunk_tokens
 
 
 class GroupKeys(NamedTuple):

@@ -21,17 +21,145 @@ The index stands in three modules: `nodes` (the columns), `lookup` (questions ab
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import column, marks, numbers
-from longshore.cache.lookup import Lookup
-from longshore.cache.nodes import LIMBO, NONE, ROOT, ROOTED
+from longshore.cache.nodes import ADRIFT, LIMBO, NONE, ROOT, ROOTED, Nodes
+from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
+
+
+class Lookup(Nodes):
+    """Questions about paths of keys."""
+
+    __slots__ = ()
+
+    def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
+        """How many of `keys` lead without a gap to the deepest that can be read, but at least `first`; by bisection.
+
+        From `first` on that may be an orphan, and what follows it: whoever asks has what is before.
+
+        Raises `CacheError` if what is found shows that `keys` is no path.
+        """
+        low, high, reachable = first, len(keys), self.reachable
+        while low < high:
+            middle = (low + high) // 2
+            node = self._at(keys, middle)
+            if node and reachable[node] == ROOTED:
+                low = middle + 1
+            else:
+                high = middle
+        if self.orphans and low == first:
+            while low < len(keys) and reachable[node := self.get(keys[low])] == ADRIFT:
+                self.check_link(keys, low)
+                low += 1
+        return low
+
+    def known_prefix(self, keys: Sequence[Key], first: int) -> int:
+        """The same for chunks that some tier has, or will have, none of them behind an orphan."""
+        low, high = first, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if (node := self._at(keys, middle)) and self.depth[node] >= 0:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def follow(self, keys: Sequence[Key], first: int) -> list[int]:
+        """Nodes of the leading chunks of `keys[first:]` that some tier has, or will have.
+
+        Raises `CacheError` unless these follow one another, and the key before them, and the rest is new and distinct.
+        """
+        try:
+            before = self._at(keys, first - 1) if first else ROOT
+            end = self.known_prefix(keys, first)
+            path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else []
+            if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
+                raise _broken(keys, first)
+            if self.orphans:
+                path += self._follow_adrift(keys, end)
+                end = first + len(path)
+            rest, shards = keys[end:], self._shards
+            for key in rest:
+                if key in shards[key[0]] and self.depth[self.get(key)] >= 0:
+                    raise _broken(keys, keys.index(key, first))
+        except (IndexError, TypeError):
+            raise CacheError("the keys of a path are digests in bytes") from None
+        if len(set(rest)) != len(rest):
+            raise CacheError(f"the {len(rest)} new keys of a path differ, only {len(set(rest))} do")
+        return path
+
+    def _follow_adrift(self, keys: Sequence[Key], first: int) -> list[int]:
+        """The nodes of `keys[first:]` that lead, of which none is in its place from the first chunk on.
+
+        Raises `CacheError` if one of the others, too, does not follow the key before it.
+        """
+        nodes = self.find(keys[first:])
+        for position, node in enumerate(nodes, first):
+            if node:
+                self.check_link(keys, position)
+        return list(takewhile(bool, nodes))
+
+    def readable(self, keys: Sequence[Key]) -> list[int]:
+        """Nodes of the leading chunks of `keys` that can be read, or that can be once a copy on its way has arrived."""
+        shards, reachable = self._shards, self.reachable
+        path: list[int] = []
+        for key in keys:
+            node = shards[key[0]].get(key, ROOT)
+            if not node or not reachable[node]:
+                break
+            path.append(node)
+        return path
+
+    def is_readable(self, key: Key) -> bool:
+        """Whether `key`, and all that it needs to be reached, can be read."""
+        return self.reachable[node] == ROOTED if (node := self.get(key)) else False
+
+    def find_alone(self, keys: Sequence[Key]) -> list[int]:
+        """The node of each of `keys`, which stand alone; `ROOT` for those that no tier has, or will have.
+
+        Raises `CacheError` if they are not distinct, or one is known as the child of another.
+        """
+        nodes = self.find(keys)
+        if len(set(keys)) != len(keys):
+            raise CacheError(f"the {len(keys)} keys of a path differ, only {len(set(keys))} do")
+        self.check_alone(numbers(nodes))
+        return nodes
+
+    def check_alone(self, at: npt.NDArray[np.int32]) -> None:
+        """Raise `CacheError` if one of the nodes `at` is the child of another."""
+        behind = at[column(self.parent)[at] != ROOT].tolist()
+        if behind:
+            name = self.key[behind[0]].hex()[:12]
+            raise CacheError(f"chunk {name} was stored behind another, and does not stand alone")
+
+    def check_link(self, keys: Sequence[Key], position: int) -> int:
+        """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""
+        node = self._at(keys, position)
+        before = self.orphans.get(node) if self.orphans else None
+        if node and (before or self.key[self.parent[node]]) != (keys[position - 1] if position else None):
+            raise _broken(keys, position)
+        return node
+
+    def _at(self, keys: Sequence[Key], position: int) -> int:
+        key = keys[position]
+        node = self.get(key)
+        if node and self.depth[node] != position and self.depth[node] >= 0:
+            raise _broken(keys, position)
+        return node
+
+
+def _broken(keys: Sequence[Key], position: int) -> CacheError:
+    return CacheError(f"key {position} of a path, {keys[position].hex()[:12]}, does not follow the one before it")
 
 
 class Index(Lookup):
@@ -314,3 +442,79 @@ class Index(Lookup):
             counted = sum(self.coldest(c) >= tier for c in self.children(node))
             if counted != self.reach[tier][node]:
                 raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
+
+
+class Presence(enum.Enum):
+    """Where a chunk is."""
+
+    ABSENT = "absent"
+    IN_FLIGHT = "in_flight"
+    READY = "ready"  # in the warmest tier: can be loaded at once
+    COLDER = "colder"  # ready, but only below the warmest tier
+
+
+_PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.READY, Presence.COLDER)
+_ABSENT, _IN_FLIGHT, _READY, _COLDER = range(len(_PRESENCES))
+
+At = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Where each of `keys` was, in `presences`; `keys` of a `GroupKeys` may be one, and saves a search."""
+
+    keys: Sequence[Key]
+    presences: Sequence[Presence]
+    at: At = field(compare=False, repr=False)
+    index: Index = field(compare=False, repr=False)
+    pool: SlotPool = field(compare=False, repr=False)
+    gone: int = field(compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def part(self, begin: int, end: int) -> Residency:
+        """The same of the keys `[begin, end)`."""
+        here = slice(begin, end)
+        return Residency(self.keys[here], self.presences[here], self.at[here], self.index, self.pool, self.gone)
+
+    def pick(self, positions: Sequence[int]) -> Residency:
+        """The same of the keys at `positions`."""
+        keys, presences = [self.keys[at] for at in positions], [self.presences[at] for at in positions]
+        return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.gone)
+
+    def slots(self) -> list[int] | None:
+        """The slots of the warmest tier that the chunks are ready in now; `None` unless all books agree on each.
+
+        For reading what was found before the control plane failed: nothing is written there since.
+        """
+        index, pool, slots = self.index, self.pool, list[int]()
+        if index.gone < 0:
+            return None  # all was forgotten since
+        for key in self.keys:
+            node = index.get(key)
+            slot = index.slot[0][node] if node else -1
+            if slot < 0 or pool.state[slot] != READY or pool.node[slot] != node or index.key[node] != key:
+                return None
+            slots.append(slot)
+        return slots
+
+    @classmethod
+    def take(cls, index: Index, pool: SlotPool, keys: Sequence[Key]) -> Residency:
+        """Look for `keys`; `pool` is the warmest tier's. Raises `CacheError` for what cannot be a key."""
+        at = numbers(index.find(keys))
+        reachable = marks(index.reachable)[at] != 0
+        found = np.where(reachable, np.where(index.are_ready(at, 0), _READY, _COLDER), _IN_FLIGHT)
+        found[at == ROOT] = _ABSENT
+        if (found == _READY).all():
+            return cls(keys, [Presence.READY] * len(keys), at, index, pool, index.gone)
+        return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.gone)
+
+
+def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], At]:
+    """Keys and their nodes, `ROOT` for those that no tier has. Raises `CacheError` for what cannot be a key."""
+    if not isinstance(keys, Residency):
+        return keys, numbers(index.find(keys))
+    if keys.index is index and keys.gone == index.gone:
+        return keys.keys, keys.at
+    return nodes_of(index, keys.keys)

@@ -4,7 +4,7 @@
     2 * priority + 1    all others
 
 Until somebody names a priority, or there is an orphan, nothing of this costs anything: only then are the tiers'
-eviction policies split (`longshore.cache.eviction.banded`).
+eviction policies split (`longshore.cache.eviction.partitioned`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from longshore.cache.columns import marks, numbers
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.banded import Banded
-from longshore.cache.eviction.parted import Sized
-from longshore.cache.retention import DEFAULT_PRIORITY, Retention, said
+from longshore.cache.eviction.partitioned import Banded, Sized
+from longshore.cache.settings import DEFAULT_PRIORITY, Retention, said
 
 if TYPE_CHECKING:
     from longshore.cache.store import Store

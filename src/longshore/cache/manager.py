@@ -18,20 +18,17 @@ from typing import cast
 
 from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
 from longshore.cache.adopting import Chunk, Recovered, adopt
-from longshore.cache.device import DeviceBlocks
 from longshore.cache.events import Event
-from longshore.cache.eviction.returns import Return
-from longshore.cache.eviction.returns import check as check_return
+from longshore.cache.eviction.hit_rates import Return
+from longshore.cache.eviction.hit_rates import check as check_return
 from longshore.cache.exchange import Exchange
 from longshore.cache.flow import Flow
 from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
 from longshore.cache.jobs import Load
-from longshore.cache.leases import Leases
-from longshore.cache.loading import Loading
-from longshore.cache.lookups import Lookups, check_first
-from longshore.cache.prefetching import Prefetching
-from longshore.cache.retention import check as check_retention
-from longshore.cache.settings import CacheSettings, PrefetchPolicy, TierSpec, seconds
+from longshore.cache.lookups import Leases, Lookups, check_first
+from longshore.cache.prefetching import Loading, Prefetching
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, seconds
+from longshore.cache.settings import check as check_retention
 from longshore.cache.store import Level, Store
 from longshore.cache.storing import Storing
 from longshore.cache.types import (

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.events import EVICTED
 from longshore.cache.nodes import LIMBO
-from longshore.cache.states import READY
+from longshore.cache.pool import READY
 
 if TYPE_CHECKING:
     from longshore.cache.eviction import EvictionPolicy

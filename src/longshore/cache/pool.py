@@ -7,9 +7,11 @@ or a fault, lies in small dictionaries.
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,46 @@ import numpy.typing as npt
 
 from longshore.boundary import Status
 from longshore.cache.columns import FreeList, column, marks, numbers, zeros
-from longshore.cache.states import DRAINING, FILLING, FREE, READY, STATES, step
-from longshore.errors import CacheError, CapacityError, IntegrityError
+from longshore.errors import CacheError, CapacityError, IntegrityError, StateError
 from longshore.slabs import Slabs
+
+
+class State(enum.Enum):
+    """State of a slot."""
+
+    FREE = "free"
+    FILLING = "filling"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+EDGES = MappingProxyType(
+    {
+        (State.FREE, State.FILLING): "a job was ordered to write it",
+        (State.FREE, State.READY): "found whole at start, from an earlier process",
+        (State.FILLING, State.READY): "all bytes are in place, of this generation, from all ranks",
+        (State.FILLING, State.FREE): "the write failed, and nobody waits to read it",
+        (State.FILLING, State.DRAINING): "no longer wanted, or failed with readers waiting",
+        (State.READY, State.FREE): "evicted or removed, without readers",
+        (State.READY, State.DRAINING): "removed while readers are at work",
+        (State.DRAINING, State.FREE): "the last job that touched it has ended",
+    }
+)
+"""Every legal edge, with its meaning."""
+
+STATES = tuple(State)
+"""A slot's state is kept as one byte: its index here."""
+
+FREE, FILLING, READY, DRAINING = range(len(STATES))
+
+_LEGAL = bytes((before, after) in EDGES for before in STATES for after in STATES)
+
+
+def step(state: int, to: int) -> int:
+    """`to`, if the table has the edge; raises `StateError` otherwise. Both are indices into `STATES`."""
+    if not _LEGAL[state * len(STATES) + to]:
+        raise StateError(f"a slot cannot go from {STATES[state].value} to {STATES[to].value}")
+    return to
 
 
 class SlotPool:

@@ -13,16 +13,232 @@ Where clean room is short, a request that waits has copies down ordered, and tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from longshore.boundary import Key
+import numpy as np
+import numpy.typing as npt
+
+from longshore.boundary import Addresses, Key, Section, Slots
+from longshore.cache.columns import column, leading, marks
 from longshore.cache.flow import Flow
-from longshore.cache.jobs import Job, LeaseRecord, Side, Wait
-from longshore.cache.leases import Leases
-from longshore.cache.loading import LOAD_BATCH
+from longshore.cache.jobs import Job, LeaseRecord, Load, Side, Wait
+from longshore.cache.lookups import Leases
+from longshore.cache.nodes import ROOT
+from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, seconds
 from longshore.cache.storing import Storing
+from longshore.cache.types import MissReason
 from longshore.errors import CacheError
+
+LOAD_BATCH = 16
+"""Chunks that one load job waits for together: what has arrived by a deadline can be used."""
+
+
+class Batch(NamedTuple):
+    """Chunks to load together; `parents` are the keys before each, `tiers` and `slots` say what is pinned.
+
+    All of them are ready in the host tier when they are `warm`.
+    """
+
+    nodes: Sequence[int]
+    keys: Sequence[Key]
+    parents: Sequence[Key | None]
+    tiers: Sequence[int]
+    slots: Sequence[int]
+    warm: bool
+
+
+def _batches(warm: int, count: int) -> Iterator[tuple[int, int]]:
+    """The leading warm run, which waits for nothing; then `LOAD_BATCH` chunks at a time."""
+    if warm:
+        yield 0, warm
+    for start in range(warm, count, LOAD_BATCH):
+        yield start, min(start + LOAD_BATCH, count)
+
+
+class Loading:
+    """Orders loads on one `Flow`."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._store = flow.store
+
+    def load(
+        self,
+        keys: Sequence[Key],
+        blocks: Sequence[int],
+        first_block: int,
+        *,
+        timeout: float,
+        tail: int = ROOT,
+        held: int = 0,
+        group: int = 0,
+        by_layer: bool = False,
+        tokens: int | None = None,
+    ) -> Load:
+        """Order `keys` (as far as they are ready, and the host tier has room) into device `blocks` within `timeout`.
+
+        `first_block` is the logical index of `blocks[0]`, a block of the first chunk. `keys` are the first of `held`
+        chunks that end at `tail`, if that is known and reachable. Of the last block only `tokens` are loaded.
+        """
+        store = self._store
+        load, wait = self._begin(timeout)
+        path = store.index.path(tail, held)[held - len(keys) :][::-1] if tail else store.index.readable(keys)
+        tiers, slots, warm = self._pin(path)
+        cold = [i for i, tier in enumerate(tiers) if tier]
+        store.log.by = keys[cold[0]] if cold else None
+        room = self._make_room([path[i] for i in cold])
+        if room < len(cold):
+            cut = cold[room]
+            self._cut(load, tiers[cut:], slots[cut:])
+            path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
+        load.cut += [store.watching.miss(key) for key in keys[len(path) + len(load.cut) :]]
+        above = store.index.before(path[:1])[0] if path else None
+        for start, end in _batches(warm, len(path)):
+            here = slice(start, end)
+            parents = [above, *keys[start : end - 1]]
+            batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], warm=end <= warm)
+            above = keys[end - 1]
+            per_chunk = self._flow.settings.blocks_per_chunk
+            taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
+            sections = (Section(group, first_block, tuple(blocks[:taken])),)
+            last = tokens if end == len(keys) else None
+            self._order_batch(load, wait, batch, sections, by_layer=by_layer, tokens=last)
+            blocks, first_block = blocks[taken:], first_block + taken
+        return load
+
+    def load_together(
+        self,
+        nodes: Sequence[int],
+        keys: Sequence[Key],
+        sections: Sequence[Section],
+        *,
+        timeout: float,
+        by_layer: bool = False,
+    ) -> Load:
+        """Order `keys`, of any groups, into the device blocks of `sections`, by one job that waits for all reads.
+
+        `nodes` are theirs, fewer if some were lost. Then, or if the host tier has no room for all that must be read
+        first, nothing is ordered.
+        """
+        store = self._store
+        load, wait = self._begin(timeout, is_whole=True)
+        if len(nodes) < len(keys):
+            load.cut = [store.watching.miss(key) for key in keys]
+            return load
+        tiers, slots, warm = self._pin(nodes)
+        cold = [i for i, tier in enumerate(tiers) if tier]
+        store.log.by = keys[cold[0]] if cold else None
+        if self._make_room([nodes[i] for i in cold]) < len(cold):
+            self._cut(load, tiers, slots)
+            return load
+        parents = store.index.before(nodes)
+        batch = Batch(nodes, keys, parents, tiers, slots, warm=warm == len(nodes))
+        self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
+        return load
+
+    def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
+        """A load that is waited for so many seconds."""
+        load = Load(self._flow.new_id(), is_whole=is_whole)
+        wait = Wait(load.wait, self._flow.now + timeout, load, patient=True)
+        self._flow.waits.begin(wait)
+        return load, wait
+
+    def lend(self, keys: Sequence[Key], at: npt.NDArray[np.int32], turn: int | None = None) -> tuple[int, Addresses]:
+        """Let the host read `keys`, which are distinct and have the nodes `at`, from the warmest tier; a use of them.
+
+        All are ready there. Returns the job and the slots.
+        """
+        store, nodes = self._store, at.tolist()
+        taken = column(store.index.slot[0])[at]
+        column(store.pools[0].readers)[taken] += 1
+        store.sliding.serve(nodes)
+        store.serve(turn)
+        store.touch(nodes[::-1])
+        slots = taken.tolist()
+        job = self._flow.new_id()
+        store.counters.hits[store.levels[0].name] += len(nodes)
+        self._flow.order(job, keys, [None] * len(nodes), Side(0, slots), None, command=False)
+        return job, Addresses(Slots(store.levels[0].name, store.pools[0].pool_of(slots[0]), tuple(slots)))
+
+    def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
+        """Pin the copy that each reachable node is read from, or will be.
+
+        Says tiers and slots, and how many chunks lead that are ready in the host tier.
+        """
+        index, pools = self._store.index, self._store.pools
+        at = column(index.slot[0])[np.array(path, np.int32)]
+        absent = (at < 0).nonzero()[0].tolist()
+        column(pools[0].readers)[at[at >= 0]] += 1
+        warm = leading(marks(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
+        slots, tiers = at.tolist(), [0] * len(path)
+        for i in absent:
+            tier = tiers[i] = index.warmest_ready(path[i])
+            slots[i] = index.slot[tier][path[i]]
+            pools[tier].readers[slots[i]] += 1
+        return tiers, slots, warm
+
+    def _make_room(self, nodes: Sequence[int]) -> int:
+        """For how many of `nodes`, from the first on, the host tier has room; at last what is not backed up goes."""
+        room = self._store.room_for(0, nodes, spare_dirty=True)
+        return room if room == len(nodes) else self._store.room_for(0, nodes, spare_dirty=False)
+
+    def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
+        """There is no room for the first of these pinned copies, so none of them is loaded."""
+        load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers]
+        for tier in sorted(set(tiers)):
+            self._store.unread(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
+
+    def _order_batch(
+        self,
+        load: Load,
+        wait: Wait,
+        batch: Batch,
+        sections: tuple[Section, ...],
+        *,
+        by_layer: bool,
+        tokens: int | None = None,
+    ) -> None:
+        """Order one batch into the device blocks of `sections`."""
+        names = [level.name for level in self._store.levels]
+        warm = list(batch.slots)
+        if batch.warm:
+            load.sources += [names[0]] * len(warm)
+        else:
+            load.sources += [names[self._store.index.warmest_ready(node)] for node in batch.nodes]
+            for tier in sorted({tier for tier in batch.tiers if tier}):
+                self._order_read(batch, tier, warm)
+        load.parts.append(
+            self._flow.order(
+                self._flow.new_id(),
+                batch.keys,
+                batch.parents,
+                Side(0, warm),
+                None,
+                sections=sections,
+                after=self._flow.join(wait, warm),
+                load=load,
+                deadline=wait.deadline,
+                by_layer=by_layer,
+                tokens=tokens,
+            )
+        )
+
+    def _order_read(self, batch: Batch, tier: int, warm: list[int]) -> None:
+        """Order what a batch has in a colder `tier` into the host tier; enters its slots there into `warm`."""
+        job = self._flow.new_id()
+        chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
+        for i, slot in zip(chosen, self._store.place_copies([batch.nodes[i] for i in chosen], 0, job), strict=True):
+            warm[i] = slot
+            self._store.pools[0].readers[slot] += 1
+        self._flow.order(
+            job,
+            [batch.keys[i] for i in chosen],
+            [batch.parents[i] for i in chosen],
+            Side(tier, [batch.slots[i] for i in chosen]),
+            Side(0, [warm[i] for i in chosen]),
+        )
 
 
 class Prefetching:

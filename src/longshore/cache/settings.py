@@ -6,16 +6,199 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.eviction import DEFAULT_POLICY, EvictionPolicy
-from longshore.cache.groups import CacheGroup
+from longshore.cache.eviction.ghosts import Ghosts
 from longshore.cache.pool import SlotPool
-from longshore.cache.retention import HIGHEST_PRIORITY
 from longshore.cache.slab_pool import SlabPool
-from longshore.cache.writing import WritePolicy, WriteRule
 from longshore.errors import CacheError
 from longshore.slabs import Slabs
+
+
+class WritePolicy(enum.Enum):
+    """Write policy of one route."""
+
+    THROUGH = "write_through"
+    SELECTIVE = "write_through_selective"
+    BACK = "write_back"
+
+    def wants(self, *, evicting: bool) -> bool:
+        """Whether a chunk on the device is to be copied now that it is complete, or `evicting`."""
+        return self is not WritePolicy.BACK or evicting
+
+    def clean_target(self, slots: int) -> int:
+        """How many of the upper tier's `slots` are to be free, or safe to evict."""
+        return slots // 4 if self is WritePolicy.BACK else slots
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRule:
+    """The write policy of one route. A selective one copies what was offered, or used, `threshold` times.
+
+    `bytes_per_second` bounds what is copied (`WriteBudget`); what it does not allow is refused, and counted:
+    it may go without a copy until it is used again.
+    """
+
+    policy: WritePolicy
+    threshold: int = 2
+    bytes_per_second: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0:
+            raise CacheError(f"a write budget is a positive number of bytes per second, got {self.bytes_per_second}")
+        if self.selective and not 2 <= self.threshold <= _MOST_USES:
+            raise CacheError(f"a selective policy has a threshold from 2 to {_MOST_USES}, got {self.threshold}")
+
+    @property
+    def selective(self) -> bool:
+        """Whether chunks have to come back before they are copied."""
+        return self.policy is WritePolicy.SELECTIVE
+
+
+_MOST_USES = 255
+"""Uses are counted in a byte."""
+
+
+SAVED_SECONDS = 3600.0
+"""So much of the rate can be saved up."""
+
+
+class WriteBudget:
+    """A budget of `rate` bytes per second; infinite for no limit. An SSD lasts as long as it should.
+
+        rate     bytes per second, on the average of any long time
+        bucket   holds an hour's worth at most, and is full at the start: what is saved up can be spent at once
+
+    The clock is the caller's: whatever readings it passes, and never one of our own.
+    """
+
+    __slots__ = ("_left", "_now", "rate")
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._left = rate * SAVED_SECONDS
+        self._now: float | None = None
+
+    def allows(self, now: float, count: int, nbytes: int) -> int:
+        """How many of `count` writes of `nbytes` each may be made at `now`."""
+        if self.rate == math.inf:
+            return count
+        if self._now is not None and now > self._now:
+            self._left = min(self._left + (now - self._now) * self.rate, self.rate * SAVED_SECONDS)
+        self._now = now if self._now is None else max(now, self._now)
+        return min(count, int(self._left // nbytes))
+
+    def spend(self, nbytes: int) -> None:
+        """So many bytes, which were allowed, will be written."""
+        self._left -= nbytes
+
+
+class Sightings:
+    """How often chunks that no tier has were offered: for write policies that store what comes back.
+
+    Counts are kept for the last `limit` different chunks, in a ring; who was forgotten starts again at one.
+    """
+
+    def __init__(self, threshold: int, limit: int) -> None:
+        if threshold < 2:
+            raise CacheError(f"a threshold of sightings is at least 2, got {threshold}")
+        self._steps = [Ghosts(limit) for _ in range(threshold - 1)]
+        """The keys that were seen once, twice, ..."""
+
+    def leading(self, keys: Sequence[Key]) -> int:
+        """Count another sighting of each of `keys`; says how many lead that were seen often enough now."""
+        enough = [self._see(key) for key in keys]
+        return next((i for i, each in enumerate(enough) if not each), len(enough))
+
+    def _see(self, key: Key) -> bool:
+        """Whether this is at least the sighting that the threshold asks for. Goes on being so."""
+        last = self._steps[-1]
+        for seen, following in zip(self._steps, [*self._steps[1:], last], strict=True):
+            if seen.take(key):
+                following.add(key, 1)
+                return seen is last
+        self._steps[0].add(key, 1)
+        return False
+
+
+DEFAULT_PRIORITY = 35
+HIGHEST_PRIORITY = 100
+
+
+class Retention(NamedTuple):
+    """Chunks `[first, end)` of a request have `priority`, for some `seconds` or for good.
+
+    `end` is `None` for all chunks behind.
+    """
+
+    first: int
+    end: int | None
+    priority: int
+    seconds: float | None = None
+
+    @classmethod
+    def of_tokens(
+        cls, first: int, end: int | None, priority: int, seconds: float | None = None, *, chunk_tokens: int
+    ) -> Retention:
+        """The same for tokens `[first, end)`: every chunk that has one of them."""
+        return cls(first // chunk_tokens, None if end is None else -(-end // chunk_tokens), priority, seconds)
+
+
+def check(retention: Sequence[Retention]) -> None:
+    """Raise `CacheError` for a range, a priority or a time that cannot be."""
+    for each in retention:
+        good = each.first >= 0 and (each.end is None or each.end > each.first)
+        good &= isinstance(each.priority, int) and 0 <= each.priority <= HIGHEST_PRIORITY
+        if not good or (each.seconds is not None and not each.seconds > 0):
+            raise CacheError(
+                f"a retention names chunks, a priority in [0, {HIGHEST_PRIORITY}] and a positive time, got {each}"
+            )
+
+
+def said(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArray[np.intp]:
+    """Which of `retention` is meant for the chunk at each of `positions`; -1 for none. Shape `(len(positions),)`.
+
+    If several ranges have it, the one with the highest priority is, and the first of equals.
+    """
+    at = np.asarray(positions, np.int64)
+    which = np.full(len(at), -1)
+    for number in sorted(range(len(retention)), key=lambda each: (retention[each].priority, -each)):
+        first, end = retention[number][:2]
+        which[(at >= first) & (at < (math.inf if end is None else end))] = number
+    return which
+
+
+def priorities(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    """The priority of the chunk at each of `positions`. Shape `(len(positions),)`."""
+    of = np.array([*(each.priority for each in retention), DEFAULT_PRIORITY], np.uint8)
+    return of[said(retention, positions)]
+
+
+class DeviceBlocks:
+    """Blocks 0 .. `count` - 1 of the device pool; any number of them if that is `None`."""
+
+    def __init__(self, count: int | None) -> None:
+        if count is not None and (not isinstance(count, int) or count < 0):
+            raise CacheError(f"a device pool has zero or more blocks, got {count!r}")
+        self._count = count
+        self.asleep = False
+        """Whether their memory was given up."""
+
+    def check(self, blocks: Sequence[int]) -> None:
+        """Raise `CacheError` unless `blocks` are there, and distinct."""
+        if self.asleep:
+            raise CacheError("the device's memory was given up by `sleep`, and not taken back by `wake`")
+        if any(not issubclass(kind, int | np.integer) or kind is bool for kind in set(map(type, blocks))):
+            raise CacheError(f"device blocks are whole numbers, got {list(blocks)[:8]}")
+        if len(set(blocks)) != len(blocks):
+            raise CacheError(f"device blocks are distinct, got {list(blocks)[:8]}")
+        if blocks and (min(blocks) < 0 or (self._count is not None and max(blocks) >= self._count)):
+            raise CacheError(f"device blocks lie in [0, {self._count}), got {min(blocks)} to {max(blocks)}")
 
 
 class PrefetchPolicy(enum.Enum):
@@ -143,6 +326,36 @@ class CacheSettings:
         if group < 0 or (self.pools and group >= len(self.pools)):
             raise CacheError(f"groups lie in [0, {len(self.pools) or 'any number'}), got {group}")
         return self.pools[group] if self.pools else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """One KV cache group, as the control plane sees it.
+
+    Attributes:
+        block_size: Tokens per block.
+        window: How many tokens before it the next token sees, itself not counted; `None` for all of them.
+        recurrent: Whether a chunk is the state at its end, as in Mamba layers: of all chunks only the last is needed.
+    """
+
+    block_size: int
+    window: int | None = None
+    recurrent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or (self.window is not None and (self.window < 1 or self.recurrent)):
+            raise CacheError(f"a group has blocks of a token or more, and one kind of attention; got {self}")
+
+    @property
+    def alone(self) -> bool:
+        """Whether a chunk is of use without those before it, and so stands alone in the tiers."""
+        return self.recurrent or self.window is not None
+
+    def first_needed(self, tokens: int, chunk_tokens: int) -> int:
+        """The first chunk that is needed after `tokens` tokens, of `chunk_tokens` each."""
+        if not self.alone:
+            return 0
+        return max(0, tokens - (self.window or 1)) // chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)

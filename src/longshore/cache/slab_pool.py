@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import column, marks, zeros
-from longshore.cache.pool import SlotPool
-from longshore.cache.states import FREE
+from longshore.cache.columns import LISTS, Chains, column, marks, zeros
+from longshore.cache.pool import FREE, SlotPool
 from longshore.errors import CacheError
 from longshore.slabs import Slabs
 

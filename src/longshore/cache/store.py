@@ -29,15 +29,14 @@ from longshore.cache.emptying import Emptying
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.parted import Sized
-from longshore.cache.eviction.returns import Return, Returns
+from longshore.cache.eviction.hit_rates import Return, Returns
+from longshore.cache.eviction.partitioned import Sized
 from longshore.cache.index import Index
 from longshore.cache.keeping import Keeping
 from longshore.cache.nodes import LIMBO, ROOT
-from longshore.cache.pool import SlotPool
+from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.sliding import Sliding
-from longshore.cache.states import DRAINING, FILLING, FREE, READY
 from longshore.cache.types import Counters
 from longshore.cache.watching import Watching
 from longshore.errors import CacheError, CapacityError

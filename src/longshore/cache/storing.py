@@ -25,9 +25,8 @@ from longshore.cache.flow import Flow
 from longshore.cache.groups import GroupKeys, runs_of
 from longshore.cache.jobs import Side
 from longshore.cache.nodes import ROOT
-from longshore.cache.retention import Retention, priorities
+from longshore.cache.settings import Retention, Sightings, WriteBudget, WriteRule, priorities
 from longshore.cache.types import DropReason, StoreOrder
-from longshore.cache.writing import Sightings, WriteBudget, WriteRule
 
 SIGHTINGS = 1 << 16
 """Chunks that no tier has of which a selective write policy remembers how often they were offered."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from longshore.boundary import Addresses, Key, Slot, Slots, Status
 from longshore.cache.beginnings import Partial
 from longshore.cache.groups import Need
-from longshore.cache.residency import Residency
-from longshore.cache.states import State
+from longshore.cache.index import Residency
+from longshore.cache.pool import State
 
 
 class MissReason(enum.Enum):

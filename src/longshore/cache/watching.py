@@ -14,7 +14,7 @@ import numpy as np
 from longshore.boundary import DEVICE, Key, Slot, addresses
 from longshore.cache.columns import column, marks
 from longshore.cache.events import EVICTED, EventKind
-from longshore.cache.states import READY, STATES
+from longshore.cache.pool import READY, STATES
 from longshore.cache.types import MissReason, Resident, Run, SizeStats, TierStats
 from longshore.errors import CacheError
 

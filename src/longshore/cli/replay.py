@@ -44,7 +44,7 @@ from longshore.report import REASONS, RUNS, SOURCES, Curve, Page, curves, stacke
 
 if TYPE_CHECKING:
     from longshore.cache.eviction import EvictionPolicy
-    from longshore.cache.eviction.returns import Return
+    from longshore.cache.eviction.hit_rates import Return
     from longshore.trace.request import TraceRequest
     from longshore.trace.result import Row
     from longshore.trace.tiered import ReplayTally, TieredReplay

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from longshore.cache.chains import LISTS
+from longshore.cache.columns import LISTS
 from longshore.cache.eviction.base import EvictionPolicy
-from longshore.cache.eviction.returns import Return, Returns
+from longshore.cache.eviction.hit_rates import Return, Returns
 from longshore.errors import TraceError
 
 

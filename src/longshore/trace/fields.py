@@ -6,7 +6,7 @@ import json
 import math
 from typing import NoReturn
 
-from longshore.cache.eviction.returns import Return
+from longshore.cache.eviction.hit_rates import Return
 from longshore.errors import TraceError
 
 MAX_HASH_ID = 2**64 - 1

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
 from longshore.boundary import Key
-from longshore.cache.chains import LISTS, Chains
+from longshore.cache.columns import LISTS, Chains
 from longshore.cache.eviction import LRU, EvictionPolicy
 from longshore.cache.eviction.base import Names, check_in, check_new, known, unknown
 from longshore.errors import CacheError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longshore.cache.eviction.returns import Return
+from longshore.cache.eviction.hit_rates import Return
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from vllm_kit import BLOCKS, TOKENS, Rig, file_settings, keys_of
 
 from longshore.cache import Return, TieredCache
 from longshore.cache.eviction import POLICIES
-from longshore.cache.eviction.uses import USES
+from longshore.cache.eviction.hit_rates import USES
 from longshore.engines.vllm.keys import ours
 from longshore.errors import ConfigError, EngineError
 

@@ -42,7 +42,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
 
 from longshore.boundary import FILE, Status
-from longshore.cache.states import FREE, READY
+from longshore.cache.pool import FREE, READY
 from longshore.engines.vllm import store as store_module
 from longshore.engines.vllm.worker import LoadPart
 from longshore.slabs import Slabs

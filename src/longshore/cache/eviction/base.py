@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.chains import LISTS
-from longshore.cache.columns import has_twins, numbers
+from longshore.cache.columns import LISTS, has_twins, numbers
 from longshore.errors import IntegrityError
 
 Names = npt.NDArray[np.object_]
@@ -55,7 +54,7 @@ class EvictionPolicy(ABC):
         Turns are drawn one after the other. A request begins with a turn that is later than all before: for a path of
         `length` chunks, of which `last` is the node of the last one of those that lead and are resident, and `keys`
         are those of all behind it. With an earlier turn a request goes on: what it has used is not counted again.
-        `hint` is the number of what its host has said about its return (`longshore.cache.eviction.returns`).
+        `hint` is the number of what its host has said about its return (`longshore.cache.eviction.hit_rates`).
         """
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:

@@ -20,16 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import Column, column, grown, has_twins, numbers, once, words, zeros
+from longshore.cache.columns import LISTS, Chains, Column, column, grown, has_twins, numbers, once, words, zeros
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
-from longshore.cache.eviction.ghost_list import GhostList
-from longshore.cache.eviction.hit_rates import BECAME, FORGOTTEN, RETURNED, HitRates, event
-from longshore.cache.eviction.spans import Spans
-from longshore.cache.eviction.uses import (
+from longshore.cache.eviction.ghosts import GhostList
+from longshore.cache.eviction.hit_rates import (
     AGAIN,
     AGE_OF,
     AGES_OF,
+    BECAME,
+    FORGOTTEN,
     GAP,
     GAP_OF,
     HELD,
@@ -43,8 +42,12 @@ from longshore.cache.eviction.uses import (
     ONCE,
     OUT,
     REQUEST,
+    RETURNED,
     STATE,
     USES,
+    HitRates,
+    Spans,
+    event,
 )
 from longshore.errors import CacheError
 

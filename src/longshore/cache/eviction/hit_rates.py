@@ -16,27 +16,197 @@ never promises less: it stands before the other in prompts.
 
 from __future__ import annotations
 
+import math
 from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.eviction.spans import ROWS, Spans
-from longshore.cache.eviction.uses import (
-    AGE_BEGINS,
-    AGES,
-    GAPS,
-    HINTED,
-    HINTED_GAPS,
-    HOW,
-    KINDS,
-    KINDS_OF,
-    OLDEST,
-    PLAIN,
-    REQUEST,
-    STATE,
-    WEIGHTS,
-)
+from longshore.errors import CacheError
+
+ENDS, BACK, CLASS, HINTS = 1, 2, 8, 12
+"""The number of `ends`, the first ones of times and of classes, and how many there are."""
+
+_WITHIN = [4**power for power in range(1, CLASS - BACK)]
+
+_WINDOW = 256
+"""The rate is that of the last one to two windows of so many requests."""
+
+_REMEMBERED = 4096
+"""Requests with a hint, of those that began last, whose hint is known when they go on."""
+
+
+class Return(NamedTuple):
+    """What the host of a request knows about when its chunks are used again.
+
+    Attributes:
+        ends: They are not: nobody will come back.
+        seconds: In so many seconds, from the first call on: a tool call is out, for example.
+        of: Name of a class of requests whose chunks are used again after alike times.
+    """
+
+    ends: bool = False
+    seconds: float | None = None
+    of: str = ""
+
+
+class Returns:
+    """Hints as numbers, by turn; classes in the order in which they were named."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, int] = {}
+        self._hints: dict[int, int] = {}
+        self._marks: list[tuple[int, float]] = []
+        """Turns and times at which a window began: of the last two."""
+
+    def begin(self, turn: int, now: float, said: Return | None) -> int:
+        """The request of this turn begins, at `now` seconds; the number of its hint."""
+        if not self._marks or turn - self._marks[-1][0] >= _WINDOW:
+            self._marks = [*self._marks[-1:], (turn, now)]
+        hint = 0 if said is None else self._number(turn, now, said)
+        if hint:
+            self._hints[turn] = hint
+            if len(self._hints) > _REMEMBERED:
+                del self._hints[next(iter(self._hints))]
+        return hint
+
+    def of(self, turn: int) -> int:
+        """The number of the hint of a request that goes on."""
+        return self._hints.get(turn, 0)
+
+    def _number(self, turn: int, now: float, said: Return) -> int:
+        if said.ends:
+            return ENDS
+        (since, then) = self._marks[0]
+        passed = now - then
+        if said.seconds is not None and passed > 0:
+            return BACK + bisect_right(_WITHIN, said.seconds * (turn - since) / passed)
+        if not said.of:
+            return 0
+        if said.of not in self._classes and len(self._classes) < HINTS - CLASS - 1:
+            self._classes[said.of] = CLASS + len(self._classes)
+        return self._classes.get(said.of, HINTS - 1)
+
+
+def check(said: Return | None) -> None:
+    """Raise `CacheError` for a hint that cannot be."""
+    if said is None:
+        return
+    if not isinstance(said, Return) or not isinstance(said.ends, bool) or not isinstance(said.of, str):
+        raise CacheError(f"expected a Return, got {said!r}")
+    if said.seconds is not None and (said.ends or not 0 <= said.seconds < math.inf):
+        raise CacheError(f"chunks are used again in a finite number of seconds, or never, got {said}")
+
+
+OUT, LEAF, ONCE = (use << 3 for use in range(3))
+MOST_USES = 64
+GAP, USES, HOW, STATE, HELD = 0x7, 0x3F8, 0x3FFF, 0x7FFFF, 0x80000
+"""Bits of the gap, of uses, of these and the hint, of all but whether it is held; and that one."""
+
+HINT, REQUEST = 10, 14
+"""The lowest bits of the hint, and of the request's length."""
+
+GAPS = 6
+"""Classes of gaps in requests: none, 1, 2 to 7, 8 to 31, 32 to 127, 128 and more."""
+
+PLAIN = 1 + 8 * GAPS
+"""Kinds without a hint. 0: ends a prompt, not used since; then by uses (1, 2, 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63,
+more) and gap."""
+
+HINTED_GAPS = 3
+HINTED = 1 + 3 * HINTED_GAPS
+"""Kinds of each hint: the same by uses (1, 2 to 7, more) and gap (at most 1, at most 31, more)."""
+
+KINDS = PLAIN + (HINTS - 1) * HINTED
+
+AGES = 27
+"""0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, ... requests, two classes for each doubling; the last one is without end."""
+
+AGE_BEGINS = (0, 1, *((2 + half) << level for level in range(12) for half in (0, 1)), 2 << 12)
+OLDEST = AGE_BEGINS[-1]
+
+WEIGHTS: Sequence[float] = [(64 / (0.75 * 2.0**bits)) ** 0.5 for bits in range(32)]
+"""What a chunk counts for, by the bit length of its request: chunks of long requests come back together."""
+
+
+def _kind_of(how: int) -> int:
+    uses, gap, hint = ((how & USES) >> 3) - 1, min(how & GAP, GAPS - 1), min(how >> HINT, HINTS - 1)
+    if not hint:
+        return 0 if uses < 1 else 1 + GAPS * (uses - 1 if uses < 4 else min(uses.bit_length(), 7)) + gap
+    first = PLAIN + (hint - 1) * HINTED
+    return first if uses < 1 else first + 1 + HINTED_GAPS * ((uses > 1) + (uses > 7)) + gap // 2
+
+
+KIND_OF = bytes(map(_kind_of, range(HOW + 1)))
+"""The kind by the bits of `HOW`."""
+
+KINDS_OF = np.frombuffer(KIND_OF, np.uint8)
+
+AGAIN = array("H", [0] * 8 + [ONCE + 8 * min(max(how >> 3, 2) - 1, MOST_USES - 1) for how in range(8, USES + 8)])
+"""The uses after another one, by the bits of uses and gap."""
+
+AGE_OF = np.repeat(np.arange(AGES, dtype=np.uint8), np.diff([*AGE_BEGINS, OLDEST + 1])).tobytes()
+"""The class of an age in requests, which is at most `OLDEST`."""
+
+AGES_OF = np.frombuffer(AGE_OF, np.uint8)
+
+GAP_OF = bytes(0 if not begin else 1 + sum(begin >= each for each in (2, 8, 32, 128)) for begin in AGE_BEGINS)
+"""The class of a gap by its age class."""
+
+
+ROWS = 64
+"""Spans there can be at most: two neighbours grow by a quarter, from 1 to `_END` ticks."""
+
+_END = OLDEST
+"""Spans that lie farther back are one."""
+
+
+class Spans:
+    """The spans of all ticks until now, the oldest first: their rows, and their first ticks."""
+
+    __slots__ = ("_free", "rows", "starts")
+
+    def __init__(self) -> None:
+        self.rows, self.starts = [0], [0]
+        self._free = list(range(1, ROWS))
+
+    def row(self, tick: int) -> int:
+        """The row of the span that `tick` lies in."""
+        return self.rows[bisect_right(self.starts, tick) - 1]
+
+    def rows_of(self, ticks: npt.NDArray[np.int32]) -> npt.NDArray[np.intp]:
+        """`row` of many."""
+        rows: npt.NDArray[np.intp] = np.array(self.rows)[np.searchsorted(self.starts, ticks, "right") - 1]
+        return rows
+
+    def ages(self, now: int) -> npt.NDArray[np.intp]:
+        """The age class of the last tick of each span."""
+        latest = np.array([*self.starts[1:], now + 1]) - 1
+        ages: npt.NDArray[np.intp] = AGES_OF[np.minimum(now - latest, OLDEST)].astype(np.intp)
+        return ages
+
+    def begin(self, now: int) -> list[tuple[int, int]]:
+        """A span begins with tick `now`; which rows become a part of which older ones, in this order."""
+        rows, starts, joined = self.rows, self.starts, []
+        if starts[-1] == now:
+            return []
+        starts.append(now)
+        at = 0
+        while at + 2 < len(starts):
+            last = starts[at + 2] - 1
+            back = now - last
+            if back >= _END or 4 * (last + 1 - starts[at]) <= back or (at + 3 == len(starts) and not self._free):
+                joined.append((rows.pop(at + 1), rows[at]))
+                del starts[at + 1]
+                self._free.append(joined[-1][0])
+            else:
+                at += 1
+        rows.append(self._free.pop())
+        return joined
+
 
 _IMAGINED = 128.0
 """So many chunks are imagined at each level of what is known, with the chances of the level above."""

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.chains import LISTS, Chains
-from longshore.cache.columns import marks, numbers, once
+from longshore.cache.columns import LISTS, Chains, marks, numbers, once
 from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.errors import CacheError
 

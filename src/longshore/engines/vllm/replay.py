@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.returns import Return
+from longshore.cache.eviction.hit_rates import Return
 from longshore.config import Config
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.meeting import Note
