@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from longshore.boundary import HOST, Item, Route, Section, Slot, Status, Transfer
+from longshore.boundary import HOST, I64, Item, Route, Section, Slabs, Slot, Status, Transfer
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.slabs import I64, Slabs
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.accelerator import Events, Fallbacks
 from longshore.transfer.device.cuda.accelerator import CudaAccelerator

@@ -6,13 +6,12 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
-from longshore.boundary import Route, Status
+from longshore.boundary import Route, Slabs, Status
 from longshore.cache import CacheSettings, DropReason, GroupKeys, MissReason, TieredCache, TierSpec, Until
 from longshore.errors import CacheError
 from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import BlockGuard, Runtime
-from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.host import HostTier
 from longshore.transfer import CpuDevice, TransferEngine

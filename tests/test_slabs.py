@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore.boundary import Slabs, by_size
 from longshore.errors import LayoutError, PlanError
-from longshore.slabs import Slabs, by_size
 
 PAGE = 4096
 

@@ -24,8 +24,7 @@ from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice, device_for
 from longshore.transfer.batch import CopyBatch
-from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.device.cpu import CpuStream
+from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream
 
 ANSWER = 8
 SMALL, LARGE = 112, 4096

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from longshore.boundary import FILE, HOST, Key, Slot
+from longshore.boundary import FILE, HOST, Key, Slabs, Slot
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
@@ -32,7 +32,6 @@ from longshore.cache import (
 )
 from longshore.cache.eviction import ARC, LRU, Gittins
 from longshore.errors import CacheError
-from longshore.slabs import Slabs
 
 IMAGE_BYTES = 4096
 LOAD, WRITE, PREFETCH, PROBE, PROBE_LIFE = 10.0, 60.0, 2.0, 0.5, 6.0

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.boundary import FILE, HOST, Key, Slabs, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
@@ -36,7 +36,6 @@ from longshore.cache import (
     WritePolicy,
 )
 from longshore.cache.eviction import POLICIES, Gittins
-from longshore.slabs import Slabs
 
 IMAGE = 4096
 THIRD = "third"

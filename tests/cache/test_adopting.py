@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickled import state_of
 
-from longshore.boundary import FILE, HOST, Key
+from longshore.boundary import FILE, HOST, Key, Slabs
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from longshore.cache.adopting import Recovered
 from longshore.cache.eviction import POLICIES
 from longshore.errors import CacheError
-from longshore.slabs import Slabs
 
 THIRD = "third"
 SMALL, LARGE = 0, 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickled import state_of
 
-from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Status, Transfer, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Slabs, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheSettings,
     DropReason,
@@ -23,7 +23,6 @@ from longshore.cache import (
 )
 from longshore.cache.eviction import ARC, LRU
 from longshore.errors import CacheError, CapacityError
-from longshore.slabs import Slabs
 
 SMALL, LARGE = 0, 1
 SIZES = (3, 12)

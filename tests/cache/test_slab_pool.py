@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pickled import state_of
 
+from longshore.boundary import Slabs
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY
 from longshore.cache.slab_pool import NOBODY, SlabPool
 from longshore.errors import CacheError, CapacityError
-from longshore.slabs import Slabs
 
 SMALL, LARGE = 0, 1
 GEOMETRIES = ((12, (3, 4)), (12, (4, 12)), (10, (2, 5, 10)), (13, (4, 6)), (8, (8, 1)))

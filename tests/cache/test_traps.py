@@ -17,14 +17,13 @@ from cache_model import World
 from cache_setup import LOAD, Setup, chunks, key, lookup, path_of, store
 from pickled import state_of
 
-from longshore.boundary import DEVICE, FILE, HOST, Status, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Slabs, Status, TransferResult
 from longshore.cache import DevicePool, DropReason, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
 from longshore.errors import CacheError, CapacityError, JobError, LeaseError
 from longshore.keys import MediaItem, chain
-from longshore.slabs import Slabs
 
 BOTH = Setup(host=4, file=8, backup="write_through")
 

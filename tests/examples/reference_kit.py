@@ -17,8 +17,7 @@ from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice
 from longshore.transfer.batch import CopyBatch
-from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.device.cpu import CpuStream
+from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream
 
 PATIENCE = 10.0
 """Seconds until something that must happen counts as not happening."""

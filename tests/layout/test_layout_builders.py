@@ -15,7 +15,7 @@ from longshore.boundary import HOST, Section
 from longshore.errors import LayoutError
 from longshore.layout import KVLayout, from_axes, from_rows, group_from_axes
 from longshore.tiers.arena import Arena
-from longshore.transfer.device.cpu import copy_pieces
+from longshore.transfer.device.base import copy_pieces
 from plans import plan
 
 SIZES = {"layer": 3, "kv": 2, "block": 8, "token": 4, "head": 2, "dim": 5}

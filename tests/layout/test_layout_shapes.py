@@ -16,7 +16,7 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import PlanError
 from longshore.layout import KVLayout, axes_of_backend, from_axes, from_backend, group_from_axes
 from longshore.tiers.arena import Arena
-from longshore.transfer.device.cpu import copy_pieces
+from longshore.transfer.device.base import copy_pieces
 from longshore.transfer.plan import expand
 from plans import plan
 

@@ -74,7 +74,6 @@ SUITES: dict[str, tuple[str, ...]] = {
 """Tests that know the order."""
 
 MODULES: dict[str, str] = {
-    "transfer/hazards.py": "transfer",
     "transfer/lane.py": "transfer",
     "transfer/engine.py": "transfer",
     "transfer/device/torch_streams.py": "streams",

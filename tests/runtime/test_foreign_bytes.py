@@ -9,12 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from longshore.boundary import HOST
+from longshore.boundary import HOST, Slabs
 from longshore.cache import CacheSettings, DropReason, Found, GroupKeys, MissReason, TieredCache, TierSpec
 from longshore.cache.types import Answer
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import BackgroundLoop, ForeignMover, Runtime
-from longshore.slabs import Slabs
 from longshore.testing import KeyStore, StoreFault
 from longshore.testing.key_store import Images
 from longshore.tiers.arena import Arena

@@ -38,7 +38,7 @@ from longshore.runtime.stack import Stack, open_stack
 from longshore.testing import flip_image_bit
 from longshore.tiers.file import GdsFileTier, capacity_for
 from longshore.transfer.device import CpuDevice
-from longshore.transfer.device.cpu import CpuImages
+from longshore.transfer.device.base import CpuImages
 from longshore.transfer.engine import TransferEngine
 
 BLOCKS, ROW, PER_CHUNK = 40, 6 * 500, 2

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from call_replay import replay
 
-from longshore.boundary import DEVICE, FILE, HOST, Cancel, Item, Route, Slot, Status, Transfer, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Cancel, Item, Route, Slabs, Slot, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
@@ -35,7 +35,6 @@ from longshore.errors import CacheError, JobError, PlanError, StateError, TierCl
 from longshore.runtime import BackgroundLoop, Runtime, TierMover
 from longshore.runtime.containment import CallLog
 from longshore.runtime.stack import adopt_found
-from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.host import HostTier

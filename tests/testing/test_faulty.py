@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshore.boundary import Status
+from longshore.boundary import Slabs, Status
 from longshore.errors import ConfigError, TierError
-from longshore.slabs import Slabs
 from longshore.testing import Fault, FaultPlan, FaultyTier, Rule, TierHarness, TierTests
 from longshore.testing.tier_harness import image, span
 from longshore.tiers.arena import Arena

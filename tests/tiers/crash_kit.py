@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longshore.boundary import Key, Status
-from longshore.slabs import Slabs
+from longshore.boundary import Key, Slabs, Status
 from longshore.testing.simulated_disk import Image, SimulatedDisk
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp

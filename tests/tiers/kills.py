@@ -30,8 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Status
-from longshore.slabs import Slabs
+from longshore.boundary import Slabs, Status
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, capacity_of

@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshore.boundary import Status
+from longshore.boundary import Slabs, Status
 from longshore.errors import TierInUseError
-from longshore.slabs import Slabs
 from longshore.testing.tier_harness import MISSES, key
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp

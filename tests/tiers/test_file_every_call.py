@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 from crash_kit import APART, TWO_SIZES, Shape, one_size
 
-from longshore.boundary import Status
+from longshore.boundary import Slabs, Status
 from longshore.errors import LongshoreError
-from longshore.slabs import Slabs
 from longshore.testing.simulated_disk import Image, OneByOneQueue, SimulatedDisk
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE, Arena

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshore.boundary import Status
+from longshore.boundary import Slabs, Status
 from longshore.errors import TierError
-from longshore.slabs import Slabs
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE

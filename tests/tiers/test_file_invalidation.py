@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshore.boundary import Status
+from longshore.boundary import Slabs, Status
 from longshore.errors import PlanError, TierError
-from longshore.slabs import Slabs
 from longshore.testing import TierHarness
 from longshore.testing.simulated_disk import SimulatedDisk
 from longshore.testing.tier_harness import key

@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from longshore.boundary import Status
+from longshore.boundary import Slabs, Status
 from longshore.cli.app import app
-from longshore.slabs import Slabs
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore.boundary import Status
+from longshore.boundary import Slabs, Status
 from longshore.errors import PlanError, TierClosedError, TierError
-from longshore.slabs import Slabs
 from longshore.testing import TierTests
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, Tier, TierOp

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from longshore.layout import KVLayout
 from longshore.transfer import CpuDevice
 from longshore.transfer.batch import CopyBatch
-from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.device.cpu import CpuStream, copy_pieces
+from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream, copy_pieces
 from longshore.transfer.plan import describe
 
 PATIENCE = 10.0

@@ -19,10 +19,9 @@ from device_kit import copied_inside
 from gated import PATIENCE
 from transfer_kit import Bytes, Model, Pools, transfer
 
-from longshore.boundary import DEVICE, HOST, Item, Section, Slot, Status, Transfer
+from longshore.boundary import DEVICE, HOST, Item, Section, Slabs, Slot, Status, Transfer
 from longshore.errors import QueueFullError
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.host import HostTier
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine

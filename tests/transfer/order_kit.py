@@ -23,8 +23,7 @@ from longshore.testing.simulated_device.simulation import Clock, Mark, WatchedHa
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.hazards import LanePosition
-from longshore.transfer.lane import CopyJob, WaitCondition
+from longshore.transfer.lane import CopyJob, LanePosition, WaitCondition
 
 BLOCKS = 4
 SLOTS = 4

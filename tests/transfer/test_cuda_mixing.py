@@ -14,7 +14,7 @@ from cuda_stand_in import StandIn, StandInAccelerator
 
 from longshore.checksums import mix64
 from longshore.errors import DeviceError
-from longshore.transfer.device.cpu import CpuDevice
+from longshore.transfer.device.base import CpuDevice
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.torch_streams import TorchDevice

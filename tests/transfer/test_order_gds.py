@@ -15,9 +15,8 @@ import pytest
 from order_kit import LAYERS, PAGE, Tale, small_layout
 from transfer_kit import Bytes
 
-from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slot, Status, Transfer, TransferResult
+from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slabs, Slot, Status, Transfer, TransferResult
 from longshore.runtime.gds_mover import GdsMover, ImageRing
-from longshore.slabs import Slabs
 from longshore.testing.simulated_device import Simulation, WrongError, explore
 from longshore.testing.simulated_device.device import CELL, SimulatedEvent, SimulatedStream
 from longshore.tiers.arena import Arena

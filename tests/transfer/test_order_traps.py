@@ -14,8 +14,7 @@ from longshore.testing.simulated_device import WrongError, explore
 from longshore.testing.simulated_device.device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
 from longshore.transfer import OFFLOAD
 from longshore.transfer.engine import TransferEngine
-from longshore.transfer.hazards import Access, Hazards, LanePosition, Place
-from longshore.transfer.lane import Board, Lane
+from longshore.transfer.lane import Access, Board, Hazards, Lane, LanePosition, Place
 from longshore.transfer.plan import Pieces
 
 Patch = pytest.MonkeyPatch

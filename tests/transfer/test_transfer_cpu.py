@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transfer_kit import flat
 
 from longshore.transfer import CpuDevice, device_for
-from longshore.transfer.device.cpu import SMALL, copy_pieces
+from longshore.transfer.device.base import SMALL, copy_pieces
 
 
 @settings(deadline=None, max_examples=80)

@@ -802,15 +802,15 @@ import torch
 from transfer_kit import transfer
 from longshore.boundary import Section
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.slabs import Slabs
+from longshore.boundary import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
-from longshore.transfer.device import cpu
+from longshore.transfer.device import base
 
 BLOCKS, PAGE = 4, 4 << 20
 arrived, gone, copied = threading.Event(), threading.Event(), threading.Event()
-copy_pieces = cpu.copy_pieces
+copy_pieces = base.copy_pieces
 
 def late(source, destination, size):
     arrived.set()
@@ -827,7 +827,7 @@ def submitted(route):
     arrived.wait()
     return engine, layout, arena
 
-cpu.copy_pieces = late
+base.copy_pieces = late
 engine, layout, arena = submitted({"offload": OFFLOAD, "onboard": ONBOARD}[sys.argv[1]])
 if sys.argv[2] == "freed":
     layout.free()

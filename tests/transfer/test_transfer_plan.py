@@ -17,7 +17,7 @@ from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sect
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
-from longshore.transfer.device.cpu import copy_pieces
+from longshore.transfer.device.base import copy_pieces
 from longshore.transfer.plan import Pieces, Planner, describe, expand, merge
 from longshore.transfer.selection import select
 from plans import Copies, plan

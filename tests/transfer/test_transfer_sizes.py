@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from longshore.boundary import HOST, Item, Items, Route, Section, Slot, Slots, Status, Transfer
+from longshore.boundary import HOST, Item, Items, Route, Section, Slabs, Slot, Slots, Status, Transfer
 from longshore.errors import PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.slabs import Slabs
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine

@@ -24,7 +24,7 @@ from longshore.errors import FreedLayoutError
 from longshore.transfer import OFFLOAD, TransferEngine
 from longshore.transfer.device import torch_streams
 from longshore.transfer.device.accelerator import Accelerator
-from longshore.transfer.device.cpu import copy_pieces
+from longshore.transfer.device.base import copy_pieces
 from longshore.transfer.device.torch_streams import TorchDevice
 
 

@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Transfer
+from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slabs, Slot, Transfer
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 

@@ -14,11 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 from longshore.bench.harness import Case, chosen, compare, rate
-from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer
+from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slabs, Slot, Status, Transfer
 from longshore.config import parse_size
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine

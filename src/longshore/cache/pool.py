@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Status
+from longshore.boundary import Slabs, Status
 from longshore.cache.columns import FreeList, column, marks, numbers, zeros
 from longshore.errors import CacheError, CapacityError, IntegrityError, StateError
-from longshore.slabs import Slabs
 
 
 class State(enum.Enum):

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from longshore.boundary import Slabs
 from longshore.cache.columns import LISTS, Chains, column, marks, zeros
 from longshore.cache.pool import FREE, SlotPool
 from longshore.errors import CacheError
-from longshore.slabs import Slabs
 
 NOBODY = 255
 """The pool of a slab that is nobody's."""

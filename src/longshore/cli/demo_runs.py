@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from longshore.boundary import align
 from longshore.cache import Counters
 from longshore.cli.demo_result import DemoResult, OccupancySample, RequestRecord, RouteTotal, RunRecord
 from longshore.cli.options import check_memory
@@ -28,7 +29,6 @@ from longshore.config import Config, format_bytes, read_toml
 from longshore.engines.transformers import RequestBlocks, Tiers, recording, refuse, replaying, tiered
 from longshore.errors import ConfigError, EngineError
 from longshore.runtime.stack import check_size
-from longshore.slabs import align
 from longshore.tiers.file import capacity_for
 from longshore.trace import Workload, WorkloadRequest, read_excerpt, read_mooncake
 

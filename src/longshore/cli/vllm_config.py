@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from longshore.boundary import PAGE
 from longshore.cli.options import settings_of, size_of
 from longshore.cli.output import write_json
 from longshore.config import Config
 from longshore.engines.kv_transfer import check_settings, kv_transfer
 from longshore.errors import ConfigError
-from longshore.slabs import PAGE
 
 
 def vllm_config(

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from longshore.boundary import PAGE, align
 from longshore.errors import FreedLayoutError, LayoutError
 from longshore.layout.tensors import DeviceTensor, dtype_name
-from longshore.slabs import PAGE, align
 
 I64 = npt.NDArray[np.int64]
 

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from longshore.boundary import (
     DEVICE,
     HOST,
+    I64,
     Item,
     Route,
     Section,
+    Slabs,
     Slot,
     Status,
     Transfer,
@@ -29,7 +31,6 @@ from longshore.boundary import (
 )
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
-from longshore.slabs import I64, Slabs
 from longshore.tiers.base import Op, Tier, TierOp, check_batch
 from longshore.transfer.device.base import ImageMemory
 from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from longshore.boundary import FILE, HOST, Mover
+from longshore.boundary import FILE, HOST, Mover, Slabs, by_size
 from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
 from longshore.cache.eviction import POLICIES, EvictionPolicy
 from longshore.config import Config, available_memory, format_bytes
@@ -28,7 +28,6 @@ from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
 from longshore.runtime.tier_mover import ForeignMover, TierMover
 from longshore.runtime.weighing import Weighing
-from longshore.slabs import Slabs, by_size
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.cuda import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import ForeignTier, Tier

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from longshore.boundary import PAGE
 from longshore.errors import PlanError, TierError
-from longshore.slabs import PAGE
 from longshore.tiers.file.directory import SEGMENT
 from longshore.tiers.file.format import parse_superblock
 from longshore.tiers.file.superblock import SUPERBLOCK

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from longshore.slabs import PAGE
+from longshore.boundary import PAGE
 from longshore.tiers.file.queue import IoQueue, Piece
 from longshore.tiers.file.system import RawIo
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Key, Status
-from longshore.slabs import PAGE
+from longshore.boundary import PAGE, Key, Status
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
 

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore.boundary import Status
+from longshore.boundary import PAGE, Status
 from longshore.errors import TierClosedError, TierError
-from longshore.slabs import PAGE
 from longshore.testing.tier_harness import POISON, TierHarness, image, key, span
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, StoredChunk, Tier

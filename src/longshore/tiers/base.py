@@ -34,9 +34,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.boundary import Key, Status
+from longshore.boundary import Key, Slabs, Status
 from longshore.errors import PlanError, TierError
-from longshore.slabs import Slabs
 
 
 class Op(enum.Enum):
@@ -53,7 +52,7 @@ BY_KEY = -1
 class TierOp(NamedTuple):
     """One image to move.
 
-    `slot` is the index in an owned tier, or `BY_KEY`, and `pool` its image size (`longshore.slabs`). `offset` and
+    `slot` is the index in an owned tier, or `BY_KEY`, and `pool` its image size (`longshore.boundary`). `offset` and
     `length` are bytes in the arena, and must lie within it; `length` must not exceed the pool's `image_bytes`. A `READ`
     serves only bytes that were written under the same `key` and `generation`. Anything else ends with another status,
     and the destination's bytes are undefined. A `WRITE` assigns the slab of its slot to its pool: images of other

@@ -1,7 +1,7 @@
 """The host tier: slots for block images inside the arena itself.
 
     arena   │ ... │ slot 0 │ slot 1 │ ... │ slot n-1 │ ...
-                  base     base + image_bytes                    (with one image size; `longshore.slabs` for several)
+                  base     base + image_bytes                    (with one image size; `longshore.boundary` for several)
 
 The transfer engine accesses a slot by its arena offset (`HostTier.offset`), without the `Tier` interface. As a `Tier`,
 it copies between a slot and another range of the same arena; this is the reference implementation for other tiers.
@@ -13,9 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from longshore.boundary import HOST, Key, Status
+from longshore.boundary import HOST, I64, PAGE, Key, Slabs, Status
 from longshore.errors import TierClosedError, TierError
-from longshore.slabs import I64, PAGE, Slabs
 from longshore.tiers.arena import Arena, ArenaReport
 from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch, check_generation
 

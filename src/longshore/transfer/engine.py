@@ -21,8 +21,7 @@ from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferRe
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, DeviceEvent
-from longshore.transfer.hazards import Access, Hazards, Place
-from longshore.transfer.lane import Board, CopyJob, Lane, LaneDriver, Layered, Threads
+from longshore.transfer.lane import Access, Board, CopyJob, Hazards, Lane, LaneDriver, Layered, Place, Threads
 from longshore.transfer.selection import HostSlots, Selection, check_room, images_of, kept, select, select_inside
 
 OFFLOAD = Route(DEVICE, HOST)

@@ -18,10 +18,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from longshore.boundary import DEVICE, HOST, Item, Items, Section, Slot, Slots, Transfer
+from longshore.boundary import DEVICE, HOST, Item, Items, Section, Slabs, Slot, Slots, Transfer
 from longshore.errors import PlanError
 from longshore.layout.model import U64, KVLayout
-from longshore.slabs import Slabs
 from longshore.transfer.batch import I64, CopyBatch, CopyPart
 
 

@@ -41,11 +41,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
 
-from longshore.boundary import FILE, Status
+from longshore.boundary import FILE, Slabs, Status
 from longshore.cache.pool import FREE, READY
 from longshore.engines.vllm import store as store_module
 from longshore.engines.vllm.worker import LoadPart
-from longshore.slabs import Slabs
 from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch
 
 BLOCKS = 4096

@@ -13,7 +13,7 @@ from vllm_kit import BLOCKS, Group, Rig, keys_of
 from longshore.engines.vllm.meeting import note_path
 from longshore.errors import SelfTestError
 from longshore.runtime.selftest import copy_test
-from longshore.transfer.device.cpu import copy_pieces
+from longshore.transfer.device.base import copy_pieces
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 PAGE = 5000
@@ -172,7 +172,7 @@ def test_copies_that_go_wrong_are_found_at_start(monkeypatch: pytest.MonkeyPatch
         copy_pieces(source, destination, size)
         ctypes.c_uint8.from_address(int(destination[0])).value += 1
 
-    monkeypatch.setattr("longshore.transfer.device.cpu.copy_pieces", careless)
+    monkeypatch.setattr("longshore.transfer.device.base.copy_pieces", careless)
     with pytest.raises(SelfTestError, match="1 of 192 bytes of the test block were wrong when read back"):
         Rig(world=world, groups=(Group(layers=1),), page=200)
     assert set(note_path("any").parent.iterdir()) == notes

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from longshore.boundary import Slabs
 from longshore.engines.vllm.model import Model
 from longshore.errors import EngineError
 from longshore.runtime.stamps import Stamps
-from longshore.slabs import Slabs
 from longshore.tiers.arena import Arena
 
 PATIENCE = 300.0

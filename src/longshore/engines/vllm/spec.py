@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from longshore.boundary import HOST, Section, Slot
+from longshore.boundary import HOST, Section, Slabs, Slot, by_size
 from longshore.cache import WritePolicy
 from longshore.config import format_bytes
 from longshore.engines.vllm import contract
@@ -33,7 +33,6 @@ from longshore.layout import KVLayout
 from longshore.runtime.selftest import copy_test
 from longshore.runtime.stack import open_arena, registrar_for
 from longshore.runtime.stamps import Stamps
-from longshore.slabs import Slabs, by_size
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer.device import device_for

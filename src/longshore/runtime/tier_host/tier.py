@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from longshore import __version__, errors
-from longshore.boundary import FILE, Status
+from longshore.boundary import FILE, PAGE, Slabs, Status
 from longshore.errors import TierClosedError, TierError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.process import PROGRAM, HostProcess, Silence, Watch
 from longshore.runtime.tier_host.wire import Kind, WireError, frame
-from longshore.slabs import PAGE, Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import (
     StoredChunk,

@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longshore.boundary import Status
+from longshore.boundary import Slabs, Status
 from longshore.errors import LayoutError, PlanError
-from longshore.slabs import Slabs
 from longshore.tiers.base import Op, StoredChunk, TierOp, TierResult
 
 _HEAD = struct.Struct("<BQ")

@@ -8,8 +8,7 @@ from functools import partial
 from longshore.layout.model import U64, KVLayout
 from longshore.testing.simulated_device.simulation import BlockedError, Mark, SimulatedQueue, Simulation
 from longshore.transfer.batch import CopyBatch
-from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream
-from longshore.transfer.device.cpu import copy_pieces
+from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream, copy_pieces
 from longshore.transfer.plan import Planner
 
 CELL = 8

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longshore.errors import LongshoreError
-from longshore.transfer.hazards import Access, Hazards, LanePosition
-from longshore.transfer.lane import LaneDriver, WaitCondition
+from longshore.transfer.lane import Access, Hazards, LaneDriver, LanePosition, WaitCondition
 
 Clock = dict[str, int]
 

@@ -9,7 +9,7 @@ registration.py  registration with a device, in pieces that no slot straddles
 cuda.py          registration with CUDA
 """
 
-from longshore.slabs import PAGE, align
+from longshore.boundary import PAGE, align
 from longshore.tiers.arena.arena import Arena, ArenaReport, ArenaSettings, Fallback
 from longshore.tiers.arena.registration import Registrar
 

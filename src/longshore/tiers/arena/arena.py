@@ -24,8 +24,8 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from longshore.boundary import align
 from longshore.errors import RegistrationError, TierClosedError, TierError
-from longshore.slabs import align
 from longshore.tiers.arena import huge_pages, memory, numa, populate
 from longshore.tiers.arena.memory import Memory, System
 from longshore.tiers.arena.registration import LARGEST_PIECE, Registrar, Registration, cut

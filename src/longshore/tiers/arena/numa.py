@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.slabs import PAGE
+from longshore.boundary import PAGE
 from longshore.tiers.arena.memory import System
 
 MPOL_PREFERRED = 1

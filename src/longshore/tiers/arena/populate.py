@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from longshore.slabs import PAGE
+from longshore.boundary import PAGE
 from longshore.tiers.arena.memory import System
 
 MADV_POPULATE_WRITE = 23

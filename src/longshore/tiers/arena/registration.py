@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from longshore.boundary import PAGE
 from longshore.errors import RegistrationError, TierError
-from longshore.slabs import PAGE
 
 LARGEST_PIECE = 16 << 30
 """Bytes of the largest piece: well below sizes that were seen to fail."""

@@ -24,10 +24,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from longshore.boundary import Key
+from longshore.boundary import PAGE, Key, align
 from longshore.checksums import checksum
 from longshore.errors import FormatError, PlanError, TierError, TierInUseError
-from longshore.slabs import PAGE, align
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import LOCK, SEGMENT, Directory
 from longshore.tiers.file.format import Superblock

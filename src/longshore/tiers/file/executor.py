@@ -25,9 +25,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from longshore.boundary import Status
+from longshore.boundary import PAGE, Status
 from longshore.errors import TierClosedError, TierError
-from longshore.slabs import PAGE
 from longshore.tiers.base import Op, OpBatch, TierOp, TierResult
 from longshore.tiers.file.queue import IoQueue, Piece, Steps, Task
 from longshore.tiers.file.segment import FULL, Segment, Staging

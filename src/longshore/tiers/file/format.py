@@ -7,7 +7,7 @@
               0        4096                       slab_bytes
 
 Where a slot lies follows from its number, its pool (the number of an image size) and the superblock
-(`longshore.slabs`), and a header names both; so none can be taken for that of another place.
+(`longshore.boundary`), and a header names both; so none can be taken for that of another place.
 
 Every page here is 4096 bytes, little-endian, and ends with a checksum of everything before it, so no single bit of
 it can change unseen. An all-zero header page is a slot that was never written.
@@ -18,10 +18,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from longshore.boundary import Key, Status
+from longshore.boundary import PAGE, Key, Slabs, Status
 from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
-from longshore.slabs import PAGE, Slabs
 from longshore.tiers.base import KEY_BYTES
 
 VERSION = 4

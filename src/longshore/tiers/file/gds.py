@@ -20,10 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from longshore.boundary import Status
+from longshore.boundary import PAGE, Status, align
 from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError, TierError
-from longshore.slabs import PAGE, align
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.queue import Move, Piece, Steps
 from longshore.tiers.file.segment import Seal, Segment, Staging, Verifier, is_aligned

@@ -31,9 +31,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Key
+from longshore.boundary import PAGE, Key, Slabs
 from longshore.errors import TierError
-from longshore.slabs import PAGE, Slabs
 from longshore.tiers.file import index_format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import RecordHeader

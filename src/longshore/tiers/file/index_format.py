@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from longshore.boundary import PAGE, Slabs, align
 from longshore.checksums import digest
 from longshore.errors import FormatError
-from longshore.slabs import PAGE, Slabs, align
 from longshore.tiers.file.format import VERSION, RecordHeader, check_padding, check_page, seal
 
 CHECKPOINT_MAGIC = b"LNGSHIDX"

@@ -25,9 +25,8 @@ from collections.abc import Callable, Generator, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar
 
-from longshore.boundary import Status
+from longshore.boundary import PAGE, Status
 from longshore.errors import TierError
-from longshore.slabs import PAGE
 from longshore.tiers.base import Op, TierOp
 
 T = TypeVar("T")

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longshore.boundary import PAGE, Slabs
 from longshore.errors import FormatError, TierError
-from longshore.slabs import PAGE, Slabs
 from longshore.tiers.base import MAX_GENERATION
 from longshore.tiers.file import format as records
 from longshore.tiers.file import index_format as fmt

@@ -15,10 +15,9 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from longshore.boundary import Status
+from longshore.boundary import PAGE, Status, align
 from longshore.checksums import XXH3_64, checksum
 from longshore.errors import TierError
-from longshore.slabs import PAGE, align
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.directory import SEGMENT, Directory

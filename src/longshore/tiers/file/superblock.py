@@ -14,8 +14,8 @@ import contextlib
 import logging
 from pathlib import Path
 
+from longshore.boundary import PAGE
 from longshore.errors import FormatError
-from longshore.slabs import PAGE
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.system import RawIo, write_all

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from longshore.slabs import PAGE
+from longshore.boundary import PAGE
 from longshore.tiers.file import aio
 from longshore.tiers.file.queue import IoQueue
 

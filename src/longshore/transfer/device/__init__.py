@@ -14,8 +14,7 @@ from pathlib import Path
 
 from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
-from longshore.transfer.device.base import Device, DeviceEvent, Stream
-from longshore.transfer.device.cpu import CpuDevice
+from longshore.transfer.device.base import CpuDevice, Device, DeviceEvent, Stream
 
 __all__ = ["CpuDevice", "Device", "DeviceEvent", "Stream", "device_for"]
 

@@ -25,8 +25,7 @@ from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout, PageRef
 from longshore.transfer.batch import I64, CopyBatch, CopyPart
 from longshore.transfer.device.accelerator import Accelerator, Events, Fallbacks, Point, pinned_or_pageable
-from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream
-from longshore.transfer.device.cpu import copy_pieces
+from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream, copy_pieces
 from longshore.transfer.plan import Pieces, host_addresses, merge
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
