@@ -46,11 +46,10 @@ from longshore.runtime.stack import open_stack
 from longshore.tiers.file import GdsFileTier, capacity_for
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.base import Device
-from longshore.transfer.device.cuda.accelerator import CudaAccelerator
-from longshore.transfer.device.cuda.calibrate import THOROUGH, Always, Effort, everything
-from longshore.transfer.device.cuda.chooser import Chooses, Way
+from longshore.transfer.device.cuda.calibration import THOROUGH, Always, Effort, everything
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.driver import Driver, load
+from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver, load
+from longshore.transfer.device.cuda.streams import Chooses, Way
 from longshore.transfer.device.torch_streams import with_index
 
 SIZES = (512, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 2 << 20)

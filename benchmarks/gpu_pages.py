@@ -16,11 +16,10 @@ from longshore.boundary import HOST, I64, Item, Route, Section, Slabs, Slot, Sta
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
-from longshore.transfer.device.accelerator import Events, Fallbacks
-from longshore.transfer.device.cuda.accelerator import CudaAccelerator
-from longshore.transfer.device.cuda.chooser import Chooses
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.driver import Driver
+from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver
+from longshore.transfer.device.cuda.streams import Chooses
+from longshore.transfer.device.torch_streams import Events, Fallbacks
 from longshore.transfer.plan import describe
 from longshore.transfer.selection import select
 

@@ -23,8 +23,8 @@ from longshore.config import Config
 from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice, device_for
-from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream
+from longshore.transfer.plan import CopyBatch
 
 ANSWER = 8
 SMALL, LARGE = 112, 4096

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from longshore.bench import calibration as module
 from longshore.cli.app import app
 from longshore.errors import BenchError
-from longshore.transfer.device.cuda.calibrate import Effort
-from longshore.transfer.device.cuda.chooser import Way, load
+from longshore.transfer.device.cuda.calibration import Effort, load
+from longshore.transfer.device.cuda.streams import Way
 
 sys.path.append(str(Path(__file__).parents[1] / "transfer"))
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from longshore.errors import BenchError
-from longshore.transfer.device.cuda.calibrate import Effort
-from longshore.transfer.device.cuda.chooser import Way
+from longshore.transfer.device.cuda.calibration import Effort
+from longshore.transfer.device.cuda.streams import Way
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tests" / "transfer"), str(ROOT / "tests" / "tiers"), str(ROOT / "benchmarks")]
@@ -44,7 +44,7 @@ def gpu() -> ModuleType:
 def rig_of(gpu: ModuleType, folder: Path, vllm_swap: Any = None) -> Any:
     from cuda_stand_in import LazyStream, StandInAccelerator, StandInLibrary
 
-    from longshore.transfer.device.cuda.calibrate import everything
+    from longshore.transfer.device.cuda.calibration import everything
     from longshore.transfer.device.cuda.device import CudaDevice
 
     accelerator = StandInAccelerator()

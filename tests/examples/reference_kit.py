@@ -16,8 +16,8 @@ from longshore.config import Config
 from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice
-from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream
+from longshore.transfer.plan import CopyBatch
 
 PATIENCE = 10.0
 """Seconds until something that must happen counts as not happening."""

@@ -16,7 +16,7 @@ from longshore.boundary import DEVICE, HOST, Section, Slot
 from longshore.cache import DeviceCopy
 from longshore.errors import CapacityError, EngineError, FreedLayoutError
 from longshore.transfer import ONBOARD
-from longshore.transfer.batch import CopyBatch
+from longshore.transfer.plan import CopyBatch
 
 LAYERS = range(SHAPE.layers)
 

@@ -14,10 +14,10 @@ from cuda_stand_in import AnyWay
 from jobs_kit import DevicePools, Hardware, compute_is_late, layer_by_layer, random_jobs, round_trip, side_by_side
 
 from longshore.transfer.device.cuda import kernels
-from longshore.transfer.device.cuda.calibrate import QUICK, Always, everything
-from longshore.transfer.device.cuda.chooser import Chooses, Way
+from longshore.transfer.device.cuda.arguments import COLUMNS, KernelShape
+from longshore.transfer.device.cuda.calibration import QUICK, Always, everything
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.runs import COLUMNS, KernelShape
+from longshore.transfer.device.cuda.streams import Chooses, Way
 from longshore.transfer.device.torch_streams import TorchDevice
 
 pytestmark = pytest.mark.gpu

@@ -78,7 +78,6 @@ MODULES: dict[str, str] = {
     "transfer/engine.py": "transfer",
     "transfer/device/torch_streams.py": "streams",
     "transfer/device/cuda/streams.py": "cuda",
-    "transfer/device/cuda/resources.py": "cuda",
     "runtime/guard.py": "runtime",
     "cache/pool.py": "cache",
     "cache/pool.py": "cache",

@@ -27,14 +27,13 @@ from torch.utils import cpp_extension
 import environments
 from longshore.checksums import mix64
 from longshore.tiers.arena import Arena
-from longshore.transfer.device.accelerator import Accelerator
 from longshore.transfer.device.cuda import kernels
-from longshore.transfer.device.cuda.accelerator import CudaAccelerator
-from longshore.transfer.device.cuda.calibrate import Always, everything
-from longshore.transfer.device.cuda.chooser import Way
+from longshore.transfer.device.cuda.arguments import KernelShape
+from longshore.transfer.device.cuda.calibration import Always, everything
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.driver import Driver
-from longshore.transfer.device.cuda.runs import KernelShape
+from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver
+from longshore.transfer.device.cuda.streams import Way
+from longshore.transfer.device.torch_streams import Accelerator
 
 NAME = "queued"
 SOURCE = Path(__file__).with_name("async_device.cpp")

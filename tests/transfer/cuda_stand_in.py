@@ -23,11 +23,11 @@ from longshore.checksums import mix64
 from longshore.layout import KVLayout
 from longshore.transfer.device.cuda import driver as ours
 from longshore.transfer.device.cuda import kernels
-from longshore.transfer.device.cuda.accelerator import CudaAccelerator
-from longshore.transfer.device.cuda.calibrate import everything
-from longshore.transfer.device.cuda.chooser import Chooses, CopyShape, Way
+from longshore.transfer.device.cuda.arguments import KernelShape
+from longshore.transfer.device.cuda.calibration import everything
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.runs import KernelShape
+from longshore.transfer.device.cuda.driver import CudaAccelerator
+from longshore.transfer.device.cuda.streams import Chooses, CopyShape, Way
 
 RETURN_INVALID_VALUE = 1
 RETURN_NO_CONTEXT = 201

@@ -10,8 +10,8 @@ from transfer_kit import Bytes, Pools
 
 from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.layout import KVLayout
-from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
+from longshore.transfer.plan import CopyBatch
 from longshore.transfer.selection import Selection, select, select_inside, zero_padding
 
 

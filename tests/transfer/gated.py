@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 from longshore.layout import KVLayout
 from longshore.transfer import CpuDevice
-from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream, copy_pieces
-from longshore.transfer.plan import describe
+from longshore.transfer.plan import CopyBatch, describe
 
 PATIENCE = 10.0
 """Seconds until something that must happen counts as not happening."""

@@ -21,9 +21,9 @@ from longshore.testing.simulated_device import SimulatedDevice, SimulatedQueue, 
 from longshore.testing.simulated_device.device import CELL, SimulatedEvent
 from longshore.testing.simulated_device.simulation import Clock, Mark, WatchedHazards
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
-from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.lane import CopyJob, LanePosition, WaitCondition
+from longshore.transfer.plan import CopyBatch
 
 BLOCKS = 4
 SLOTS = 4

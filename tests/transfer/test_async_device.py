@@ -32,14 +32,12 @@ import longshore
 from longshore.boundary import DEVICE, HOST
 from longshore.layout import KVLayout
 from longshore.tiers.arena import Arena
-from longshore.transfer.device.accelerator import Accelerator, Point
 from longshore.transfer.device.base import Device, Stream
-from longshore.transfer.device.cuda.calibrate import Always, Effort
-from longshore.transfer.device.cuda.chooser import Way
+from longshore.transfer.device.cuda.arguments import KernelShape
+from longshore.transfer.device.cuda.calibration import Always, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.runs import KernelShape
-from longshore.transfer.device.cuda.streams import CudaStream, _Given
-from longshore.transfer.device.torch_streams import StagedStream, TorchDevice, _StagedCopy
+from longshore.transfer.device.cuda.streams import CudaStream, Way, _Given
+from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, TorchDevice, _StagedCopy
 from longshore.transfer.lane import Board
 
 PAUSE = 100
@@ -351,7 +349,7 @@ def test_streams_and_memory_that_a_start_takes_are_bounded_and_its_own(
     both: tuple[Queued, Queued], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a calibration, and with the file that it leaves."""
-    monkeypatch.setattr("longshore.transfer.device.cuda.calibrate.QUICK", TINY)
+    monkeypatch.setattr("longshore.transfer.device.cuda.calibration.QUICK", TINY)
     hardware, _ = both
     _, accelerator, library, with_calibration = started(hardware, tmp_path / "kept.json")
     assert {name for name, *_ in accelerator.launched} == {"gather", "scatter"}

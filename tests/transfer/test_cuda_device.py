@@ -21,11 +21,12 @@ from transfer_kit import Pools, flat
 
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.transfer.device import device_for
-from longshore.transfer.device.cuda import chooser, driver
-from longshore.transfer.device.cuda.accelerator import CudaAccelerator
-from longshore.transfer.device.cuda.calibrate import QUICK, THOROUGH, Effort
-from longshore.transfer.device.cuda.chooser import Calibration, CopyShape, Sample, Way
-from longshore.transfer.device.cuda.runs import KernelShape
+from longshore.transfer.device.cuda import calibration as calibrations
+from longshore.transfer.device.cuda import driver
+from longshore.transfer.device.cuda.arguments import KernelShape
+from longshore.transfer.device.cuda.calibration import QUICK, THOROUGH, Calibration, Effort, Sample
+from longshore.transfer.device.cuda.driver import CudaAccelerator
+from longshore.transfer.device.cuda.streams import CopyShape, Way
 
 TINY = Effort((24, 512, 4096), small=4096, large=1 << 16, repeats=2)
 
@@ -83,10 +84,10 @@ def test_a_calibration_is_what_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file.json"
     found = calibration()
     found.save(path)
-    assert chooser.load(path, "GPU", 13000) == found
-    assert chooser.load(path, "another GPU", 13000) is None
-    assert chooser.load(path, "GPU", 12080) is None
-    assert chooser.load(tmp_path / "none", "GPU", 13000) is None
+    assert calibrations.load(path, "GPU", 13000) == found
+    assert calibrations.load(path, "another GPU", 13000) is None
+    assert calibrations.load(path, "GPU", 12080) is None
+    assert calibrations.load(tmp_path / "none", "GPU", 13000) is None
     assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
 
 
@@ -105,23 +106,23 @@ def test_a_calibration_is_what_was_saved(tmp_path: Path) -> None:
 def test_a_damaged_calibration_is_no_calibration(tmp_path: Path, damage: Any) -> None:
     path = tmp_path / "file.json"
     path.write_text(damage(calibration().as_json()))
-    assert chooser.load(path, "GPU", 13000) is None
+    assert calibrations.load(path, "GPU", 13000) is None
 
 
 def test_it_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = chooser.default_path("NVIDIA H200", 13000, "x16 32.0 GT/s PCIe")
+    path = calibrations.default_path("NVIDIA H200", 13000, "x16 32.0 GT/s PCIe")
     assert path == tmp_path / "longshore" / "copy-nvidia-h200-13000-x16-32-0-gt-s-pcie.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert chooser.default_path("GPU", 1) == tmp_path / ".cache" / "longshore" / "copy-gpu-1-unknown.json"
+    assert calibrations.default_path("GPU", 1) == tmp_path / ".cache" / "longshore" / "copy-gpu-1-unknown.json"
 
 
 def test_a_calibration_measures_every_way_and_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     gpu = StandIn(None, calibration=path, staging_bytes=1 << 16)
     found = gpu.device.calibrate(TINY)
-    assert chooser.load(path, "Stand-in GPU", 12080) == found
+    assert calibrations.load(path, "Stand-in GPU", 12080) == found
     for into in (HOST, DEVICE):
         assert set(found.curves[into]) == set(Way)
         for samples in found.curves[into].values():
@@ -132,7 +133,7 @@ def test_a_calibration_measures_every_way_and_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_first_use_measures_by_itself_and_the_second_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longshore.transfer.device.cuda.calibrate.QUICK", TINY)
+    monkeypatch.setattr("longshore.transfer.device.cuda.calibration.QUICK", TINY)
     path = tmp_path / "file.json"
     pools = Pools(flat(8), slots=8)
     for kernels in (True, False):
@@ -260,7 +261,7 @@ def _absent(name: str) -> None:
 
 def test_lanes_have_streams_of_their_own_and_give_them_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of torch's, which are 32 for each device and the engine's as well; calibration takes two."""
-    monkeypatch.setattr("longshore.transfer.device.cuda.calibrate.QUICK", TINY)
+    monkeypatch.setattr("longshore.transfer.device.cuda.calibration.QUICK", TINY)
     monkeypatch.setattr(torch.cuda, "Stream", _refused)
     monkeypatch.setattr(torch, "Stream", _refused)
     gpu = StandIn(None, calibration=tmp_path / "kept.json", staging_bytes=1 << 16)
@@ -308,15 +309,15 @@ def test_another_link_is_measured_anew(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     found = Calibration("GPU", 13000, calibration().curves, "x16 32.0 GT/s PCIe")
     found.save(path)
-    assert chooser.load(path, "GPU", 13000, "x16 32.0 GT/s PCIe") == found
-    assert chooser.load(path, "GPU", 13000, "x8 32.0 GT/s PCIe") is None
+    assert calibrations.load(path, "GPU", 13000, "x16 32.0 GT/s PCIe") == found
+    assert calibrations.load(path, "GPU", 13000, "x8 32.0 GT/s PCIe") is None
 
 
 def test_a_start_on_another_link_measures_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longshore.transfer.device.cuda.calibrate.QUICK", TINY)
+    monkeypatch.setattr("longshore.transfer.device.cuda.calibration.QUICK", TINY)
     pools, measures = Pools(flat(8), slots=8), []
     for link in ("x16 32.0 GT/s PCIe", "x16 32.0 GT/s PCIe", "x8 32.0 GT/s PCIe"):
-        monkeypatch.setattr(chooser, "link_of", lambda address, link=link: link)
+        monkeypatch.setattr(calibrations, "link_of", lambda address, link=link: link)
         gpu = StandIn(None, calibration=tmp_path / "kept.json", staging_bytes=1 << 16)
         gpu.lane(pools.layout, HOST)
         measures.append(bool(gpu.accelerator.kernels))
@@ -329,12 +330,12 @@ def test_the_link_is_that_of_the_slower_side_whatever_its_speed_now(tmp_path: Pa
     device.mkdir(parents=True)
     (tmp_path / "bus/pci/devices").mkdir(parents=True)
     (tmp_path / "bus/pci/devices/0000:3b:00.0").symlink_to(device)
-    assert chooser.link_of("0000:3b:00.0", tmp_path) == "unknown"
+    assert calibrations.link_of("0000:3b:00.0", tmp_path) == "unknown"
     (device / "current_link_width").write_text("8\n")
     (device / "max_link_speed").write_text("32.0 GT/s PCIe\n")
-    assert chooser.link_of("0000:3b:00.0", tmp_path) == "x8 32.0 GT/s PCIe"
+    assert calibrations.link_of("0000:3b:00.0", tmp_path) == "x8 32.0 GT/s PCIe"
     (bridge / "max_link_speed").write_text("16.0 GT/s PCIe\n")
-    assert chooser.link_of("0000:3b:00.0", tmp_path) == "x8 16.0 GT/s PCIe"
+    assert calibrations.link_of("0000:3b:00.0", tmp_path) == "x8 16.0 GT/s PCIe"
 
 
 def _refused(*arguments: Any, **options: Any) -> None:

@@ -12,9 +12,8 @@ from cuda_stand_in import StandInLibrary, World
 
 from longshore.checksums import mix64
 from longshore.errors import DeviceError
-from longshore.transfer.device.cuda.accelerator import CudaAccelerator
 from longshore.transfer.device.cuda.device import CudaImages
-from longshore.transfer.device.cuda.driver import Driver
+from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver
 
 PAGE = 4096
 

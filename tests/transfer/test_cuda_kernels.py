@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from longshore.checksums import FACTOR, STEP
 from longshore.transfer.device.cuda import kernels as compiled
-from longshore.transfer.device.cuda.runs import KernelShape
+from longshore.transfer.device.cuda.arguments import KernelShape
 
 PAGES = (1, 7, 8, 24, 656, 4096)
 

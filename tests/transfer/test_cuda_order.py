@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, flat
 
 from longshore.boundary import DEVICE, HOST, Section
-from longshore.transfer.device.cuda.calibrate import Always, everything
-from longshore.transfer.device.cuda.chooser import Way
-from longshore.transfer.device.cuda.resources import PLACES
+from longshore.transfer.device.cuda.calibration import Always, everything
+from longshore.transfer.device.cuda.streams import PLACES, Way
 
 WAYS = list(Way)
 MOODS: list[str | int] = ["lazy", "eager", 1, 2, 3]

@@ -22,12 +22,11 @@ from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
-from longshore.transfer.device.accelerator import EVENTS, Fallbacks
-from longshore.transfer.device.cuda.calibrate import Always, everything
-from longshore.transfer.device.cuda.chooser import CopyShape, Way
+from longshore.transfer.device.cuda.arguments import image_runs, pieces_of, staged, staged_pitch
+from longshore.transfer.device.cuda.calibration import Always, everything
 from longshore.transfer.device.cuda.driver import RELAXED
-from longshore.transfer.device.cuda.resources import PLACES, Slip, take_ring
-from longshore.transfer.device.cuda.runs import image_runs, pieces_of, staged, staged_pitch
+from longshore.transfer.device.cuda.streams import PLACES, CopyShape, Slip, Way, take_ring
+from longshore.transfer.device.torch_streams import EVENTS, Fallbacks
 from longshore.transfer.selection import select
 
 WAYS = list(Way)
@@ -492,7 +491,7 @@ def test_without_a_compiler_nothing_is_calibrated_or_kept(tmp_path: Path) -> Non
 def test_a_stream_that_cannot_be_made_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = StandIn(Always(Way.STAGED))
     monkeypatch.setattr(gpu.accelerator, "pinned_bytes", _out_of_memory)
-    monkeypatch.setattr("longshore.transfer.device.cuda.resources.pinned_or_pageable", _out_of_memory)
+    monkeypatch.setattr("longshore.transfer.device.cuda.streams.pinned_or_pageable", _out_of_memory)
     with pytest.raises(RuntimeError, match="no memory"):
         gpu.device.stream(flat(4), HOST)
     assert gpu.library.made == gpu.library.destroyed != []

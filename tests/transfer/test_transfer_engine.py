@@ -24,8 +24,8 @@ from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, 
 from longshore.errors import FreedLayoutError, LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
-from longshore.transfer.batch import CopyBatch
 from longshore.transfer.lane import Layered
+from longshore.transfer.plan import CopyBatch
 
 OK = Status.OK
 

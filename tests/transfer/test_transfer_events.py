@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longshore.transfer.device.accelerator import Accelerator, Events, Fallbacks
+from longshore.transfer.device.torch_streams import Accelerator, Events, Fallbacks
 
 
 class Flag:

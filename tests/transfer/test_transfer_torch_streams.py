@@ -23,9 +23,8 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError
 from longshore.transfer import OFFLOAD, TransferEngine
 from longshore.transfer.device import torch_streams
-from longshore.transfer.device.accelerator import Accelerator
 from longshore.transfer.device.base import copy_pieces
-from longshore.transfer.device.torch_streams import TorchDevice
+from longshore.transfer.device.torch_streams import Accelerator, TorchDevice
 
 
 class Notes:

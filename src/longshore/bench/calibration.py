@@ -9,9 +9,9 @@ from pathlib import Path
 
 from longshore.boundary import HOST
 from longshore.errors import BenchError
-from longshore.transfer.device.cuda.calibrate import THOROUGH, Effort
-from longshore.transfer.device.cuda.chooser import Calibration, CopyShape, Way
+from longshore.transfer.device.cuda.calibration import THOROUGH, Calibration, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
+from longshore.transfer.device.cuda.streams import CopyShape, Way
 
 LOADS = (1 << 20, 32 << 20)
 """Bytes of the loads that a table is made for: a short job, and a full batch."""

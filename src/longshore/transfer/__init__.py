@@ -1,12 +1,10 @@
 """The data plane at the device: copies between device pages and block images in the host arena.
 
 selection.py   validation of all ids; which pages of which blocks move
-batch.py       what moves, and how it is cut
-plan.py        arrays of addresses and sizes
-hazards.py     dependencies between jobs
+plan.py        batches of pages, how they are cut, and their arrays of addresses and sizes
 engine.py      the mover: submit, wait, results
-lane.py        one direction: choice of the next copy, submission to the device, completion in order; jobs in
-               flight; threads that run the lanes
+lane.py        one direction: choice of the next copy, submission to the device, completion in order; dependencies
+               between jobs; threads that run the lanes
 device/        copies on each kind of device
 """
 

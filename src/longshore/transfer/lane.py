@@ -37,8 +37,8 @@ import numpy.typing as npt
 
 from longshore.boundary import HOST, Status, Transfer, TransferResult, Urgency
 from longshore.errors import FreedLayoutError
-from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
+from longshore.transfer.plan import CopyBatch
 from longshore.transfer.selection import Selection, zero_padding
 
 

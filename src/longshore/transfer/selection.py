@@ -21,7 +21,7 @@ import numpy as np
 from longshore.boundary import DEVICE, HOST, Item, Items, Section, Slabs, Slot, Slots, Transfer
 from longshore.errors import PlanError
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.batch import I64, CopyBatch, CopyPart
+from longshore.transfer.plan import I64, CopyBatch, CopyPart
 
 
 class Selection(NamedTuple):

@@ -7,9 +7,8 @@ from functools import partial
 
 from longshore.layout.model import U64, KVLayout
 from longshore.testing.simulated_device.simulation import BlockedError, Mark, SimulatedQueue, Simulation
-from longshore.transfer.batch import CopyBatch
 from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream, copy_pieces
-from longshore.transfer.plan import Planner
+from longshore.transfer.plan import CopyBatch, Planner
 
 CELL = 8
 """Bytes that are read or written as one; all addresses and sizes must be multiples of it."""

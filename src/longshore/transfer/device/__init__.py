@@ -1,10 +1,8 @@
 """Copies on each kind of device, behind one small interface.
 
-base.py           Device, Stream, Copy, Event: the interface
-cpu.py            tensors in host memory
-torch_streams.py  any accelerator of torch, with streams and events
+base.py           Device, Stream, Copy, DeviceEvent: the interface; CpuDevice: tensors in host memory
+torch_streams.py  any accelerator of torch, with streams and pooled events
 cuda/             NVIDIA GPUs: batched DMA, kernels, and a choice between them by measurement
-accelerator.py    shared by the last two: pooled events, counted fallbacks
 """
 
 from __future__ import annotations

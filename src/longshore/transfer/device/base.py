@@ -26,8 +26,7 @@ import numpy.typing as npt
 from longshore.checksums import mix64
 from longshore.errors import DeviceError
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.batch import CopyBatch
-from longshore.transfer.plan import Planner
+from longshore.transfer.plan import CopyBatch, Planner
 
 
 class DeviceEvent(Protocol):

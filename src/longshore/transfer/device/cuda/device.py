@@ -14,16 +14,14 @@ import torch
 
 from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
-from longshore.transfer.device.accelerator import Events, Fallbacks, Point
 from longshore.transfer.device.base import Device, DeviceEvent, InOnePiece, Stream
-from longshore.transfer.device.cuda import calibrate, chooser, driver
-from longshore.transfer.device.cuda.accelerator import CudaAccelerator
-from longshore.transfer.device.cuda.chooser import Calibration, Chooses, Way
-from longshore.transfer.device.cuda.driver import RELAXED, Driver
-from longshore.transfer.device.cuda.resources import Kernels
-from longshore.transfer.device.cuda.runs import KernelShape
-from longshore.transfer.device.cuda.streams import CudaStream, Tools
-from longshore.transfer.device.torch_streams import with_index
+from longshore.transfer.device.cuda import calibration as calibrations
+from longshore.transfer.device.cuda import driver
+from longshore.transfer.device.cuda.arguments import KernelShape
+from longshore.transfer.device.cuda.calibration import THOROUGH, Always, Calibration, Effort, everything
+from longshore.transfer.device.cuda.driver import RELAXED, CudaAccelerator, Driver
+from longshore.transfer.device.cuda.streams import Chooses, CudaStream, Kernels, Tools, Way
+from longshore.transfer.device.torch_streams import Events, Fallbacks, Point, with_index
 
 _PAGE = 4096
 
@@ -165,9 +163,9 @@ class CudaDevice(Device):
         self._tools = Tools(self._accelerator, self._driver, events, self._fallbacks, kernels, tuple(ways))
         self._staging_bytes = staging_bytes
         self._in_one_piece = in_one_piece
-        self._link = chooser.link_of(self._driver.pci_address(self._accelerator.ordinal))
+        self._link = calibrations.link_of(self._driver.pci_address(self._accelerator.ordinal))
         self._key = (self._accelerator.name, self._driver.version, self._link)
-        self._path = calibration or chooser.default_path(*self._key)
+        self._path = calibration or calibrations.default_path(*self._key)
         self._chooses = chooses
         self._images: CudaImages | None = None
 
@@ -185,9 +183,9 @@ class CudaDevice(Device):
         """Two streams of the GPU and staging memory. Calibrates the device if there is no calibration."""
         if self._chooses is None:
             if self._has_kernels():
-                self._chooses = chooser.load(self._path, *self._key) or self.calibrate(calibrate.QUICK)
+                self._chooses = calibrations.load(self._path, *self._key) or self.calibrate(calibrations.QUICK)
             else:
-                self._chooses = calibrate.Always(Way.DIRECT)
+                self._chooses = Always(Way.DIRECT)
         return CudaStream(
             self._tools, layout, into, self._chooses, self._in_one_piece, self._staging_bytes, self._images
         )
@@ -200,18 +198,18 @@ class CudaDevice(Device):
             )
         self._images = CudaImages(self._accelerator, nbytes, self._driver)
         self._tools = replace(self._tools, ways=(Way.ZERO_COPY,))
-        self._chooses = calibrate.Always(Way.ZERO_COPY)
-        self._in_one_piece = calibrate.everything
+        self._chooses = Always(Way.ZERO_COPY)
+        self._in_one_piece = everything
         return self._images
 
-    def calibrate(self, effort: calibrate.Effort = calibrate.THOROUGH) -> Calibration:
+    def calibrate(self, effort: Effort = THOROUGH) -> Calibration:
         """Measure every way, save the result, and use it for streams made from now on.
 
         Raises `DeviceError` if kernels cannot be compiled, because there is only one way then.
         """
         if not self._has_kernels():
             raise DeviceError(f"cannot calibrate {self._accelerator.device}: the copy kernels cannot be compiled")
-        curves = calibrate.measure(self._tools, self._staging_bytes, effort)
+        curves = calibrations.measure(self._tools, self._staging_bytes, effort)
         self._chooses = found = Calibration(*self._key[:2], curves, self._link)
         try:
             found.save(self._path)

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from longshore import checksums
-from longshore.transfer.device.cuda.runs import COLUMNS, KernelShape
+from longshore.transfer.device.cuda.arguments import COLUMNS, KernelShape
 
 PROGRAMS = 16
 """Programs of a kernel, one per multiprocessor; about 12 saturate the link."""

@@ -3,34 +3,266 @@
     staged offload     kernels   gather 0 │ gather 1 │ gather 2 │          reached: after the last gather
                        link               │ run 0 ──── │ run 1 ──── │      in place: after the last run
 
-Work on one stream waits for the other stream only if a place of the ring or the order of ways requires it: copies by
+    direct      pages ◄──── batched DMA, one piece each ────► images           large pieces
+    staged      pages ◄─ kernel ─► stage ◄─ batched DMA ────► images           small pages, long runs in the images
+    zero copy   pages ◄──── kernel on host addresses ───────► images           small pages, few bytes or short runs
+
+Work on one stream waits for the other stream only if a slot of the ring or the order of ways requires it: copies by
 kernel on host addresses, inside the device, or directly by DMA wait for all earlier work on both streams.
+
+A slot of the staging ring, and the descriptors of a copy, are reused only after their last use has ended: the stream,
+or the thread, waits for the point after it. While a kernel fills one slot, the link empties another.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import cast
+from enum import StrEnum
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from longshore.boundary import HOST
-from longshore.errors import FreedLayoutError
-from longshore.layout.model import KVLayout
-from longshore.transfer.batch import CopyBatch
-from longshore.transfer.device.accelerator import Events, Fallbacks, Point
+from longshore.errors import DeviceError, FreedLayoutError
+from longshore.layout.model import U64, KVLayout
 from longshore.transfer.device.base import Copy, DeviceEvent, ImageMemory, InOnePiece, Stream
-from longshore.transfer.device.cuda import runs
-from longshore.transfer.device.cuda.accelerator import CudaAccelerator
-from longshore.transfer.device.cuda.chooser import Chooses, CopyShape, Way
-from longshore.transfer.device.cuda.driver import RELAXED, Driver
-from longshore.transfer.device.cuda.resources import Arguments, CopyStreams, Descriptors, Kernels, Ring, RingSlot, Slip
-from longshore.transfer.device.torch_streams import StagedStream, stream_into
-from longshore.transfer.plan import Pieces
+from longshore.transfer.device.cuda.arguments import (
+    KernelShape,
+    Orders,
+    image_runs,
+    link_copies,
+    orders_for,
+    orders_inside,
+    rows_in_images,
+    rows_in_stage,
+    shapes_of,
+    staged,
+)
+from longshore.transfer.device.cuda.driver import RELAXED, CudaAccelerator, Driver
+from longshore.transfer.device.torch_streams import (
+    Accelerator,
+    Events,
+    Fallbacks,
+    Point,
+    StagedStream,
+    pinned_or_pageable,
+    stream_into,
+)
+from longshore.transfer.plan import CopyBatch, Pieces, Planner
+
+PLACES = 4
+
+Descriptors = tuple[U64, U64, U64]
+"""Destinations, sources and sizes of copies."""
+
+Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Arguments of a kernel: int64, on the device."""
+
+_ALIGNMENT = 256
+_NUMBERS = 64 << 10
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RingSlot:
+    """One piece of the ring: its address, and the point after its last use."""
+
+    address: int
+    used: Point | None = None
+
+
+class Ring:
+    """`PLACES` pieces of one piece of device memory, each for at least one page.
+
+    Attributes:
+        room: Bytes of each.
+    """
+
+    def __init__(self, accelerator: Accelerator, nbytes: int, largest_page: int) -> None:
+        """Allocate `nbytes`, or `PLACES` largest pages if that is more; `RuntimeError` on failure."""
+        self.room = max(nbytes // PLACES // _ALIGNMENT, -(-largest_page // _ALIGNMENT)) * _ALIGNMENT
+        self._memory = accelerator.device_bytes(PLACES * self.room)
+        address = self._memory.data_ptr()
+        self._places = [RingSlot(address + index * self.room) for index in range(PLACES)]
+        self._turn = 0
+
+    def next(self) -> RingSlot:
+        """The place used least recently."""
+        place = self._places[self._turn]
+        self._turn = (self._turn + 1) % PLACES
+        return place
+
+
+def take_ring(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int, largest_page: int) -> Ring | None:
+    """A ring of `nbytes`, else of a half or a quarter, else none; failures are counted and logged."""
+    for part in (1, 2, 4):
+        try:
+            return Ring(accelerator, nbytes // part, largest_page)
+        except RuntimeError as error:
+            _log.warning(
+                "cannot allocate a staging buffer of %d bytes on %s; copies may be slower: %s",
+                nbytes // part,
+                accelerator.device,
+                error,
+            )
+            fallbacks.count("smaller_ring" if part < 4 else "no_ring")
+    return None
+
+
+class CopyStreams:
+    """The two streams of one direction, and the ring between them.
+
+    Attributes:
+        kernels: Runs kernels.
+        link: Runs copies over the link.
+        ring: Device memory for staging; `None` if it could not be allocated.
+    """
+
+    def __init__(
+        self, accelerator: CudaAccelerator, driver: Driver, fallbacks: Fallbacks, nbytes: int, largest_page: int
+    ) -> None:
+        """Allocate all; arguments as for `take_ring`. Raises `DeviceError` with nothing allocated."""
+        self._accelerator = accelerator
+        self._driver = driver
+        self.kernels = accelerator.own_stream(driver)
+        try:
+            self.link = accelerator.own_stream(driver)
+        except DeviceError:
+            accelerator.give_back_stream(driver, self.kernels)
+            raise
+        self.ring = take_ring(accelerator, fallbacks, nbytes, largest_page)
+
+    def close(self) -> None:
+        """Free the memory, then the streams. No copy may be in flight."""
+        self.ring = None
+        for stream in (self.kernels, self.link):
+            try:
+                self._accelerator.give_back_stream(self._driver, stream)
+            except DeviceError as error:
+                _log.warning("a CUDA stream of %s could not be destroyed: %s", self._accelerator.device, error)
+
+
+class Kernels:
+    """Compiles kernels. Triton compiles a launcher for each at run time, with a C compiler."""
+
+    def __init__(self, accelerator: CudaAccelerator, fallbacks: Fallbacks) -> None:
+        self._accelerator = accelerator
+        self._fallbacks = fallbacks
+        self._lock = threading.Lock()
+        self._ready: set[tuple[int, int, bool]] = set()
+        self._broken = False
+
+    def prepare(self, shapes: Iterable[KernelShape]) -> bool:
+        """Compile the kernels for `shapes`. Returns `False` if any compilation has ever failed."""
+        for shape in shapes:
+            with self._lock:
+                if not self._broken and shape.compiled not in self._ready:
+                    self._compile(shape)
+                if self._broken:
+                    self._fallbacks.count("no_kernels")
+                    return False
+        return True
+
+    def _compile(self, shape: KernelShape) -> None:
+        try:
+            self._accelerator.prepare(shape)
+        except Exception as error:  # noqa: BLE001 - a compiler fails in many ways; copies then go without kernels
+            self._broken = True
+            _log.warning(
+                "copy kernels for %s cannot be compiled; small pages are copied one by one, which is slow: %s. "
+                "Install Triton, gcc (or set CC) and Python.h, and restart",
+                self._accelerator.device,
+                error,
+            )
+        else:
+            self._ready.add(shape.compiled)
+
+
+class Slip:
+    """Descriptors of one copy, in buffers that are not reused until the copy has ended."""
+
+    def __init__(self, accelerator: Accelerator, fallbacks: Fallbacks) -> None:
+        self.planner = Planner()
+        self.used: Point | None = None
+        self._accelerator = accelerator
+        self._fallbacks = fallbacks
+        self._kept: list[Descriptors] = []
+        self._take(_NUMBERS)
+
+    def begin(self) -> None:
+        """Wait until the last copy described here has ended."""
+        if self.used is not None:
+            self.used.wait()
+        self._kept.clear()
+
+    def keep(self, *descriptors: U64) -> Descriptors:
+        """Destinations, sources and sizes, each of shape `(copies,)`, which stay until the copy has ended."""
+        to, at, size = descriptors
+        self._kept.append((to, at, size))
+        return to, at, size
+
+    def write(self, orders: list[Orders]) -> tuple[Descriptors, list[Arguments]]:
+        """Write kernel arguments `orders`. Returns the copy of them to the device, and their addresses there."""
+        columns = [column for order in orders for column in (order.blocks, order.rows, order.table)]
+        # A kernel is compiled anew for pointers that are aligned otherwise: so all are multiples of 16 bytes.
+        ends = list(itertools.accumulate((column.size + column.size % 2 for column in columns), initial=0))
+        total = ends[-1]
+        if total > self._host.numel():
+            self._fallbacks.count("longer_slip")
+            self._take(1 << (total - 1).bit_length())
+        array = self._host.numpy()
+        places: list[torch.Tensor] = []
+        for column, start in zip(columns, ends, strict=False):
+            array[start : start + column.size] = column
+            places.append(self._device[start : start + column.size])
+        arguments = list(zip(places[::3], places[1::3], places[2::3], strict=True))
+        whole = (self._device.data_ptr(), self._host.data_ptr(), 8 * total)
+        return self.keep(*(np.array([number], dtype=np.uint64) for number in whole)), arguments
+
+    def _take(self, numbers: int) -> None:
+        """Allocate room for `numbers`. The previous array is kept until the copy has ended."""
+        self._host = pinned_or_pageable(self._accelerator, self._fallbacks, 8 * numbers).view(torch.int64)
+        self._device = self._accelerator.device_bytes(8 * numbers).view(torch.int64)
+
+
+class Way(StrEnum):
+    """A way of copying a batch."""
+
+    DIRECT = "direct"
+    STAGED = "staged"
+    ZERO_COPY = "zero_copy"
+
+
+class CopyShape(NamedTuple):
+    """Sizes of a batch to copy.
+
+    Attributes:
+        into: The tier that is written.
+        nbytes: Bytes of all pages.
+        pages: Number of pages; kernels move each.
+        pieces: Number of pieces after merging adjacent pages, for the direct way.
+        runs: Number of contiguous ranges of the images, for the staged way.
+    """
+
+    into: str
+    nbytes: int
+    pages: int
+    pieces: int
+    runs: int
+
+
+class Chooses(Protocol):
+    """Chooses the way of copying a batch."""
+
+    def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
+        """One of `ways`, of which there is at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +347,7 @@ class CudaStream(Stream):
         self._copies = 0
         try:
             self._slips += [Slip(accelerator, tools.fallbacks) for _ in range(self.depth)]
-            self._has_kernels = tools.kernels.prepare(sorted(runs.shapes_of(layout)))
+            self._has_kernels = tools.kernels.prepare(sorted(shapes_of(layout)))
             if in_one_piece is None or not self._has_kernels:
                 self._take_bounce()
             # What was taken may have had another owner, whose work on the current stream is not done.
@@ -210,7 +442,7 @@ class CudaStream(Stream):
             batch.nbytes,
             sum(part.pieces for part in parts),
             len(pieces.size),
-            sum(len(runs.image_runs(batch.layout, part).size) * len(part.images) for part in parts),
+            sum(len(image_runs(batch.layout, part).size) * len(part.images) for part in parts),
         )
         return self._chooser.choose(load, ways)
 
@@ -233,14 +465,12 @@ class CudaStream(Stream):
         self._carry(pieces.directed(self._into))
 
     def _zero_copy(self, batch: CopyBatch, slip: Slip) -> None:
-        rows = [runs.rows_in_images(batch.layout, part, batch.host_address) for part in batch.parts]
-        orders = [runs.orders_for(batch.layout, part, where) for part, where in zip(batch.parts, rows, strict=True)]
+        rows = [rows_in_images(batch.layout, part, batch.host_address) for part in batch.parts]
+        orders = [orders_for(batch.layout, part, where) for part, where in zip(batch.parts, rows, strict=True)]
         self._run(zip(orders, self._upload(slip, orders), strict=True))
 
     def _shift(self, batch: CopyBatch, slip: Slip) -> None:
-        orders = [
-            runs.orders_inside(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None
-        ]
+        orders = [orders_inside(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None]
         for order, arguments in zip(orders, self._upload(slip, orders), strict=True):
             self._tools.accelerator.shift(*arguments, order.shape)
 
@@ -258,15 +488,15 @@ class CudaStream(Stream):
 
     def _through_ring(self, batch: CopyBatch, slip: Slip, ring: Ring) -> Point:
         """Give a batch to both streams, place by place. Returns the point after the last kernel."""
-        loads = [(ring.next(), parts) for parts in runs.staged(batch.parts, ring.room)]
+        loads = [(ring.next(), parts) for parts in staged(batch.parts, ring.room)]
         orders = [
-            runs.orders_for(batch.layout, part, runs.rows_in_stage(part, place.address + offset))
+            orders_for(batch.layout, part, rows_in_stage(part, place.address + offset))
             for place, parts in loads
             for part, offset in parts
         ]
         given = iter(zip(orders, self._upload(slip, orders), strict=True))
         for place, parts in loads:
-            descriptors = slip.keep(*runs.link_copies(batch, parts, place.address))
+            descriptors = slip.keep(*link_copies(batch, parts, place.address))
             kernels = list(itertools.islice(given, len(parts)))
             if self._into == HOST:
                 self._reuse(place, self._kernels)
@@ -301,13 +531,13 @@ class CudaStream(Stream):
         )  # fmt: skip
         return self._bounce
 
-    def _upload(self, slip: Slip, orders: list[runs.Orders]) -> list[Arguments]:
+    def _upload(self, slip: Slip, orders: list[Orders]) -> list[Arguments]:
         """Bring `orders` to the device, before the kernels that follow."""
         copy, places = slip.write(orders)
         self._tools.driver.copy(self._handle(self._kernels), *copy)
         return places
 
-    def _run(self, kernels: Iterable[tuple[runs.Orders, Arguments]]) -> None:
+    def _run(self, kernels: Iterable[tuple[Orders, Arguments]]) -> None:
         accelerator = self._tools.accelerator
         move = accelerator.gather if self._into == HOST else accelerator.scatter
         for order, arguments in kernels:
