@@ -80,7 +80,6 @@ MODULES: dict[str, str] = {
     "transfer/device/cuda/streams.py": "cuda",
     "runtime/guard.py": "runtime",
     "cache/pool.py": "cache",
-    "cache/pool.py": "cache",
 }
 """The ordering code, and the suite that guards it."""
 
