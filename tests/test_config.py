@@ -115,6 +115,27 @@ def test_a_file_tier_has_a_path_and_a_size(half: dict[str, Any], words: str) -> 
         Config.make(**half)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sleep_keep": "file"}, "sleep_keep is file, but there is no file tier"),
+        ({"reset_keep": "file", "fixed_weights": True}, "reset_keep is file, but there is no file tier"),
+        ({"file_daily_writes": "1GiB"}, "file_daily_writes is 1.0 GiB, but there is no file tier"),
+        ({"file_mode": "gds"}, "file_mode is gds, but there is no file tier"),
+        ({"reset_keep": "all"}, "reset_keep is all, but fixed_weights is not set"),
+    ],
+)
+def test_settings_without_effect_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Config.make(**settings)
+
+
+def test_settings_of_a_file_tier_are_accepted_with_one() -> None:
+    tier = {"file_path": "/kv", "file_size": "1GiB"}
+    config = Config.make(**tier, sleep_keep="file", reset_keep="file", fixed_weights=True, file_daily_writes="1GiB")
+    assert (config.sleep_keep.value, config.reset_keep.value, config.file_daily_writes) == ("file", "file", GIB)
+
+
 def test_a_config_is_also_a_value_error_and_does_not_change() -> None:
     with pytest.raises(ValueError, match="host_size"):
         Config.make(host_size=0)

@@ -1,4 +1,4 @@
-"""Every label is there from the start, at zero; afterwards the figures are those of the books."""
+"""Every label is exported from the start, at zero; afterwards metrics are the counters of the control plane."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longshore.boundary import Route, Slabs, Status
 from longshore.cache import CacheSettings, DropReason, GroupKeys, MissReason, TieredCache, TierSpec, Until
 from longshore.errors import CacheError
 from longshore.layout import from_rows
-from longshore.metrics import LongshoreCollector
+from longshore.metrics import COUNTERS, GAUGES, LongshoreCollector
 from longshore.runtime import BlockGuard, Runtime
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.host import HostTier
@@ -35,7 +35,7 @@ def make() -> tuple[Runtime, Scripted]:
     return Runtime(cache, [mover]), mover
 
 
-def test_every_label_is_there_at_zero() -> None:
+def test_every_label_is_exported_at_zero() -> None:
     runtime, _ = make()
     found = registry(runtime)
     for tier in ("host", "file"):
@@ -57,7 +57,7 @@ def test_every_label_is_there_at_zero() -> None:
         assert found.get_sample_value(f"longshore_{name}_total") == 0
 
 
-def test_figures_are_those_of_the_books() -> None:
+def test_metrics_are_the_counters_of_the_control_plane() -> None:
     runtime, mover = make()
     found = registry(runtime)
     with runtime.control() as cache:
@@ -82,7 +82,7 @@ def test_figures_are_those_of_the_books() -> None:
     assert found.get_sample_value("longshore_dropped_chunks_total", labels) == 1
 
 
-def test_waits_for_device_blocks_are_counted_and_so_is_what_was_late() -> None:
+def test_waits_for_device_blocks_and_late_blocks_are_counted() -> None:
     ticks = iter(range(1000))
     cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES)])
     runtime = Runtime(cache, [Scripted(Route("device", "host"))], clock=lambda: float(next(ticks)))
@@ -97,7 +97,16 @@ def test_waits_for_device_blocks_are_counted_and_so_is_what_was_late() -> None:
     assert found.get_sample_value("longshore_late_blocks_total") == 2
 
 
-def test_a_scrape_moves_nothing_and_works_after_the_end() -> None:
+def test_each_metric_is_described_and_exported_once() -> None:
+    host = HostTier(Arena(2 * PAGE), Slabs.of_one_size(PAGE, 2))
+    engine = TransferEngine(from_rows(torch.zeros(4, 8), pages_per_block=2, block_size=4), CpuDevice(), host)
+    names = [family.name for family in LongshoreCollector(make()[0], host, engine).collect()]
+    engine.close()
+    assert len(names) == len(set(names))
+    assert set(names) <= COUNTERS.keys() | GAUGES.keys()
+
+
+def test_a_scrape_starts_no_transfer_and_works_after_close() -> None:
     runtime, mover = make()
     found = registry(runtime)
     with runtime.control() as cache:
@@ -110,7 +119,7 @@ def test_a_scrape_moves_nothing_and_works_after_the_end() -> None:
     assert b"longshore_jobs_in_flight 0.0" in generate_latest(found)
 
 
-def test_an_arena_shows_what_it_has_and_every_fallback_from_the_start() -> None:
+def test_arena_sizes_and_fallbacks_are_exported_from_the_start() -> None:
     arena = Arena(8 * PAGE, ArenaSettings(shared=True))
     found = CollectorRegistry()
     found.register(LongshoreCollector(make()[0], HostTier(arena, Slabs.of_one_size(PAGE, 8))))
@@ -128,11 +137,11 @@ def test_an_arena_shows_what_it_has_and_every_fallback_from_the_start() -> None:
     assert found.get_sample_value("longshore_arena_bytes") == 8 * PAGE
 
 
-def test_without_a_host_tier_at_hand_nothing_is_said_about_its_memory() -> None:
+def test_without_a_host_tier_there_are_no_arena_metrics() -> None:
     assert b"longshore_arena" not in generate_latest(registry(make()[0]))
 
 
-def test_an_engine_shows_its_queues_and_what_its_device_did_the_slower_way() -> None:
+def test_queues_and_device_fallbacks_of_an_engine_are_exported() -> None:
     class Slow(CpuDevice):
         def fallbacks(self) -> dict[str, int]:
             return {"new_event": 3}
@@ -148,7 +157,7 @@ def test_an_engine_shows_its_queues_and_what_its_device_did_the_slower_way() -> 
     assert found.get_sample_value("longshore_device_fallbacks_total", {"reason": "new_event"}) == 3
 
 
-def test_what_foreign_tiers_were_asked_for_is_counted_by_answer() -> None:
+def test_probed_chunks_are_counted_by_answer() -> None:
     cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES)], foreign=["store"])
     runtime = Runtime(cache, [])
     found, labels = registry(runtime), {"tier": "store", "answer": "none"}
@@ -159,7 +168,7 @@ def test_what_foreign_tiers_were_asked_for_is_counted_by_answer() -> None:
     assert found.get_sample_value("longshore_dropped_chunks_total", {"tier": "store", "reason": "write_failed"}) == 0
 
 
-def test_a_lookup_that_is_repeated_is_counted_when_it_is_said() -> None:
+def test_a_repeated_lookup_is_counted_when_requested() -> None:
     runtime, _ = make()
     found = registry(runtime)
     with runtime.control() as cache:

@@ -77,7 +77,7 @@ class Config(BaseModel):
         WritePolicy.BACK, description="when blocks are copied from the host tier to the file tier"
     )
     admission: bool = Field(
-        True, description="a full file tier refuses blocks that promise fewer hits than those they would replace"
+        True, description="a full file tier refuses blocks with fewer expected hits than those they would replace"
     )
     threshold: int = Field(
         2, ge=2, le=255, description="number of uses at which a selective write policy copies a block"
@@ -172,22 +172,36 @@ class Config(BaseModel):
             raise ValueError("expected a path in a known home directory") from error
 
     @model_validator(mode="after")
-    def _file_tier_is_whole(self) -> Self:
+    def _has_whole_file_tier(self) -> Self:
         if (self.file_path is None) != (self.file_size == 0):
             given, missing = f"file_path is {self.file_path}", "file_size"
             if self.file_path is None:
                 given, missing = f"file_size is {format_bytes(self.file_size)}", "file_path"
             raise ValueError(f"{given}, but {missing} is not set: a file tier needs both, set {missing} as well")
-        if self.reset_keep is not Kept.NONE and not self.fixed_weights:
-            raise ValueError(
-                f"reset_keep is {self.reset_keep.value}, but fixed_weights is not set: what a reset keeps would be "
-                "served to other weights, if these were its reason"
-            )
-        if self.file_mode == "gds" and self.file_path is None:
-            raise ValueError("file_mode gds needs a file_path and a file_size")
         if self.file_mode == "gds" and "host_size" in self.model_fields_set:
             raise ValueError(
                 "file_mode gds has no host tier: remove host_size, or use file_mode posix to have a host tier"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> Self:
+        """Refuse settings that would silently have no effect, or an unsafe one."""
+        if self.file_path is None:
+            without = "but there is no file tier: set file_path and file_size, or"
+            if self.file_mode == "gds":
+                raise ValueError(f"file_mode is gds, {without} use file_mode posix")
+            if self.file_daily_writes:
+                raise ValueError(
+                    f"file_daily_writes is {format_bytes(self.file_daily_writes)}, {without} remove file_daily_writes"
+                )
+            for name, kept in (("reset_keep", self.reset_keep), ("sleep_keep", self.sleep_keep)):
+                if kept is Kept.FILE:
+                    raise ValueError(f"{name} is file, {without} use all or none")
+        if self.reset_keep is not Kept.NONE and not self.fixed_weights:
+            raise ValueError(
+                f"reset_keep is {self.reset_keep.value}, but fixed_weights is not set: a reset may mean changed "
+                "weights, and the kept blocks would be served to them; set fixed_weights, or use none"
             )
         return self
 

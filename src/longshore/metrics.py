@@ -1,9 +1,11 @@
-"""Prometheus collectors that read the counters of the control plane when they are scraped.
+"""Metrics: the name, help text and labels of each, and Prometheus collectors that read them when they are scraped.
 
 Every label value is exported from the start, at zero, so that a tier without hits is visible.
 
     REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file))
     REGISTRY.register(tiers.collector)    under transformers, where each call may open a new stack
+
+vLLM exports those of `VLLM_COUNTERS` and `VLLM_GAUGES` in its own `/metrics`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,13 +21,96 @@ from prometheus_client.samples import Sample
 
 from longshore.cache import Counters, TierStats
 from longshore.runtime import EventRecorder, Runtime
-from longshore.runtime.loop import GuardCounters, LookupCounters
 from longshore.runtime.stack import Stack
-from longshore.runtime.weighing import Weighing
 from longshore.tiers.arena import ArenaReport
 from longshore.tiers.base import Tier
 from longshore.tiers.host import HostTier
 from longshore.transfer import TransferEngine, TransferStats
+
+
+class Description(NamedTuple):
+    """Help text and label names of a metric."""
+
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+COUNTERS: Mapping[str, Description] = {
+    "longshore_requests": Description("Requests looked up by an engine, each counted once"),
+    "longshore_lookup_attempts": Description("Lookups of requests, including repeated lookups while a request waits"),
+    "longshore_hit_chunks": Description("Chunks loaded, by the tier they were read from", ("tier",)),
+    "longshore_hit_tokens": Description("Tokens of the chunks loaded, of the first KV cache group", ("tier",)),
+    "longshore_miss_chunks": Description("Chunks looked up and not loaded, by reason", ("reason",)),
+    "longshore_probed_chunks": Description("Chunks looked up in foreign tiers, by answer", ("tier", "answer")),
+    "longshore_recomputed_chunks": Description("Chunks found, but recomputed because that is faster"),
+    "longshore_evicted_chunks": Description("Chunks evicted from a tier", ("tier",)),
+    "longshore_demoted_chunks": Description("Chunks evicted from a tier while a colder tier had a copy", ("tier",)),
+    "longshore_lost_chunks": Description("Chunks in a tier that could not be read, or were damaged", ("tier",)),
+    "longshore_dropped_chunks": Description("Chunks offered to a tier and not stored, by reason", ("tier", "reason")),
+    "longshore_moved_bytes": Description("Bytes transferred", ("route",)),
+    "longshore_moving_seconds": Description("Seconds spent transferring", ("route",)),
+    "longshore_failed_chunks": Description("Chunks whose transfer failed", ("route",)),
+    "longshore_refused_transfers": Description("Transfers refused because a queue was full"),
+    "longshore_device_fallbacks": Description(
+        "Copies of the device that used a slower fallback, by reason", ("reason",)
+    ),
+    "longshore_guard_waits": Description(
+        "Times that the engine waited for copies of device blocks before reusing them"
+    ),
+    "longshore_guard_wait_seconds": Description("Seconds that the engine waited for copies of device blocks"),
+    "longshore_late_blocks": Description("Device blocks whose copies did not end in time"),
+    "longshore_arena_fallbacks": Description("Fallbacks of the host arena, by reason", ("reason",)),
+    "longshore_file_fallbacks": Description(
+        "Operations of the file tier that used a slower fallback, by reason", ("reason",)
+    ),
+    "longshore_file_troubles": Description("Failures in the file tier, by reason", ("reason",)),
+    "longshore_control_plane_faults": Description("Failures of the control plane; the first one disables all tiers"),
+    "longshore_weight_changes": Description(
+        "Times that the weights of a rank changed in the running engine, which discards all blocks"
+    ),
+    "longshore_events_written": Description("Events written to the event file"),
+    "longshore_events_missed": Description("Events missing from the event file"),
+}
+"""Every counter; Prometheus appends `_total` to the name."""
+
+GAUGES: Mapping[str, Description] = {
+    "longshore_used_bytes": Description("Bytes used in a tier, including transfers in flight", ("tier",)),
+    "longshore_capacity_bytes": Description("Size of a tier in bytes", ("tier",)),
+    "longshore_holds": Description("Leases that have not been released"),
+    "longshore_jobs_in_flight": Description("Transfer jobs in flight"),
+    "longshore_queued_transfers": Description("Transfers waiting in a queue", ("into", "urgency")),
+    "longshore_arena_bytes": Description("Bytes of the host arena"),
+    "longshore_arena_huge_bytes": Description("Bytes of the host arena on huge pages, at start"),
+    "longshore_arena_registered_bytes": Description("Bytes of the host arena registered with the device"),
+    "longshore_arena_registered_pieces": Description("Registered pieces of the host arena"),
+    "longshore_arena_numa_bound": Description("Whether the host arena is bound to a NUMA node"),
+    "longshore_arena_shared": Description("Whether other processes can attach to the host arena"),
+    "longshore_events_off": Description("Whether event recording has stopped because the file could not be written"),
+}
+"""Every gauge."""
+
+VLLM_COUNTERS = {
+    name: COUNTERS[name]
+    for name in (
+        "longshore_hit_chunks",
+        "longshore_hit_tokens",
+        "longshore_miss_chunks",
+        "longshore_control_plane_faults",
+        "longshore_recomputed_chunks",
+        "longshore_weight_changes",
+        "longshore_evicted_chunks",
+        "longshore_lost_chunks",
+        "longshore_dropped_chunks",
+        "longshore_moved_bytes",
+        "longshore_moving_seconds",
+        "longshore_failed_chunks",
+        "longshore_file_troubles",
+    )
+}
+"""Counters in vLLM's own `/metrics`."""
+
+VLLM_GAUGES = {name: GAUGES[name] for name in ("longshore_used_bytes", "longshore_capacity_bytes")}
+"""Gauges in vLLM's own `/metrics`."""
 
 
 class LongshoreCollector(Collector):
@@ -47,23 +132,33 @@ class LongshoreCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All metric families, read under the runtime's lock; also after it was closed."""
-        with self._runtime.observe() as cache:
-            books = [*_counters(cache.counters), *_gauges(cache.stats(), cache.held, cache.jobs_in_flight)]
-        arena = [] if self._host is None else _arena(self._host.report)
-        transfers = [] if self._engine is None else _transfers(self._engine.stats())
-        events = [] if self._events is None else _recorded(self._events)
-        file = [] if self._file is None else _filed(self._file)
-        faults = CounterMetricFamily(
-            "longshore_control_plane_faults", "Failures of the control plane; the first one disables all tiers"
-        )
-        faults.add_metric([], self._runtime.faults)
-        waits = [
-            faults,
-            *_asked(self._runtime.asked),
-            *_guarded(self._runtime.guarded),
-            _weighed(self._runtime.weighing),
+        runtime = self._runtime
+        with runtime.observe() as cache:
+            metrics = [*_of_cache(cache.counters), *_of_tiers(cache.stats())]
+            metrics += [
+                _metric("longshore_holds", cache.held),
+                _metric("longshore_jobs_in_flight", cache.jobs_in_flight),
+            ]
+        asked, guarded, weighing = runtime.asked, runtime.guarded, runtime.weighing
+        metrics += [
+            _metric("longshore_control_plane_faults", runtime.faults),
+            _metric("longshore_requests", asked.requests),
+            _metric("longshore_lookup_attempts", asked.attempts),
+            _metric("longshore_guard_waits", guarded.waits),
+            _metric("longshore_guard_wait_seconds", guarded.seconds),
+            _metric("longshore_late_blocks", guarded.late),
+            _metric("longshore_recomputed_chunks", weighing.refused if weighing is not None else 0),
         ]
-        return [*books, faults, *waits, *arena, *transfers, *events, *file]
+        if self._host is not None:
+            metrics += _of_arena(self._host.report)
+        if self._engine is not None:
+            metrics += _of_engine(self._engine.stats())
+        if self._events is not None:
+            metrics += _of_events(self._events)
+        if self._file is not None:
+            metrics.append(_metric("longshore_file_fallbacks", self._file.fallbacks))
+            metrics.append(_metric("longshore_file_troubles", self._file.troubles))
+        return metrics
 
 
 class FollowingCollector(Collector):
@@ -83,7 +178,7 @@ class FollowingCollector(Collector):
                 return
             ended = [] if stack is not None and stack.runtime is old.runtime else _of_stack(old)
             if not ended and stack is not None and stack.engine is not old.engine:
-                ended = _transfers(old.engine.stats())  # its tiers live on under another device cache
+                ended = _of_engine(old.engine.stats())  # its tiers live on under another device cache
             self._before = {metric.name: metric for metric in self._add(ended) if metric.type == "counter"}
 
     def collect(self) -> Iterable[Metric]:
@@ -114,125 +209,60 @@ def _labelled(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
     return sample.name, frozenset(sample.labels.items())
 
 
-def _counters(counters: Counters) -> Iterable[Metric]:
-    yield _family("longshore_hit_chunks", "Chunks loaded, by the tier they were read from", "tier", counters.hits)
-    yield _family("longshore_miss_chunks", "Chunks looked up and not loaded, by reason", "reason", counters.misses)
-    yield _family("longshore_evicted_chunks", "Chunks evicted from a tier", "tier", counters.evictions)
-    yield _family(
-        "longshore_demoted_chunks",
-        "Chunks evicted from a tier while a colder tier had a copy",
-        "tier",
-        counters.demotions,
-    )
-    yield _family(
-        "longshore_lost_chunks", "Chunks in a tier that could not be read, or were damaged", "tier", counters.lost
-    )
-    drops = CounterMetricFamily(
-        "longshore_dropped_chunks", "Chunks offered to a tier and not stored, by reason", labels=["tier", "reason"]
-    )
-    for tier, reasons in counters.drops.items():
-        for reason, count in reasons.items():
-            drops.add_metric([tier, reason.value], count)
-    yield drops
-    probes = CounterMetricFamily(
-        "longshore_probed_chunks", "Chunks looked up in foreign tiers, by answer", labels=["tier", "answer"]
-    )
-    for tier, answers in counters.probes.items():
-        for answer, count in answers.items():
-            probes.add_metric([tier, answer.value], count)
-    yield probes
+def _of_cache(counters: Counters) -> Iterable[Metric]:
+    yield _metric("longshore_hit_chunks", counters.hits)
+    yield _metric("longshore_miss_chunks", counters.misses)
+    yield _metric("longshore_evicted_chunks", counters.evictions)
+    yield _metric("longshore_demoted_chunks", counters.demotions)
+    yield _metric("longshore_lost_chunks", counters.lost)
+    yield _metric("longshore_dropped_chunks", _by_two(counters.drops))
+    yield _metric("longshore_probed_chunks", _by_two(counters.probes))
     routes = counters.routes
-    moved = {route: totals.bytes for route, totals in routes.items()}
-    yield _family("longshore_moved_bytes", "Bytes transferred", "route", moved)
-    seconds = {route: totals.seconds for route, totals in routes.items()}
-    yield _family("longshore_moving_seconds", "Seconds spent transferring", "route", seconds)
-    failed = {route: totals.failed for route, totals in routes.items()}
-    yield _family("longshore_failed_chunks", "Chunks whose transfer failed", "route", failed)
+    yield _metric("longshore_moved_bytes", {route: totals.bytes for route, totals in routes.items()})
+    yield _metric("longshore_moving_seconds", {route: totals.seconds for route, totals in routes.items()})
+    yield _metric("longshore_failed_chunks", {route: totals.failed for route, totals in routes.items()})
 
 
-def _gauges(tiers: Iterable[TierStats], held: int, jobs: int) -> Iterable[Metric]:
-    used = GaugeMetricFamily(
-        "longshore_used_bytes", "Bytes used in a tier, including transfers in flight", labels=["tier"]
-    )
-    capacity = GaugeMetricFamily("longshore_capacity_bytes", "Size of a tier in bytes", labels=["tier"])
-    for tier in tiers:
-        used.add_metric([tier.name], tier.used_bytes)
-        capacity.add_metric([tier.name], tier.nbytes)
-    yield used
-    yield capacity
-    yield GaugeMetricFamily("longshore_holds", "Holds that have not been released", value=held)
-    yield GaugeMetricFamily("longshore_jobs_in_flight", "Transfer jobs in flight", value=jobs)
+def _of_tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:
+    sizes = {tier.name: tier for tier in tiers}
+    yield _metric("longshore_used_bytes", {name: tier.used_bytes for name, tier in sizes.items()})
+    yield _metric("longshore_capacity_bytes", {name: tier.nbytes for name, tier in sizes.items()})
 
 
-def _asked(asked: LookupCounters) -> Iterable[Metric]:
-    about = "Requests looked up by an engine, each counted once"
-    yield CounterMetricFamily("longshore_requests", about, asked.requests)
-    about = "Lookups of requests, including repeated lookups while a request waits"
-    yield CounterMetricFamily("longshore_lookup_attempts", about, asked.attempts)
+def _of_events(events: EventRecorder) -> Iterable[Metric]:
+    yield _metric("longshore_events_written", events.written)
+    yield _metric("longshore_events_missed", events.missed)
+    yield _metric("longshore_events_off", events.failure is not None)
 
 
-def _guarded(guarded: GuardCounters) -> Iterable[Metric]:
-    about = "Times that the engine waited for copies of device blocks before reusing them"
-    yield CounterMetricFamily("longshore_guard_waits", about, guarded.waits)
-    yield CounterMetricFamily(
-        "longshore_guard_wait_seconds", "Seconds that the engine waited for copies of device blocks", guarded.seconds
-    )
-    yield CounterMetricFamily("longshore_late_blocks", "Device blocks whose copies did not end in time", guarded.late)
+def _of_arena(report: ArenaReport) -> Iterable[Metric]:
+    yield _metric("longshore_arena_bytes", report.nbytes)
+    yield _metric("longshore_arena_huge_bytes", report.huge_bytes)
+    yield _metric("longshore_arena_registered_bytes", report.registered_bytes)
+    yield _metric("longshore_arena_registered_pieces", report.registered_pieces)
+    yield _metric("longshore_arena_numa_bound", report.numa_bound)
+    yield _metric("longshore_arena_shared", report.shared)
+    yield _metric("longshore_arena_fallbacks", report.fallbacks)
 
 
-def _weighed(weighing: Weighing | None) -> Metric:
-    about = "Chunks found in a file, but recomputed because that is faster"
-    return CounterMetricFamily("longshore_recomputed_chunks", about, weighing.refused if weighing is not None else 0)
+def _of_engine(stats: TransferStats) -> Iterable[Metric]:
+    queued = {(into, urgency.name.lower()): count for (into, urgency), count in stats.queued.items()}
+    yield _metric("longshore_queued_transfers", queued)
+    yield _metric("longshore_refused_transfers", stats.refused)
+    yield _metric("longshore_device_fallbacks", stats.fallbacks)
 
 
-def _recorded(events: EventRecorder) -> Iterable[Metric]:
-    yield CounterMetricFamily("longshore_events_written", "Events written to the event file", events.written)
-    yield CounterMetricFamily("longshore_events_missed", "Events missing from the event file", events.missed)
-    off = events.failure is not None
-    yield GaugeMetricFamily(
-        "longshore_events_off", "Whether event recording has stopped because the file could not be written", off
-    )
+def _by_two(values: Mapping[Any, Mapping[Any, float]]) -> dict[tuple[Any, Any], float]:
+    return {(first, second): value for first, inner in values.items() for second, value in inner.items()}
 
 
-def _filed(file: Tier) -> Iterable[Metric]:
-    yield _family(
-        "longshore_file_fallbacks",
-        "Operations of the file tier that used a slower fallback, by reason",
-        "reason",
-        file.fallbacks,
-    )
-    yield _family("longshore_file_troubles", "Failures in the file tier, by reason", "reason", file.troubles)
-
-
-def _arena(report: ArenaReport) -> Iterable[Metric]:
-    gauges = {
-        "bytes": ("Bytes of the host arena", report.nbytes),
-        "huge_bytes": ("Bytes of the host arena on huge pages, at start", report.huge_bytes),
-        "registered_bytes": ("Bytes of the host arena registered with the device", report.registered_bytes),
-        "registered_pieces": ("Registered pieces of the host arena", report.registered_pieces),
-        "numa_bound": ("Whether the host arena is bound to a NUMA node", report.numa_bound),
-        "shared": ("Whether other processes can attach to the host arena", report.shared),
-    }
-    for name, (about, value) in gauges.items():
-        yield GaugeMetricFamily(f"longshore_arena_{name}", about, value=value)
-    about = "Fallbacks of the host arena, by reason"
-    yield _family("longshore_arena_fallbacks", about, "reason", report.fallbacks)
-
-
-def _transfers(stats: TransferStats) -> Iterable[Metric]:
-    queued = GaugeMetricFamily("longshore_queued_transfers", "Transfers waiting in a queue", labels=["into", "urgency"])
-    for (into, urgency), count in stats.queued.items():
-        queued.add_metric([into, urgency.name.lower()], count)
-    yield queued
-    yield CounterMetricFamily(
-        "longshore_refused_transfers", "Transfers refused because a queue was full", stats.refused
-    )
-    about = "Copies of the device that used a slower fallback, by reason"
-    yield _family("longshore_device_fallbacks", about, "reason", stats.fallbacks)
-
-
-def _family(name: str, about: str, label: str, values: Mapping[Any, float]) -> Metric:
-    family = CounterMetricFamily(name, about, labels=[label])
-    for key, value in values.items():
-        family.add_metric([str(key.value) if isinstance(key, Enum) else str(key)], value)
+def _metric(name: str, values: Mapping[Any, float] | float) -> Metric:
+    """The metric `name` with `values`: one for each label value, or tuple of them; a number where it has no labels."""
+    about = COUNTERS.get(name) or GAUGES[name]
+    family: CounterMetricFamily | GaugeMetricFamily
+    kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+    family = kind(name, about.help, labels=about.labels)
+    for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+        labels = key if type(key) is tuple else (key,)
+        family.add_metric([str(each.value) if isinstance(each, Enum) else str(each) for each in labels], value)
     return family

@@ -258,7 +258,7 @@ def test_a_device_that_keeps_no_images_goes_by_host_memory(
 
 
 def test_gds_without_a_path_is_refused() -> None:
-    with pytest.raises(ConfigError, match="file_mode gds needs a file_path"):
+    with pytest.raises(ConfigError, match="file_mode is gds, but there is no file tier"):
         Config.make(file_mode="gds")
 
 

@@ -375,7 +375,7 @@ def test_with_a_dead_tier_host_what_host_memory_had_is_lost_and_nothing_else(rig
 
 
 def test_without_a_file_tier_memory_that_is_not_kept_is_lost(rigs: Rigs) -> None:
-    rig = rigs(sleep_keep="file")
+    rig = rigs(sleep_keep="none")
     rig.write()
     rig.sleep()
     assert rig.resident == 0

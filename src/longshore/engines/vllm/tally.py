@@ -14,27 +14,9 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from longshore.boundary import DEVICE, FILE, HOST
 from longshore.cache import DropReason, MissReason, Presence, RouteTotals, TieredCache, TierSpec
+from longshore.metrics import VLLM_COUNTERS, VLLM_GAUGES
 from longshore.runtime.tier_host import TROUBLES, HostedFileTier
 
-_COUNTERS = {
-    "longshore_hit_chunks": ("Chunks loaded onto the device, by the tier they came from", ("tier",)),
-    "longshore_hit_tokens": ("Tokens of these, of the first KV cache group", ("tier",)),
-    "longshore_miss_chunks": ("Chunks of the first KV cache group wanted and not loaded", ("reason",)),
-    "longshore_control_plane_faults": ("Failures of the control plane: at the first, the tiers are off", ()),
-    "longshore_recomputed_chunks": ("Chunks found, and computed all the same, because that is quicker", ()),
-    "longshore_weight_changes": ("Times that a rank's weights changed in the running engine: all is forgotten", ()),
-    "longshore_evicted_chunks": ("Copies evicted", ("tier",)),
-    "longshore_lost_chunks": ("Copies found unusable", ("tier",)),
-    "longshore_dropped_chunks": ("Chunks not stored", ("tier", "reason")),
-    "longshore_moved_bytes": ("Bytes that arrived, of all ranks", ("route",)),
-    "longshore_moving_seconds": ("Seconds spent moving; to and from the device, from order to end", ("route",)),
-    "longshore_failed_chunks": ("Chunks that did not arrive", ("route",)),
-    "longshore_file_troubles": ("What went wrong in the file tier; tier_host: its process died", ("reason",)),
-}
-_GAUGES = {
-    "longshore_used_bytes": ("Bytes taken, in flight included", ("tier",)),
-    "longshore_capacity_bytes": ("Bytes of the tier", ("tier",)),
-}
 _TIERS = (HOST, FILE)
 _ROUTES = tuple(
     f"{source}->{target}" for source, target in ((DEVICE, HOST), (HOST, DEVICE), (HOST, FILE), (FILE, HOST))
@@ -48,8 +30,8 @@ _Sample = tuple[str, tuple[str, ...]]
 
 def definitions() -> dict[str, Any]:
     """All metrics, as vLLM wants to know of them beforehand."""
-    counters = {name: OffloadingCounterMetadata(*about) for name, about in _COUNTERS.items()}
-    return {**counters, **{name: OffloadingGaugeMetadata(*about) for name, about in _GAUGES.items()}}
+    counters = {name: OffloadingCounterMetadata(*about) for name, about in VLLM_COUNTERS.items()}
+    return {**counters, **{name: OffloadingGaugeMetadata(*about) for name, about in VLLM_GAUGES.items()}}
 
 
 class Tally:
@@ -108,7 +90,7 @@ class Tally:
             return None
         stats = OffloadingConnectorStats()
         for (name, labels), value in changed:
-            if name in _GAUGES:
+            if name in VLLM_GAUGES:
                 stats.set_gauge(name, value, labels)
             else:
                 stats.increase_counter(name, value - self._told.get((name, labels), 0), labels)
