@@ -24,10 +24,8 @@ from functools import cache
 from longshore.cache import Return
 from longshore.cache.eviction import Gittins
 from longshore.trace import FAMILIES, TraceRequest, read_mooncake, synthesize
-from longshore.trace.experiment import Experiment, experiment
-from longshore.trace.optimum import optimal_hits
-from longshore.trace.paths import Paths
-from longshore.trace.policies import policy_named
+from longshore.trace.analysis import Paths, optimal_hits
+from longshore.trace.experiment import Experiment, experiment, policy_named
 
 BLOCK_TOKENS = 512
 POLICIES = ("gittins", "lru", "arc", "lru-2", "s3-fifo")

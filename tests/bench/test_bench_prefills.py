@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from longshore.bench import prefills
 from longshore.cli.app import app
 from longshore.errors import LongshoreError
-from longshore.trace.timing import PROFILES, with_bench
+from longshore.trace.machine import PROFILES, with_bench
 
 TINY = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,

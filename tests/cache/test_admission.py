@@ -10,7 +10,7 @@ from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.trace import synthesize
-from longshore.trace.tiered import keys_of
+from longshore.trace.replay import keys_of
 
 
 class Tiers:

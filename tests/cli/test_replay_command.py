@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from longshore.cache.eviction import POLICIES
 from longshore.cli.app import app
 from longshore.errors import EngineError, LongshoreError
-from longshore.trace.policies import REFERENCES
+from longshore.trace.experiment import REFERENCES
 
 EXCERPT = str(resources.files("longshore.trace").joinpath("data", "conversation_excerpt.jsonl"))
 KEYS = {

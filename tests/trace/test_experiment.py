@@ -10,11 +10,9 @@ from trace_kit import prompts, whole_trace
 
 from longshore.cache.eviction import LRU, POLICIES, Gittins
 from longshore.errors import TraceError
-from longshore.trace.experiment import Experiment, experiment
-from longshore.trace.mooncake import read_excerpt, read_mooncake
-from longshore.trace.optimum import optimal_hits
-from longshore.trace.paths import Paths
-from longshore.trace.policies import REFERENCES, policy_named
+from longshore.trace.analysis import Paths, optimal_hits
+from longshore.trace.experiment import REFERENCES, Experiment, experiment, policy_named
+from longshore.trace.readers import read_excerpt, read_mooncake
 from longshore.trace.synthetic import synthesize
 
 TABLE = {  # hit ratios at 1, 3, 10 and 20 % of the unique blocks of the conversation trace

@@ -15,9 +15,9 @@ from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.explain import write_events
 from longshore.errors import LongshoreError, TraceError
 from longshore.keys import Scope, chain
-from longshore.trace import lines
+from longshore.trace import parsing
+from longshore.trace.parsing import TraceRequest
 from longshore.trace.readers import Form, form_of, read_trace
-from longshore.trace.request import TraceRequest
 
 TURN = {"timestamp": 10, "input_length": 40, "output_length": 3, "hashes": ["a", "b", "c"]}
 MOONCAKE = {"timestamp": 1, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, 3]}
@@ -182,7 +182,7 @@ def test_a_bad_line_is_named_and_refused_or_skipped(tmp_path: Path, form: Form, 
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_LINE", 200)
+    monkeypatch.setattr(parsing, "MAX_LINE", 200)
     path = put(tmp_path / "t.jsonl", MOONCAKE, b"x" * 1000, MOONCAKE)
     skipped: list[TraceError] = []
     assert len(list(read_trace(path, block_tokens=16, skip=skipped.append))) == 2

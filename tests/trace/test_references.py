@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longshore.cache.columns import LISTS
 from longshore.cache.eviction import EvictionPolicy
 from longshore.errors import CacheError
-from longshore.trace.policies import REFERENCES
+from longshore.trace.experiment import REFERENCES
 
 SLOTS = 8
 NODES = range(LISTS, LISTS + 12)

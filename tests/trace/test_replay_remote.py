@@ -7,12 +7,9 @@ import pytest
 from longshore.boundary import Items, Probe, ProbeResult, Route, Status, Transfer, TransferResult
 from longshore.cache.eviction import LRU
 from longshore.trace import TraceRequest, synthesize
-from longshore.trace.geometry import geometry_of
-from longshore.trace.remote import REMOTE, RemoteStore
+from longshore.trace.machine import PROFILES, REMOTE, RemoteStore, Timing, VirtualMovers, geometry_of, with_changes
+from longshore.trace.replay import TieredReplay
 from longshore.trace.result import Replayed
-from longshore.trace.tiered import TieredReplay
-from longshore.trace.timing import PROFILES, Timing, with_changes
-from longshore.trace.virtual import VirtualMovers
 
 BLOCK = 512
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])

@@ -14,11 +14,19 @@ from longshore.boundary import Cancel, Items, Route, Status, Transfer, TransferR
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
 from longshore.trace import TraceRequest, read_excerpt, synthesize
-from longshore.trace.geometry import MODELS, geometry_of
+from longshore.trace.machine import (
+    MODELS,
+    PROFILES,
+    Profile,
+    Timing,
+    VirtualMovers,
+    geometry_of,
+    profile_named,
+    with_bench,
+    with_changes,
+)
+from longshore.trace.replay import TieredReplay
 from longshore.trace.result import Replayed
-from longshore.trace.tiered import TieredReplay
-from longshore.trace.timing import PROFILES, Profile, Timing, profile_named, with_bench, with_changes
-from longshore.trace.virtual import VirtualMovers
 
 BLOCK = 512
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])

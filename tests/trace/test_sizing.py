@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from trace_kit import prompts, whole_trace
@@ -16,17 +17,31 @@ from trace_kit import prompts, whole_trace
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
 from longshore.trace import read_excerpt, read_mooncake, synthesize
-from longshore.trace.estimates import Arrivals, Estimate, Prices, Size, estimate
+from longshore.trace.analysis import NEVER, Paths, stack_distances
 from longshore.trace.experiment import experiment
-from longshore.trace.geometry import geometry_of
-from longshore.trace.paths import Paths
+from longshore.trace.machine import PROFILES, Timing, geometry_of
+from longshore.trace.replay import TieredReplay
 from longshore.trace.result import Replayed
-from longshore.trace.sizing import DRAM_GIB, DRIVES_GB, Plan, Replay, plan, sizes_for
-from longshore.trace.stack import NEVER, hits_at, stack_distances
-from longshore.trace.tiered import TieredReplay
-from longshore.trace.timing import PROFILES, Timing
+from longshore.trace.sizing import (
+    DRAM_GIB,
+    DRIVES_GB,
+    Arrivals,
+    Estimate,
+    Plan,
+    Prices,
+    Replay,
+    Size,
+    estimate,
+    plan,
+    sizes_for,
+)
 
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])
+
+
+def hits_at(distances: npt.NDArray[np.int64], capacities: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The hits of LRU at each of `capacities`, in blocks."""
+    return np.searchsorted(np.sort(distances), capacities, side="right")
 
 
 @given(prompts(blocks=14, requests=25))

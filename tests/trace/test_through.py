@@ -12,9 +12,8 @@ from trace_kit import prompts
 from longshore.cache import GroupKeys, Return
 from longshore.cache.eviction import LRU, POLICIES, Gittins
 from longshore.errors import CacheError, IntegrityError
-from longshore.trace.experiment import Experiment
-from longshore.trace.mooncake import read_excerpt
-from longshore.trace.through import CacheReplay
+from longshore.trace.experiment import CacheReplay, Experiment
+from longshore.trace.readers import read_excerpt
 
 
 @given(paths=prompts(), slots=st.integers(1, 14))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.errors import ConfigError
-from longshore.trace.tokens import FIRST_TOKEN, check_alphabet, tokens_of
+from longshore.trace.workload import FIRST_TOKEN, check_alphabet, tokens_of
 
 GOLDEN = {
     (0, 1000): (324, 149, 756, 406, 942, 464, 648, 261, 365, 722, 900, 350),

@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longshore.bench.harness import Case, compare
 from longshore.errors import BenchError
-from longshore.trace.geometry import geometry_of
-from longshore.trace.timing import prefill_operations
+from longshore.trace.machine import geometry_of, prefill_operations
 
 REFERENCE = "one large matrix product"
 _WIDTH = {"cpu": 1024, "cuda": 8192}

@@ -25,10 +25,9 @@ from longshore.bench.harness import Case, has_vllm
 from longshore.engines.kv_transfer import kv_transfer
 from longshore.errors import BenchError
 from longshore.tiers.file.audit import Audit, inspect
-from longshore.trace.mooncake import TRACE_BLOCK_TOKENS
-from longshore.trace.readers import read_trace
-from longshore.trace.request import TraceRequest
-from longshore.trace.tokens import FIRST_TOKEN, tokens_of
+from longshore.trace.parsing import TraceRequest
+from longshore.trace.readers import TRACE_BLOCK_TOKENS, read_trace
+from longshore.trace.workload import FIRST_TOKEN, tokens_of
 
 WITHOUT = "the same vLLM without Longshore"
 

@@ -41,9 +41,9 @@ from longshore.config import available_memory
 from longshore.report import RUNS, SOURCES, Curve, Page, curves
 
 if TYPE_CHECKING:
+    from longshore.trace.machine import Timing
+    from longshore.trace.replay import TieredReplay
     from longshore.trace.sizing import Choice, Plan
-    from longshore.trace.tiered import TieredReplay
-    from longshore.trace.timing import Timing
 
 _ADVANCE = 50
 _READ_INTENSIVE, _MIXED_USE = 1, 3
@@ -83,7 +83,7 @@ def plan(
 
     [dim]longshore plan trace.jsonl --model llama-3.1-8b --ttft-p95 500ms --prices prices.toml[/]
     """
-    from longshore.trace.estimates import Arrivals, Prices  # noqa: PLC0415 - see `replay`
+    from longshore.trace.sizing import Arrivals, Prices  # noqa: PLC0415 - see `replay`
     from longshore.trace.sizing import plan as plan_for  # noqa: PLC0415
 
     console = console_on(stderr=True)
@@ -142,8 +142,8 @@ def _replay(
     requests: Trace, timing: Timing, block_tokens: int, progress: Progress, host: int, file: int, engines: int
 ) -> TieredReplay:
     """A replay as `longshore replay` makes it."""
-    from longshore.trace.policies import policy_named  # noqa: PLC0415
-    from longshore.trace.tiered import TieredReplay  # noqa: PLC0415
+    from longshore.trace.experiment import policy_named  # noqa: PLC0415
+    from longshore.trace.replay import TieredReplay  # noqa: PLC0415
 
     tiers = {"host": host} | ({"file": file} if file else {})
     run = TieredReplay(timing, block_tokens, tiers, policy_named(None)[1], engines=engines)

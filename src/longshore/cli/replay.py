@@ -45,9 +45,9 @@ from longshore.report import REASONS, RUNS, SOURCES, Curve, Page, curves, stacke
 if TYPE_CHECKING:
     from longshore.cache.eviction import EvictionPolicy
     from longshore.cache.eviction.hit_rates import Return
-    from longshore.trace.request import TraceRequest
+    from longshore.trace.parsing import TraceRequest
+    from longshore.trace.replay import ReplayTally, TieredReplay
     from longshore.trace.result import Row
-    from longshore.trace.tiered import ReplayTally, TieredReplay
 
 
 class ControlPath(StrEnum):
@@ -153,8 +153,8 @@ def replay(
     elif through is not None:
         raise ConfigError("--through needs --capacity-blocks")
     else:
-        from longshore.trace.policies import policy_named  # noqa: PLC0415
-        from longshore.trace.tiered import MOST_BLOCKS, TieredReplay  # noqa: PLC0415
+        from longshore.trace.experiment import policy_named  # noqa: PLC0415
+        from longshore.trace.replay import MOST_BLOCKS, TieredReplay  # noqa: PLC0415
 
         if host is None:
             raise ConfigError("expected --host and --model, or --capacity-blocks; see longshore replay --help")
@@ -194,8 +194,7 @@ def replay(
 def _experiment(
     requests: Iterable[TraceRequest], slots: int, policy: str | None, through: ControlPath | None, blocks: _AskedBlocks
 ) -> tuple[dict[str, object], list[Row]]:
-    from longshore.trace.experiment import Hits  # noqa: PLC0415 - numpy takes longer to load than `--help` may
-    from longshore.trace.policies import policy_named  # noqa: PLC0415
+    from longshore.trace.experiment import Hits, policy_named  # noqa: PLC0415 - numpy loads too slowly for `--help`
     from longshore.trace.result import ratio  # noqa: PLC0415
 
     name, kind = policy_named(policy)
@@ -242,7 +241,7 @@ def _served(
 
         yield Experiment(kind, slots).serve
     elif through is ControlPath.CACHE:
-        from longshore.trace.through import CacheReplay  # noqa: PLC0415
+        from longshore.trace.experiment import CacheReplay  # noqa: PLC0415
 
         yield CacheReplay(kind, slots).serve
     else:
@@ -301,7 +300,7 @@ class _AskedBlocks:
     """
 
     def __init__(self, optimum: bool, console: Console) -> None:
-        from longshore.trace.paths import Paths  # noqa: PLC0415
+        from longshore.trace.analysis import Paths  # noqa: PLC0415
 
         self._paths = Paths() if optimum else None
         self._seen: set[int] = set()
@@ -314,7 +313,7 @@ class _AskedBlocks:
             return
         self._paths.add(path)
         if not self._told and self._paths.references > _MUCH:
-            from longshore.trace.optimum import BYTES_PER_REFERENCE  # noqa: PLC0415
+            from longshore.trace.analysis import BYTES_PER_REFERENCE  # noqa: PLC0415
 
             self._told = True
             self._console.print(
@@ -330,7 +329,7 @@ class _AskedBlocks:
 
     def optimal(self, slots: int) -> int | None:
         """The most hits that `slots` slots could have."""
-        from longshore.trace.optimum import optimal_hits  # noqa: PLC0415
+        from longshore.trace.analysis import optimal_hits  # noqa: PLC0415
 
         return None if self._paths is None else optimal_hits(self._paths, slots)
 

@@ -20,8 +20,8 @@ from longshore.cli.options import rate_of, seconds_of
 from longshore.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
-    from longshore.trace.request import TraceRequest
-    from longshore.trace.timing import Timing
+    from longshore.trace.machine import Timing
+    from longshore.trace.parsing import TraceRequest
 
 
 class FormChoice(enum.StrEnum):
@@ -178,8 +178,7 @@ def timing_of(
     remote_delay: str | None = None,
 ) -> Timing:
     """The timing model that the options ask for; `rates` are those of `Profile`, by name."""
-    from longshore.trace.geometry import MODELS, geometry_of  # noqa: PLC0415
-    from longshore.trace.timing import Timing, profile_named, with_bench, with_changes  # noqa: PLC0415
+    from longshore.trace.machine import MODELS, Timing, geometry_of, profile_named, with_bench, with_changes  # noqa: PLC0415  # noqa: PLC0415
 
     if model is None:
         raise ConfigError(f"--model: expected one of {', '.join(MODELS)}, or the path of a config.json")

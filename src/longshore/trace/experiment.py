@@ -7,20 +7,319 @@ An access to a resident block is a use. An access to another block evicts one, i
 block. No block is pinned, and there are never more blocks than slots. The policies are driven through their own
 interface as by the cache: an inserted block gets a free number, which may be reused, and has a digest for its key,
 which policies may remember in part.
+
+`CacheReplay` serves the same requests through the control plane, so that the two can be compared: one tier, no bytes,
+no time. The device keeps nothing: each request looks up its whole path, loads what is found and computes the rest.
+
+    lookup, load ──► loaded ──► store ──► stored ──► release        one request after the other
+
+Policies are those of the cache, and published ones for comparison, simple rather than fast:
+
+| policy | idea |
+|---|---|
+| FIFO | evicts the oldest chunk |
+| LRU-2 | evicts the chunk with the oldest second-to-last use; chunks used once first |
+| S3-FIFO | a small queue for new chunks, a main queue for chunks used again, and a ghost list |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import ClassVar
 
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from longshore.cache.columns import LISTS
-from longshore.cache.eviction.base import EvictionPolicy
-from longshore.cache.eviction.hit_rates import Return, Returns
-from longshore.errors import TraceError
+from longshore.boundary import HOST, Key, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, GroupKeys, Return, TieredCache, TierSpec
+from longshore.cache.columns import LISTS, Chains
+from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
+from longshore.cache.eviction.base import Names, check_in, check_new, known, unknown
+from longshore.cache.eviction.hit_rates import Returns
+from longshore.errors import CacheError, IntegrityError, TraceError
+from longshore.trace.parsing import unknown_name
+from longshore.trace.replay import keys_of
+
+
+class FIFO(LRU):
+    """Evicts the chunk that was inserted first, however often it was used."""
+
+    def touch(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used, which changes nothing; held ones are inserted again."""
+        check_in(self._place, nodes)
+        super().touch([node for node in nodes if self.is_held(node)])
+
+
+class OneByOne(EvictionPolicy):
+    """A policy that names one victim at a time, because the next one depends on its eviction."""
+
+    def ahead(self, count: int) -> list[int]:
+        """The next victim."""
+        node = self.coldest() if count else 0
+        return [node] if node else []
+
+    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+        """Evict these, the next victims."""
+        for node, key in zip(nodes, keys, strict=True):
+            self.remove(node, evicted=key)
+
+    def keep(self, nodes: Sequence[int]) -> None:
+        """Hold these, the next victims, which cannot be evicted at present."""
+        for node in nodes:
+            self.hold(node)
+
+
+class LRU2(OneByOne):
+    """Evicts the chunk with the oldest second-to-last use. Uses are remembered without limit, by key.
+
+    After E. O'Neil, P. O'Neil and G. Weikum, "The LRU-K page replacement algorithm for database disk buffering" (SIGMOD
+    1993), K = 2, without a correlated reference period. Chunks used once are evicted first, least recently used first.
+    O(log n).
+    """
+
+    def __init__(self, slots: int, names: Names) -> None:
+        super().__init__(slots, names)
+        self._uses: dict[Key, tuple[int, int]] = {}
+        self._rank: dict[int, tuple[int, int] | None] = {}  # (last use but one, last use); None while held
+        self._heap: list[tuple[tuple[int, int], int]] = []
+        self._clock = 0
+
+    def grow(self, nodes: int) -> None:
+        """Nodes may now have any number below `nodes`."""
+
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
+        """`nodes` became resident, the last was used last."""
+        for i, node in enumerate(nodes):
+            if node < LISTS or node in self._rank or node in nodes[:i]:
+                raise known(node)
+        for node in nodes:
+            self._use(node)
+
+    def touch(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used, the last was used last."""
+        for node in nodes:
+            self._known(node)
+            self._use(node)
+
+    def hold(self, node: int) -> None:
+        """`node` cannot go at present."""
+        self._known(node)
+        self._rank[node] = None
+
+    def release(self, nodes: Sequence[int]) -> None:
+        """Those of `nodes` that are held may go again, and first."""
+        for node in nodes:
+            self._known(node)
+            if self._rank[node] is None:
+                self._clock += 1
+                self._place(node, (-self._clock, 0))
+
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
+        """`node` left; its uses are remembered."""
+        self._known(node)
+        del self._rank[node]
+
+    def coldest(self) -> int:
+        """The node with the oldest second-to-last use; 0 if there is none."""
+        heap, rank = self._heap, self._rank
+        while heap and rank.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0][1] if heap else 0
+
+    def order(self) -> Iterator[int]:
+        """Nodes by their second-to-last use."""
+        ranked = [(rank, node) for node, rank in self._rank.items() if rank is not None]
+        return (node for _, node in sorted(ranked))
+
+    def is_held(self, node: int) -> bool:
+        """Whether `node` is resident and held."""
+        return node in self._rank and self._rank[node] is None
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._rank
+
+    def __len__(self) -> int:
+        return len(self._rank)
+
+    def check_integrity(self) -> None:
+        """Raise `CacheError` if an evictable node would not be found."""
+        lost = {(rank, node) for node, rank in self._rank.items() if rank is not None}.difference(self._heap)
+        if lost:
+            raise CacheError(f"LRU-2 has lost {len(lost)} nodes")
+
+    def _use(self, node: int) -> None:
+        self._clock += 1
+        _, last = self._uses.get(self.names[node], (0, 0))
+        rank = self._uses[self.names[node]] = (last, self._clock)
+        self._place(node, rank)
+
+    def _place(self, node: int, rank: tuple[int, int]) -> None:
+        self._rank[node] = rank
+        heappush(self._heap, (rank, node))
+        if len(self._heap) > 4 * len(self._rank) + 64:
+            self._heap = [(rank, node) for node, rank in self._rank.items() if rank is not None]
+            heapify(self._heap)
+
+    def _known(self, node: int) -> None:
+        if node not in self._rank:
+            raise unknown(node)
+
+
+class S3FIFO(OneByOne):
+    """New chunks enter a small queue; those used there move to the main queue.
+
+    After J. Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023): the small queue has a tenth of
+    the slots, and uses are counted up to three. A chunk evicted from the small queue is remembered until as many others
+    have been evicted from it as there are slots, and is inserted into the main queue if it returns. A chunk in the main
+    queue is reinserted once for each use. The paper moves chunks after two uses; one use has more hits in small prefix
+    caches, and fewer in large ones. Amortised constant time per use.
+    """
+
+    SMALL, MAIN = 1, 2
+    MOST: ClassVar[int] = 3
+    TO_MOVE_ON: ClassVar[int] = 1
+
+    def __init__(self, slots: int, names: Names) -> None:
+        super().__init__(slots, names)
+        self._chains = Chains()
+        self._queue = bytearray(LISTS)
+        self._held = bytearray(LISTS)
+        self._uses = bytearray(LISTS)
+        self._counts = [0, 0, 0]
+        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+
+    def grow(self, nodes: int) -> None:
+        """Nodes may now have any number below `nodes`."""
+        self._chains.grow(nodes)
+        for each in (self._queue, self._held, self._uses):
+            each.extend(bytes(max(0, nodes - len(each))))
+
+    def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
+        """`nodes` became resident: in the main queue if they were evicted from the small one recently."""
+        check_new(self._queue, nodes)
+        for node in nodes:
+            key = self.names[node]
+            self._uses[node] = 0
+            if key in self._ghosts:
+                del self._ghosts[key]
+                self._enter(node, self.MAIN)
+            else:
+                self._enter(node, self.SMALL)
+
+    def touch(self, nodes: Sequence[int]) -> None:
+        """`nodes` were used; held ones are inserted again at the end of their queue."""
+        check_in(self._queue, nodes)
+        for node in nodes:
+            self._uses[node] = min(self.MOST, self._uses[node] + 1)
+            if self._held[node]:
+                self._held[node] = 0
+                self._chains.warm(self._queue[node], node)
+
+    def hold(self, node: int) -> None:
+        """`node` cannot go at present."""
+        self._known(node)
+        if not self._held[node]:
+            self._chains.drop(node)
+            self._held[node] = 1
+
+    def release(self, nodes: Sequence[int]) -> None:
+        """Held `nodes` may be evicted again, first in their queue, as if they had not been used."""
+        check_in(self._queue, nodes)
+        for node in nodes:
+            if self._held[node]:
+                self._held[node] = self._uses[node] = 0
+                self._chains.chill(self._queue[node], node)
+
+    def remove(self, node: int, *, evicted: Key | None = None) -> None:
+        """`node` left; its key is remembered if it was evicted from the small queue."""
+        self._known(node)
+        if evicted is not None and self._queue[node] == self.SMALL:
+            self._ghosts[evicted] = None
+            if len(self._ghosts) > self.slots:
+                self._ghosts.popitem(last=False)
+        self._exit(node)
+        self._held[node] = 0
+
+    def coldest(self) -> int:
+        """The next victim; 0 if there is none. Used nodes before it have been moved, and stay so."""
+        if self._counts[self.SMALL] >= self._small_slots:
+            return self._first_of_small() or self._first_of_main()
+        return self._first_of_main() or self._first_of_small()
+
+    def order(self) -> Iterator[int]:
+        """The nodes of the small queue, then those of the main one, each the oldest first."""
+        yield from self._chains.walk(self.SMALL)
+        yield from self._chains.walk(self.MAIN)
+
+    def is_held(self, node: int) -> bool:
+        """Whether `node` is resident and held."""
+        return node < len(self._held) and bool(self._held[node])
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, int) and node < len(self._queue) and self._queue[node] != 0
+
+    def __len__(self) -> int:
+        return self._counts[self.SMALL] + self._counts[self.MAIN]
+
+    def check_integrity(self) -> None:
+        """Raise `CacheError` where queues, marks and counts disagree."""
+        for which in (self.SMALL, self.MAIN):
+            self._chains.check_integrity(which)
+            queued = {node for node, queue in enumerate(self._queue) if queue == which and not self._held[node]}
+            if set(self._chains.walk(which)) != queued or self._queue.count(which) != self._counts[which]:
+                raise CacheError(f"S3-FIFO marks {len(queued)} nodes for queue {which}, counts {self._counts[which]}")
+
+    @property
+    def _small_slots(self) -> int:
+        return max(1, self.slots // 10)
+
+    def _first_of_small(self) -> int:
+        while (node := self._chains.coldest(self.SMALL)) != self.SMALL:
+            if self._uses[node] < self.TO_MOVE_ON:
+                return node
+            self._exit(node)
+            self._enter(node, self.MAIN)
+        return 0
+
+    def _first_of_main(self) -> int:
+        while (node := self._chains.coldest(self.MAIN)) != self.MAIN:
+            if not self._uses[node]:
+                return node
+            self._uses[node] -= 1
+            self._chains.drop(node)
+            self._chains.warm(self.MAIN, node)
+        return 0
+
+    def _enter(self, node: int, which: int) -> None:
+        self._queue[node] = which
+        self._counts[which] += 1
+        self._chains.warm(which, node)
+
+    def _exit(self, node: int) -> None:
+        if not self._held[node]:
+            self._chains.drop(node)
+        self._counts[self._queue[node]] -= 1
+        self._queue[node] = 0
+
+    def _known(self, node: int) -> None:
+        if node not in self:
+            raise unknown(node)
+
+
+REFERENCES: dict[str, type[EvictionPolicy]] = {"fifo": FIFO, "lru-2": LRU2, "s3-fifo": S3FIFO}
+
+
+def policy_named(name: str | None) -> tuple[str, type[EvictionPolicy]]:
+    """The policy called `name`, or the default policy, and its name; raises `TraceError` for an unknown name."""
+    known = POLICIES | REFERENCES
+    if name is None:
+        return next(each for each in known.items() if each[1] is DEFAULT_POLICY)
+    if name.lower() not in known:
+        raise unknown_name("a policy", name, sorted(known))
+    return name.lower(), known[name.lower()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +432,46 @@ def experiment(paths: Iterable[Sequence[int]], kind: type[EvictionPolicy], slots
     for path in paths:
         tier.serve(path)
     return tier.totals()
+
+
+_MAX_WRITES = 1 << 14
+"""Chunks in flight to the tier: more than any request has, so that the limit has no effect."""
+
+
+class CacheReplay:
+    """A `TieredCache` over one tier of `slots` slots, empty at the start, under policy `kind`."""
+
+    def __init__(self, kind: type[EvictionPolicy], slots: int) -> None:
+        self.cache = TieredCache([TierSpec(HOST, slots, policy=kind)], CacheSettings(max_writes=_MAX_WRITES))
+        self._now = 0.0
+
+    def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
+        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits.
+
+        It arrives at `now` seconds, and its host knows this of its return.
+        """
+        cache, keys = self.cache, keys_of(path)
+        self._now = now
+        found = cache.lookup({0: GroupKeys(keys)}, now, returns=returns)
+        hits, lease = found.chunks, found.lease
+        if lease is not None:
+            cache.load(lease, {0: range(hits)})
+            self._move()
+            outcome = cache.progress(lease).outcome
+            if outcome is None or outcome.chunks < hits:
+                raise IntegrityError(f"not all of the {hits} blocks found were loaded: {outcome}")
+        if hits < len(keys):
+            cache.store({0: GroupKeys(keys, hits)}, {0: range(hits, len(keys))}, turn=found.turn)
+            self._move()
+        if lease is not None:
+            cache.release(lease)
+        return hits
+
+    def _move(self) -> None:
+        """The simulated device: whatever was ordered has succeeded."""
+        done = [
+            TransferResult(command.job, (Status.OK,) * len(command.items), len(command.items))
+            for command in self.cache.take()
+            if isinstance(command, Transfer)
+        ]
+        self.cache.apply(done, self._now)

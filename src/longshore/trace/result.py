@@ -14,8 +14,8 @@ import numpy as np
 from longshore.boundary import FILE
 from longshore.cache import DropReason, MissReason
 from longshore.report.units import share, size
-from longshore.trace.remote import REMOTE
-from longshore.trace.tiered import ReplayTally, TieredReplay
+from longshore.trace.machine import REMOTE
+from longshore.trace.replay import ReplayTally, TieredReplay
 
 _DAY = 86_400.0
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from longshore.errors import TraceError
-from longshore.trace.mooncake import TRACE_BLOCK_TOKENS
-from longshore.trace.request import TraceRequest
+from longshore.trace.parsing import TraceRequest
+from longshore.trace.readers import TRACE_BLOCK_TOKENS
 
 Work = Generator[tuple[float, list[int]], None, None]
 """Prompts of one piece of work: seconds to wait before each, and its complete blocks."""

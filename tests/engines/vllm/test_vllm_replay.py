@@ -17,7 +17,7 @@ from longshore.config import Config
 from longshore.engines.vllm import LongshoreManager
 from longshore.engines.vllm.replay import VllmReplay, open_replay, open_store
 from longshore.errors import ConfigError, IntegrityError
-from longshore.trace.mooncake import read_excerpt
+from longshore.trace.readers import read_excerpt
 
 EXCERPT = str(resources.files("longshore.trace").joinpath("data", "conversation_excerpt.jsonl"))
 PATHS = [(1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (1, 2, 7), (1, 2, 3, 4), (8,), tuple(range(20, 34)), (1, 2, 3, 4, 5, 6)]

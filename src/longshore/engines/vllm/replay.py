@@ -37,7 +37,7 @@ from longshore.errors import IntegrityError
 from longshore.runtime import Runtime
 from longshore.runtime.loop import BackgroundLoop
 from longshore.runtime.stamps import Stamps
-from longshore.trace.tiered import keys_of
+from longshore.trace.replay import keys_of
 
 _TOKENS = 16
 """Of a block. Nothing depends on their number."""

@@ -4,9 +4,10 @@
                in order    (twice as many as engines)       the rest on the next engine that is idle
                            probe, fetch: what only a remote store has arrives in host memory, and is onboarded then
 
-What is real here is `TieredCache` and `Gate`, called as an engine's adapter calls them; what is modelled is how long
-copies and prefills take (`longshore.trace.timing`), and an engine that computes one prompt at a time. Decoding takes no
-time, answers are not stored, and the device keeps nothing: what the tiers give is over and above its own prefix cache.
+`TieredCache` and `Gate` are those of production, called as an engine's adapter calls them. The durations of copies and
+prefills are modelled (`longshore.trace.machine`), and so is the engine, which computes one prompt at a time. Decoding
+takes no time, answers are not stored, and the device keeps nothing: hits in the tiers are in addition to those in the
+engine's own prefix cache.
 """
 
 from __future__ import annotations
@@ -39,10 +40,8 @@ from longshore.cache import (
 from longshore.cache.eviction import EvictionPolicy
 from longshore.errors import IntegrityError, TraceError
 from longshore.report.units import size
-from longshore.trace.remote import REMOTE, RemoteStore
-from longshore.trace.request import TraceRequest
-from longshore.trace.timing import Timing
-from longshore.trace.virtual import VirtualMovers
+from longshore.trace.machine import REMOTE, RemoteStore, Timing, VirtualMovers
+from longshore.trace.parsing import TraceRequest
 
 _ROOT = xxh3_128_digest(b"longshore replay 2")
 

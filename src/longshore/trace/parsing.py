@@ -1,0 +1,282 @@
+"""Parsing of traces, whatever their format: the request, typed fields of a JSON object, lines of a file.
+
+Every error is a `TraceError` that names file and line. Files may be compressed with gzip, and are read as a stream, so
+a trace may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import BinaryIO, NoReturn, TypeVar, cast
+
+from longshore.cache.eviction.hit_rates import Return
+from longshore.errors import TraceError
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> TraceError:
+    """The error for a `name` that is not in `known`, with all known names and the most similar one."""
+    names = list(known)
+    nearest = get_close_matches(name.lower(), names, 1)
+    guess = f"; did you mean {nearest[0]}?" if nearest else ""
+    return TraceError(f"expected {what} out of {', '.join(names)}, got {name!r}{guess}")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        timestamp_ms: Arrival, in milliseconds since the trace began.
+        input_length: Tokens of the prompt.
+        output_length: Tokens of the answer.
+        hash_ids: One id per block of the prompt, in order; the last block may be partial. Equal ids mean equal content
+            after an equal prefix.
+        assumed_time: Whether the trace has no timestamp for it.
+        returns: What its host knows about when its blocks are used again, if the trace says so.
+    """
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    assumed_time: bool = False
+    returns: Return | None = None
+
+
+MAX_HASH_ID = 2**64 - 1
+
+
+class Fields:
+    """Typed access to the fields of an object; a wrong type or a missing field is a `TraceError`."""
+
+    def __init__(self, where: str, fields: object) -> None:
+        self.where = where
+        if not isinstance(fields, dict):
+            self.refuse("expected a JSON object", fields)
+        self._fields: dict[str, object] = fields
+
+    @classmethod
+    def parse(cls, where: str, text: bytes) -> Fields:
+        """Parse the JSON object in `text`, in UTF-8."""
+
+        def constant(name: str) -> NoReturn:
+            raise TraceError(f"{where}: expected JSON numbers, got {name}")
+
+        try:
+            return cls(where, json.loads(text.decode("utf-8"), parse_constant=constant))
+        except TraceError:
+            raise
+        except (ValueError, RecursionError) as error:  # also bad UTF-8, and integers of absurd length
+            raise TraceError(f"{where}: expected a JSON object in UTF-8: {error}") from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def get(self, name: str) -> object:
+        """The value of a field."""
+        if name not in self._fields:
+            raise TraceError(f"{self.where}: expected a field {name!r}, got {sorted(self._fields)}")
+        return self._fields[name]
+
+    def integer(self, name: str, *, least: int, default: int | None = None) -> int:
+        """An integer of at least `least`."""
+        if default is not None and name not in self._fields:
+            return default
+        value = self.get(name)
+        if type(value) is not int or value < least:  # bool is an int, and no length
+            self.refuse(f"expected {name!r} to be an integer of at least {least}", value)
+        return value
+
+    def milliseconds(self, name: str, *, default: float | None = None, unit: str = "milliseconds") -> float:
+        """A time, in `unit`."""
+        if default is not None and name not in self._fields:
+            return default
+        value = self.get(name)
+        expected = f"expected {name!r} to be {unit}, a finite number of at least 0"
+        if type(value) is not int and type(value) is not float:
+            self.refuse(expected, value)
+        try:
+            found = float(value)
+        except OverflowError:
+            self.refuse(expected, value)
+        if not math.isfinite(found) or found < 0:
+            self.refuse(expected, value)
+        return found
+
+    def items(self, name: str) -> list[object]:
+        """A list."""
+        value = self.get(name)
+        if not isinstance(value, list):
+            self.refuse(f"expected {name!r} to be a list", value)
+        return value
+
+    def integers(self, name: str, *, most: int, one: str) -> tuple[int, ...]:
+        """A list of integers from 0 to `most`; error messages call an element `one`."""
+        value = self.items(name)
+        for item in value:
+            if type(item) is not int or not 0 <= item <= most:
+                self.refuse(f"expected every {one} to be an integer from 0 to {most}", item)
+        return tuple(value)  # type: ignore[arg-type]  # all are integers
+
+    def returns(self) -> Return | None:
+        """What the optional fields `ends`, `returns_in` (seconds) and `class` say about the request's return."""
+        if not any(name in self._fields for name in ("ends", "returns_in", "class")):
+            return None
+        ends, kind = self._fields.get("ends", False), self._fields.get("class", "")
+        if not isinstance(ends, bool):
+            self.refuse("expected 'ends' to be true or false", ends)
+        if not isinstance(kind, str):
+            self.refuse("expected 'class' to be text", kind)
+        seconds = self.milliseconds("returns_in", default=-1.0, unit="seconds")
+        if ends and seconds >= 0:
+            self.refuse("expected 'ends' or 'returns_in', got both", (ends, seconds))
+        return Return(ends, None if seconds < 0 else seconds, kind)
+
+    def covers(self, hashes: int, tokens: int, block_tokens: int) -> None:
+        """Raise unless `hashes` is the number of blocks for `tokens`."""
+        blocks = -(-tokens // block_tokens)
+        if hashes != blocks:
+            raise TraceError(
+                f"{self.where}: expected {blocks} hash ids for {tokens} tokens of input "
+                f"in blocks of {block_tokens}, got {hashes}"
+            )
+
+    def refuse(self, expected: str, value: object) -> NoReturn:
+        """Raise `TraceError`, showing the value found."""
+        shown = repr(value) if not isinstance(value, int) else _short_integer(value)
+        raise TraceError(f"{self.where}: {expected}, got {shown[:80]}")
+
+
+def _short_integer(value: int) -> str:
+    """`repr`, without the limit on digits that Python sets."""
+    return repr(value) if value.bit_length() < 256 else f"an integer of {value.bit_length()} bits"
+
+
+T = TypeVar("T")
+R = TypeVar("R", bound=TraceRequest | None)
+
+Skip = Callable[[TraceError], None]
+"""Called for each skipped line."""
+
+_GZIP = b"\x1f\x8b"
+
+MAX_LINE = 64 << 20
+"""Largest length of a line in bytes."""
+
+
+def parse_lines(
+    lines: Iterable[bytes], source: str, parse: Callable[[str, bytes], T], skip: Skip | None = None
+) -> Iterator[T]:
+    """Apply `parse` to each line that is not blank, with its position.
+
+    A `TraceError` of `parse` is raised, or, if there is a callback for skipped lines, skips that line.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            if len(line) >= MAX_LINE:
+                raise TraceError(f"{source}, line {number}: expected a line of less than {MAX_LINE} bytes")
+            found = parse(f"{source}, line {number}", line)
+        except TraceError as error:
+            if skip is None:
+                raise
+            skip(error)
+        else:
+            yield found
+
+
+def in_order(parse: Callable[[str, bytes], R]) -> Callable[[str, bytes], R]:
+    """`parse`, with a `TraceError` for a request with an earlier timestamp than the one before it."""
+    last = 0.0
+
+    def checked(where: str, line: bytes) -> R:
+        nonlocal last
+        request = parse(where, line)
+        if request is not None:
+            if request.timestamp_ms < last:
+                raise TraceError(
+                    f"{where}: timestamp {request.timestamp_ms:.15g} ms is earlier than the one before, {last:.15g}: "
+                    "sort the trace by time, or skip such lines (--bad-lines skip)"
+                )
+            last = request.timestamp_ms
+        return request
+
+    return checked
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of `file`; a line that is too long is truncated, but remains too long."""
+    while line := file.readline(MAX_LINE):
+        rest = line
+        while len(rest) >= MAX_LINE and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE)
+        yield line
+
+
+def read_lines(path: str | Path, parse: Callable[[str, bytes], T], skip: Skip | None = None) -> Iterator[T]:
+    """`parse_lines` of the file at `path`; raises `TraceError` if it cannot be read."""
+    with opened(path) as file:
+        yield from parse_lines(lines_of(file), str(path), parse, skip)
+
+
+def read_placed_lines(
+    path: str | Path, parse: Callable[[str, bytes], T], skip: Skip | None = None
+) -> Iterator[tuple[int, T]]:
+    """As `read_lines`, with the byte offset of each line for `lines_at`."""
+    place = 0
+
+    def lines(file: BinaryIO) -> Iterator[bytes]:
+        nonlocal place
+        following = 0
+        for line in lines_of(file):
+            place, following = following, file.tell()
+            yield line
+
+    with opened(path) as file:
+        for found in parse_lines(lines(file), str(path), parse, skip):
+            yield place, found
+
+
+def lines_at(path: str | Path, places: Iterable[int]) -> Iterator[bytes]:
+    """The lines at the byte offsets `places`, in this order; raises `TraceError` if the file cannot be read."""
+    with opened(path) as file, tempfile.TemporaryFile() as plain:
+        if not isinstance(file, io.BufferedReader) or not isinstance(file.raw, io.FileIO):
+            shutil.copyfileobj(file, plain)  # to go back in what is compressed is to begin again
+            file = plain  # noqa: PLW2901
+        for place in places:
+            file.seek(place)
+            yield file.readline(MAX_LINE)
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[BinaryIO]:
+    """The file at `path`, decompressed; raises `TraceError` if it cannot be read."""
+    try:
+        file = Path(path).open("rb")  # noqa: SIM115 - closed below
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    try:
+        with file:
+            if file.peek(2)[:2] != _GZIP:
+                yield file
+                return
+            with gzip.open(file) as inside:
+                yield cast(BinaryIO, inside)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: Exception) -> TraceError:
+    return TraceError(f"cannot read trace {path}: {getattr(error, 'strerror', None) or error}")
