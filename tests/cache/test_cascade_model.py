@@ -14,7 +14,7 @@ from cache_model import World
 from cache_setup import Setup, path_of
 
 from longshore.boundary import Status
-from longshore.cache.many import Many
+from longshore.cache.evict import Evictor
 
 PATHS = [a + b * n for a in "abcdefghijklmnopqrstuvw" for b in "xy" for n in range(4)]
 
@@ -100,12 +100,12 @@ def test_copies_that_go_together_are_those_that_go_one_by_one(seed: int, monkeyp
         together.live()
     settled = 0
 
-    def one_by_one(self: Many, *_: object) -> tuple[int, int]:
+    def one_by_one(self: Evictor, *_: object) -> tuple[int, int]:
         nonlocal settled
         settled += 1
         return 0, 0
 
-    monkeypatch.setattr(Many, "settle", one_by_one)
+    monkeypatch.setattr(Evictor, "_evict_batch", one_by_one)
     alone = Waterfall(seed)
     for _ in range(120):
         alone.live()

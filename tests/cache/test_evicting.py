@@ -12,9 +12,9 @@ from cache_setup import chunks, key, path_of
 from longshore.boundary import HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, TieredCache, TierSpec
 from longshore.cache.events import EventKind
+from longshore.cache.evict import Evictor
 from longshore.cache.eviction import LRU, POLICIES, EvictionPolicy
 from longshore.cache.index import Index
-from longshore.cache.many import Many
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError
@@ -192,6 +192,6 @@ def test_many_that_go_together_are_those_that_go_one_by_one_in_the_same_order(
     policy: type[EvictionPolicy], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = Life(policy, seed).run(300)
-    monkeypatch.setattr(Many, "settle", lambda *_: (0, 0))
+    monkeypatch.setattr(Evictor, "_evict_batch", lambda *_: (0, 0))
     assert together == Life(policy, seed).run(300)
     assert len(together) > 3000

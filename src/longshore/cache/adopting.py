@@ -163,16 +163,16 @@ def _enter(
         index.wait(int(nodes[row]), cast("Key", found[row][2]))
     adopted: list[int] = nodes[rows].tolist()
     if index.orphans and (adrift := [node for node in adopted if index.depth[node] < 0]):
-        store.retention.sink(adrift)
+        store.priorities.sink(adrift)
     return adopted
 
 
 def _settle(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> None:
     """Tell all books of the copies of `nodes`, the newest first, of which other tiers have `known`."""
     if store.log.on:
-        store.watching.log_arrivals(nodes, tier)
+        store.log_arrivals(nodes, tier)
     store.policies[tier].insert(nodes[::-1])
-    store.sliding.settle(nodes, tier)
+    store.windows.settle(nodes, tier)
     if store.last:
         # What only the coldest tier has is not dirty, and nothing waits for it.
         store.tell_backlog(known if tier == store.last else nodes[::-1], tier)

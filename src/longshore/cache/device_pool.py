@@ -364,7 +364,7 @@ class DevicePool:
 
     def _log(self, came: Sequence[tuple[Key, Key | None]] = (), gone: Sequence[Key] = (), cause: str = EVICTED) -> None:
         """Chunks came, each told with the one before it, or have `gone`: for the cache's events alone."""
-        self._cache._store.watching.log_device(came, gone, cause)
+        self._cache._store.log_device(came, gone, cause)
 
     def _is_moving(self, job: int) -> bool:
         return not self._cache.progress(job).is_over

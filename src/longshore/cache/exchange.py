@@ -105,7 +105,7 @@ class Exchange:
         before, wanted = keys[begin - 1] if begin else None, keys[begin : begin + known]
         pin = store.pin(store.index.get(before)) if before is not None and wanted else None
         store.log.by = wanted[0] if wanted else None
-        wanted = wanted[: store.make_room(0, len(wanted), pool, spare_dirty=True)]
+        wanted = wanted[: self._flow.evictor.make_room(0, len(wanted), pool, spare_dirty=True)]
         if pin is not None:
             store.unpin(pin)
         for tier, batch in self._batches(wanted):
@@ -123,7 +123,7 @@ class Exchange:
         jobs = dict.fromkeys(writer[slot] for node in nodes if node and (slot := store.index.slot[0][node]) in writer)
         pins = [store.pin(node) for node in nodes if node]
         store.log.by = wanted[-1] if wanted else None
-        wanted = wanted[len(wanted) - store.make_room(0, len(wanted), pool, spare_dirty=True) :]
+        wanted = wanted[len(wanted) - self._flow.evictor.make_room(0, len(wanted), pool, spare_dirty=True) :]
         for pin in pins:
             store.unpin(pin)
         for tier, batch in self._batches(wanted):

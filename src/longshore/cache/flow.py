@@ -29,6 +29,7 @@ from longshore.boundary import (
     Urgency,
 )
 from longshore.cache.events import EventKind
+from longshore.cache.evict import Evictor
 from longshore.cache.jobs import Job, Load, Side, Wait, Waits
 from longshore.cache.settings import CacheSettings
 from longshore.cache.store import Store
@@ -41,6 +42,7 @@ class Flow:
 
     def __init__(self, store: Store, settings: CacheSettings, generation: int) -> None:
         self.store = store
+        self.evictor = Evictor(store)
         self.settings = settings
         self.generation = generation
         self.jobs: dict[int, Job] = {}
@@ -98,6 +100,7 @@ class Flow:
             return
         self.generation += 1
         self.store.clear()
+        self.evictor.clear()
         self.outbox.append(Forget(self.generation, weights))
 
     def apply(self, results: Sequence[TransferResult]) -> list[Load]:
@@ -230,12 +233,11 @@ class Flow:
     ) -> Sequence[Item]:
         """In columns, unless slots of several sizes are among them."""
         sides = [side for side in (source, destination) if side is not None]
-        watching = self.store.watching
-        if all(watching.is_of_one_pool(*side) for side in sides):
+        store = self.store
+        if all(store.is_of_one_pool(*side) for side in sides):
             return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid)
         begins, ends = (
-            [None] * len(keys) if side is None else self.store.watching.addresses(*side)
-            for side in (source, destination)
+            [None] * len(keys) if side is None else self.store.addresses(*side) for side in (source, destination)
         )
         rows = zip(keys, parents, begins, ends, strict=True)
         return tuple(Item(key, above, begin, end, self._valid) for key, above, begin, end in rows)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
+from longshore.cache import inspect
 from longshore.cache.columns import column, has_twins, leading, marks, numbers, once
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import Return
@@ -79,7 +80,7 @@ class Leases:
         for part in record.parts:
             nodes = [node for pin in part.pins if (node := pin.node)]
             if part.alone:
-                self._store.sliding.serve(nodes)
+                self._store.windows.serve(nodes)
             elif nodes:
                 nodes = self._store.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
             self._store.touch(nodes if not part.alone else nodes[::-1])
@@ -181,7 +182,7 @@ class Lookups:
         if self._exchange.tiers:
             foreign, probes = self._exchange.look(keys, known, asks=asks)
         if count:
-            self._store.watching.count_misses(keys, end, known, foreign)
+            inspect.count_misses(self._store, keys, end, known, foreign)
             if self._store.log.on:
                 asked, found = tuple(keys), end - start
                 self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
@@ -455,7 +456,7 @@ class Lookups:
             theirs = self._exchange.tiers
             probes = self._exchange.ask(path.unserved(need.end)) if theirs and asks else ()
             for key in path.keys[max(need.end, path.last_window) :]:
-                reason = store.watching.miss(key)
+                reason = inspect.miss(store, key)
                 abroad = theirs and reason is MissReason.ABSENT and self._exchange.has(key)
                 misses.append(MissReason.FOREIGN if abroad else reason)
             store.counters.misses.update(misses if count else ())
@@ -463,7 +464,7 @@ class Lookups:
             known = store.index.known_prefix(path.keys, need.end)
             foreign, probes = self._exchange.look(path.keys, known, asks=asks) if self._exchange.tiers else (0, ())
             if count:
-                store.watching.count_misses(path.keys, need.end, known, foreign)
+                inspect.count_misses(store, path.keys, need.end, known, foreign)
         if count and store.log.on:
             asked: tuple[Key, ...] = tuple(path.keys[need.first :])
             store.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)

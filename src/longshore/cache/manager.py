@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import cast
 
 from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
+from longshore.cache import inspect
 from longshore.cache.adopting import Chunk, Recovered, adopt
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
@@ -297,13 +298,13 @@ class TieredCache:
     def progress(self, of: Lease | int) -> Progress:
         """How far a lease, a job or a probe has come. A job that has ended no longer touches its device blocks."""
         if isinstance(of, int):
-            return Progress(of not in self._flow.jobs and not self._exchange.is_asking(of))
+            return Progress(of not in self._flow.jobs and not (self._exchange.tiers and self._exchange.is_asking(of)))
         record = self._leases.get(of)
         if record.load is not None:
             return Progress(record.load.outcome is not None, record.load.outcome)
         if self._prefetching.is_waiting(record):
             return Progress(is_over=False)
-        return Progress(is_over=True, runs=self._store.watching.runs(record.nodes(self._store.index)))
+        return Progress(is_over=True, runs=inspect.runs(self._store, record.nodes(self._store.index)))
 
     def release(self, what: Lease | str | int) -> int:
         """Let go of a lease, of all leases of a request, or of a job whose bytes the host will not move; how many.
@@ -377,12 +378,12 @@ class TieredCache:
                 path, nodes[group], into, group, evicting=evicting or blocks is None, patient=patient, turn=turn
             )
             if path.slid and not orders[group].again:
-                self._store.sliding.slide([node for node in self._store.index.find_alone(path.slid) if node])
+                self._store.windows.slide([node for node in self._store.index.find_alone(path.slid) if node])
         return orders
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
         """Remove the copies of a path in `tier` that nothing holds, reads or needs to be reached; says how many."""
-        return self._store.discard(list(keys), self._tier(tier))
+        return self._flow.evictor.discard(list(keys), self._tier(tier))
 
     def flush(self) -> bool:
         """Order backups of all that only the host tier has; says whether there is nothing left to order or wait for."""
@@ -470,7 +471,7 @@ class TieredCache:
         What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
         and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
         """
-        self._store.resize(self._tier(tier), slots, discard=discard)
+        self._flow.evictor.resize(self._tier(tier), slots, discard=discard)
 
     def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
         """Forget everything, here and after a restart; returns the new generation.
@@ -507,11 +508,11 @@ class TieredCache:
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
-        return self._store.watching.stats()
+        return inspect.stats(self._store)
 
     def residents(self) -> list[Resident]:
         """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
-        return self._store.watching.residents()
+        return inspect.residents(self._store)
 
     def events(self, limit: int | None = None) -> list[Event]:
         """What happened since the last call, in order, as far as it was kept (`CacheSettings.events`).
@@ -524,7 +525,7 @@ class TieredCache:
 
     def check_integrity(self) -> None:
         """Walk every structure; raise `CacheError` where two of them disagree."""
-        self._store.watching.check_integrity()
+        inspect.check_integrity(self._store)
         self._flow.check_integrity()
         self._leases.check_integrity()
         self._exchange.check_integrity()
@@ -533,8 +534,8 @@ class TieredCache:
 
     def _advance(self, now: float) -> None:
         self._flow.now = self._store.log.now = max(self._flow.now, now)
-        if self._store.retention.used:
-            self._store.retention.expire(self._flow.now)
+        if self._store.priorities.used:
+            self._store.priorities.expire(self._flow.now)
         for wait in self._flow.waits.due(self._flow.now) if self._flow.waits.open else ():
             if wait.load is not None and wait.load.outcome is None:
                 self._flow.abandon(wait.load)

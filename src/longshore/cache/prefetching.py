@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
+from longshore.cache import inspect
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.flow import Flow
 from longshore.cache.jobs import Job, LeaseRecord, Load, Side, Wait
@@ -93,7 +94,7 @@ class Loading:
             cut = cold[room]
             self._cut(load, tiers[cut:], slots[cut:])
             path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
-        load.cut += [store.watching.miss(key) for key in keys[len(path) + len(load.cut) :]]
+        load.cut += [inspect.miss(store, key) for key in keys[len(path) + len(load.cut) :]]
         above = store.index.before(path[:1])[0] if path else None
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
@@ -125,7 +126,7 @@ class Loading:
         store = self._store
         load, wait = self._begin(timeout, is_whole=True)
         if len(nodes) < len(keys):
-            load.cut = [store.watching.miss(key) for key in keys]
+            load.cut = [inspect.miss(store, key) for key in keys]
             return load
         tiers, slots, warm = self._pin(nodes)
         cold = [i for i, tier in enumerate(tiers) if tier]
@@ -153,7 +154,7 @@ class Loading:
         store, nodes = self._store, at.tolist()
         taken = column(store.index.slot[0])[at]
         column(store.pools[0].readers)[taken] += 1
-        store.sliding.serve(nodes)
+        store.windows.serve(nodes)
         store.serve(turn)
         store.touch(nodes[::-1])
         slots = taken.tolist()
@@ -181,8 +182,8 @@ class Loading:
 
     def _make_room(self, nodes: Sequence[int]) -> int:
         """For how many of `nodes`, from the first on, the host tier has room; at last what is not backed up goes."""
-        room = self._store.room_for(0, nodes, spare_dirty=True)
-        return room if room == len(nodes) else self._store.room_for(0, nodes, spare_dirty=False)
+        room = self._flow.evictor.room_for(0, nodes, spare_dirty=True)
+        return room if room == len(nodes) else self._flow.evictor.room_for(0, nodes, spare_dirty=False)
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these pinned copies, so none of them is loaded."""

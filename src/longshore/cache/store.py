@@ -6,14 +6,13 @@ Everything above (`flow`, `manager`) goes through these few verbs; each leaves t
     arrive   the job filled it                                FILLING -> READY
     fail, lose  its bytes are no good                         any -> FREE or DRAINING, its descendants too
     unread   a reader has let go of it                        DRAINING -> FREE when it was the last
-    make_room   evict until a number of slots is free, as far as that can be
 
-A chunk is a node of the index here, a copy is (node, tier), and jobs know slots. What changes nothing is in `watching`.
+A chunk is a node of the index here, a copy is (node, tier), and jobs know slots. Views of the books are in
+`inspect`, evictions in `evict`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -21,28 +20,20 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Key, Status
+from longshore.boundary import DEVICE, Key, Slot, Status, addresses
 from longshore.cache.backlog import Backlog
 from longshore.cache.beginnings import Beginnings
 from longshore.cache.columns import column, marks, numbers, once
-from longshore.cache.emptying import Emptying
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
-from longshore.cache.evicting import Eviction
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import Return, Returns
 from longshore.cache.eviction.partitioned import Sized
 from longshore.cache.index import Index
-from longshore.cache.keeping import Keeping
 from longshore.cache.nodes import LIMBO, ROOT
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
-from longshore.cache.slab_pool import SlabPool
-from longshore.cache.sliding import Sliding
+from longshore.cache.priorities import Priorities, WindowMarks
 from longshore.cache.types import Counters
-from longshore.cache.watching import Watching
-from longshore.errors import CacheError, CapacityError
-
-_AHEAD, _MOST_AHEAD = 256, 64
-"""One slot in so many, but no more than that, is freed beyond what is asked for: several go at the cost of one."""
+from longshore.errors import CacheError
 
 
 @dataclass(slots=True)
@@ -84,7 +75,6 @@ class Store:
         self.last = len(levels) - 1
         """The coldest tier."""
         self.log = EventLog(events)
-        self.watching = Watching(self)
         self._token_width = token_width
         self.returns = Returns()
         self.turn = self.served = 0
@@ -98,20 +88,26 @@ class Store:
         self.index = Index(self.pools)
         self.policies = [self._make_policy(level) for level in self.levels]
         self.backlog = Backlog(self.index, self.thresholds)
-        self.retention = Keeping(self)
-        self.sliding = Sliding(self)
+        self.priorities = Priorities(
+            self.index,
+            self.policies,
+            [level.make_policy for level in self.levels],
+            self._serving,
+        )
+        self.windows = WindowMarks(self.index, self.policies)
         self.beginnings = Beginnings(self.index, self._token_width)
-        self.eviction = Eviction(self)
         self.seen = bytearray()
         """1 for nodes that were peeked at in this step."""
         self._condemned: list[tuple[int, int]] = []
         """Tiers and slots of unusable copies that are lost when the step ends."""
         self.warm: set[int] = set()
         """Nodes whose copies stay in the warmest tier, for a prefetch that room is short for."""
-        self.emptying = Emptying(self)
         self.fit()
         for policy in self.policies:
             policy.begin(self.turn)
+
+    def _serving(self) -> tuple[int, int]:
+        return self.served, self.returns.of(self.served)
 
     def _make_policy(self, level: Level) -> EvictionPolicy:
         names, slabs = self.index.key, level.pool.slabs
@@ -130,10 +126,25 @@ class Store:
         for policy in self.policies:
             policy.grow(self.index.size)
         self.backlog.grow(self.index.size)
-        self.sliding.grow(self.index.size)
+        self.windows.grow(self.index.size)
         self.beginnings.grow(self.index.size)
-        self.retention.grow(self.index.size)
+        self.priorities.grow(self.index.size)
         self.seen.extend(bytes(self.index.size - len(self.seen)))
+
+    def slot(self, tier: int, index: int) -> Slot:
+        """The address of a slot."""
+        return Slot(self.levels[tier].name, self.pools[tier].pool_of(index), index)
+
+    def addresses(self, tier: int, slots: Sequence[int]) -> list[Slot]:
+        """The addresses of many slots of one tier."""
+        name, pool_of = self.levels[tier].name, self.pools[tier].pool_of
+        if self.several_sizes:
+            return [Slot(name, pool_of(slot), slot) for slot in slots]
+        return list(addresses(name, 0, slots))
+
+    def is_of_one_pool(self, tier: int, slots: Sequence[int]) -> bool:
+        """Whether no two of these slots are of different pools."""
+        return not self.several_sizes or len(set(map(self.pools[tier].pool_of, slots))) < 2
 
     # ------------------------------------------------------------------ arrivals
 
@@ -148,15 +159,15 @@ class Store:
         if before is not None and parent == LIMBO:
             index.wait(nodes[0], before)
         if index.depth[nodes[0]] < 0:
-            self.retention.sink(nodes)
-        self.sliding.enter(nodes)
+            self.priorities.sink(nodes)
+        self.windows.enter(nodes)
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
     def place_alone(self, keys: Sequence[Key], job: int, pool: int) -> list[int]:
         """The same for `keys` that stand alone, of which the caller has asked `Index.find_alone`."""
         slots = self.pools[0].allocate(len(keys), pool)
-        self.sliding.enter(self.index.link_alone(keys, 0, slots))
+        self.windows.enter(self.index.link_alone(keys, 0, slots))
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
@@ -198,7 +209,7 @@ class Store:
     def settle_in(self, nodes: Sequence[int], tier: int) -> list[int]:
         """Copies have become ready; parents come before children. As `land`."""
         if self.log.on:
-            self.watching.log_arrivals(nodes, tier)
+            self.log_arrivals(nodes, tier)
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
         if tier:
             self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
@@ -209,7 +220,7 @@ class Store:
             slots = self.index.slot[tier]
             self.pools[tier].note_use([slots[node] for node in reversed(nodes)])
         news = self.index.reveal(nodes)
-        self.sliding.settle(nodes, tier)
+        self.windows.settle(nodes, tier)
         if self.last:
             self.tell_backlog(nodes, tier)
             self.reconsider(np.array(nodes, np.int32), apart_from=tier)
@@ -219,7 +230,7 @@ class Store:
         """Orphans that wait for one of `nodes` follow it, as far as they may; those that were orphans until now."""
         landed = self.index.reunite(nodes)
         if landed:
-            self.retention.land(landed)
+            self.priorities.land(landed)
             self.backlog.arrived(landed)
         return landed
 
@@ -308,15 +319,6 @@ class Store:
             self.detach(each, where, cause=cause)
         return [where for _, where in copies]
 
-    def discard(self, keys: Sequence[Key], tier: int) -> int:
-        """Remove the copies of `keys` that nothing holds, reads or needs to be reached; says how many."""
-        count, nodes = 0, [self.index.get(key) for key in keys]
-        for node in reversed(nodes):
-            if node and self.index.is_ready(node, tier) and self.eviction.may_go(node, tier):
-                self.detach(node, tier, cause="discarded")
-                count += 1
-        return count
-
     def clear(self) -> None:
         """Forget every chunk. Slots that jobs still touch drain."""
         if self.log.on:
@@ -340,28 +342,6 @@ class Store:
         for tier, pool in enumerate(self.pools[:first]):
             for node in sorted(filter(None, pool.node), key=lambda node: -self.index.depth[node]):
                 self.detach(node, tier, cause=RESET)
-
-    def resize(self, tier: int, slots: int, *, discard: bool) -> None:
-        """Have `slots` slots in `tier`, all or nothing; with `discard`, what lies above goes, if all of it may.
-
-        Raises `CapacityError`, and changes nothing, if something that must stay is in the way.
-        """
-        pool, index = self.pools[tier], self.index
-        first = max(0, slots) * pool.slabs.stride
-        above = [node for node in pool.node[first:] if node] if discard else []
-        going = set(above)
-        if not all(self.eviction.may_go_with(node, tier, going) for node in above):
-            raise CapacityError(f"some of the {len(above)} chunks from slot {slots} on are in use, or needed by others")
-        if slots < 0 or DRAINING in pool.state[first:]:
-            pool.resize(slots)  # which says what is wrong
-        for node in sorted(above, key=lambda node: -index.depth[node]):
-            self.detach(node, tier, cause="discarded")
-        pool.resize(slots)
-        index.resize()
-        self.fit()
-        self.changes += 1
-        for each, policy in zip(self.pools, self.policies, strict=True):
-            policy.resize(each.capacity, index.key)
 
     # ------------------------------------------------------------------ use
 
@@ -399,31 +379,6 @@ class Store:
                 if node and self.index.pool_of(node) != pool:
                     key = self.index.key[node].hex()[:12]
                     raise CacheError(f"chunk {key} has images of pool {self.index.pool_of(node)}, not {pool}")
-
-    def make_room(self, tier: int, count: int, pool: int, *, spare_dirty: bool, ahead: bool = True) -> int:
-        """Evict until `count` slots of `pool` can be had in `tier`, or nothing more may go; says how many can be.
-
-        A few more are made free `ahead` of demand.
-        """
-        slots = self.pools[tier]
-        missing = count - slots.room(pool)
-        if missing <= 0:
-            return count
-        if isinstance(slots, SlabPool):
-            self.emptying.make_room(tier, slots, {pool: count}, spare_dirty=spare_dirty)
-        else:
-            missing += min(_MOST_AHEAD, slots.capacity // _AHEAD) if ahead else 0
-            self.eviction.evict(tier, missing, spare_dirty=spare_dirty)
-        return min(count, slots.room(pool))
-
-    def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:
-        """Make room for copies of `nodes`, of whatever pools, in `tier`; for how many of them, from the first on."""
-        slots = self.pools[tier]
-        if not isinstance(slots, SlabPool):
-            return self.make_room(tier, len(nodes), 0, spare_dirty=spare_dirty)
-        pools = [self.index.pool_of(node) for node in nodes]
-        self.emptying.make_room(tier, slots, Counter(pools), spare_dirty=spare_dirty)
-        return slots.leading(pools)
 
     def room_in_all(self, tier: int) -> int:
         """How many chunks `tier` has room for, with those that it has; more are of the largest size, if there are any.
@@ -479,6 +434,38 @@ class Store:
             self.backlog.use(nodes)
             self.changes += self.several_sizes or sum(self.backlog.counts) != dirty
 
+    # ------------------------------------------------------------------ events
+
+    def log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
+        """Record that copies have become ready."""
+        index, names = self.index, [level.name for level in self.levels]
+        for node in nodes:
+            others = [t for t in index.tiers if t != tier and index.is_ready(node, t)]
+            kind = EventKind.MOVED if others else EventKind.STORED
+            # A copy goes down from the tier above, and comes up from the warmest that had it.
+            source = names[max((t for t in others if t < tier), default=others[0])] if others else ""
+            (parent,) = index.before((node,))
+            self.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
+
+    def log_loss(self, node: int, tier: int, cause: str) -> None:
+        """Record that a copy leaves, or will not come."""
+        kind = EventKind.REMOVED if self.index.is_ready(node, tier) else EventKind.FAILED
+        by = self.log.by if cause == EVICTED else None
+        self.log.record(kind, [self.index.key[node]], tier=self.levels[tier].name, cause=cause, by=by)
+
+    def log_device(self, came: Sequence[tuple[Key, Key | None]], gone: Sequence[Key], cause: str) -> None:
+        """Record what somebody else's books say of the device."""
+        warmest = [self.index.warmest_ready(self.index.get(key)) for key, _ in came]
+        for key in gone:
+            self.index.get(key)
+        if not self.log.on:
+            return
+        for (key, parent), tier in zip(came, warmest, strict=True):
+            source = self.levels[tier].name if tier >= 0 else ""
+            kind = EventKind.MOVED if source else EventKind.STORED
+            self.log.record(kind, [key], tier=DEVICE, parent=parent, source=source)
+        self.log.record(EventKind.REMOVED, gone, tier=DEVICE, cause=cause)
+
     # ------------------------------------------------------------------ inside
 
     def _note_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
@@ -517,7 +504,7 @@ class Store:
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
         if self.log.on:
-            self.watching.log_loss(node, tier, cause)
+            self.log_loss(node, tier, cause)
         if pool.state[slot] == READY:
             self.policies[tier].remove(node, evicted=index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)
@@ -545,8 +532,8 @@ class Store:
     def forget(self, nodes: Sequence[int]) -> None:
         """`nodes` are in no tier any more: what is known of them beside the index is known no longer."""
         self.changes += 1
-        if self.retention.used:
-            self.retention.forget(nodes)
+        if self.priorities.used:
+            self.priorities.forget(nodes)
         if self.beginnings.on:
             self.beginnings.forget(nodes)
 

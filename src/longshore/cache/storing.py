@@ -139,7 +139,7 @@ class Storing:
             path, fresh = list(filter(None, nodes)), [keys[at] for at in lacking]
         store.touch(path[::-1])
         if retention:
-            store.retention.apply(path, there, retention, self._flow.now)
+            store.priorities.apply(path, there, retention, self._flow.now)
         fresh = fresh[: self._worth(fresh, lacking, retention)]
         store.log.by = keys[lacking[0]] if lacking else None
         pool = self._flow.settings.pool_of(group)
@@ -159,7 +159,7 @@ class Storing:
             slots += store.place(run, parents[start], job, pool)
         if retention:
             nodes = [store.pools[0].node[slot] for slot in slots]
-            store.retention.apply(nodes, accepted, retention, self._flow.now)
+            store.priorities.apply(nodes, accepted, retention, self._flow.now)
         sections = () if blocks is None else self._sections(group, accepted, first, blocks)
         self._flow.order(
             job, fresh[:count], parents, None, Side(0, slots), sections=sections, command=blocks is not None
@@ -190,7 +190,7 @@ class Storing:
         fresh = (first + np.flatnonzero(at[first:] == ROOT)).tolist()
         window = at[known[bisect_left(known, in_window) :]].tolist()
         store.touch(window[::-1])
-        store.sliding.enter(window)
+        store.windows.enter(window)
         self._retain(at, known, retention)
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         store.log.by = keys[wanted[-1]] if wanted else None
@@ -204,7 +204,7 @@ class Storing:
         at[wanted] = column(store.pools[0].node)[numbers(slots)]
         self._retain(at, wanted, retention)
         there = numbers([*known, *wanted])
-        store.sliding.slide(at[there[there < in_window]].tolist())
+        store.windows.slide(at[there[there < in_window]].tolist())
         had = np.zeros(len(keys), bool)
         had[there] = True
         addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
@@ -228,7 +228,7 @@ class Storing:
     def _retain(self, at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
         """`retention` says something of some of `positions`, where the nodes are `at`."""
         if retention and len(positions):
-            self._store.retention.apply(at[numbers(positions)], positions, retention, self._flow.now)
+            self._store.priorities.apply(at[numbers(positions)], positions, retention, self._flow.now)
 
     def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
         """The device blocks of the chunks at `positions`, of which the one at `first` has the first of `blocks`."""
@@ -260,10 +260,12 @@ class Storing:
 
         If that `cleans`, copies down are ordered of as many chunks as room is lacking for.
         """
-        room = self._store.room_for(0, nodes, spare_dirty=True)
+        room = self._flow.evictor.room_for(0, nodes, spare_dirty=True)
         if cleans and room < len(nodes) and self._store.last:
             self._clean(0, len(nodes) - room)
-            room = self._store.room_for(0, nodes, spare_dirty=True)  # what may not be copied is not dirty any more
+            room = self._flow.evictor.room_for(
+                0, nodes, spare_dirty=True
+            )  # what may not be copied is not dirty any more
         return room
 
     def clean(self, *, all_of_host: bool = False) -> None:
@@ -393,7 +395,7 @@ class Storing:
         elif self._is_choosy and path and allowed > store.pools[0].room(pool):
 
             def make_room(most: int) -> int:
-                return store.make_room(0, most, pool, spare_dirty=False)
+                return self._flow.evictor.make_room(0, most, pool, spare_dirty=False)
 
             room = store.policies[0].admit(path[:allowed], make_room)[0] or make_room(1)
         else:
@@ -432,10 +434,10 @@ class Storing:
         What is dirty there is copied down first, if the tier below can make room; and is spared while any is.
         """
         store = self._store
-        room = store.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
+        room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
         if room < count and tier < store.last:
             self._clean(tier, count)
-            room = store.make_room(tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead)
+            room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead)
         return room
 
     def _may_get_room(self, tier: int) -> bool:

@@ -464,7 +464,7 @@ def test_hints_name_priorities_when_blocks_are_complete_and_when_they_are_evicte
         keys = stored_keys(tiers)
         assert tiers.stack is not None
         with tiers.stack.runtime.observe() as cache:
-            found = [cache._store.retention._priority[cache._store.index.get(key)] >> 1 for key in keys]
+            found = [cache._store.priorities._priority[cache._store.index.get(key)] >> 1 for key in keys]
         assert found == [90] * 6
 
 

@@ -1,18 +1,25 @@
-"""Which chunks have a priority of their own, and until when; and which go first of those that have the same.
+"""Chunks that go earlier or later than their tier's eviction policy says: by priority, or behind a moving window.
+
+Priorities (`Retention`; from 0 to 100, for a time or for good) order chunks in bands, the lowest band is evicted first:
 
     2 * priority        orphans
     2 * priority + 1    all others
 
-Until somebody names a priority, or there is an orphan, nothing of this costs anything: only then are the tiers'
-eviction policies split (`longshore.cache.eviction.partitioned`).
+Until a priority is named, or there is an orphan, this costs nothing: only then are the policies of the tiers split
+(`longshore.cache.eviction.partitioned`).
+
+Chunks of sliding windows and recurrent states:
+
+    fresh    in the last window of the request that stored it
+    slid     the window has moved on, and no request has needed it since: evicted first, in every tier
+    served   a request needed it: keeps its place in the policy's order, as others may branch off there
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +27,33 @@ import numpy.typing as npt
 from longshore.cache.columns import marks, numbers
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.partitioned import Banded, Sized
+from longshore.cache.index import Index
 from longshore.cache.settings import DEFAULT_PRIORITY, Retention, said
-
-if TYPE_CHECKING:
-    from longshore.cache.store import Store
-
 
 Nodes = Sequence[int] | npt.NDArray[np.int32]
 
 _USUAL = 2 * DEFAULT_PRIORITY + 1
 
 
-class Keeping:
-    """Priorities and times of the chunks of one `Store`."""
+class Priorities:
+    """Priorities and times to live of chunks, over the nodes of `index`.
 
-    def __init__(self, store: Store) -> None:
+    Once one is named, the policies in `policies` (one for each tier, made by `makers`) are split by priority.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        policies: list[EvictionPolicy],
+        makers: Sequence[type[EvictionPolicy]],
+        serving: Callable[[], tuple[int, int]],
+    ) -> None:
+        """`serving` says for which turn uses are counted, and the number of its hint."""
         self.used = False
-        self._store = store
+        self._index = index
+        self._policies = policies
+        self._makers = makers
+        self._serving = serving
         self._priority = bytearray()
         """By node, once one has been named: the number of its band."""
         self._until: dict[int, float] = {}
@@ -118,18 +135,69 @@ class Keeping:
 
     def _begin(self) -> None:
         """Split the eviction policies."""
-        store, self.used = self._store, True
-        self._priority = bytearray([_USUAL]) * store.index.size
-        for tier, level in enumerate(store.levels):
-            split = partial(self._split, level.make_policy)
-            policy = store.policies[tier]
+        self.used = True
+        self._priority = bytearray([_USUAL]) * self._index.size
+        for tier, make in enumerate(self._makers):
+            split = partial(self._split, make)
+            policy = self._policies[tier]
             if isinstance(policy, Sized):
                 policy.replace(split)
             else:
-                store.policies[tier] = split(policy)
+                self._policies[tier] = split(policy)
 
     def _split(self, make: type[EvictionPolicy], first: EvictionPolicy) -> EvictionPolicy:
-        turn, hint = self._store.served, self._store.returns.of(self._store.served)
-        band = Banded(first.slots, first.names, make, first, _USUAL, self._priority, turn, hint)
+        band = Banded(first.slots, first.names, make, first, _USUAL, self._priority, *self._serving())
         self._bands.append(band)
         return band
+
+
+_FRESH, _SLID, _SERVED = range(3)
+
+
+class WindowMarks:
+    """Which chunks of sliding windows and recurrent states are behind the window. One byte a node."""
+
+    def __init__(self, index: Index, policies: list[EvictionPolicy]) -> None:
+        self._index = index
+        self._policies = policies
+        self._mark = bytearray()
+
+    def grow(self, nodes: int) -> None:
+        """Nodes may now have any number below `nodes`."""
+        if self._mark:
+            self._mark.extend(bytes(nodes - len(self._mark)))
+
+    def enter(self, nodes: Sequence[int]) -> None:
+        """`nodes` lie in the last window of their request; or they are new, and do not stand alone."""
+        if self._mark:
+            for node in nodes:
+                self._mark[node] = _FRESH
+
+    def slide(self, nodes: Sequence[int]) -> None:
+        """A window has slid past `nodes`: they go first from now on, unless a match was served from them."""
+        if not self._mark:
+            self._mark = bytearray(self._index.size)
+        for node in nodes:
+            if self._mark[node] == _FRESH:
+                self._mark[node] = _SLID
+                for tier in self._index.tiers:
+                    self._chill(node, tier)
+
+    def serve(self, nodes: Sequence[int]) -> None:
+        """A match needed `nodes`."""
+        if self._mark:
+            for node in nodes:
+                self._mark[node] = _SERVED
+
+    def settle(self, nodes: Sequence[int], tier: int) -> None:
+        """Copies of `nodes` have become ready in `tier`."""
+        if self._mark:
+            for node in nodes:
+                if self._mark[node] == _SLID:
+                    self._chill(node, tier)
+
+    def _chill(self, node: int, tier: int) -> None:
+        if self._index.is_ready(node, tier):
+            policy = self._policies[tier]
+            policy.hold(node)
+            policy.release((node,))

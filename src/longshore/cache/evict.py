@@ -1,0 +1,454 @@
+"""Eviction: which copies leave a tier that needs room. The tier's policy names victims; this module checks each one.
+
+    policy.ahead(n)  ──► victims, coldest first ──► may_go? ──► yes: removed; its parent may be the next victim
+                                                     └──────► no: held by the policy until its state changes
+
+A held copy is not examined again before something changes (`Store.reconsider`), so the cost of an eviction does not
+grow with the number of copies that must stay.
+
+Victims are examined in batches, as arrays, with the same result and order as one by one:
+
+    safe     a colder tier has a copy: no data is lost, and no descendant needs this copy
+    spared   only a warmer tier has another copy (it would be written again), or a transfer reads it
+    sole     the only copy: in the last tier it may go once no descendant is left
+
+Only copies without a backup, and slabs, are examined one by one.
+
+Slabs. A tier with several image sizes moves a slab (`slab_pool`) from one size to another:
+
+    wanted: slots of A      a slab of B     if it was last used before any slab of A: its copies are evicted together
+                            copies of A     otherwise, in policy order
+                            a slab of B     of any age, if no copy of A may go
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.boundary import Key
+from longshore.cache.columns import column, leading, marks
+from longshore.cache.events import EVICTED
+from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.nodes import LIMBO
+from longshore.cache.pool import DRAINING, READY
+from longshore.cache.slab_pool import SlabPool
+from longshore.cache.store import Store
+from longshore.errors import CapacityError, IntegrityError
+
+Mask = npt.NDArray[np.bool_]
+
+_AHEAD, _MOST_AHEAD = 256, 64
+"""Evictions run ahead of demand by one slot in `_AHEAD` of the tier, at most `_MOST_AHEAD`, to amortise their cost."""
+
+_ROUNDS = 4
+"""At most so many rounds for each chunk of a tier: in each, one goes or is held, and some that it kept are released."""
+
+_AT_FIRST, _AT_LEAST = 2048, 256
+"""How many victims the first batch has; later batches have twice as many as went or stay, but no fewer than this."""
+
+_SLABS_EXAMINED = 8
+"""Slabs of other sizes that are examined for one that can be reclaimed, least recently used first."""
+
+_EVICTED_WITH_SLAB = 64
+"""Copies outside a slab that may be evicted with it."""
+
+
+class Evictor:
+    """Makes room in the tiers of one `Store`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._passed_over: list[list[deque[int]]] = []
+        """Dirty chunks that an eviction passed over, by tier and pool, coldest first; some were cleaned, or used."""
+        self.clear()
+
+    def clear(self) -> None:
+        """The store was cleared: forget which chunks were passed over."""
+        self._passed_over = [[deque() for _ in pool.slabs.images] for pool in self._store.pools]
+
+    # ------------------------------------------------------------------ room
+
+    def make_room(self, tier: int, count: int, pool: int, *, spare_dirty: bool, ahead: bool = True) -> int:
+        """Evict until `count` slots of `pool` can be had in `tier`, or nothing more may go; says how many can be.
+
+        A few more are made free `ahead` of demand.
+        """
+        slots = self._store.pools[tier]
+        missing = count - slots.room(pool)
+        if missing <= 0:
+            return count
+        if isinstance(slots, SlabPool):
+            self._reclaim_slabs(tier, slots, {pool: count}, spare_dirty=spare_dirty)
+        else:
+            missing += min(_MOST_AHEAD, slots.capacity // _AHEAD) if ahead else 0
+            self.evict(tier, missing, spare_dirty=spare_dirty)
+        return min(count, slots.room(pool))
+
+    def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:
+        """Make room for copies of `nodes`, of whatever pools, in `tier`; for how many of them, from the first on."""
+        slots = self._store.pools[tier]
+        if not isinstance(slots, SlabPool):
+            return self.make_room(tier, len(nodes), 0, spare_dirty=spare_dirty)
+        pools = [self._store.index.pool_of(node) for node in nodes]
+        self._reclaim_slabs(tier, slots, Counter(pools), spare_dirty=spare_dirty)
+        return slots.leading(pools)
+
+    def discard(self, keys: Sequence[Key], tier: int) -> int:
+        """Remove the copies of `keys` that nothing holds, reads or needs to be reached; says how many."""
+        count, nodes = 0, [self._store.index.get(key) for key in keys]
+        for node in reversed(nodes):
+            if node and self._store.index.is_ready(node, tier) and self.may_go(node, tier):
+                self._store.detach(node, tier, cause="discarded")
+                count += 1
+        return count
+
+    def resize(self, tier: int, slots: int, *, discard: bool) -> None:
+        """Have `slots` slots in `tier`, all or nothing; with `discard`, what lies above goes, if all of it may.
+
+        Raises `CapacityError`, and changes nothing, if something that must stay is in the way.
+        """
+        pool, index = self._store.pools[tier], self._store.index
+        first = max(0, slots) * pool.slabs.stride
+        above = [node for node in pool.node[first:] if node] if discard else []
+        going = set(above)
+        if not all(self.may_go(node, tier, going) for node in above):
+            raise CapacityError(f"some of the {len(above)} chunks from slot {slots} on are in use, or needed by others")
+        if slots < 0 or DRAINING in pool.state[first:]:
+            pool.resize(slots)  # which says what is wrong
+        for node in sorted(above, key=lambda node: -index.depth[node]):
+            self._store.detach(node, tier, cause="discarded")
+        pool.resize(slots)
+        index.resize()
+        self._store.fit()
+        self._store.changes += 1
+        for each, policy in zip(self._store.pools, self._store.policies, strict=True):
+            policy.resize(each.capacity, index.key)
+
+    # ------------------------------------------------------------------ in policy order
+
+    def evict(self, tier: int, count: int, pool: int = 0, *, spare_dirty: bool) -> int:
+        """Evict at most `count` copies of `pool` from `tier`, coldest first, and says how many.
+
+        What is not backed up is spared if `spare_dirty`.
+        """
+        store = self._store
+        gone = 0 if spare_dirty else self._evict_passed_over(tier, count, pool)
+        gone += self._evict(tier, count - gone, pool, spare_dirty=spare_dirty)
+        store.counters.evictions[store.levels[tier].name] += gone
+        return gone
+
+    def may_go(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
+        """Whether no transfer reads the copy of `node` in `tier`, no lease pins it, and no descendant needs it.
+
+        `going` are nodes whose copies in the same tier are evicted first.
+        """
+        store, index = self._store, self._store.index
+        if not index.is_ready(node, tier) or store.pools[tier].readers[index.slot[tier][node]]:
+            return False
+        if self._stays_warm(node, tier):
+            return False
+        above = index.coldest_without(node, tier)
+        last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
+        if last and (above >= 0 or store.is_kept(node)):
+            return False
+        if above >= tier or not index.reach[above + 1][node]:
+            return True
+        return bool(going) and all(
+            index.coldest_without(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
+            for child in index.children(node)
+        )
+
+    def _stays_warm(self, node: int, tier: int) -> bool:
+        return tier == 0 and (bool(self._store.seen[node]) or node in self._store.warm)
+
+    def _evict(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
+        """Evict in the policy's order: as many at once as may go together, the others one by one."""
+        policy, gone, several = self._store.order(tier, pool), 0, min(count, _AT_FIRST)
+        rounds = _ROUNDS * len(policy) + _AT_LEAST
+        while gone < count and (nodes := policy.ahead(several)):
+            rounds -= 1
+            if rounds < 0:
+                raise IntegrityError(f"the eviction order of tier {tier} names the same chunks again and again")
+            if spare_dirty and (passed := self._store.backlog.leading_sole(nodes, tier)):
+                self._remember(nodes[:passed], tier, pool)
+                policy.keep(nodes[:passed])
+                several = max(2 * passed, _AT_LEAST)
+                continue
+            free, kept = self._evict_batch(nodes, tier, policy, count - gone)
+            gone += free
+            several = max(2 * (free or kept), _AT_LEAST)
+            if not kept:
+                several = min(several, count - gone)
+            if not free and not kept:
+                gone += self._evict_few(tier, several, pool, spare_dirty=spare_dirty)
+        return gone
+
+    def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
+        """Look at the `count` coldest, one by one; how many went."""
+        policy, gone = self._store.order(tier, pool), 0
+        for _ in range(count):
+            node = policy.coldest()
+            if not node:
+                break
+            if self.may_go(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
+                self._store.detach(node, tier, cause=EVICTED)
+                gone += 1
+            else:
+                policy.hold(node)
+        return gone
+
+    def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
+        """These dirty chunks were passed over."""
+        queue = self._passed_over[tier][pool]
+        if len(queue) > 2 * len(self._store.policies[tier]) + 64:
+            kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier, pool))
+            queue = self._passed_over[tier][pool] = deque(kept)
+        queue.extend(nodes)
+
+    def _evict_passed_over(self, tier: int, count: int, pool: int) -> int:
+        """Evict dirty chunks that were passed over: they are colder than any that the policy would name."""
+        gone = 0
+        queue = self._passed_over[tier][pool]
+        while gone < count and queue:
+            node = queue.popleft()
+            if self._is_passed_over(node, tier, pool) and self.may_go(node, tier):
+                self._store.detach(node, tier, cause=EVICTED)
+                gone += 1
+        return gone
+
+    def is_spared(self, node: int, tier: int, *, spare_dirty: bool) -> bool:
+        """What is not below is spared on request; and always if a warmer tier has it: it would be written again."""
+        return self._is_warmer(node, tier) or (spare_dirty and self._store.backlog.is_dirty(node, tier))
+
+    def _is_warmer(self, node: int, tier: int) -> bool:
+        return 0 <= self._store.index.coldest_without(node, tier) < tier
+
+    def _pass_over(self, node: int, tier: int, pool: int, *, spare_dirty: bool) -> bool:
+        """Whether `node` is spared; if that is because it is dirty, remember it."""
+        if not self.is_spared(node, tier, spare_dirty=spare_dirty):
+            return False
+        if not self._is_warmer(node, tier):
+            self._remember((node,), tier, pool)
+        return True
+
+    def _is_passed_over(self, node: int, tier: int, pool: int) -> bool:
+        return self._store.backlog.is_dirty(node, tier) and self._store.order(tier, pool).is_held(node)
+
+    # ------------------------------------------------------------------ in batches
+
+    def _evict_batch(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy, most: int) -> tuple[int, int]:
+        """Evict at most so many of `nodes`, which `policy` has just named, or hold some: the leading ones of one kind.
+
+        Says how many went, and how many are held. Neither if the first is to be looked at by itself.
+        """
+        at = np.array(nodes, np.int32)
+        safe, sole = self._kinds(at, tier)
+        if run := min(leading(safe), most):
+            self._drop_copies(nodes[:run], at[:run], tier)
+            return run, 0
+        kept = 0
+        if not sole[0]:
+            kept = leading(~safe & ~sole)
+        elif tier == self._store.last:
+            alone = leading(sole)
+            going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
+            if going:
+                self._drop_leaves(going, tier)
+                return len(going), 0
+        if kept:
+            policy.keep(nodes[:kept])
+        return 0, kept
+
+    def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
+        """Which of the nodes `at` are safe, and which have their only copy in `tier`."""
+        store, index = self._store, self._store.index
+        ready, colder, others = (np.zeros(len(at), bool) for _ in range(3))
+        for other in index.tiers:
+            if other != tier:
+                slots = column(index.slot[other])[at]
+                there = slots >= 0
+                others |= there
+                ready[there] |= marks(store.pools[other].state)[slots[there]] == READY
+                if other > tier:
+                    colder |= there
+        if not np.count_nonzero(others):
+            return others, ~others
+        return self._idle(at, tier) & colder & ready, ~others
+
+    def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
+        """Which copies nothing reads; in the warmest tier also not kept there, nor looked at in this step."""
+        store = self._store
+        idle: Mask = column(store.pools[tier].readers)[column(store.index.slot[tier])[at]] == 0
+        if not tier:
+            idle &= marks(store.seen)[at] == 0
+            if store.warm:
+                idle &= [node not in store.warm for node in at.tolist()]
+        return idle
+
+    def _leaves(
+        self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int, policy: EvictionPolicy, most: int
+    ) -> tuple[list[int], int]:
+        """The sole copies that go one after the other, with those that they set free; or how many lead that cannot go.
+
+        A node may go when nothing is behind it, or only the one before it, which goes first.
+        """
+        index = self._store.index
+        parents, below = column(index.parent)[at], column(index.reach[0])[at]
+        behind = np.zeros(len(at), bool)
+        np.equal(parents[:-1], at[1:], out=behind[1:])
+        idle = self._free(at, tier)
+        free = leading(idle & (below <= behind))
+        if not free:
+            return [], leading(~idle | (below > 0))
+        tops = parents[:free] > LIMBO
+        tops[:-1] &= ~behind[1:free]
+        return self._with_freed(nodes[:free], tops.nonzero()[0].tolist(), tier, policy, most), 0
+
+    def _with_freed(
+        self, nodes: Sequence[int], tops: Sequence[int], tier: int, policy: EvictionPolicy, most: int
+    ) -> list[int]:
+        """At most so many of `nodes`, which go; and right behind any of `tops` the held ones that it sets free.
+
+        Ends where one is set free that does not go at once, but may go before what comes next.
+        """
+        parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
+        going: list[int] = []
+        left: dict[int, int] = {}
+        """Children of nodes that have lost some."""
+        begin = 0
+        for top in tops:
+            above = parent[nodes[top]]
+            left[above] = left.get(above, reach[above]) - 1
+            if left[above] or not is_held(above):
+                continue
+            going += nodes[begin : top + 1]
+            begin = top + 1
+            chain = self._held_chain(above, tier, policy, left, most - len(going))
+            follow = policy.following(nodes[top], chain)
+            going += chain[:follow]
+            if len(going) >= most or follow < len(chain):
+                return going[:most]
+        return [*going, *nodes[begin:]][:most]
+
+    def _drop_copies(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
+        """Evict safe copies: what is left of each reaches as far down as before."""
+        store, index = self._store, self._store.index
+        slots = column(index.slot[tier])[at]
+        self._log(nodes, tier)
+        store.counters.demotions[store.levels[tier].name] += len(nodes)
+        store.policies[tier].leave(nodes, index.key[at].tolist())
+        index.drop_copies(at, tier)
+        store.pools[tier].free_all(slots)
+        store.reconsider(at[::-1], apart_from=tier)
+
+    def _drop_leaves(self, nodes: Sequence[int], tier: int) -> None:
+        """Evict sole copies of the last tier."""
+        store, index, policy = self._store, self._store.index, self._store.policies[tier]
+        at = np.array(nodes, np.int32)
+        keys, slots = index.key[at].tolist(), column(index.slot[tier])[at]
+        self._log(nodes, tier)
+        policy.leave(nodes, keys)
+        parents = index.drop_leaves(at, keys, tier)
+        store.pools[tier].free_all(slots)
+        store.backlog.forget_all(nodes)
+        store.forget(nodes)
+        freed = [parent for parent in parents if parent > LIMBO and not index.reach[0][parent]]
+        for parent in freed:
+            if index.is_ready(parent, tier) and policy.is_held(parent):
+                policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
+        if tier and freed:
+            store.reconsider(np.array(freed, np.int32), apart_from=tier)
+
+    def _held_chain(self, node: int, tier: int, policy: EvictionPolicy, left: dict[int, int], most: int) -> list[int]:
+        """`node`, which is held, and behind which nothing is left; and those that may go right after it, each if held.
+
+        At most so many in all. `left` has how many children some nodes will have, of those that will have fewer than
+        they have now; it is told what will be behind the last of these.
+        """
+        parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
+        if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # a warmer tier may have the whole path
+            return []
+        chain: list[int] = []
+        while node > LIMBO and len(chain) < most and is_held(node):
+            chain.append(node)
+            node = parent[node]
+            if left.get(node, reach[node]) > 1:
+                break
+        del chain[leading(self._free(np.array(chain, np.int32), tier)) :]
+        above = parent[chain[-1]]
+        left[above] = left.get(above, reach[above]) - 1
+        return chain
+
+    def _free(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
+        """Which of the nodes `at`, whose copies in `tier` are ready, have no other copy, and nothing that keeps it."""
+        store, index = self._store, self._store.index
+        free = self._idle(at, tier)
+        if tier:
+            free &= marks(store.seen)[at] == 0
+        for other in index.tiers:
+            if other != tier:
+                free &= column(index.slot[other])[at] < 0
+        if store.pins:
+            free &= [node not in store.pins for node in at.tolist()]
+        return free
+
+    def _log(self, nodes: Sequence[int], tier: int) -> None:
+        if self._store.log.on:
+            for node in nodes:
+                self._store.log_loss(node, tier, EVICTED)
+
+    # ------------------------------------------------------------------ slabs
+
+    def _reclaim_slabs(self, tier: int, slots: SlabPool, wanted: Mapping[int, int], *, spare_dirty: bool) -> None:
+        """Evict until as many slots as `wanted`, by pool, can be had together of those of `tier`; as far as may be."""
+        for _ in range(sum(wanted.values())):  # what was emptied for one size may be lacking for another
+            pool, missing = slots.shortage(wanted)
+            if not missing:
+                break
+            if self._reclaim_one(tier, slots, pool, slots.last_use(pool), spare_dirty=spare_dirty):
+                continue
+            several = min(missing, slots.slabs.images[pool])
+            if self.evict(tier, several, pool, spare_dirty=spare_dirty):
+                continue
+            if not self._reclaim_one(tier, slots, pool, math.inf, spare_dirty=spare_dirty):
+                break
+
+    def _reclaim_one(self, tier: int, slots: SlabPool, pool: int, before: float, *, spare_dirty: bool) -> bool:
+        """Empty a slab of another size that was last used earlier than `before`; says whether there was one."""
+        store = self._store
+        going: list[int] = []
+        for slab, used in islice(slots.slabs_of_others(pool), _SLABS_EXAMINED):
+            if used >= before or (going := self._goes_with(tier, slots, slab, spare_dirty=spare_dirty)):
+                break
+        for node in sorted(going, key=lambda node: -store.index.depth[node]):
+            store.detach(node, tier, cause=EVICTED)
+        store.counters.evictions[store.levels[tier].name] += len(going)
+        return bool(going)
+
+    def _goes_with(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:
+        """All that goes when `slab` is emptied; nothing if it cannot be."""
+        index = self._store.index
+        inside = slots.contents(slab)
+        if any(slots.state[slot] != READY for slot in inside):
+            return []
+        going = dict.fromkeys(slots.node[slot] for slot in inside)
+        queue = list(going)
+        for node in queue:
+            if index.coldest_without(node, tier) >= tier:
+                continue
+            below = [child for child in index.children(node) if child not in going and index.slot[tier][child] >= 0]
+            going.update(dict.fromkeys(below))
+            queue += below
+            if len(going) > len(inside) + _EVICTED_WITH_SLAB:
+                return []
+        if all(
+            self.may_go(node, tier, going) and not self.is_spared(node, tier, spare_dirty=spare_dirty) for node in going
+        ):
+            return list(going)
+        return []
