@@ -200,3 +200,7 @@ def tokens(seed: int, count: int) -> list[int]:
     random = torch.Generator().manual_seed(seed)
     drawn: list[int] = torch.randint(0, SHAPE.vocab, (count,), generator=random).tolist()
     return drawn
+
+
+def wanting(count: int) -> Request:
+    return Request([], 0, [], logits=[torch.zeros(0)] * count)

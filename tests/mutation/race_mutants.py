@@ -40,6 +40,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "transfer": (
         "tests/transfer/test_transfer_hazards.py",
         "tests/transfer/test_transfer_engine.py",
+        "tests/transfer/test_transfer_end.py",
         "tests/transfer/test_transfer_layers.py",
         "tests/transfer/test_transfer_order.py",
         "tests/transfer/test_transfer_sizes.py",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -47,7 +50,7 @@ def stock(count: int) -> tuple[Events, Flags, Fallbacks, list[Flag]]:
     return Events(flags, fallbacks, count), flags, fallbacks, []
 
 
-def test_events_are_taken_at_start_and_used_again_once_passed() -> None:
+def test_events_are_allocated_at_start_and_reused_once_passed() -> None:
     events, flags, fallbacks, stream = stock(2)
     for _ in range(10):
         point = events.record(stream)  # type: ignore[arg-type]
@@ -56,7 +59,7 @@ def test_events_are_taken_at_start_and_used_again_once_passed() -> None:
     assert not fallbacks.counts()
 
 
-def test_an_event_that_has_not_passed_is_not_recorded_anew() -> None:
+def test_pending_event_is_not_recorded_again() -> None:
     events, flags, fallbacks, stream = stock(2)
     points = [events.record(stream) for _ in range(5)]  # type: ignore[arg-type]
     assert [flag.records for flag in flags.made] == [1] * 5
@@ -71,7 +74,7 @@ def test_an_event_that_has_not_passed_is_not_recorded_anew() -> None:
     assert fallbacks.counts() == {"new_event": 4}  # what was made beyond the stock was let go of
 
 
-def test_an_old_point_has_passed_and_holds_nobody_back() -> None:
+def test_old_point_of_a_reused_event_delays_no_stream() -> None:
     events, flags, _, stream = stock(1)
     old = events.record(stream)  # type: ignore[arg-type]
     flags.made[0].done = True
@@ -86,7 +89,7 @@ def test_an_old_point_has_passed_and_holds_nobody_back() -> None:
     assert not new.passed()
 
 
-def test_a_kept_event_keeps_its_time_until_it_is_released() -> None:
+def test_kept_event_keeps_its_time_until_released() -> None:
     events, _, fallbacks, stream = stock(2)
     begun = events.record(stream, keep=True)  # type: ignore[arg-type]
     begun.wait()
@@ -98,11 +101,37 @@ def test_a_kept_event_keeps_its_time_until_it_is_released() -> None:
     events.release(begun, ended)
     events.record(stream)  # type: ignore[arg-type]
     assert fallbacks.counts() == {"new_event": 1}
-    with pytest.raises(RuntimeError, match="released"):
-        begun.seconds_until(ended)
+    for one, other in ((begun, ended), (begun, events.record(stream)), (events.record(stream), ended)):  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="released"):
+            one.seconds_until(other)
 
 
-def test_an_event_that_a_thread_waits_for_is_not_recorded_anew() -> None:
+def test_event_whose_record_fails_returns_to_the_pool() -> None:
+    events, flags, fallbacks, stream = stock(1)
+
+    def fail(stream: object) -> None:
+        raise OSError("device lost")
+
+    flags.made[0].record = fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="device lost"):
+        events.record(stream)  # type: ignore[arg-type]
+    flags.made[0].record = lambda stream: None  # type: ignore[method-assign]
+    events.record(stream)  # type: ignore[arg-type]
+    assert not fallbacks.counts()
+
+
+def test_pool_keeps_no_reference_to_points_that_have_passed() -> None:
+    events, _, _, stream = stock(1)
+    point = events.record(stream)  # type: ignore[arg-type]
+    point.wait()
+    events.record(stream).wait()  # type: ignore[arg-type]
+    former = weakref.ref(point)
+    del point
+    gc.collect()
+    assert former() is None
+
+
+def test_event_that_a_thread_waits_for_is_not_reused() -> None:
     events, flags, fallbacks, stream = stock(1)
     point = events.record(stream)  # type: ignore[arg-type]
 

@@ -57,7 +57,7 @@ def test_ids_that_cannot_expand_are_refused(ids: list[int], factor: int, skip: i
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_offload_then_onboard_into_other_blocks(data: st.DataObject) -> None:
+def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)

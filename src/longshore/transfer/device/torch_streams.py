@@ -175,7 +175,6 @@ class Events:
     def close(self) -> None:
         """Release all events that are not in use."""
         with self.lock:
-            self._count = 0
             self._idle.clear()
 
     def _take(self) -> torch.Event:
