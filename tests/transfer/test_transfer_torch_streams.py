@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -161,6 +162,26 @@ def test_a_stage_is_used_again_only_when_its_last_use_has_ended(into: str) -> No
     for before, after in zip(recorded, recorded[2:], strict=False):
         assert lines.index(("synchronize", before)) < lines.index(("record", after, "stream 1"))
         assert ("synchronize", after) not in lines[: lines.index(("record", after, "stream 1"))]
+
+
+def test_stage_is_filled_only_after_the_link_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = FakeAccelerator()
+
+    def noted(*pieces: Any) -> None:
+        accelerator.notes.lines.append(("fill",))
+        copy_pieces(*pieces)
+
+    monkeypatch.setattr(torch_streams, "copy_pieces", noted)
+    pools = Pools(flat(16, 4096, refs=1), slots=16)
+    stream = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator).stream(pools.layout, DEVICE)
+    stream.bind()
+    stream.copy(between(pools, [Section(0, 0, (0, 1, 2, 3, 4))], range(5), DEVICE).whole, ())
+    lines = accelerator.notes.lines
+    used = [line[1] for line in lines if line[0] == "record" and line[2] == "stream 1"][1:-1]
+    fills = [at for at, line in enumerate(lines) if line == ("fill",)]
+    assert (len(used), len(fills)) == (5, 5)
+    for event, fill in zip(used, fills[2:], strict=False):
+        assert ("synchronize", event) in lines[:fill]
 
 
 def test_an_offload_ends_when_the_last_stages_are_empty() -> None:
@@ -387,6 +408,16 @@ def test_ids_in_a_stage_are_overwritten_only_when_they_were_used() -> None:
     lines = accelerator.notes.lines
     first, _, third = [line[1] for line in lines if line[0] == "record"][1:4]
     assert lines.index(("synchronize", first)) < lines.index(("record", third, "stream 1"))
+
+
+def test_a_thread_takes_both_the_stream_and_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[object] = []
+    stream = cast(torch.Stream, FakeStream("stream 1"))
+    module = SimpleNamespace(set_device=taken.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "set_stream", taken.append)
+    Accelerator(torch.device("cuda:1")).use(stream)
+    assert taken == [1, stream]
 
 
 def test_streams_are_drawn_once_for_each_direction() -> None:

@@ -297,13 +297,17 @@ class _Stage:
         self.pending: tuple[CopyBatch, CopyPart] | None = None
         self.of: _StagedCopy | None = None
 
+    def wait(self) -> None:
+        """Block the calling thread until the last use of the stage has ended."""
+        if self.used is not None:
+            self.used.wait()
+
     def on_device(self, *blocks: I64) -> list[torch.Tensor]:
         """Ids of blocks, each int64 of shape `(blocks,)`, on the device.
 
         From pinned memory, so that no call waits for the stream; the thread waits for the last use of that memory.
         """
-        if self.used is not None:
-            self.used.wait()
+        self.wait()
         found = []
         for row, ids in enumerate(blocks):
             host, device = (side[row, : ids.size] for side in (self._host_ids, self._device_ids))
@@ -473,8 +477,7 @@ class _Offload(StagedStream):
     def _empty(self, stage: _Stage) -> None:
         """If this fails, the stage keeps its content, and the next call retries."""
         if stage.pending is not None:
-            if stage.used is not None:
-                stage.used.wait()
+            stage.wait()
             pieces = _through(stage, *stage.pending)
             copy_pieces(pieces.device, pieces.host, pieces.size)
         stage.pending, stage.of = None, None
@@ -482,8 +485,7 @@ class _Offload(StagedStream):
 
 class _Onboard(StagedStream):
     def _send(self, batch: CopyBatch, part: CopyPart, stage: _Stage) -> None:
-        if stage.used is not None:
-            stage.used.wait()  # the link may still be reading the host side
+        stage.wait()  # the link may still be reading the host side
         pieces = _through(stage, batch, part)
         copy_pieces(pieces.host, pieces.device, pieces.size)
         end = _regions(part).end
