@@ -20,7 +20,7 @@ from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver
 from longshore.transfer.device.cuda.streams import Chooses
 from longshore.transfer.device.torch_streams import Events, Fallbacks
-from longshore.transfer.plan import describe
+from longshore.transfer.plan import Planner
 from longshore.transfer.selection import select
 
 _MOST_PAGES = 16_384  # of those that go one by one: each takes the driver a microsecond or more
@@ -220,7 +220,7 @@ class References:
             host_address=pages.host.address,
             host_bytes=pages.host.nbytes,
         ).whole
-        merged = describe(batch)
+        merged = Planner().describe(batch)
         counts = merged.size // np.uint64(pages.page_bytes)
         before = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
         within = (np.arange(int(counts.sum()), dtype=np.uint64) - before) * np.uint64(pages.page_bytes)

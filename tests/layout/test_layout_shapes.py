@@ -17,7 +17,6 @@ from longshore.errors import PlanError
 from longshore.layout import KVLayout, axes_of_backend, from_axes, from_backend, group_from_axes
 from longshore.tiers.arena import Arena
 from longshore.transfer.device.base import copy_pieces
-from longshore.transfer.plan import expand
 from plans import plan
 
 
@@ -32,6 +31,11 @@ class Held(NamedTuple):
 class Made(NamedTuple):
     layout: KVLayout
     held: Sequence[Sequence[Held]]  # per group
+
+
+def kernel_blocks(blocks: Sequence[int], factor: int) -> torch.Tensor:
+    """The kernel blocks of `blocks`, each of which has `factor` of them."""
+    return torch.tensor([block * factor + each for block in blocks for each in range(factor)], dtype=torch.int64)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,8 +79,8 @@ def there_and_back(made: Made, out: Sequence[Section], back: Sequence[Section]) 
         for held in made.held[source.group]:
             key = held.tensor.untyped_storage().data_ptr()
             old, new = over(before[key], held.tensor), over(expected[key], held.tensor)
-            rows = torch.from_numpy(expand(source.blocks, held.kernel_blocks))
-            places = torch.from_numpy(expand(destination.blocks, held.kernel_blocks))
+            rows = kernel_blocks(source.blocks, held.kernel_blocks)
+            places = kernel_blocks(destination.blocks, held.kernel_blocks)
             new.index_copy_(held.axis, places, old.index_select(held.axis, rows))
     for key, storage in storages.items():
         assert torch.equal(storage, expected[key])

@@ -18,7 +18,7 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
 from longshore.transfer.device.base import copy_pieces
-from longshore.transfer.plan import Pieces, Planner, describe, expand, merge
+from longshore.transfer.plan import Pieces, Planner, merge
 from longshore.transfer.selection import select
 from plans import Copies, plan
 
@@ -37,22 +37,6 @@ def make_plan(pools: Pools, parts: Any, slots: Any, into: str = HOST, **options:
 
 def run(made: Copies) -> None:
     copy_pieces(*made)
-
-
-def test_ids_expand_to_the_golden_vector() -> None:
-    assert expand([0, 1, 3], 4, skip=1).tolist() == [1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]
-
-
-def test_ids_expand_to_nothing_and_to_themselves() -> None:
-    assert expand([], 4).tolist() == []
-    assert expand([5, 2], 1).tolist() == [5, 2]
-    assert expand([7], 3, skip=3).tolist() == []
-
-
-@pytest.mark.parametrize(("ids", "factor", "skip"), [([0], 0, 0), ([0], 4, 5), ([0], 4, -1), ([-1], 4, 0)])
-def test_ids_that_cannot_expand_are_refused(ids: list[int], factor: int, skip: int) -> None:
-    with pytest.raises(PlanError):
-        expand(ids, factor, skip)
 
 
 @settings(deadline=None, max_examples=60)
@@ -196,8 +180,8 @@ def test_a_batch_is_cut_into_shorter_ones_that_move_the_same_bytes(data: st.Data
     whole = select(layout, parts, images, into=HOST, host_address=0, host_bytes=layout.image_bytes * (items + 1)).whole
     max_bytes = data.draw(st.integers(1, 9000))
     cut = list(whole.cut(max_bytes))
-    moved = [byte for batch in cut for byte in every_byte(describe(batch))]
-    assert sorted(moved) == sorted(every_byte(describe(whole)))
+    moved = [byte for batch in cut for byte in every_byte(Planner().describe(batch))]
+    assert sorted(moved) == sorted(every_byte(Planner().describe(whole)))
     longest = max(ref.page_bytes * group.blocks_per_chunk for group in layout.groups for ref in group.refs)
     assert all(batch.nbytes <= max(max_bytes, longest) for batch in cut)
 
@@ -285,6 +269,23 @@ def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
         images = pools.images(range(len(blocks)))
         fresh = plan(pools.layout, [Section(0, 0, blocks)], images, **arguments)  # type: ignore[arg-type]
         again = plan(pools.layout, [Section(0, 0, blocks)], images, planner=planner, **arguments)  # type: ignore[arg-type]
+        for one, other in zip(fresh, again, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_reused_planner_makes_the_same_plans_as_a_new_one(data: st.DataObject) -> None:
+    planner = Planner()
+    for _ in range(4):
+        layout = data.draw(layouts())
+        parts = data.draw(sections(layout))
+        items = chunks_of(layout, parts)
+        pools = Pools(layout, slots=items + 1)
+        arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
+        arguments["any_order"] = data.draw(st.booleans())
+        fresh = plan(layout, parts, pools.images(range(items)), **arguments)  # type: ignore[arg-type]
+        again = plan(layout, parts, pools.images(range(items)), planner=planner, **arguments)  # type: ignore[arg-type]
         for one, other in zip(fresh, again, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -444,7 +445,7 @@ def test_plans_against_freed_memory_are_refused() -> None:
     layout.take_back([torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)])
     plan(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096)
     with pytest.raises(FreedLayoutError, match="generation 0"):
-        describe(batch)
+        Planner().describe(batch)
 
 
 def test_nothing_here_imports_torch() -> None:

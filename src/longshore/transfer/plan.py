@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import HOST
-from longshore.errors import FreedLayoutError, PlanError
+from longshore.errors import FreedLayoutError
 from longshore.layout.model import U64, KVLayout, RefTable
 
 I64 = npt.NDArray[np.int64]
@@ -166,8 +166,6 @@ class CopyBatch(NamedTuple):
             yield self._replace(parts=tuple(taken))
 
 
-_LONG_ROW = 64
-
 _BUFFER_SIZE_IS_LOCAL = int(np.__version__.partition(".")[0]) >= 2  # to the context; before, to the thread
 
 
@@ -283,7 +281,6 @@ class Planner:
     def __init__(self) -> None:
         self._room = 0
         self._reserve(1024)
-        self._alikes = np.zeros(1, dtype=np.uint64)
         # Numpy takes operands that it broadcasts through a buffer, even where types agree: that costs three times as
         # much as the sum. Only a buffer shorter than a row keeps it from that; its size is a setting of the context.
         self._unbuffered = Context()
@@ -302,7 +299,6 @@ class Planner:
                 f"batch is of layout generation {batch.generation}, the layout now in {layout.generation}"
             )
         room = self._reserve(sum([part.pieces for part in batch.parts]))
-        sizes: set[int | None] = set()
         start = 0
         low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
@@ -311,13 +307,11 @@ class Planner:
             if runs is not None:
                 stop = start + runs.first.shape[1] * len(part.widths)
                 self._fill_by_reference(part, runs, table, start, stop)
-                if runs.size is None or len(batch.parts) > 1:
-                    _fill_sizes(part, runs, room.size[start:stop])
-                sizes.add(runs.size)
+                self._fill_sizes(part, runs, start, stop)
             else:
                 stop = start + part.pieces
+                self._equal = self._equal[0], min(self._equal[1], start)
                 _fill_by_image(part, table, batch.host_address, _span(room, start, stop))
-                sizes.add(None)
                 row = part.pieces // len(part.images)
                 for rows in may_merge(part, table):
                     low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
@@ -325,61 +319,24 @@ class Planner:
                 low, high = min(low, start - 1), max(high, start + 1)
             start = stop
         pieces = _span(room, 0, start)
-        each = sizes.pop() if len(sizes) == 1 else None
-        if each is not None and len(batch.parts) == 1:
-            pieces = Pieces(pieces.device, pieces.host, self._alike(each, start))
-        return self._merge(pieces, low, high) if low < high else pieces
-
-    def merge(self, pieces: Pieces) -> Pieces:
-        """Any `pieces`, with each run that is adjacent on both sides merged, in the same order."""
-        count = len(pieces.size)
-        if not count:
-            return pieces
-        own = self._reserve(count)
-        for column, given in zip(own, pieces, strict=True):
-            column[...] = given
-        return self._merge(own, 0, count)
+        return merge(pieces, low, high) if low < high else pieces
 
     def _fill_by_reference(self, part: CopyPart, runs: BlockRuns, table: RefTable, start: int, stop: int) -> None:
         refs, count = len(part.widths), runs.first.shape[1]
         column, row = table.starts[:, part.refs, part.sub, None], runs.first[:, None]
         out = self._addresses[:, start:stop].reshape(2, refs, count)
-        if count < _LONG_ROW:
-            np.add(column, row, out)
+        self._unbuffered.run(np.add, column, row, out)
+
+    def _fill_sizes(self, part: CopyPart, runs: BlockRuns, start: int, stop: int) -> None:
+        size, count = self._equal
+        if runs.size == size and stop <= count:  # as in most plans: the sizes are those of the last plan
+            return
+        self._equal = (runs.size, stop) if runs.size is not None and not start else (size, min(count, start))
+        out = self._sizes[start:stop]
+        if runs.size is not None:
+            out.fill(runs.size)
         else:
-            self._unbuffered.run(np.add, column, row, out)
-
-    def _alike(self, size: int, count: int) -> U64:
-        """`count` times `size`, to be read only: most plans have one size, the one that the last plan had."""
-        if self._alikes[0] != size or len(self._alikes) < count:
-            self._alikes = np.full(self._room, size, dtype=np.uint64)
-            self._alikes.flags.writeable = False
-        return self._alikes[:count]
-
-    def _merge(self, pieces: Pieces, low: int, high: int) -> Pieces:
-        """`pieces` with each run among `[low, high)` that is adjacent on both sides as one piece. In place."""
-        total = len(pieces.size)
-        device, host, size = (column[low:high] for column in pieces)
-        stops, starts, apart = (scratch[: high - low] for scratch in (self._stops, self._starts, self._apart))
-        np.add(host, size, out=stops)
-        np.not_equal(stops[:-1], host[1:], out=starts[1:])
-        np.add(device, size, out=stops)
-        np.not_equal(stops[:-1], device[1:], out=apart[1:])
-        starts[1:] |= apart[1:]
-        starts[0] = True
-        first = np.flatnonzero(starts)
-        kept = len(first)
-        if kept == high - low:
-            return pieces
-        last = np.append(first[1:], high - low)
-        last -= 1
-        device[:kept] = device[first]
-        host[:kept] = host[first]
-        np.subtract(stops[last], device[:kept], out=size[:kept])
-        dropped = high - low - kept
-        for column in pieces:
-            column[low + kept : total - dropped] = column[high:]
-        return Pieces(*(column[: total - dropped] for column in pieces))
+            out.reshape(len(part.widths), -1)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
 
     def _reserve(self, count: int) -> Pieces:
         """The first `count` elements of the buffers."""
@@ -387,15 +344,8 @@ class Planner:
             self._room = max(count, 2 * self._room)
             self._addresses = np.empty((2, self._room), dtype=np.uint64)  # on the device, in the host
             self._sizes = np.empty(self._room, dtype=np.uint64)
-            self._stops = np.empty(self._room, dtype=np.uint64)
-            self._starts = np.empty(self._room, dtype=np.bool_)
-            self._apart = np.empty(self._room, dtype=np.bool_)
+            self._equal = 0, 0  # the first sizes in the buffer: their value, and how many they are
         return Pieces(self._addresses[0, :count], self._addresses[1, :count], self._sizes[:count])
-
-
-def describe(batch: CopyBatch) -> Pieces:
-    """`Planner.describe` with new arrays."""
-    return Planner().describe(batch)
 
 
 def host_addresses(part: CopyPart, table: RefTable, host_address: int, out: U64) -> None:
@@ -403,13 +353,6 @@ def host_addresses(part: CopyPart, table: RefTable, host_address: int, out: U64)
     places = table.places[part.refs, part.sub : part.sub + part.blocks.shape[1]]
     images = part.images.view(np.uint64) + np.uint64(host_address)
     np.add(images[:, None, None], places, out=out)
-
-
-def _fill_sizes(part: CopyPart, runs: BlockRuns, out: U64) -> None:
-    if runs.size is not None:
-        out.fill(runs.size)
-    else:
-        out.reshape(len(part.widths), -1)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
 
 
 def _fill_by_image(part: CopyPart, table: RefTable, host_address: int, out: Pieces) -> None:
@@ -454,18 +397,18 @@ def _meet(pieces: Pieces, at: int) -> bool:
     return bool(pieces.host[at - 1] + size == pieces.host[at] and pieces.device[at - 1] + size == pieces.device[at])
 
 
-def merge(pieces: Pieces) -> Pieces:
-    """`pieces` with each run that is adjacent on both sides merged, in the same order."""
-    return Planner().merge(pieces)
-
-
-def expand(ids: npt.ArrayLike, factor: int, skip: int = 0) -> I64:
-    """Expand large block ids into `factor` consecutive small ids each, without the first `skip`.
-
-    For block tables with larger blocks than the tensor: `expand([0, 1, 3], 4, skip=1)` is
-    `[1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]`. Result: int64, shape `(len(ids) * factor - skip,)`.
-    """
-    large = np.asarray(ids, dtype=np.int64).reshape(-1)
-    if factor <= 0 or not 0 <= skip <= len(large) * factor or (large < 0).any():
-        raise PlanError(f"cannot expand {len(large)} ids by {factor} and skip the first {skip}: ids must be at least 0")
-    return (large[:, None] * factor + np.arange(factor)).reshape(-1)[skip:]
+def merge(pieces: Pieces, low: int = 0, high: int | None = None) -> Pieces:
+    """`pieces` in the same order, with each run among `[low, high)` that is adjacent on both sides as one piece."""
+    device, host, size = (column[low:high] for column in pieces)
+    begins = np.ones(len(size), dtype=np.bool_)
+    np.not_equal(host[:-1] + size[:-1], host[1:], out=begins[1:])
+    begins[1:] |= device[:-1] + size[:-1] != device[1:]
+    first = np.flatnonzero(begins)
+    if len(first) == len(size):
+        return pieces
+    stop = low + len(size)
+    columns = (device[first], host[first], np.add.reduceat(size, first))
+    if stop - low == len(pieces.size):
+        return Pieces(*columns)
+    parts = zip(pieces, columns, strict=True)
+    return Pieces(*(np.concatenate([column[:low], merged, column[stop:]]) for column, merged in parts))
