@@ -22,7 +22,7 @@ from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedE
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, DeviceEvent
 from longshore.transfer.lane import Access, Board, CopyJob, Hazards, Lane, LaneDriver, Layered, Place, Threads
-from longshore.transfer.selection import HostSlots, Selection, check_room, images_of, kept, select, select_inside
+from longshore.transfer.selection import HostSlots, Selection, images_of, kept, select, select_inside
 
 OFFLOAD = Route(DEVICE, HOST)
 ONBOARD = Route(HOST, DEVICE)
@@ -291,10 +291,10 @@ class TransferEngine:
             into=into,
             host_address=self._host.arena.address,
             host_bytes=self._host.arena.nbytes,
-            valid=[item.valid for item in transfer.items],
+            valid=images.valid,
             layers=transfer.layers,
             tokens=transfer.tokens,
+            room=images.room,
         )
-        check_room(self._layout, selection, images)
         device = [Access(Place(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in selection.blocks().items()]
         return selection, [*device, Access(Place(HOST, 0), images.touched, into == HOST)]

@@ -279,6 +279,8 @@ class Planner:
     """
 
     def __init__(self) -> None:
+        self._equal: tuple[int, int] = (0, 0)
+        """The first sizes in the buffer are equal: their value and their number."""
         self._room = 0
         self._reserve(1024)
         # Numpy takes operands that it broadcasts through a buffer, even where types agree: that costs three times as
@@ -344,7 +346,7 @@ class Planner:
             self._room = max(count, 2 * self._room)
             self._addresses = np.empty((2, self._room), dtype=np.uint64)  # on the device, in the host
             self._sizes = np.empty(self._room, dtype=np.uint64)
-            self._equal = 0, 0  # the first sizes in the buffer: their value, and how many they are
+            self._equal = (0, 0)
         return Pieces(self._addresses[0, :count], self._addresses[1, :count], self._sizes[:count])
 
 

@@ -37,12 +37,6 @@ class Selection(NamedTuple):
     images: I64
     sections: tuple[tuple[int, int], ...]
 
-    @property
-    def item_groups(self) -> I64:
-        """int64, shape `(items,)`: group of each item."""
-        groups, items = zip(*self.sections, strict=True) if self.sections else ((), ())
-        return np.repeat(np.array(groups, dtype=np.int64), items)
-
     def sources(self) -> dict[int, I64]:
         """For copies inside the device, the source blocks, by pool."""
         pools: dict[int, list[I64]] = {}
@@ -78,6 +72,7 @@ def select(
     valid: Sequence[int] | None = None,
     layers: tuple[int, int] | None = None,
     tokens: int | None = None,
+    room: I64 | None = None,
 ) -> Selection:
     """Validate all ids and select the pages that move.
 
@@ -93,9 +88,11 @@ def select(
         layers: Half-open range of model layers; `None`: all.
         tokens: Leading tokens to move of the last block of the last non-empty section. `None`, zero or less, and the
             block size or more mean the whole block; so do pages that cannot be split.
+        room: int64, shape `(items,)`: bytes of the slot of each image; `None`: large enough.
 
     Raises:
-        PlanError: Ids out of range, repeated where written, or not consumed exactly by both sides.
+        PlanError: Ids out of range, repeated where written, or not consumed exactly by both sides; a slot that is too
+            small.
         FreedLayoutError: The device memory is gone.
     """
     layout.check_live()
@@ -106,24 +103,43 @@ def select(
     if sum(items) != len(offsets) or (valid is not None and len(valid) != len(offsets)):
         got = f"{len(offsets)} items" if valid is None else f"{len(offsets)} items, {len(valid)} valid masks"
         raise PlanError(f"expected {sum(items)} items, as the sections have blocks for {items} chunks; got {got}")
-    check_layers(layout, layers)
-    last = -1 if tokens is None else max((index for index, count in enumerate(items) if count), default=-1)
     parts: list[CopyPart] = []
-    item = 0
-    for index, (section, count) in enumerate(zip(sections, items, strict=True)):
-        if not count:
-            continue
-        places = offsets[item : item + count]
-        _check_images(places, item, layout.image_bytes_of(section.group), host_bytes)
-        masks = None if valid is None else valid[item : item + count]
-        pages = page_widths(layout, section.group, layers, tokens if index == last else None)
-        parts += _parts(layout, section, pages, images=places, valid=masks, item=item)
-        item += count
+    for section, taken, widths in _sections(layout, sections, items, layers, tokens):
+        _check_images(offsets, taken, layout.image_bytes_of(section.group), host_bytes, room)
+        per_chunk = layout.groups[section.group].blocks_per_chunk
+        masks = None if valid is None else valid[taken.start : taken.stop]
+        parts += _parts(layout, section, widths, per_chunk, offsets[taken], masks, taken.start)
     whole = CopyBatch(layout, layout.generation, into, host_address, tuple(parts))
     groups = [section.group for section in sections]
     selection = Selection(whole, offsets, tuple(zip(groups, items, strict=True)))
-    _check_written_once(selection, host_bytes)
+    if into == DEVICE:
+        _check_blocks_differ(selection)
+    else:
+        # Images that do not overlap are apart by the length of one: they differ in the bits above that.
+        shift = layout.least_image_bytes.bit_length() - 1
+        twice = repeated(offsets >> shift, (host_bytes >> shift) + 1)
+        if twice is not None:
+            offset = offsets[offsets >> shift == twice][0]
+            raise PlanError(f"the image at offset {offset} of host memory would be written twice")
     return selection
+
+
+def _sections(
+    layout: KVLayout,
+    sections: Sequence[Section],
+    items: Sequence[int],
+    layers: tuple[int, int] | None,
+    tokens: int | None,
+) -> Iterator[tuple[Section, slice, tuple[PageWidths, PageWidths | None]]]:
+    """For each section with blocks: the section, its items, whose numbers are in `items`, and the widths of pages."""
+    check_layers(layout, layers)
+    last = max((index for index, count in enumerate(items) if count), default=-1)
+    start = 0
+    for index, (section, count) in enumerate(zip(sections, items, strict=True)):
+        if count:
+            widths = page_widths(layout, section.group, layers, tokens if index == last else None)
+            yield section, slice(start, start + count), widths
+        start += count
 
 
 class PageWidths(NamedTuple):
@@ -187,14 +203,14 @@ def _parts(
     layout: KVLayout,
     section: Section,
     widths: tuple[PageWidths, PageWidths | None],
-    *,
+    per_chunk: int,
     images: I64,
     valid: Sequence[int] | None,
     item: int,
+    sources: I64 | None = None,
 ) -> Iterator[CopyPart]:
-    """The parts of one section, whose first chunk is `item`."""
+    """The parts of one section, whose first chunk is `item`, in chunks of `per_chunk` blocks."""
     whole, leading = widths
-    per_chunk = layout.groups[section.group].blocks_per_chunk
     blocks = block_ids(section, layout.num_blocks)
     skip = section.first_block % per_chunk
     rectangles = lay_out(len(blocks), skip, per_chunk)
@@ -207,19 +223,20 @@ def _parts(
         return
     for box in rectangles:
         chunks, subs = box.stop - box.first, box.high - box.low
-        start = box.first * per_chunk + box.low - skip
+        shape, start = (chunks, subs), box.first * per_chunk + box.low - skip
+        moved = slice(start, start + chunks * subs)
         is_last = (box.stop - 1, box.high - 1) == last
         pages = leading if is_last and leading is not None else whole
-        rectangle = blocks[start : start + chunks * subs].reshape(chunks, subs)
         yield CopyPart(
             section.group,
             pages.first_ref,
             pages.widths,
-            rectangle,
+            blocks[moved].reshape(shape),
             images[box.first : box.stop],
             box.low,
             item + box.first,
-            split=pages.split,
+            None if sources is None else sources[moved].reshape(shape),
+            pages.split,
         )
 
 
@@ -253,49 +270,39 @@ def _largest(values: I64) -> int:
     return int(unsigned[unsigned.argmax()])  # several times as fast as `max`
 
 
-def _check_images(images: I64, item: int, image_bytes: int, host_bytes: int) -> None:
-    """That images of one group, the first of them that of `item`, lie within the host memory."""
-    room = host_bytes - image_bytes
-    if room < 0 or _largest(images) > room:
-        bad = int(np.argmax((images < 0) | (images > room)))
+def _check_images(offsets: I64, items: slice, image_bytes: int, host_bytes: int, room: I64 | None) -> None:
+    """That the images of `items`, all of one group, lie within their slots, and within the host memory."""
+    images = offsets[items]
+    most = host_bytes - image_bytes
+    if most < 0 or _largest(images) > most:
+        bad = int(np.argmax((images < 0) | (images > most)))
         raise PlanError(
-            f"item {item + bad}: an image of {image_bytes} bytes at offset {images[bad]} does not fit "
+            f"item {items.start + bad}: an image of {image_bytes} bytes at offset {images[bad]} does not fit "
             f"into {host_bytes} bytes of host memory"
+        )
+    if room is not None and room[items].min() < image_bytes:
+        bad = int(np.argmax(room[items] < image_bytes))
+        raise PlanError(
+            f"item {items.start + bad}: {image_bytes} image bytes exceed a slot of {room[items][bad]} bytes"
         )
 
 
-def _check_written_once(selection: Selection, host_bytes: int) -> None:
-    layout = selection.whole.layout
-    if selection.whole.into == HOST:
-        # Images that are apart by the length of one, or by any power of two below it, differ in the bits above that.
-        shift = layout.least_image_bytes.bit_length() - 1
-        if not _surely_differ(selection.images >> shift, (host_bytes >> shift) + 1):
-            twice = repeated(selection.images)
-            if twice is not None:
-                raise PlanError(f"the image at offset {twice} of host memory would be written twice")
-    else:
-        for pool, blocks in selection.blocks().items():
-            twice = None if _surely_differ(blocks, layout.num_blocks) else repeated(blocks)
-            if twice is not None:
-                raise PlanError(f"block {twice} of device pool {pool} would be written twice")
+def _check_blocks_differ(selection: Selection) -> None:
+    """That no device block is written twice."""
+    for pool, blocks in selection.blocks().items():
+        twice = repeated(blocks, selection.whole.layout.num_blocks)
+        if twice is not None:
+            raise PlanError(f"block {twice} of device pool {pool} would be written twice")
 
 
-def _surely_differ(values: I64, limit: int) -> bool:
-    """Whether no two of `values`, within `[0, limit)`, are equal: a quick answer, `False` where it would be a slow one.
-
-    Marks them and counts the marks: several times as fast as sorting, as long as there are not many more places.
-    """
-    if limit > 64 * len(values):
-        return False
-    marks = np.zeros(limit, dtype=np.bool_)
-    marks[values] = True
-    return bool(np.count_nonzero(marks) == len(values))
-
-
-def repeated(values: I64) -> int | None:
-    """A value that occurs more than once in `values`."""
-    ordered = values.copy()
-    ordered.sort()
+def repeated(values: I64, limit: int) -> int | None:
+    """One of `values`, within `[0, limit)`, that occurs more than once."""
+    if limit <= 64 * len(values):  # a mark for each place is ten times as fast as sorting, unless most stay empty
+        marks = np.zeros(limit, dtype=np.bool_)
+        marks[values] = True
+        if np.count_nonzero(marks) == len(values):
+            return None
+    ordered = np.sort(values)
     same = ordered[1:] == ordered[:-1]
     return int(ordered[int(same.argmax())]) if same.any() else None
 
@@ -326,53 +333,23 @@ def select_inside(
     given = sum(len(section.blocks) for section in sections)
     if given != len(items):
         raise PlanError(f"expected one item per block: the sections have {given} blocks, got {len(items)} items")
-    check_layers(layout, layers)
-    last = max((index for index, section in enumerate(sections) if section.blocks), default=-1)
+    counts = [len(section.blocks) for section in sections]
+    images = np.zeros(given, dtype=np.int64)
     parts: list[CopyPart] = []
-    item = 0
-    for index, section in enumerate(sections):
-        if not section.blocks:
-            continue
-        own = items[item : item + len(section.blocks)]
-        parts += _parts_inside(layout, section, own, item, layers, tokens if index == last else None)
-        item += len(section.blocks)
+    for section, taken, widths in _sections(layout, sections, counts, layers, tokens):
+        own = enumerate(items[taken], taken.start)
+        sources = np.array([_source(layout, section.group, item, index) for index, item in own])
+        parts += _parts(layout, section._replace(first_block=0), widths, 1, images[taken], None, taken.start, sources)
     whole = CopyBatch(layout, layout.generation, DEVICE, 0, tuple(parts))
-    counts = tuple((section.group, len(section.blocks)) for section in sections)
-    selection = Selection(whole, np.zeros(item, dtype=np.int64), counts)
-    _check_apart(selection)
+    groups = [section.group for section in sections]
+    selection = Selection(whole, images, tuple(zip(groups, counts, strict=True)))
+    _check_blocks_differ(selection)
+    read = selection.sources()
+    for pool, blocks in selection.blocks().items():
+        both = np.intersect1d(blocks, read[pool])
+        if len(both):
+            raise PlanError(f"block {both[0]} of device pool {pool} would be both written and read")
     return selection
-
-
-def _parts_inside(
-    layout: KVLayout,
-    section: Section,
-    items: Sequence[Item],
-    first: int,
-    layers: tuple[int, int] | None,
-    tokens: int | None,
-) -> list[CopyPart]:
-    blocks = block_ids(section, layout.num_blocks)
-    sources = np.array([_source(layout, section.group, item, first + at) for at, item in enumerate(items)])
-    pages, leading = page_widths(layout, section.group, layers, tokens)
-    if not len(pages.widths):
-        return []
-    whole = len(blocks) if leading is None else len(blocks) - 1
-    cuts = [(0, whole, pages), (whole, len(blocks), leading or pages)]
-    return [
-        CopyPart(
-            group=section.group,
-            first_ref=moved.first_ref,
-            widths=moved.widths,
-            blocks=blocks[start:stop, None],
-            images=np.zeros(stop - start, dtype=np.int64),
-            sub=0,
-            item=first + start,
-            sources=sources[start:stop, None],
-            split=moved.split,
-        )
-        for start, stop, moved in cuts
-        if start < stop
-    ]
 
 
 def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
@@ -386,17 +363,6 @@ def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
     if item.valid != 1:
         raise PlanError(f"item {index}: expected valid=0x1 for a copy of one block, got {item.valid:#x}")
     return slot.index
-
-
-def _check_apart(selection: Selection) -> None:
-    sources: dict[int, I64] = selection.sources()
-    for pool, blocks in selection.blocks().items():
-        twice = repeated(blocks)
-        if twice is not None:
-            raise PlanError(f"block {twice} of device pool {pool} would be written twice")
-        both = np.intersect1d(blocks, sources[pool])
-        if len(both):
-            raise PlanError(f"block {both[0]} of device pool {pool} would be both written and read")
 
 
 class Rectangle(NamedTuple):
@@ -509,13 +475,15 @@ class HostImages(NamedTuple):
 
     Attributes:
         offsets: int64, shape `(items,)`: bytes from the start of the arena to each image.
-        touched: int64: host slots that they overlap, as in `Slabs.touched`.
         room: int64, shape `(items,)`: bytes of the slot of each image.
+        valid: For each item a bit mask of the blocks with valid bytes.
+        touched: int64: host slots that they overlap, as in `Slabs.touched`.
     """
 
     offsets: I64
-    touched: I64
     room: I64
+    valid: Sequence[int]
+    touched: I64
 
 
 def kept(host: HostSlots) -> object:
@@ -529,29 +497,19 @@ def kept(host: HostSlots) -> object:
 def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
     """Offsets of the items' images; `PlanError` for an item that is not between a host slot and the device."""
     pools = _slots_by_pool(transfer)
-    count = len(transfer.items)
-    offsets, room = np.empty(count, np.int64), np.empty(count, np.int64)
+    items = transfer.items
+    offsets, room = np.empty(len(items), np.int64), np.empty(len(items), np.int64)
     touched = [np.empty(0, np.int64)]
-    for pool, (items, indices) in pools.items():
-        offsets[items] = host.offsets(pool, indices)
-        room[items] = host.slabs.image_bytes[pool]
+    for pool, (places, indices) in pools.items():
+        offsets[places] = host.offsets(pool, indices)
+        room[places] = host.slabs.image_bytes[pool]
         touched.append(host.slabs.touched(pool, indices))
     together = np.concatenate(touched)
-    if len(pools) > 1 and repeated(together) is not None:
-        raise PlanError(f"slots of different image sizes overlap in one slab, near slot {repeated(together)}")
-    return HostImages(offsets, together, room)
-
-
-def check_room(layout: KVLayout, selection: Selection, images: HostImages) -> None:
-    """Raise `PlanError` unless each slot is large enough for the image of its group."""
-    sizes = np.array([layout.image_bytes_of(group) for group in range(len(layout.groups))])
-    if len(images.room) and images.room.min() < sizes.max():
-        lacking = sizes[selection.item_groups] > images.room
-        if lacking.any():
-            item = int(lacking.argmax())
-            raise PlanError(
-                f"item {item}: {sizes[selection.item_groups[item]]} image bytes exceed a slot of {images.room[item]}"
-            )
+    twice = repeated(together, host.slabs.indices) if len(pools) > 1 else None
+    if twice is not None:
+        raise PlanError(f"slots of different image sizes overlap in one slab, near slot {twice}")
+    valid = [items.valid] * len(items) if isinstance(items, Items) else [item.valid for item in items]
+    return HostImages(offsets, room, valid, together)
 
 
 def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Sequence[int]]]:

@@ -386,7 +386,7 @@ class CudaStream(Stream):
         pieces = slip.planner.describe(batch, any_order=True)
         match self._choose(batch, pieces):
             case Way.DIRECT:
-                return self._alone(self._link, slip, lambda: self._direct(pieces))
+                return self._alone(self._link, slip, lambda: self._direct(pieces, slip))
             case Way.ZERO_COPY:
                 return self._alone(self._kernels, slip, lambda: self._zero_copy(batch, slip))
             case Way.STAGED if self._ring is not None:
@@ -461,8 +461,8 @@ class CudaStream(Stream):
         slip.used = ended
         return _Given(self._tools.events, begun, ended, ended)
 
-    def _direct(self, pieces: Pieces) -> None:
-        self._carry(pieces.directed(self._into))
+    def _direct(self, pieces: Pieces, slip: Slip) -> None:
+        self._carry(slip.keep(*pieces.directed(self._into)))
 
     def _zero_copy(self, batch: CopyBatch, slip: Slip) -> None:
         rows = [rows_in_images(batch.layout, part, batch.host_address) for part in batch.parts]
