@@ -267,12 +267,12 @@ class Status(enum.Enum):
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property
-    def condemns_source(self) -> bool:
+    def invalidates_source(self) -> bool:
         """Whether the source of a read with this status must not be read again."""
-        return self in _CONDEMNING
+        return self in _INVALIDATING
 
 
-_CONDEMNING = frozenset({Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR})
+_INVALIDATING = frozenset({Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR})
 
 
 @dataclass(frozen=True, slots=True)

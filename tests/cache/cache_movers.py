@@ -63,7 +63,7 @@ class Job:
         self.untold.discard(result.rank)
         for i, new in enumerate(result.statuses):
             old = self.told[i]
-            if old is Status.OK or (new.condemns_source and not old.condemns_source):
+            if old is Status.OK or (new.invalidates_source and not old.invalidates_source):
                 self.told[i] = new
         return not self.untold
 
@@ -149,7 +149,7 @@ class Movers:
         for i, (item, status) in enumerate(zip(t.items, statuses, strict=True)):
             if status is Status.OK:
                 self.copy(t, i, item, rank)
-            elif self.reads_slot(t) and status.condemns_source and item.source is not None:
+            elif self.reads_slot(t) and status.invalidates_source and item.source is not None:
                 self.blame(item.source, rank)
         job.moving.discard(rank)
         job.happened[rank] = tuple(statuses)

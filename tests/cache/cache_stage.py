@@ -253,7 +253,7 @@ class Stage:
                 at = (item.source.tier, item.source.index)
                 if job.told[i] is Status.OK and at in self.fault:
                     job.told[i] = self.fault[at]  # what was read is known to be bad
-                elif self.movers.reads_slot(t) and job.told[i].condemns_source:
+                elif self.movers.reads_slot(t) and job.told[i].invalidates_source:
                     self.excuse(item.key)
                     if any((*at, rank) in self.secret for rank in range(self.setup.ranks)):
                         self.fault.setdefault(at, job.told[i])

@@ -327,7 +327,7 @@ def test_each_failure_is_a_miss_of_its_own_name(status: Status) -> None:
     world.end(world.on("host->device")[0])
     assert world.cache.progress(hold).outcome == (0, ())
     assert misses(world)[status.value] == 1
-    assert world.where("a") == ({} if status.condemns_source else {FILE: "ready"})
+    assert world.where("a") == ({} if status.invalidates_source else {FILE: "ready"})
     world.drain()
 
 

@@ -392,7 +392,7 @@ def test_pieces_of_which_several_are_cut_short_at_once_go_on_each_for_itself(har
 
 def _left(status: Status) -> set[int]:
     """A record that could not be read is not looked for again, if that is the disk's fault."""
-    return {0, 4, 6} if status.condemns_source else set(APART)
+    return {0, 4, 6} if status.invalidates_source else set(APART)
 
 
 def test_what_only_the_queue_cannot_do_is_done_without_it(

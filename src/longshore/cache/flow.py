@@ -288,7 +288,7 @@ class Flow:
         if not blame:
             self.store.unread(tier, slots)
             return
-        condemned = [each for each in zip(slots, statuses, strict=True) if each[1].condemns_source]
+        condemned = [each for each in zip(slots, statuses, strict=True) if each[1].invalidates_source]
         bad = {slot for slot, _ in condemned}
         self.store.unread(tier, [slot for slot in slots if slot not in bad])
         for slot, status in condemned:

@@ -203,7 +203,7 @@ class Job:
             if status is Status.OK:
                 continue
             known = self.statuses[i]
-            if known is Status.OK or (status.condemns_source and not known.condemns_source):
+            if known is Status.OK or (status.invalidates_source and not known.invalidates_source):
                 self.statuses[i] = status
         return not self.waiting
 

@@ -361,7 +361,7 @@ class FileTier(Tier):
     def _quarantine(self, task: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:
         """Quarantine records that were found unusable."""
         for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
-            if claimed and status.condemns_source:
+            if claimed and status.invalidates_source:
                 self._index.quarantine(op.slot, claimed)
 
     def _write(self, task: Sequence[Order], staging: Staging) -> Steps[list[Status]]:
