@@ -46,10 +46,10 @@ from longshore.runtime.stack import open_stack
 from longshore.tiers.file import GdsFileTier, capacity_for
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.base import Device
-from longshore.transfer.device.cuda.calibration import THOROUGH, Always, Effort, everything
+from longshore.transfer.device.cuda.calibration import THOROUGH, Always, Effort, all_registered
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver, load
-from longshore.transfer.device.cuda.streams import Chooses, Way
+from longshore.transfer.device.cuda.streams import Way, WayChooser
 from longshore.transfer.device.torch_streams import with_index
 
 SIZES = (512, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 2 << 20)
@@ -87,7 +87,7 @@ class Slowdown:
 
 
 def copies(
-    rig: Rig, chooses: Chooses | None, *, sizes: Sequence[int], total_bytes: int, repeats: int, deadline: float
+    rig: Rig, chooser: WayChooser | None, *, sizes: Sequence[int], total_bytes: int, repeats: int, deadline: float
 ) -> Iterator[Figure]:
     """A figure for each size, order and direction, until `deadline` (`time.monotonic`)."""
     for size in sizes:
@@ -96,7 +96,7 @@ def copies(
                 return
             pages = Pages(rig, size, total_bytes, order)
             references = References(rig, pages)
-            engine = pages.engine(chooses)
+            engine = pages.engine(chooser)
             try:
                 pages.check(engine)
                 taken = {name: _in_turn(pages, engine, references, ROUTES[name], repeats) for name in DIRECTIONS}
@@ -139,7 +139,7 @@ def _ways(pages: Pages, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def slowdowns(
-    rig: Rig, chooses: Chooses | None, *, sizes: Sequence[int], total_bytes: int, repeats: int, deadline: float
+    rig: Rig, chooser: WayChooser | None, *, sizes: Sequence[int], total_bytes: int, repeats: int, deadline: float
 ) -> Iterator[Slowdown]:
     """What copies take from a bf16 matrix product, for each size and direction."""
     side, where = rig.matrix
@@ -147,7 +147,7 @@ def slowdowns(
     out = torch.empty_like(left)
     for size in sizes:
         pages = Pages(rig, size, total_bytes, "scattered")
-        engine = pages.engine(chooses)
+        engine = pages.engine(chooser)
         try:
             for name, routes in ROUTES.items():
                 if time.monotonic() > deadline:
@@ -428,8 +428,8 @@ def cuda_rig() -> Rig:
     where = with_index(torch.device("cuda"))
     library = load()
 
-    def make(chooses: Chooses | None) -> CudaDevice:
-        return CudaDevice(where, in_one_piece=everything, chooses=chooses, library=library)
+    def make(chooser: WayChooser | None) -> CudaDevice:
+        return CudaDevice(where, in_one_piece=all_registered, chooser=chooser, library=library)
 
     def finish() -> None:
         torch.cuda.current_stream(where).synchronize()

@@ -18,7 +18,7 @@ from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver
-from longshore.transfer.device.cuda.streams import Chooses
+from longshore.transfer.device.cuda.streams import WayChooser
 from longshore.transfer.device.torch_streams import Events, Fallbacks
 from longshore.transfer.plan import Planner
 from longshore.transfer.selection import select
@@ -41,7 +41,7 @@ class Rig:
     """
 
     accelerator: CudaAccelerator
-    make_device: Callable[[Chooses | None], CudaDevice]
+    make_device: Callable[[WayChooser | None], CudaDevice]
     library: object
     finish_compute: Callable[[], None]
     matrix: tuple[int, str]
@@ -89,8 +89,8 @@ class Pages:
                 random.Random(page_bytes).shuffle(ids)  # noqa: S311 - no secret
         self._jobs = 0
 
-    def engine(self, chooses: Chooses | None) -> TransferEngine:
-        return TransferEngine(self.layout, self.rig.make_device(chooses), self.host)
+    def engine(self, chooser: WayChooser | None) -> TransferEngine:
+        return TransferEngine(self.layout, self.rig.make_device(chooser), self.host)
 
     def transfer(self, route: Route) -> Transfer:
         self._jobs += 1
@@ -143,7 +143,7 @@ class References:
         self._driver.make_current(rig.accelerator.ordinal)
         self._events = Events(rig.accelerator, Fallbacks(), 4)
         routes = (OFFLOAD, ONBOARD)
-        self._streams = {route: rig.accelerator.own_stream(self._driver) for route in routes}
+        self._streams = {route: rig.accelerator.create_stream(self._driver) for route in routes}
         self._scattered = {route: self._descriptors(route) for route in routes}
         self._some = {route: [column[:_MOST_PAGES] for column in self._scattered[route]] for route in routes}
         if rig.vllm_swap is not None:

@@ -15,9 +15,9 @@ from jobs_kit import DevicePools, Hardware, compute_is_late, layer_by_layer, ran
 
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.arguments import COLUMNS, KernelShape
-from longshore.transfer.device.cuda.calibration import QUICK, Always, everything
+from longshore.transfer.device.cuda.calibration import QUICK, Always, all_registered
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.streams import Chooses, Way
+from longshore.transfer.device.cuda.streams import Way, WayChooser
 from longshore.transfer.device.torch_streams import TorchDevice
 
 pytestmark = pytest.mark.gpu
@@ -49,8 +49,8 @@ class Cuda(Hardware):
         assert int(torch.cuda.cudart().cudaHostUnregister(address)) == 0
 
 
-def cuda(chooses: Chooses, staging_bytes: int = 1 << 20) -> CudaDevice:
-    return CudaDevice("cuda", in_one_piece=everything, chooses=chooses, staging_bytes=staging_bytes)
+def cuda(chooser: WayChooser, staging_bytes: int = 1 << 20) -> CudaDevice:
+    return CudaDevice("cuda", in_one_piece=all_registered, chooser=chooser, staging_bytes=staging_bytes)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_compute_may_be_a_stream_of_torchs_general_class(pools: Callable[..., De
 @pytest.mark.parametrize("page", PAGES)
 def test_unregistered_memory_through_pinned_stages(pools: Callable[..., DevicePools], page: int) -> None:
     plain = pools(page, registered=False)
-    round_trip(plain, CudaDevice("cuda", chooses=Always(Way.DIRECT), staging_bytes=1 << 20))
+    round_trip(plain, CudaDevice("cuda", chooser=Always(Way.DIRECT), staging_bytes=1 << 20))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -136,11 +136,11 @@ def test_a_quick_calibration_takes_little_time(
     pools: Callable[..., DevicePools], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("cache") / "kept.json"
-    device = CudaDevice("cuda", in_one_piece=everything, calibration=path)
+    device = CudaDevice("cuda", in_one_piece=all_registered, calibration=path)
     found = device.calibrate(QUICK)
     assert path.exists()
     for ways in found.curves.values():
         assert set(ways) == set(Way)
     device.close()
-    device = CudaDevice("cuda", in_one_piece=everything, calibration=path)
+    device = CudaDevice("cuda", in_one_piece=all_registered, calibration=path)
     round_trip(pools(4096), device)

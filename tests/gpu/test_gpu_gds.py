@@ -37,7 +37,7 @@ KEYS = [hashlib.sha256(bytes([index])).digest() for index in range(CHUNKS)]
 
 @pytest.mark.parametrize("nbytes", [8, 4096, 32768, 32776, 2 << 20, (2 << 20) + 4096])
 def test_the_kernel_and_its_twin_agree(nbytes: int) -> None:
-    images = CudaDevice("cuda").take_images(4 << 20)
+    images = CudaDevice("cuda").allocate_images(4 << 20)
     data = bytearray(random.Random(nbytes).randbytes(nbytes))
     images.store(4096, memoryview(data))
     assert images.mix64(4096, nbytes) == mix64(data)

@@ -249,7 +249,7 @@ def test_a_device_that_keeps_no_images_goes_by_host_memory(
     def refuse(self: CpuDevice, nbytes: int) -> CpuImages:
         raise DeviceError("no room")
 
-    monkeypatch.setattr(CpuDevice, "take_images", refuse)
+    monkeypatch.setattr(CpuDevice, "allocate_images", refuse)
     with caplog.at_level(logging.WARNING), opened(pages, tmp_path, library, host_size=1 << 20) as stack:
         assert stack.host is not None
         assert "file_mode gds is not available, using posix with a host tier of 1.0 MiB: no room" in caplog.text
@@ -273,7 +273,7 @@ def test_gds_needs_no_host_memory_unless_it_falls_back(
     def refuse(self: CpuDevice, nbytes: int) -> CpuImages:
         raise DeviceError("no room")
 
-    monkeypatch.setattr(CpuDevice, "take_images", refuse)
+    monkeypatch.setattr(CpuDevice, "allocate_images", refuse)
     with pytest.raises(ConfigError, match=r"host_size is 4.0 GiB, but only 1.0 KiB of memory is free"):
         opened(pages, tmp_path, library)
 

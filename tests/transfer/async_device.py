@@ -29,7 +29,7 @@ from longshore.checksums import mix64
 from longshore.tiers.arena import Arena
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.arguments import KernelShape
-from longshore.transfer.device.cuda.calibration import Always, everything
+from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver
 from longshore.transfer.device.cuda.streams import Way
@@ -228,7 +228,7 @@ class QueuedGpu(CudaAccelerator):
     def handle(self, stream: torch.Stream) -> int:
         return stream.stream_id
 
-    def own_stream(self, driver: Driver) -> torch.Stream:
+    def create_stream(self, driver: Driver) -> torch.Stream:
         kind = self.current_stream().device_type
         return torch.Stream(stream_id=driver.new_stream(self.ordinal), device_index=self.ordinal, device_type=kind)
 
@@ -333,7 +333,7 @@ class _Stream(NamedTuple):
 def gpu(index: int = 0, **options: Any) -> CudaDevice:
     """`CudaDevice` on one of the devices; all host memory is registered unless `options` say otherwise."""
     made = {"accelerator": QueuedGpu(index), "library": QueuedLibrary()}
-    options = {"in_one_piece": everything, "staging_bytes": 1 << 14, **made, **options}
+    options = {"in_one_piece": all_registered, "staging_bytes": 1 << 14, **made, **options}
     return CudaDevice(f"{NAME}:{index}", **options)
 
 
@@ -348,7 +348,7 @@ def rank_in_this_process(path: str, rank: int) -> None:
     with devices() as both:
         both[rank].pauses(rank, 100)
         both[rank].register(arena.address, arena.nbytes)
-        one_rank(both[rank], gpu(rank, chooses=Always(Way.STAGED)), arena, rank, stored)
+        one_rank(both[rank], gpu(rank, chooser=Always(Way.STAGED)), arena, rank, stored)
         other = both[1 - rank]
         assert (other.work, other.reserved, other.drawn) == (0, 0, 0)
 

@@ -24,10 +24,10 @@ from longshore.layout import KVLayout
 from longshore.transfer.device.cuda import driver as ours
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.arguments import KernelShape
-from longshore.transfer.device.cuda.calibration import everything
+from longshore.transfer.device.cuda.calibration import all_registered
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import CudaAccelerator
-from longshore.transfer.device.cuda.streams import Chooses, CopyShape, Way
+from longshore.transfer.device.cuda.streams import CopyShape, Way, WayChooser
 
 RETURN_INVALID_VALUE = 1
 RETURN_NO_CONTEXT = 201
@@ -373,7 +373,7 @@ class StandInAccelerator(CudaAccelerator):
     def current_stream(self) -> torch.Stream:
         return getattr(self._used, "stream", cast(torch.Stream, self.compute))
 
-    def own_stream(self, driver: ours.Driver) -> torch.Stream:
+    def create_stream(self, driver: ours.Driver) -> torch.Stream:
         return cast(torch.Stream, self.world.streams[driver.new_stream(self.ordinal)])
 
     def empty_cache(self) -> None:
@@ -452,7 +452,7 @@ class StandIn:
 
     def __init__(
         self,
-        chooses: Chooses | None,
+        chooser: WayChooser | None,
         *,
         mood: str | int = "lazy",
         library: Any = None,
@@ -464,9 +464,9 @@ class StandIn:
         self.world.eager = mood == "eager"
         self.world.chance = random.Random(mood) if isinstance(mood, int) else None
         self.library = library or StandInLibrary(self.world)
-        options.setdefault("in_one_piece", everything)
+        options.setdefault("in_one_piece", all_registered)
         self.device = CudaDevice(
-            "cuda:0", chooses=chooses, accelerator=self.accelerator, library=self.library, **options
+            "cuda:0", chooser=chooser, accelerator=self.accelerator, library=self.library, **options
         )
 
     def lane(self, layout: KVLayout, into: str) -> Lane:

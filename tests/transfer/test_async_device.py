@@ -36,9 +36,9 @@ from longshore.transfer.device.base import Device, Stream
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import Always, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.streams import CudaStream, Way, _Given
+from longshore.transfer.device.cuda.streams import CudaStream, Way, _CudaCopy
 from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, TorchDevice, _StagedCopy
-from longshore.transfer.lane import Board
+from longshore.transfer.lane import EngineState
 
 PAUSE = 100
 """Microseconds."""
@@ -47,9 +47,9 @@ TINY = Effort((24, 512, 4096), small=4096, large=1 << 16, repeats=1)
 
 KINDS: dict[str, Callable[[], Device]] = {
     "torch": lambda: TorchDevice("queued:0", staging_bytes=1 << 14),
-    "bounced": lambda: gpu(chooses=Always(Way.DIRECT), in_one_piece=None),
-    **{way.value: partial(gpu, chooses=Always(way)) for way in Way},
-    "any": lambda: gpu(chooses=AnyWay(5)),
+    "bounced": lambda: gpu(chooser=Always(Way.DIRECT), in_one_piece=None),
+    **{way.value: partial(gpu, chooser=Always(way)) for way in Way},
+    "any": lambda: gpu(chooser=AnyWay(5)),
 }
 
 
@@ -135,7 +135,7 @@ def unmarked(patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_when_given(patch: pytest.MonkeyPatch) -> None:
-    for kind in (_Given, _StagedCopy):
+    for kind in (_CudaCopy, _StagedCopy):
         patch.setattr(kind, "passed", lambda self: True)
         patch.setattr(kind, "finish", lambda self: 0.0)
 
@@ -148,7 +148,7 @@ def unwaited(patch: pytest.MonkeyPatch) -> None:
 GUARDS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a stream waits for a point": lambda patch: patch.setattr(Point, "hold", nothing),
     "a thread waits for a point": unwaited,
-    "copies against copies": lambda patch: patch.setattr(Board, "may_begin", lambda self, job: True),
+    "copies against copies": lambda patch: patch.setattr(EngineState, "may_begin", lambda self, job: True),
     "copies against compute: begin_step": unfenced,
     "copies against compute: which stream": unmarked,
     "copies against compute: end_step": unheld,
@@ -157,7 +157,7 @@ GUARDS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 INNER = {
     "the link and the kernels": ("staged", "_join"),
     "one way and another": ("any", "_join"),
-    "a place of the ring": ("staged", "_reuse"),
+    "a place of the ring": ("staged", "_wait_for_slot"),
 }
 
 
@@ -235,8 +235,8 @@ def test_stages_are_used_only_after_their_memorys_last_owner(
 
 ON = {
     "torch": lambda index: TorchDevice(f"queued:{index}", staging_bytes=1 << 14),
-    "staged": lambda index: gpu(index, chooses=Always(Way.STAGED)),
-    "any": lambda index: gpu(index, chooses=AnyWay(index)),
+    "staged": lambda index: gpu(index, chooser=Always(Way.STAGED)),
+    "any": lambda index: gpu(index, chooser=AnyWay(index)),
 }
 
 
@@ -330,7 +330,7 @@ def started(hardware: Queued, path: Path) -> tuple[CudaDevice, QueuedGpu, Queued
     assert len({stream.stream_id for stream in engines}) == 32
     drawn, reserved = hardware.drawn, hardware.reserved
     accelerator, library = QueuedGpu(), QueuedLibrary()
-    device = gpu(chooses=None, calibration=path, accelerator=accelerator, library=library)
+    device = gpu(chooser=None, calibration=path, accelerator=accelerator, library=library)
     given = DevicePools(hardware, 656)
     before = hardware.reserved
     streams = [device.stream(given.layout, into) for into in (HOST, DEVICE)]
@@ -363,7 +363,7 @@ def test_streams_and_memory_that_a_start_takes_are_bounded_and_its_own(
 
 def test_calibration_gives_all_its_memory_back(both: tuple[Queued, Queued], tmp_path: Path) -> None:
     hardware, _ = both
-    device = gpu(chooses=None, calibration=tmp_path / "kept.json")
+    device = gpu(chooser=None, calibration=tmp_path / "kept.json")
     before = hardware.reserved
     device.calibrate(TINY)
     assert hardware.reserved == before
@@ -388,7 +388,7 @@ def test_kernels_that_cannot_be_compiled_are_done_without_and_counted(
 
     monkeypatch.setattr(QueuedGpu, "prepare", no_compiler)
     accelerator = QueuedGpu()
-    device = gpu(chooses=None, accelerator=accelerator)
+    device = gpu(chooser=None, accelerator=accelerator)
     random_jobs(pools(656), device, 40, each=40)
     assert not accelerator.launched
     assert device.fallbacks()["no_kernels"] > 0

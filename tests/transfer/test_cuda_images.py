@@ -29,7 +29,7 @@ class HostAccelerator:
     def device_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def own_stream(self, driver: object) -> object:
+    def create_stream(self, driver: object) -> object:
         return None
 
     def on(self, stream: object) -> contextlib.AbstractContextManager[None]:

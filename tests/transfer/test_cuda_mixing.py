@@ -53,7 +53,7 @@ def test_the_kernel_does_what_its_twin_does() -> None:
 @pytest.mark.parametrize("mood", ["lazy", "eager", 3])
 def test_images_in_the_memory_of_the_device(mood: str | int) -> None:
     stand_in = StandIn(None, mood=mood)
-    images = stand_in.device.take_images(16384)
+    images = stand_in.device.allocate_images(16384)
     assert images.address % 4096 == 0
     assert images.nbytes == 16384
     own = torch.zeros(images.nbytes, dtype=torch.uint8)
@@ -72,7 +72,7 @@ def test_images_in_the_memory_of_the_device(mood: str | int) -> None:
 def test_checksums_and_stores_do_not_wait_for_what_the_engine_computes() -> None:
     """Each thread has a stream of its own, with the device's context current and no capture of a graph ended."""
     stand_in = StandIn(None)
-    images = stand_in.device.take_images(16384)
+    images = stand_in.device.allocate_images(16384)
     compute = stand_in.accelerator.compute
     compute.give(lambda: None)
     left = len(compute.queue)
@@ -101,16 +101,16 @@ def test_memory_that_cannot_be_had_is_an_error() -> None:
     stand_in = StandIn(None)
     stand_in.accelerator.refuse_above = 1 << 20
     with pytest.raises(DeviceError, match="cannot allocate 2097152 bytes for block images"):
-        stand_in.device.take_images(2 << 20)
+        stand_in.device.allocate_images(2 << 20)
 
 
 def test_devices_that_keep_no_images_say_so() -> None:
     with pytest.raises(DeviceError, match="TorchDevice cannot hold block images"):
-        TorchDevice("cuda:0", accelerator=StandInAccelerator()).take_images(4096)
+        TorchDevice("cuda:0", accelerator=StandInAccelerator()).allocate_images(4096)
 
 
 def test_on_the_processor_images_are_in_host_memory() -> None:
-    images = CpuDevice().take_images(3 * 4096)
+    images = CpuDevice().allocate_images(3 * 4096)
     data = bytearray(random.Random(1).randbytes(4096))
     images.store(4096, memoryview(data))
     assert images.mix64(4096, 4096) == mix64(data)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, flat
 
 from longshore.boundary import DEVICE, HOST, Section
-from longshore.transfer.device.cuda.calibration import Always, everything
+from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.streams import PLACES, Way
 
 WAYS = list(Way)
@@ -99,7 +99,7 @@ def test_a_place_of_the_ring_is_filled_again_only_when_it_is_empty(into: str, se
 def test_after_a_drain_nothing_is_in_flight(way: Way | None, into: str) -> None:
     """Whichever way it went; without one, through pinned stages."""
     pools = Pools(flat(8, 4096), slots=8)
-    gpu = StandIn(Always(way or Way.DIRECT), in_one_piece=everything if way else None)
+    gpu = StandIn(Always(way or Way.DIRECT), in_one_piece=all_registered if way else None)
     stream = gpu.device.stream(pools.layout, into)
     stream.bind()
     parts = [Section(0, 0, (3,))]

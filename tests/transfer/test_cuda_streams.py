@@ -23,9 +23,9 @@ from longshore.errors import DeviceError, FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.cuda.arguments import image_runs, pieces_of, staged, staged_pitch
-from longshore.transfer.device.cuda.calibration import Always, everything
+from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.driver import RELAXED
-from longshore.transfer.device.cuda.streams import PLACES, CopyShape, Slip, Way, take_ring
+from longshore.transfer.device.cuda.streams import PLACES, CopyShape, DescriptorBuffer, Way, take_ring
 from longshore.transfer.device.torch_streams import EVENTS, Fallbacks
 from longshore.transfer.selection import select
 
@@ -205,7 +205,7 @@ def test_where_no_way_is_left_copies_go_through_pinned_stages() -> None:
 
 @pytest.mark.parametrize("reached", [True, False])
 def test_a_closed_stream_keeps_no_memory(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
-    gpu = StandIn(Always(Way.STAGED), in_one_piece=everything if reached else None)
+    gpu = StandIn(Always(Way.STAGED), in_one_piece=all_registered if reached else None)
     taken: list[weakref.ref[Bytes]] = []
 
     def watched(nbytes: int) -> torch.Tensor:
@@ -346,7 +346,7 @@ def test_a_batch_of_freed_memory_is_refused_before_it_moves(is_inside: bool, is_
 def test_images_are_padded_where_they_are_kept(on_device: bool) -> None:
     gpu = StandIn(Always(Way.ZERO_COPY))
     pools = Pools(flat(8), slots=8)
-    images = gpu.device.take_images(16384) if on_device else None
+    images = gpu.device.allocate_images(16384) if on_device else None
     address = pools.arena.address if images is None else images.address
     before = bytearray(b"\xff" * 8192)
     if images is None:
@@ -431,7 +431,7 @@ def test_places_of_a_ring_take_turns() -> None:
 
 
 def test_a_slip_keeps_descriptors_until_it_is_used_again() -> None:
-    slip = Slip(StandIn(Always(Way.STAGED)).accelerator, Fallbacks())
+    slip = DescriptorBuffer(StandIn(Always(Way.STAGED)).accelerator, Fallbacks())
     column = np.zeros(3, np.uint64)
     gone = weakref.ref(column)
     slip.keep(column, column, column)
@@ -483,7 +483,7 @@ def test_without_a_compiler_nothing_is_calibrated_or_kept(tmp_path: Path) -> Non
     assert not (tmp_path / "kept.json").exists()
     assert not gpu.accelerator.kernels
     with pytest.raises(DeviceError, match="cannot hold block images: the copy kernels cannot be compiled"):
-        gpu.device.take_images(1 << 20)
+        gpu.device.allocate_images(1 << 20)
     with pytest.raises(DeviceError, match="kernels cannot be compiled"):
         gpu.device.calibrate()
 

@@ -14,7 +14,7 @@ from longshore.testing.simulated_device import WrongError, explore
 from longshore.testing.simulated_device.device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
 from longshore.transfer import OFFLOAD
 from longshore.transfer.engine import TransferEngine
-from longshore.transfer.lane import Access, Board, Hazards, Lane, LanePosition, Place
+from longshore.transfer.lane import Access, EngineState, Hazards, Lane, LanePosition, Place
 from longshore.transfer.plan import Pieces
 
 Patch = pytest.MonkeyPatch
@@ -328,7 +328,7 @@ CONFLICTS: list[Script] = [
 @pytest.mark.parametrize("script", CONFLICTS)
 def test_a_job_waits_for_what_it_conflicts_with(script: Script, monkeypatch: Patch) -> None:
     explore(tale(script))
-    monkeypatch.setattr(Board, "may_begin", lambda self, job: True)
+    monkeypatch.setattr(EngineState, "may_begin", lambda self, job: True)
     goes_wrong(script, "RAW|WAR|WAW|is wrong at")
 
 
@@ -409,7 +409,7 @@ def urgent_job_needs_a_queued_one(told: Tale) -> None:
 
 def test_an_urgent_job_does_not_overtake_what_it_needs(monkeypatch: Patch) -> None:
     explore(tale(urgent_job_needs_a_queued_one))
-    monkeypatch.setattr(Board, "may_begin", lambda self, job: True)
+    monkeypatch.setattr(EngineState, "may_begin", lambda self, job: True)
     goes_wrong(urgent_job_needs_a_queued_one, "RAW: copy|WAR: copy")
 
 

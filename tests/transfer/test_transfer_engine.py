@@ -17,7 +17,7 @@ from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, 
 from longshore.errors import LayoutError, PlanError, QueueFullError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
-from longshore.transfer.lane import Layered
+from longshore.transfer.lane import LayerWiseJobs
 from longshore.transfer.plan import CopyBatch
 
 OK = Status.OK
@@ -432,7 +432,7 @@ def test_end_step_waits_for_submission_not_for_completion() -> None:
 
 
 def test_without_end_step_only_the_latest_layer_wise_jobs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layered, "MOST", 3)
+    monkeypatch.setattr(LayerWiseJobs, "MOST", 3)
     rig = Rig()
     for job in range(6):
         rig.onboard(job, (job,), [job], by_layer=True)

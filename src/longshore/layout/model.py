@@ -95,7 +95,7 @@ def byte_strides(tensor: DeviceTensor) -> tuple[int, ...]:
 I64 = npt.NDArray[np.int64]
 
 
-class PagesOf(NamedTuple):
+class FlatPages(NamedTuple):
     """All references of a layout, flat. Each array has shape `(references,)`.
 
     Attributes:
@@ -118,14 +118,14 @@ class _Shared(NamedTuple):
     other_block: npt.NDArray[np.bool_]
 
 
-def pools_of(pages: PagesOf, num_blocks: int, names: Sequence[str]) -> tuple[int, ...]:
+def pools_of(pages: FlatPages, num_blocks: int, names: Sequence[str]) -> tuple[int, ...]:
     """The pool of each group; `LayoutError` for invalid overlaps.
 
     `names` are the groups' names. Pools are numbered from 0 in the order of their first group.
     """
     pool = list(range(len(names)))
     order = np.argsort(pages.base, kind="stable")
-    pages = PagesOf(*(column[order] for column in pages))
+    pages = FlatPages(*(column[order] for column in pages))
     end = pages.base + (num_blocks - 1) * pages.stride + pages.page
     candidates = np.searchsorted(pages.base, end, side="left")
     for first, stop in enumerate(candidates.tolist()):
@@ -144,7 +144,7 @@ def pools_of(pages: PagesOf, num_blocks: int, names: Sequence[str]) -> tuple[int
     return tuple(numbers[root] for root in pool)
 
 
-def _shared(pages: PagesOf, first: int, others: slice, num_blocks: int) -> _Shared:
+def _shared(pages: FlatPages, first: int, others: slice, num_blocks: int) -> _Shared:
     """Which of `others` (at higher addresses than `first`) have a page that meets one of `first`."""
     stride = int(pages.stride[first])
     gap = pages.base[others] - pages.base[first]
@@ -161,7 +161,7 @@ def _shared(pages: PagesOf, first: int, others: slice, num_blocks: int) -> _Shar
     return _Shared(same, other)
 
 
-def _shared_at_two_strides(pages: PagesOf, first: int, second: int, num_blocks: int) -> tuple[bool, bool]:
+def _shared_at_two_strides(pages: FlatPages, first: int, second: int, num_blocks: int) -> tuple[bool, bool]:
     blocks = np.arange(num_blocks, dtype=np.int64)
     start = pages.base[first] + blocks * pages.stride[first]
     other = pages.base[second] + blocks * pages.stride[second]
@@ -178,7 +178,7 @@ def _join(pool: list[int], first: int, second: int) -> None:
     pool[:] = [keep if root == drop else root for root in pool]
 
 
-def _complaint(pages: PagesOf, first: int, second: int, names: Sequence[str]) -> str:
+def _complaint(pages: FlatPages, first: int, second: int, names: Sequence[str]) -> str:
     described = " and ".join(
         f"{int(pages.page[i])} bytes at {int(pages.base[i]):#x} every {int(pages.stride[i])} "
         f"(group {names[int(pages.group[i])]!r})"
@@ -488,11 +488,11 @@ def _bases(group: KVGroup, tensors: Sequence[DeviceTensor], num_blocks: int) -> 
     return bases
 
 
-def _flat_pages(groups: Sequence[KVGroup], bases: Sequence[U64], num_blocks: int) -> PagesOf:
+def _flat_pages(groups: Sequence[KVGroup], bases: Sequence[U64], num_blocks: int) -> FlatPages:
     refs = [ref for group in groups for ref in group.refs]
     # One block has no neighbour: whatever stride it was given must not make pages meet that do not.
     strides = [ref.page_bytes if num_blocks == 1 else ref.stride for ref in refs]
-    return PagesOf(
+    return FlatPages(
         base=np.concatenate(bases).astype(np.int64),
         stride=np.array(strides, dtype=np.int64),
         page=np.array([ref.page_bytes for ref in refs], dtype=np.int64),

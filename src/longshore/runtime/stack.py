@@ -236,7 +236,7 @@ def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | 
     if config.file_path is None or config.file_mode != "gds":
         return None
     try:
-        memory = device.take_images(max(RING_BYTES // layout.image_bytes, _LEAST_RING) * layout.image_bytes)
+        memory = device.allocate_images(max(RING_BYTES // layout.image_bytes, _LEAST_RING) * layout.image_bytes)
     except DeviceError as error:
         _log.warning(
             "file_mode gds is not available, using posix with a host tier of %s: %s",

@@ -21,7 +21,17 @@ from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferRe
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, DeviceEvent
-from longshore.transfer.lane import Access, Board, CopyJob, Hazards, Lane, LaneDriver, Layered, Place, Threads
+from longshore.transfer.lane import (
+    Access,
+    CopyJob,
+    EngineState,
+    Hazards,
+    Lane,
+    LaneDriver,
+    LayerWiseJobs,
+    Place,
+    Threads,
+)
 from longshore.transfer.selection import HostSlots, Selection, images_of, kept, select, select_inside
 
 OFFLOAD = Route(DEVICE, HOST)
@@ -107,11 +117,11 @@ class TransferEngine:
         self._lock = self._driver.lock
         self._compute: object = None
         self._step: tuple[DeviceEvent, ...] = ()
-        self._layered = Layered()
+        self._layered = LayerWiseJobs()
         self._refused = 0
         places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
         hazards = Hazards({**places, Place(HOST, 0): host.slabs.indices}, lanes=len(_DIRECTIONS) * len(Urgency))
-        self._board = Board(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
+        self._board = EngineState(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
         self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._board) for into in _DIRECTIONS}
         for lane in self._lanes.values():
             self._driver.start(f"longshore {lane.name}", lane.serve(), self._board.stop)

@@ -309,7 +309,7 @@ def _statuses(job: CopyJob) -> tuple[tuple[Status, ...], int]:
 
 
 @dataclass(slots=True)
-class Board:
+class EngineState:
     """State shared by the lanes and the callers of one engine; `driver` has its lock.
 
     Attributes:
@@ -332,7 +332,7 @@ class Board:
             self.closing = True
             self.driver.notify()
 
-    def why_stop(self, job: CopyJob) -> Status | None:
+    def stop_reason(self, job: CopyJob) -> Status | None:
         """The status with which the remaining steps of `job` must be stopped, if any."""
         if job.stopped is not None:
             return job.stopped
@@ -353,7 +353,7 @@ class Board:
         self.results.append(job.end())
 
 
-class Layered:
+class LayerWiseJobs:
     """Layer-wise jobs, in flight or ended recently, for `wait_layer`."""
 
     MOST = 1024
@@ -394,7 +394,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Sent:
+class _SubmittedStep:
     """A step in flight. `is_last`: it is the last step of its job."""
 
     job: CopyJob
@@ -406,14 +406,14 @@ class _Sent:
 class Lane:
     """One direction. Only its generator `serve` uses the stream."""
 
-    def __init__(self, name: str, stream: Stream, board: Board) -> None:
+    def __init__(self, name: str, stream: Stream, board: EngineState) -> None:
         self.name = name
         self._stream = stream
         self._board = board
         self._driver = board.driver
         self._lock = board.driver.lock
         self._queues: dict[Urgency, deque[CopyJob]] = {urgency: deque() for urgency in sorted(Urgency)}
-        self._in_flight: deque[_Sent] = deque()
+        self._in_flight: deque[_SubmittedStep] = deque()
         self._bound = False
 
     def queued(self, urgency: Urgency) -> int:
@@ -445,7 +445,7 @@ class Lane:
             yield WaitCondition(self._has_work)
             with self._lock:
                 job = self._next()
-                stopped = None if job is None else self._board.why_stop(job)
+                stopped = None if job is None else self._board.stop_reason(job)
             if job is not None:
                 self._take_step(job, stopped)
             elif self._in_flight:
@@ -467,7 +467,7 @@ class Lane:
         return next((job for job in heads if self._can_go_on(job)), None)
 
     def _can_go_on(self, job: CopyJob) -> bool:
-        return self._board.may_begin(job) or self._board.why_stop(job) is not None
+        return self._board.may_begin(job) or self._board.stop_reason(job) is not None
 
     def _take_step(self, job: CopyJob, stopped: Status | None) -> None:
         """Give the next piece of `job` to the device, unless it is `stopped`: then it ends here."""
@@ -487,7 +487,7 @@ class Lane:
             if job.handed:
                 self._queues[job.transfer.urgency].popleft()
             nbytes = 0 if step is None or step.batch is None else step.batch.nbytes
-            self._in_flight.append(_Sent(job, copy, nbytes, job.handed))
+            self._in_flight.append(_SubmittedStep(job, copy, nbytes, job.handed))
             self._driver.notify()
 
     def _send(self, job: CopyJob) -> tuple[CopyStep | None, Copy | None]:
@@ -530,7 +530,7 @@ class Lane:
             self._queues = {urgency: deque() for urgency in self._queues}
             self._driver.notify()
 
-    def _retire(self, sent: _Sent) -> None:
+    def _retire(self, sent: _SubmittedStep) -> None:
         """Finish the oldest step in flight; end its job if it was the last."""
         job, failed, seconds = sent.job, None, 0.0
         try:

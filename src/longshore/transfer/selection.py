@@ -213,12 +213,12 @@ def _parts(
     whole, leading = widths
     blocks = block_ids(section, layout.num_blocks)
     skip = section.first_block % per_chunk
-    rectangles = lay_out(len(blocks), skip, per_chunk)
+    rectangles = chunk_rectangles(len(blocks), skip, per_chunk)
     if valid is not None:
         rectangles = keep_valid(rectangles, valid, per_chunk)
     last = divmod(skip + len(blocks) - 1, per_chunk)
     if leading is not None:
-        rectangles = set_apart(rectangles, *last)
+        rectangles = split_off_last(rectangles, *last)
     if not len(whole.widths):
         return
     for box in rectangles:
@@ -379,7 +379,7 @@ def chunks_of(count: int, skip: int, per_chunk: int) -> int:
     return -(-(skip + count) // per_chunk) if count else 0
 
 
-def lay_out(count: int, skip: int, per_chunk: int) -> list[Rectangle]:
+def chunk_rectangles(count: int, skip: int, per_chunk: int) -> list[Rectangle]:
     """Lay out `count` blocks over chunks of `per_chunk`, skipping the first `skip` positions of the first chunk."""
     if not count:
         return []
@@ -416,7 +416,7 @@ def keep_valid(rectangles: Sequence[Rectangle], valid: Sequence[int], per_chunk:
     return kept
 
 
-def set_apart(rectangles: Sequence[Rectangle], chunk: int, place: int) -> list[Rectangle]:
+def split_off_last(rectangles: Sequence[Rectangle], chunk: int, place: int) -> list[Rectangle]:
     """`rectangles` with the last position of the last chunk split off."""
     apart: list[Rectangle] = []
     for box in rectangles:

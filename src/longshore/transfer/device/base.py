@@ -153,7 +153,7 @@ class Device(ABC):
     def reach(self, in_one_piece: InOnePiece) -> None:  # noqa: B027 - most devices need not know
         """Set which host memory is registered with the device. Called before any stream is made."""
 
-    def take_images(self, nbytes: int) -> ImageMemory:
+    def allocate_images(self, nbytes: int) -> ImageMemory:
         """Device memory for images, in place of host memory. Called before any stream is made.
 
         Raises `DeviceError` if there is none. The device frees it.
@@ -217,7 +217,7 @@ class CpuDevice(Device):
         """Wait in the calling thread."""
         event.wait()
 
-    def take_images(self, nbytes: int) -> CpuImages:
+    def allocate_images(self, nbytes: int) -> CpuImages:
         """Host memory, which is the device memory."""
         return CpuImages(nbytes)
 

@@ -108,7 +108,7 @@ class PageRows(NamedTuple):
     step: U64
 
 
-class Orders(NamedTuple):
+class KernelArguments(NamedTuple):
     """Arguments of a kernel: int64 arrays for the device, and the shape."""
 
     blocks: I64
@@ -117,7 +117,7 @@ class Orders(NamedTuple):
     shape: KernelShape
 
 
-def shapes_of(layout: KVLayout) -> set[KernelShape]:
+def kernel_shapes(layout: KVLayout) -> set[KernelShape]:
     """All kernel shapes of a layout: for whole pages, and for pages of which only the first tokens move."""
     found: set[KernelShape] = set()
     for group in range(len(layout.groups)):
@@ -126,7 +126,7 @@ def shapes_of(layout: KVLayout) -> set[KernelShape]:
             widths = np.where(table.token > 0, table.token, table.page) if split else table.page
             block = np.zeros((1, 1), dtype=np.int64)
             part = CopyPart(group, 0, widths, block, np.zeros(1, dtype=np.int64), 0, 0, split=split)
-            found.add(orders_for(layout, part, rows_in_stage(part, 0)).shape)
+            found.add(kernel_arguments(layout, part, rows_in_stage(part, 0)).shape)
     return found
 
 
@@ -205,19 +205,19 @@ def rows_in_images(layout: KVLayout, part: CopyPart, host_address: int) -> PageR
     return PageRows(part.images + host_address, table.places[part.refs, part.sub], table.page[part.refs])
 
 
-def orders_for(layout: KVLayout, part: CopyPart, rows: PageRows) -> Orders:
+def kernel_arguments(layout: KVLayout, part: CopyPart, rows: PageRows) -> KernelArguments:
     """For a kernel that moves the pages of `part` to or from `rows`."""
-    return _orders(layout, part, rows.starts, rows.offset, rows.step)
+    return _arguments(layout, part, rows.starts, rows.offset, rows.step)
 
 
-def orders_inside(layout: KVLayout, part: CopyPart, sources: I64) -> Orders:
+def shift_arguments(layout: KVLayout, part: CopyPart, sources: I64) -> KernelArguments:
     """For a kernel that moves the pages of `sources`, shape `(chunks, subs)`, to those of `part`'s blocks."""
     none = np.zeros(len(part.widths), dtype=np.uint64)
-    orders = _orders(layout, part, np.zeros(1, dtype=np.int64), none, none)
+    orders = _arguments(layout, part, np.zeros(1, dtype=np.int64), none, none)
     return orders._replace(rows=np.ascontiguousarray(sources).reshape(-1))
 
 
-def _orders(layout: KVLayout, part: CopyPart, starts: I64, offset: U64, step: U64) -> Orders:
+def _arguments(layout: KVLayout, part: CopyPart, starts: I64, offset: U64, step: U64) -> KernelArguments:
     table = layout.table(part.group, split=part.split)
     columns = (table.base[part.refs], table.stride[part.refs], part.widths, offset, step)
     lines = np.stack(columns, axis=1).astype(np.int64)
@@ -234,4 +234,4 @@ def _orders(layout: KVLayout, part: CopyPart, starts: I64, offset: U64, step: U6
         tail=bool((part.widths % np.uint64(alignment)).any()),
         longest=table.longest,
     )
-    return Orders(np.ascontiguousarray(part.blocks).reshape(-1), starts, lines.reshape(-1), shape)
+    return KernelArguments(np.ascontiguousarray(part.blocks).reshape(-1), starts, lines.reshape(-1), shape)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.layout.model import KVGroup, KVLayout, PageRef
 from longshore.transfer.device.cuda.driver import RELAXED
-from longshore.transfer.device.cuda.streams import CopyShape, CopyStreams, CudaStream, Tools, Way
+from longshore.transfer.device.cuda.streams import CopyShape, CopyStreams, CudaResources, CudaStream, Way
 from longshore.transfer.plan import CopyBatch
 from longshore.transfer.selection import select
 
@@ -194,14 +194,14 @@ class Always:
 class SamplePages:
     """Pages of one size on the device, images for them in pinned memory, and batches between them."""
 
-    def __init__(self, tools: Tools, page_bytes: int, total_bytes: int) -> None:
+    def __init__(self, resources: CudaResources, page_bytes: int, total_bytes: int) -> None:
         image = min(_IMAGE, total_bytes)
         refs = max(1, image // page_bytes)
         self.blocks = max(2, total_bytes // (refs * page_bytes))
-        self.device = tools.accelerator.device_bytes(refs * self.blocks * page_bytes)
+        self.device = resources.accelerator.device_bytes(refs * self.blocks * page_bytes)
         pages = tuple(PageRef(0, ref * self.blocks * page_bytes, page_bytes, page_bytes) for ref in range(refs))
         self.layout = KVLayout((KVGroup("pages", 1, 1, pages),), [self.device], self.blocks)
-        self.host = tools.accelerator.pinned_bytes(self.blocks * self.layout.image_bytes)
+        self.host = resources.accelerator.pinned_bytes(self.blocks * self.layout.image_bytes)
         order = list(range(self.blocks))
         random.Random(page_bytes).shuffle(order)  # noqa: S311 - no secret
         self._order = tuple(order)
@@ -219,22 +219,24 @@ class SamplePages:
         ).whole
 
 
-def measure(tools: Tools, staging_bytes: int, effort: Effort) -> Mapping[str, Mapping[Way, tuple[Sample, ...]]]:
+def measure(
+    resources: CudaResources, staging_bytes: int, effort: Effort
+) -> Mapping[str, Mapping[Way, tuple[Sample, ...]]]:
     """Samples of every way that the device has, in both directions.
 
     Takes two streams and one ring for all of them, and gives them and all memory back. The calling thread is on its own
     stream whenever memory is taken, so that torch keeps one pool of it.
     """
-    curves: dict[str, dict[Way, list[Sample]]] = {into: {way: [] for way in tools.ways} for into in (HOST, DEVICE)}
-    accelerator, driver = tools.accelerator, tools.driver
+    curves: dict[str, dict[Way, list[Sample]]] = {into: {way: [] for way in resources.ways} for into in (HOST, DEVICE)}
+    accelerator, driver = resources.accelerator, resources.driver
     with accelerator.as_current():
-        paths = CopyStreams(accelerator, driver, tools.fallbacks, staging_bytes, max(effort.sizes))
+        paths = CopyStreams(accelerator, driver, resources.fallbacks, staging_bytes, max(effort.sizes))
         try:
             for size in effort.sizes:
-                pages = SamplePages(tools, size, effort.large)
+                pages = SamplePages(resources, size, effort.large)
                 for into, ways in curves.items():
                     for way, samples in ways.items():
-                        samples.append(_sample(tools, paths, pages, into, way, effort))
+                        samples.append(_sample(resources, paths, pages, into, way, effort))
                 del pages
         finally:
             paths.close()
@@ -242,17 +244,19 @@ def measure(tools: Tools, staging_bytes: int, effort: Effort) -> Mapping[str, Ma
     return {into: {way: tuple(samples) for way, samples in ways.items()} for into, ways in curves.items()}
 
 
-def everything(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+def all_registered(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """`InOnePiece` of host memory that was pinned as one."""
     return np.ones(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
 
 
-def _sample(tools: Tools, paths: CopyStreams, pages: SamplePages, into: str, way: Way, effort: Effort) -> Sample:
+def _sample(
+    resources: CudaResources, paths: CopyStreams, pages: SamplePages, into: str, way: Way, effort: Effort
+) -> Sample:
     small, large = pages.batch(into, effort.small), pages.batch(into, effort.large)
     size = pages.layout.groups[0].refs[0].page_bytes
-    stream = CudaStream(tools, pages.layout, into, Always(way), everything, 0, paths=paths)
-    before = tools.accelerator.current_stream()
-    mode = tools.driver.exchange_capture_mode(RELAXED)
+    stream = CudaStream(resources, pages.layout, into, Always(way), all_registered, 0, paths=paths)
+    before = resources.accelerator.current_stream()
+    mode = resources.driver.exchange_capture_mode(RELAXED)
     try:
         stream.bind()
         short, long = (_best(lambda: stream.copy(batch, ()).finish(), effort.repeats) for batch in (small, large))  # noqa: B023
@@ -260,8 +264,8 @@ def _sample(tools: Tools, paths: CopyStreams, pages: SamplePages, into: str, way
         try:
             stream.drain()
         finally:
-            tools.accelerator.use(before)
-            tools.driver.exchange_capture_mode(mode)
+            resources.accelerator.use(before)
+            resources.driver.exchange_capture_mode(mode)
             stream.close()
     more = large.nbytes - small.nbytes
     per_byte = max((long - short) / more if more else long / large.nbytes, 1 / _FASTEST)

@@ -18,9 +18,9 @@ from longshore.transfer.device.base import Device, DeviceEvent, InOnePiece, Stre
 from longshore.transfer.device.cuda import calibration as calibrations
 from longshore.transfer.device.cuda import driver
 from longshore.transfer.device.cuda.arguments import KernelShape
-from longshore.transfer.device.cuda.calibration import THOROUGH, Always, Calibration, Effort, everything
+from longshore.transfer.device.cuda.calibration import THOROUGH, Always, Calibration, Effort, all_registered
 from longshore.transfer.device.cuda.driver import RELAXED, CudaAccelerator, Driver
-from longshore.transfer.device.cuda.streams import Chooses, CudaStream, Kernels, Tools, Way
+from longshore.transfer.device.cuda.streams import CudaResources, CudaStream, Kernels, Way, WayChooser
 from longshore.transfer.device.torch_streams import Events, Fallbacks, Point, with_index
 
 _PAGE = 4096
@@ -94,7 +94,7 @@ class CudaImages:
             streams, self._streams = self._streams, []
         for stream in streams:
             try:
-                self._accelerator.give_back_stream(self._driver, stream)
+                self._accelerator.destroy_stream(self._driver, stream)
             except DeviceError as error:
                 _log.warning("a CUDA stream of %s could not be destroyed: %s", self._accelerator.device, error)
 
@@ -106,7 +106,7 @@ class CudaImages:
         """On the calling thread's own stream. Torch says what went wrong in errors without a type of their own."""
         stream = getattr(self._own, "stream", None)
         if stream is None:
-            stream = self._own.stream = self._accelerator.own_stream(self._driver)
+            stream = self._own.stream = self._accelerator.create_stream(self._driver)
             with self._lock:
                 self._streams.append(stream)
         try:
@@ -132,7 +132,7 @@ class CudaDevice(Device):
         in_one_piece: InOnePiece | None = None,
         staging_bytes: int = STAGING_BYTES,
         calibration: Path | None = None,
-        chooses: Chooses | None = None,
+        chooser: WayChooser | None = None,
         accelerator: CudaAccelerator | None = None,
         library: object | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class CudaDevice(Device):
             in_one_piece: Which host memory is registered with CUDA; none by default. `reach` sets it later.
             staging_bytes: Device memory for staging, per direction.
             calibration: Calibration file; by default one in the user's cache directory.
-            chooses: Chooses the way instead of a calibration.
+            chooser: Chooses the way instead of a calibration.
             accelerator: Calls of torch and Triton.
             library: The driver's functions; by default those of `libcuda`.
 
@@ -160,13 +160,13 @@ class CudaDevice(Device):
             ways.append(Way.ZERO_COPY)
         events = Events(self._accelerator, self._fallbacks)
         kernels = Kernels(self._accelerator, self._fallbacks)
-        self._tools = Tools(self._accelerator, self._driver, events, self._fallbacks, kernels, tuple(ways))
+        self._resources = CudaResources(self._accelerator, self._driver, events, self._fallbacks, kernels, tuple(ways))
         self._staging_bytes = staging_bytes
         self._in_one_piece = in_one_piece
         self._link = calibrations.link_of(self._driver.pci_address(self._accelerator.ordinal))
         self._key = (self._accelerator.name, self._driver.version, self._link)
         self._path = calibration or calibrations.default_path(*self._key)
-        self._chooses = chooses
+        self._chooser = chooser
         self._images: CudaImages | None = None
 
     @property
@@ -181,25 +181,25 @@ class CudaDevice(Device):
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         """Two streams of the GPU and staging memory. Calibrates the device if there is no calibration."""
-        if self._chooses is None:
+        if self._chooser is None:
             if self._has_kernels():
-                self._chooses = calibrations.load(self._path, *self._key) or self.calibrate(calibrations.QUICK)
+                self._chooser = calibrations.load(self._path, *self._key) or self.calibrate(calibrations.QUICK)
             else:
-                self._chooses = Always(Way.DIRECT)
+                self._chooser = Always(Way.DIRECT)
         return CudaStream(
-            self._tools, layout, into, self._chooses, self._in_one_piece, self._staging_bytes, self._images
+            self._resources, layout, into, self._chooser, self._in_one_piece, self._staging_bytes, self._images
         )
 
-    def take_images(self, nbytes: int) -> CudaImages:
+    def allocate_images(self, nbytes: int) -> CudaImages:
         """Device memory for images. Kernels gather pages into it and scatter them from it."""
         if not self._has_kernels():
             raise DeviceError(
                 f"{self._accelerator.device} cannot hold block images: the copy kernels cannot be compiled"
             )
         self._images = CudaImages(self._accelerator, nbytes, self._driver)
-        self._tools = replace(self._tools, ways=(Way.ZERO_COPY,))
-        self._chooses = Always(Way.ZERO_COPY)
-        self._in_one_piece = everything
+        self._resources = replace(self._resources, ways=(Way.ZERO_COPY,))
+        self._chooser = Always(Way.ZERO_COPY)
+        self._in_one_piece = all_registered
         return self._images
 
     def calibrate(self, effort: Effort = THOROUGH) -> Calibration:
@@ -209,8 +209,8 @@ class CudaDevice(Device):
         """
         if not self._has_kernels():
             raise DeviceError(f"cannot calibrate {self._accelerator.device}: the copy kernels cannot be compiled")
-        curves = calibrations.measure(self._tools, self._staging_bytes, effort)
-        self._chooses = found = Calibration(*self._key[:2], curves, self._link)
+        curves = calibrations.measure(self._resources, self._staging_bytes, effort)
+        self._chooser = found = Calibration(*self._key[:2], curves, self._link)
         try:
             found.save(self._path)
         except OSError as error:
@@ -227,7 +227,7 @@ class CudaDevice(Device):
 
     def mark(self, compute: object) -> DeviceEvent:
         """An event on the compute stream."""
-        return self._tools.events.record(self._compute(compute))
+        return self._resources.events.record(self._compute(compute))
 
     def hold(self, compute: object, event: DeviceEvent) -> None:
         """The compute stream waits for `event`; the calling thread does not."""
@@ -246,13 +246,13 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """Release the events and the streams of images."""
-        self._tools.events.close()
+        self._resources.events.close()
         if self._images is not None:
             self._images.close()
 
     def _has_kernels(self) -> bool:
         """Whether one can be compiled, which is tried."""
-        return self._tools.kernels.prepare([KernelShape.of(1, 1, 1, widest=16, alignment=16, tail=False)])
+        return self._resources.kernels.prepare([KernelShape.of(1, 1, 1, widest=16, alignment=16, tail=False)])
 
     def _compute(self, compute: object) -> torch.Stream:
         if compute is None:

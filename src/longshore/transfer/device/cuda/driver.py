@@ -262,14 +262,14 @@ class CudaAccelerator(Accelerator):
         """The calling thread's stream."""
         return torch.cuda.current_stream(self.device)
 
-    def own_stream(self, driver: Driver) -> torch.Stream:
-        """A stream of its own, never the null stream; `give_back_stream` destroys it."""
+    def create_stream(self, driver: Driver) -> torch.Stream:
+        """A stream of its own, never the null stream; `destroy_stream` destroys it."""
         handle = driver.new_stream(self.ordinal)
         stream: torch.Stream = torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]
         return stream
 
-    def give_back_stream(self, driver: Driver, stream: torch.Stream) -> None:
-        """Destroy a stream of `own_stream`, once no memory allocated on it is in use."""
+    def destroy_stream(self, driver: Driver, stream: torch.Stream) -> None:
+        """Destroy a stream of `create_stream`, once no memory allocated on it is in use."""
         driver.destroy_stream(self.handle(stream))
 
     def empty_cache(self) -> None:

@@ -33,15 +33,15 @@ from longshore.errors import DeviceError, FreedLayoutError
 from longshore.layout.model import U64, KVLayout
 from longshore.transfer.device.base import Copy, DeviceEvent, ImageMemory, InOnePiece, Stream
 from longshore.transfer.device.cuda.arguments import (
+    KernelArguments,
     KernelShape,
-    Orders,
     image_runs,
+    kernel_arguments,
+    kernel_shapes,
     link_copies,
-    orders_for,
-    orders_inside,
     rows_in_images,
     rows_in_stage,
-    shapes_of,
+    shift_arguments,
     staged,
 )
 from longshore.transfer.device.cuda.driver import RELAXED, CudaAccelerator, Driver
@@ -61,7 +61,7 @@ PLACES = 4
 Descriptors = tuple[U64, U64, U64]
 """Destinations, sources and sizes of copies."""
 
-Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+DeviceArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Arguments of a kernel: int64, on the device."""
 
 _ALIGNMENT = 256
@@ -131,11 +131,11 @@ class CopyStreams:
         """Allocate all; arguments as for `take_ring`. Raises `DeviceError` with nothing allocated."""
         self._accelerator = accelerator
         self._driver = driver
-        self.kernels = accelerator.own_stream(driver)
+        self.kernels = accelerator.create_stream(driver)
         try:
-            self.link = accelerator.own_stream(driver)
+            self.link = accelerator.create_stream(driver)
         except DeviceError:
-            accelerator.give_back_stream(driver, self.kernels)
+            accelerator.destroy_stream(driver, self.kernels)
             raise
         self.ring = take_ring(accelerator, fallbacks, nbytes, largest_page)
 
@@ -144,7 +144,7 @@ class CopyStreams:
         self.ring = None
         for stream in (self.kernels, self.link):
             try:
-                self._accelerator.give_back_stream(self._driver, stream)
+                self._accelerator.destroy_stream(self._driver, stream)
             except DeviceError as error:
                 _log.warning("a CUDA stream of %s could not be destroyed: %s", self._accelerator.device, error)
 
@@ -185,7 +185,7 @@ class Kernels:
             self._ready.add(shape.compiled)
 
 
-class Slip:
+class DescriptorBuffer:
     """Descriptors of one copy, in buffers that are not reused until the copy has ended."""
 
     def __init__(self, accelerator: Accelerator, fallbacks: Fallbacks) -> None:
@@ -208,7 +208,7 @@ class Slip:
         self._kept.append((to, at, size))
         return to, at, size
 
-    def write(self, orders: list[Orders]) -> tuple[Descriptors, list[Arguments]]:
+    def write(self, orders: list[KernelArguments]) -> tuple[Descriptors, list[DeviceArguments]]:
         """Write kernel arguments `orders`. Returns the copy of them to the device, and their addresses there."""
         columns = [column for order in orders for column in (order.blocks, order.rows, order.table)]
         # A kernel is compiled anew for pointers that are aligned otherwise: so all are multiples of 16 bytes.
@@ -258,7 +258,7 @@ class CopyShape(NamedTuple):
     runs: int
 
 
-class Chooses(Protocol):
+class WayChooser(Protocol):
     """Chooses the way of copying a batch."""
 
     def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
@@ -266,7 +266,7 @@ class Chooses(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class CudaResources:
     """State shared by the streams of a device.
 
     Attributes:
@@ -281,7 +281,7 @@ class Tools:
     ways: tuple[Way, ...]
 
 
-class _Given(Copy):
+class _CudaCopy(Copy):
     """A batch copied by one of the ways."""
 
     def __init__(self, events: Events, begun: Point, reached: Point, ended: Point) -> None:
@@ -306,7 +306,7 @@ class _Given(Copy):
             self._events.release(self._begun, self._ended)
 
 
-def _nowhere(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+def _none_registered(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """`InOnePiece` of host memory that is not registered."""
     return np.zeros(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
 
@@ -318,36 +318,36 @@ class CudaStream(Stream):
 
     def __init__(
         self,
-        tools: Tools,
+        resources: CudaResources,
         layout: KVLayout,
         into: str,
-        chooser: Chooses,
+        chooser: WayChooser,
         in_one_piece: InOnePiece | None,
         staging_bytes: int,
         images: ImageMemory | None = None,
         paths: CopyStreams | None = None,
     ) -> None:
         """`images`: device memory of the images, if they are there. `paths` belongs to the caller."""
-        self._tools = tools
+        self._resources = resources
         self._images = images
         self._into = into
         self._chooser = chooser
-        self._in_one_piece = in_one_piece or _nowhere
+        self._in_one_piece = in_one_piece or _none_registered
         self._layout = layout
         self._staging_bytes = staging_bytes
-        accelerator = tools.accelerator
+        accelerator = resources.accelerator
         self._lent = paths is not None
         if paths is None:
             largest = max(ref.page_bytes for group in layout.groups for ref in group.refs)
-            paths = CopyStreams(accelerator, tools.driver, tools.fallbacks, staging_bytes, largest)
+            paths = CopyStreams(accelerator, resources.driver, resources.fallbacks, staging_bytes, largest)
         self._paths = paths
         self._kernels, self._link, self._ring = paths.kernels, paths.link, paths.ring
         self._bounce: StagedStream | None = None
-        self._slips: list[Slip] = []
+        self._buffers: list[DescriptorBuffer] = []
         self._copies = 0
         try:
-            self._slips += [Slip(accelerator, tools.fallbacks) for _ in range(self.depth)]
-            self._has_kernels = tools.kernels.prepare(sorted(shapes_of(layout)))
+            self._buffers += [DescriptorBuffer(accelerator, resources.fallbacks) for _ in range(self.depth)]
+            self._has_kernels = resources.kernels.prepare(sorted(kernel_shapes(layout)))
             if in_one_piece is None or not self._has_kernels:
                 self._take_bounce()
             # What was taken may have had another owner, whose work on the current stream is not done.
@@ -359,9 +359,9 @@ class CudaStream(Stream):
 
     def bind(self) -> None:
         """Make this stream and its device current in the calling thread, and relax its capture mode."""
-        self._tools.accelerator.use(self._kernels)
-        self._tools.driver.make_current(self._tools.accelerator.ordinal)
-        self._tools.driver.exchange_capture_mode(RELAXED)
+        self._resources.accelerator.use(self._kernels)
+        self._resources.driver.make_current(self._resources.accelerator.ordinal)
+        self._resources.driver.exchange_capture_mode(RELAXED)
 
     def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         """Submit `batch` by the fastest way; the streams wait for `after`, the calling thread does not."""
@@ -373,24 +373,24 @@ class CudaStream(Stream):
             for stream in (self._kernels, self._link):
                 cast(Point, event).hold(stream)
         if not batch.inside and not self._is_reached(batch):
-            self._tools.fallbacks.count("host_unregistered")
+            self._resources.fallbacks.count("host_unregistered")
             return self._through_bounce(batch)
         if batch.inside and not self._has_kernels:
-            self._tools.fallbacks.count("no_kernels")
+            self._resources.fallbacks.count("no_kernels")
             return self._through_bounce(batch)
-        slip = self._slips[self._copies % self.depth]
+        buffer = self._buffers[self._copies % self.depth]
         self._copies += 1
-        slip.begin()
+        buffer.begin()
         if batch.inside:
-            return self._alone(self._kernels, slip, lambda: self._shift(batch, slip))
-        pieces = slip.planner.describe(batch, any_order=True)
+            return self._copy_on(self._kernels, buffer, lambda: self._shift(batch, buffer))
+        pieces = buffer.planner.describe(batch, any_order=True)
         match self._choose(batch, pieces):
             case Way.DIRECT:
-                return self._alone(self._link, slip, lambda: self._direct(pieces, slip))
+                return self._copy_on(self._link, buffer, lambda: self._direct(pieces, buffer))
             case Way.ZERO_COPY:
-                return self._alone(self._kernels, slip, lambda: self._zero_copy(batch, slip))
+                return self._copy_on(self._kernels, buffer, lambda: self._zero_copy(batch, buffer))
             case Way.STAGED if self._ring is not None:
-                return self._staged(batch, slip, self._ring)
+                return self._staged(batch, buffer, self._ring)
             case _:
                 return self._through_bounce(batch)
 
@@ -408,12 +408,12 @@ class CudaStream(Stream):
                 self._bounce.drain()
         finally:
             for stream in (self._kernels, self._link):
-                self._tools.events.record(stream).wait()
+                self._resources.events.record(stream).wait()
 
     def close(self) -> None:
         """Free memory and streams."""
         self._bounce = self._ring = None
-        self._slips = []
+        self._buffers = []
         if not self._lent:
             self._paths.close()
 
@@ -426,13 +426,13 @@ class CudaStream(Stream):
 
     def _choose(self, batch: CopyBatch, pieces: Pieces) -> Way | None:
         """The way to copy `batch`; `None` if none is possible."""
-        ways = [way for way in self._tools.ways if way is not Way.STAGED or self._ring is not None]
+        ways = [way for way in self._resources.ways if way is not Way.STAGED or self._ring is not None]
         if not self._has_kernels:
-            self._tools.fallbacks.count("no_kernels")
+            self._resources.fallbacks.count("no_kernels")
             ways = [Way.DIRECT]
         offsets = pieces.host.view(np.int64) - batch.host_address
         if not np.all(self._in_one_piece(offsets, pieces.size.view(np.int64))):  # images side by side, as one piece
-            self._tools.fallbacks.count("straddling_piece")
+            self._resources.fallbacks.count("straddling_piece")
             ways = [way for way in ways if way is not Way.DIRECT]
         if len(ways) < 2:
             return ways[0] if ways else None
@@ -446,7 +446,7 @@ class CudaStream(Stream):
         )
         return self._chooser.choose(load, ways)
 
-    def _alone(self, stream: torch.Stream, slip: Slip, send: Callable[[], None]) -> Copy:
+    def _copy_on(self, stream: torch.Stream, buffer: DescriptorBuffer, send: Callable[[], None]) -> Copy:
         """A copy on `stream`, ordered after all earlier and before all later work on both streams."""
         other = self._link if stream is self._kernels else self._kernels
         self._join(other, stream)
@@ -455,68 +455,68 @@ class CudaStream(Stream):
             send()
             ended = self._record(stream)
         except BaseException:
-            self._tools.events.release(begun)
+            self._resources.events.release(begun)
             raise
         ended.hold(other)
-        slip.used = ended
-        return _Given(self._tools.events, begun, ended, ended)
+        buffer.used = ended
+        return _CudaCopy(self._resources.events, begun, ended, ended)
 
-    def _direct(self, pieces: Pieces, slip: Slip) -> None:
-        self._carry(slip.keep(*pieces.directed(self._into)))
+    def _direct(self, pieces: Pieces, buffer: DescriptorBuffer) -> None:
+        self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
 
-    def _zero_copy(self, batch: CopyBatch, slip: Slip) -> None:
+    def _zero_copy(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
         rows = [rows_in_images(batch.layout, part, batch.host_address) for part in batch.parts]
-        orders = [orders_for(batch.layout, part, where) for part, where in zip(batch.parts, rows, strict=True)]
-        self._run(zip(orders, self._upload(slip, orders), strict=True))
+        orders = [kernel_arguments(batch.layout, part, where) for part, where in zip(batch.parts, rows, strict=True)]
+        self._run(zip(orders, self._upload(buffer, orders), strict=True))
 
-    def _shift(self, batch: CopyBatch, slip: Slip) -> None:
-        orders = [orders_inside(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None]
-        for order, arguments in zip(orders, self._upload(slip, orders), strict=True):
-            self._tools.accelerator.shift(*arguments, order.shape)
+    def _shift(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
+        orders = [shift_arguments(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None]
+        for order, arguments in zip(orders, self._upload(buffer, orders), strict=True):
+            self._resources.accelerator.shift(*arguments, order.shape)
 
-    def _staged(self, batch: CopyBatch, slip: Slip, ring: Ring) -> Copy:
+    def _staged(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Copy:
         offloads = self._into == HOST
         begun = self._record(self._kernels if offloads else self._link)
         try:
-            reached = self._through_ring(batch, slip, ring)
+            reached = self._through_ring(batch, buffer, ring)
             ended = self._record(self._link if offloads else self._kernels)
         except BaseException:
-            self._tools.events.release(begun)
+            self._resources.events.release(begun)
             raise
-        slip.used = ended
-        return _Given(self._tools.events, begun, reached if offloads else ended, ended)
+        buffer.used = ended
+        return _CudaCopy(self._resources.events, begun, reached if offloads else ended, ended)
 
-    def _through_ring(self, batch: CopyBatch, slip: Slip, ring: Ring) -> Point:
+    def _through_ring(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Point:
         """Give a batch to both streams, place by place. Returns the point after the last kernel."""
         loads = [(ring.next(), parts) for parts in staged(batch.parts, ring.room)]
         orders = [
-            orders_for(batch.layout, part, rows_in_stage(part, place.address + offset))
+            kernel_arguments(batch.layout, part, rows_in_stage(part, place.address + offset))
             for place, parts in loads
             for part, offset in parts
         ]
-        given = iter(zip(orders, self._upload(slip, orders), strict=True))
+        given = iter(zip(orders, self._upload(buffer, orders), strict=True))
         for place, parts in loads:
-            descriptors = slip.keep(*link_copies(batch, parts, place.address))
+            descriptors = buffer.keep(*link_copies(batch, parts, place.address))
             kernels = list(itertools.islice(given, len(parts)))
             if self._into == HOST:
-                self._reuse(place, self._kernels)
+                self._wait_for_slot(place, self._kernels)
                 self._run(kernels)
                 self._join(self._kernels, self._link)
-                self._carry(descriptors)
-                place.used = self._tools.events.record(self._link)
+                self._copy_over_link(descriptors)
+                place.used = self._resources.events.record(self._link)
             else:
-                self._reuse(place, self._link)
-                self._carry(descriptors)
+                self._wait_for_slot(place, self._link)
+                self._copy_over_link(descriptors)
                 self._join(self._link, self._kernels)
                 self._run(kernels)
-                place.used = self._tools.events.record(self._kernels)
-        return self._tools.events.record(self._kernels)
+                place.used = self._resources.events.record(self._kernels)
+        return self._resources.events.record(self._kernels)
 
     def _through_bounce(self, batch: CopyBatch) -> Copy:
         """Through pinned stages that this thread fills and empties, after everything on both streams."""
         bounce = self._bounce
         if bounce is None:
-            self._tools.fallbacks.count("late_bounce")
+            self._resources.fallbacks.count("late_bounce")
             bounce = self._take_bounce()
         self._join(self._link, self._kernels)
         copy = bounce.copy(batch, ())
@@ -524,38 +524,38 @@ class CudaStream(Stream):
         return copy
 
     def _take_bounce(self) -> StagedStream:
-        tools = self._tools
+        resources = self._resources
         self._bounce = stream_into(
-            self._into, tools.accelerator, tools.events, tools.fallbacks, self._kernels, self._layout,
+            self._into, resources.accelerator, resources.events, resources.fallbacks, self._kernels, self._layout,
             self._staging_bytes,
         )  # fmt: skip
         return self._bounce
 
-    def _upload(self, slip: Slip, orders: list[Orders]) -> list[Arguments]:
+    def _upload(self, buffer: DescriptorBuffer, orders: list[KernelArguments]) -> list[DeviceArguments]:
         """Bring `orders` to the device, before the kernels that follow."""
-        copy, places = slip.write(orders)
-        self._tools.driver.copy(self._handle(self._kernels), *copy)
+        copy, places = buffer.write(orders)
+        self._resources.driver.copy(self._handle(self._kernels), *copy)
         return places
 
-    def _run(self, kernels: Iterable[tuple[Orders, Arguments]]) -> None:
-        accelerator = self._tools.accelerator
+    def _run(self, kernels: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
+        accelerator = self._resources.accelerator
         move = accelerator.gather if self._into == HOST else accelerator.scatter
         for order, arguments in kernels:
             move(*arguments, order.shape)
 
-    def _carry(self, descriptors: Descriptors) -> None:
-        self._tools.driver.copy(self._handle(self._link), *descriptors)
+    def _copy_over_link(self, descriptors: Descriptors) -> None:
+        self._resources.driver.copy(self._handle(self._link), *descriptors)
 
-    def _reuse(self, place: RingSlot, stream: torch.Stream) -> None:
+    def _wait_for_slot(self, place: RingSlot, stream: torch.Stream) -> None:
         if place.used is not None:
             place.used.hold(stream)
 
     def _join(self, before: torch.Stream, after: torch.Stream) -> None:
         """Order later work on `after` behind all earlier work on `before`."""
-        self._tools.events.record(before).hold(after)
+        self._resources.events.record(before).hold(after)
 
     def _record(self, stream: torch.Stream) -> Point:
-        return self._tools.events.record(stream, keep=True)
+        return self._resources.events.record(stream, keep=True)
 
     def _handle(self, stream: torch.Stream) -> int:
-        return self._tools.accelerator.handle(stream)
+        return self._resources.accelerator.handle(stream)
