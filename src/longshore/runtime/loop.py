@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longshore.boundary import (
     Cancel,
@@ -38,7 +38,6 @@ from longshore.boundary import (
 from longshore.cache import Lease, Progress, TieredCache
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.containment import CallLog, report
-from longshore.runtime.tier_mover import truncated
 from longshore.runtime.weighing import Weighing
 from longshore.tiers.base import Tier
 
@@ -441,7 +440,7 @@ class Runtime:
         try:
             if mover is None:
                 raise PlanError(f"no mover serves the route {transfer.route}")
-            mover.submit(transfer if whole else truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
+            mover.submit(transfer if whole else _truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
         except QueueFullError:
             self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
@@ -551,3 +550,13 @@ class BackgroundLoop:
                 busy = self._runtime.pump()
             except Exception as error:  # noqa: BLE001 - of a mover: no caller would see it, and requests wait
                 self._runtime.fail(error)
+
+
+def _truncated(transfer: Transfer, items: int, blocks_per_chunk: int) -> Transfer:
+    """The leading `items` of a single-section transfer, with the device blocks that they fill."""
+    kept = transfer.items[:items]
+    if not transfer.sections:
+        return replace(transfer, items=kept)
+    (section,) = transfer.sections
+    blocks = items * blocks_per_chunk - section.first_block % blocks_per_chunk
+    return replace(transfer, items=kept, sections=(section._replace(blocks=section.blocks[:blocks]),), tokens=None)

@@ -26,13 +26,12 @@ from longshore.layout import KVLayout
 from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
-from longshore.runtime.tier_mover import ForeignMover, TierMover
 from longshore.runtime.weighing import Weighing
 from longshore.tiers.arena import Arena, ArenaSettings
-from longshore.tiers.arena.cuda import CudaRegistrar, TorchCudaRuntime
+from longshore.tiers.arena.registration import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import ForeignTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import ForeignMover, HostTier, TierMover
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
 

@@ -26,11 +26,10 @@ from longshore.runtime.stack import make_cache as make_tiers
 from longshore.runtime.stack import make_weighing
 from longshore.runtime.stamps import Stamps
 from longshore.runtime.tier_host import HostedFileTier
-from longshore.runtime.tier_mover import TierMover
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostTier, TierMover
 
 _log = logging.getLogger(__name__)
 
