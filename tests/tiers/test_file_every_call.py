@@ -25,7 +25,7 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, RawIo, capacity_of
-from longshore.tiers.file.superblock import COPIES
+from longshore.tiers.file.directory import COPIES
 
 NUMBERS = 4
 CALLS = [name for name in vars(RawIo) if not name.startswith("_")]

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from longshore.boundary import PAGE
 from longshore.errors import PlanError, TierError
-from longshore.tiers.file.directory import SEGMENT
+from longshore.tiers.file.directory import SEGMENT, SUPERBLOCK
 from longshore.tiers.file.format import parse_superblock
-from longshore.tiers.file.superblock import SUPERBLOCK
 
 
 def flip_header_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:

@@ -28,8 +28,7 @@ from pathlib import Path
 from random import Random
 
 from longshore.boundary import PAGE
-from longshore.tiers.file.queue import IoQueue, Piece
-from longshore.tiers.file.system import RawIo
+from longshore.tiers.file.io import IoQueue, Piece, RawIo
 
 SECTOR = 512
 """Bytes that a disk writes atomically."""
