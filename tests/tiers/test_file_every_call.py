@@ -20,7 +20,7 @@ from crash_kit import APART, TWO_SIZES, Shape, one_size
 
 from longshore.boundary import Slabs, Status
 from longshore.errors import LongshoreError
-from longshore.testing.simulated_disk import Image, OneByOneQueue, SimulatedDisk
+from longshore.testing.disk import Image, OneByOneQueue, SimulatedDisk
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp

@@ -13,7 +13,7 @@ import pytest
 from longshore.boundary import Slabs, Status
 from longshore.errors import PlanError, TierError
 from longshore.testing import TierHarness
-from longshore.testing.simulated_disk import SimulatedDisk
+from longshore.testing.disk import SimulatedDisk
 from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op

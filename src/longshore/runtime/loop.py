@@ -35,10 +35,9 @@ from longshore.boundary import (
     TransferResult,
     leading_ok,
 )
-from longshore.cache import Lease, Progress, TieredCache
+from longshore.cache import Gate, Lease, Progress, TieredCache
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.containment import CallLog, report
-from longshore.runtime.weighing import Weighing
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
@@ -94,15 +93,15 @@ class Runtime:
         tiers: Sequence[Tier] = (),
         *,
         probers: Sequence[Prober] = (),
-        weighing: Weighing | None = None,
+        gate: Gate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `weighing`, all chunks found are loaded."""
+        """Without `gate`, all chunks found are loaded."""
         self.clock = clock
         self.wakeup = threading.Event()
         self.guarded = GuardCounters()
         self.asked = LookupCounters()
-        self.weighing = weighing
+        self.gate = gate
         self._cache = cache
         self._movers = list(movers)
         self._by_route: dict[Route, Mover] = {route: mover for mover in movers for route in mover.routes}
@@ -194,26 +193,26 @@ class Runtime:
         """Number of leading chunks of `lease` to load; computing the rest is faster.
 
         `context`: number of tokens before them, which are on the device. A prefetch of `lease` must be over.
-        `least` and `ahead` are those of `Weighing.worth_loading`.
+        `least` and `ahead` are those of `Gate.worth_loading`.
         """
         with self._lock, self._watched():
             runs = self._cache.progress(lease).runs
-            if self.weighing is None:
+            if self.gate is None:
                 return sum(run.chunks for run in runs)
-            return self.weighing.worth_loading(context, runs, self.clock(), least=least, ahead=ahead)
+            return self.gate.worth_loading(context, runs, self.clock(), least=least, ahead=ahead)
 
-    def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
+    def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Report that the engine computed `tokens` of a prompt, after `context` others, in a step of `seconds`."""
         with self._lock:
-            if self.weighing is not None:
-                self.weighing.saw_prefill(context, tokens, seconds)
+            if self.gate is not None:
+                self.gate.observe_prefill(context, tokens, seconds)
 
-    def saw_loads(self, route: Route, results: Sequence[TransferResult]) -> None:
+    def observe_loads(self, route: Route, results: Sequence[TransferResult]) -> None:
         """Report loads that the engine made by itself."""
         with self._lock:
-            if self.weighing is not None:
+            if self.gate is not None:
                 for result in results:
-                    self.weighing.saw_load(route, result, self.clock())
+                    self.gate.observe_transfer(route, result, self.clock())
 
     def in_flight(self, job: int) -> bool:
         """Whether `job` is in flight; `False` for all jobs once the runtime is closed."""
@@ -493,8 +492,8 @@ class Runtime:
 
     def _collect(self, result: TransferResult) -> None:
         running = self._running[result.job]
-        if self.weighing is not None:
-            self.weighing.saw_load(running.transfer.route, result, self.clock())
+        if self.gate is not None:
+            self.gate.observe_transfer(running.transfer.route, result, self.clock())
         statuses = result.statuses
         if running.expired:  # it was cancelled because its time was up
             statuses = tuple(Status.DEADLINE if s is Status.CANCELLED else s for s in statuses)
