@@ -17,9 +17,9 @@ Two accesses to the same bytes, one of which writes, must be so ordered when the
 to run first this time. The method is that of happens-before race detectors (Lamport 1978; Flanagan and Freund,
 "FastTrack", PLDI 2009), with one entry for each actor that read or wrote.
 
-`explore` runs a small test case (a story) in all orders, `sample` in random ones. Exhaustive exploration is depth first,
-each run from the start with other choices (stateless search, as in Godefroid, "Model Checking for Programming Languages
-using VeriSoft", POPL 1997). A run stops at a state that was reached before.
+`explore` runs a small test case (a story) in all orders, `sample` in random ones. Exhaustive exploration is depth
+first, each run from the start with other choices (stateless search, as in Godefroid, "Model Checking for Programming
+Languages using VeriSoft", POPL 1997). A run stops at a state that was reached before.
 """
 
 from __future__ import annotations
