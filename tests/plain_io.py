@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longshore.tiers.file import SystemIo
-from longshore.tiers.file.queue import IoQueue
+from longshore.tiers.file.io import IoQueue
 
 
 class PlainIo(SystemIo):

@@ -139,7 +139,7 @@ class LongshoreCollector(Collector):
                 _metric("longshore_holds", cache.held),
                 _metric("longshore_jobs_in_flight", cache.jobs_in_flight),
             ]
-        asked, guarded, weighing = runtime.asked, runtime.guarded, runtime.weighing
+        asked, guarded, gate = runtime.asked, runtime.guarded, runtime.gate
         metrics += [
             _metric("longshore_control_plane_faults", runtime.faults),
             _metric("longshore_requests", asked.requests),
@@ -147,7 +147,7 @@ class LongshoreCollector(Collector):
             _metric("longshore_guard_waits", guarded.waits),
             _metric("longshore_guard_wait_seconds", guarded.seconds),
             _metric("longshore_late_blocks", guarded.late),
-            _metric("longshore_recomputed_chunks", weighing.refused if weighing is not None else 0),
+            _metric("longshore_recomputed_chunks", gate.refused if gate is not None else 0),
         ]
         if self._host is not None:
             metrics += _of_arena(self._host.report)

@@ -23,7 +23,7 @@ from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_imag
 from longshore.testing.tier_harness import key, span
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier, capacity_for
-from longshore.tiers.file.superblock import COPIES
+from longshore.tiers.file.directory import COPIES
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 

@@ -9,7 +9,8 @@ import pytest
 from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import span
 from longshore.tiers.arena import Arena
-from longshore.tiers.file import FileTier, aio, capacity_for
+from longshore.tiers.file import FileTier, capacity_for
+from longshore.tiers.file import io as file_io
 
 IMAGE = TierTests.image_bytes
 SCOPE = bytes(range(32))
@@ -25,7 +26,7 @@ def arena() -> Iterator[Arena]:
 @pytest.fixture
 def on_ext4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the temporary directory is on: its files have direct I/O, and that is all that a queue needs."""
-    monkeypatch.setattr(aio, "file_system_of", lambda fd: "ext4")
+    monkeypatch.setattr(file_io, "file_system_of", lambda fd: "ext4")
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from longshore.tiers.arena import PAGE, Arena, ArenaReport, ArenaSettings, Fallback
-from longshore.tiers.arena.memory import System, madvise
-from longshore.tiers.arena.numa import node_of_device
+from longshore.tiers.arena.memory import System, madvise, node_of_device
 
 DEVICE = "0000:3b:00.0"
 MIB = 1 << 20

@@ -13,9 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback, huge_pages, populate
-from longshore.tiers.arena.memory import System, madvise
-from longshore.tiers.arena.populate import MADV_POPULATE_WRITE
+from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
+from longshore.tiers.arena.memory import (
+    MADV_POPULATE_WRITE,
+    System,
+    bytes_coverable_by_huge_pages,
+    huge_page_bytes,
+    madvise,
+    populate,
+    touch_pages,
+)
 from mappings import mapped
 
 MIB = 1 << 20
@@ -44,7 +51,7 @@ class Advice:
 def test_the_ranges_cover_all_of_it_exactly(nbytes: int, threads: int) -> None:
     advice = Advice(then=lambda *_: None)
     nbytes = min(nbytes, 200 << 26)
-    assert populate.populate(System(madvise=advice), 1 << 20, nbytes, threads)
+    assert populate(System(madvise=advice), 1 << 20, nbytes, threads)
     ranges = sorted((address, size) for address, size, _ in advice.calls)
     assert ranges[0][0] == 1 << 20
     assert all(size > 0 for _, size in ranges)
@@ -60,7 +67,7 @@ def test_several_threads_are_at_it_at_once() -> None:
     def meet(address: int, nbytes: int, advice: int) -> None:
         together.wait(timeout=60)  # breaks, and raises, when fewer come
 
-    assert populate.populate(System(madvise=meet), 0, 3 << 26, 3)
+    assert populate(System(madvise=meet), 0, 3 << 26, 3)
 
 
 def test_a_kernel_that_cannot_make_pages_ahead_is_counted_and_they_are_touched() -> None:
@@ -73,7 +80,7 @@ def test_a_kernel_that_cannot_make_pages_ahead_is_counted_and_they_are_touched()
 
 def test_touching_writes_one_byte_of_each_page() -> None:
     array = np.ones(65 * MIB, dtype=np.uint8)
-    populate.touch(array, 2)
+    touch_pages(array, 2)
     pages = array.reshape(-1, PAGE)
     assert not pages[:, 0].any()
     assert pages[:, 1:].all()
@@ -85,7 +92,7 @@ def test_an_error_in_one_range_is_not_lost() -> None:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with pytest.raises(OSError, match="Cannot allocate"):
-        populate.populate(System(madvise=third_fails), 0, 5 << 26, 2)
+        populate(System(madvise=third_fails), 0, 5 << 26, 2)
 
 
 # huge pages
@@ -168,7 +175,7 @@ def test_the_size_of_a_huge_page_is_the_systems(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text("16777216\n")
     system = System(sysfs=tmp_path)
-    assert huge_pages.size(system) == 16 * MIB
+    assert huge_page_bytes(system) == 16 * MIB
     arena = Arena(17 * MIB, system=system)
     assert arena.address % (16 * MIB) == 0
     arena.close()
@@ -186,4 +193,4 @@ def test_the_size_of_a_huge_page_is_the_systems(tmp_path: Path) -> None:
     ],
 )
 def test_whole_huge_pages_within_a_range(address: int, nbytes: int, expected: int) -> None:
-    assert huge_pages.possible(address, nbytes, HUGE) == expected
+    assert bytes_coverable_by_huge_pages(address, nbytes, HUGE) == expected

@@ -15,8 +15,7 @@ import pytest
 
 from longshore.errors import TierClosedError, TierError
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
-from longshore.tiers.arena.memory import System, madvise
-from longshore.tiers.arena.populate import MADV_POPULATE_WRITE
+from longshore.tiers.arena.memory import MADV_POPULATE_WRITE, System, madvise
 from mappings import is_mapped, mapped, open_files
 from pinning import PinningDevice
 

@@ -15,8 +15,8 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_for
+from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import parse_superblock
-from longshore.tiers.file.superblock import COPIES
 
 IMAGE = TierTests.image_bytes
 STRIDE = PAGE + IMAGE

@@ -19,10 +19,9 @@ from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import image
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
-from longshore.tiers.file import FileTier, aio
-from longshore.tiers.file.aio import AioQueue
-from longshore.tiers.file.queue import IoQueue, Piece
-from longshore.tiers.file.system import SystemIo
+from longshore.tiers.file import FileTier
+from longshore.tiers.file import io as file_io
+from longshore.tiers.file.io import AioQueue, IoQueue, Piece, SystemIo
 from mappings import open_files
 
 STRIDE = PAGE + TierTests.image_bytes
@@ -75,7 +74,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.answers: dict[int, list[Callable[..., int]]] = {}
-        self._real = aio._syscall
+        self._real = file_io._syscall
 
     def __call__(self, number: int, *arguments: int) -> int:
         if self.answers.get(number):
@@ -98,11 +97,11 @@ def takes_one(real: Callable[..., int], context: int, count: int, *rest: int) ->
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
-    monkeypatch.setattr(aio, "_syscall", calls)
+    monkeypatch.setattr(file_io, "_syscall", calls)
     return calls
 
 
-NUMBERS = aio._CALLS[os.uname().machine]
+NUMBERS = file_io._CALLS[os.uname().machine]
 
 
 def test_pieces_of_several_buffers_come_from_and_go_to_where_they_belong(queue: AioQueue) -> None:
@@ -229,7 +228,7 @@ def test_a_tier_without_a_queue_does_what_others_do(
 def test_threads_are_taken_where_a_submission_may_wait_for_the_disk(
     harness_of: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, kind: str, no_queue: int
 ) -> None:
-    monkeypatch.setattr(aio, "file_system_of", lambda fd: kind)
+    monkeypatch.setattr(file_io, "file_system_of", lambda fd: kind)
     harness = harness_of(slots=SLOTS)
     assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": no_queue}
     assert store(harness, APART) == load(harness, APART) == (Status.OK,) * 4
@@ -238,9 +237,9 @@ def test_threads_are_taken_where_a_submission_may_wait_for_the_disk(
 def test_the_file_system_is_the_one_that_is_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with Path("/proc/self/stat").open("rb") as file:
-        assert aio.file_system_of(file.fileno()) == "proc"
+        assert file_io.file_system_of(file.fileno()) == "proc"
     reading, writing = os.pipe()
-    assert aio.file_system_of(reading) == "an unknown file system"
+    assert file_io.file_system_of(reading) == "an unknown file system"
     os.close(reading)
     os.close(writing)
 

@@ -17,9 +17,9 @@ from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_imag
 from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.audit import Audit, Condition, inspect
+from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import Superblock, pack_superblock
 from longshore.tiers.file.index import checkpoint_name
-from longshore.tiers.file.superblock import COPIES
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 STRIDE = PAGE + IMAGE

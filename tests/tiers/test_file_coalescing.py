@@ -21,8 +21,8 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier
-from longshore.tiers.file.health import TierState
-from longshore.tiers.file.queue import TASK_BYTES, TASK_RECORDS, coalesce
+from longshore.tiers.file.executor import TASK_BYTES, TASK_RECORDS, coalesce
+from longshore.tiers.file.tier import TierState
 from plain_io import PlainIo
 
 IMAGE = TierTests.image_bytes

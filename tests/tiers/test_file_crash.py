@@ -15,7 +15,7 @@ from random import Random
 import pytest
 from crash_kit import APART, TWO_SIZES, Distinct, Judged, Story, WrongBytesError, after, one_size
 
-from longshore.testing.simulated_disk import Image, Moment
+from longshore.testing.disk import Image, Moment
 from longshore.tiers.file import FileTier
 from longshore.tiers.file.index import RecordIndex
 

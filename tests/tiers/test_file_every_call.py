@@ -20,12 +20,12 @@ from crash_kit import APART, TWO_SIZES, Shape, one_size
 
 from longshore.boundary import Slabs, Status
 from longshore.errors import LongshoreError
-from longshore.testing.simulated_disk import Image, OneByOneQueue, SimulatedDisk
+from longshore.testing.disk import Image, OneByOneQueue, SimulatedDisk
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, RawIo, capacity_of
-from longshore.tiers.file.superblock import COPIES
+from longshore.tiers.file.directory import COPIES
 
 NUMBERS = 4
 CALLS = [name for name in vars(RawIo) if not name.startswith("_")]

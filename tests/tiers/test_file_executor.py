@@ -20,7 +20,7 @@ from longshore.testing.tier_harness import image
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, executor
-from longshore.tiers.file.queue import IoQueue, Piece
+from longshore.tiers.file.io import IoQueue, Piece
 from plain_io import PlainIo
 
 STRIDE = PAGE + TierTests.image_bytes

@@ -23,7 +23,7 @@ from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.file import gds as gds_module
 from longshore.tiers.file.format import parse_header
 from longshore.tiers.file.gds import DESCRIPTOR, OPAQUE_FD, CuFile
-from longshore.tiers.file.health import PATIENCE, TierState
+from longshore.tiers.file.tier import PATIENCE, TierState
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 SCOPE = bytes(range(32))

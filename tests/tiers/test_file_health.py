@@ -19,7 +19,7 @@ from longshore.testing import TierHarness
 from longshore.testing.tier_harness import key
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier
-from longshore.tiers.file.health import PATIENCE, TierState
+from longshore.tiers.file.tier import PATIENCE, TierState
 from plain_io import PlainIo
 
 

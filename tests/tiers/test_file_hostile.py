@@ -21,10 +21,10 @@ from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import image
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.file import FileTier
-from longshore.tiers.file import index_format as fmt
+from longshore.tiers.file import format as fmt
+from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import VERSION, RecordHeader, parse_header, seal
 from longshore.tiers.file.index import checkpoint_name
-from longshore.tiers.file.superblock import COPIES
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 SCOPE = bytes(range(32))

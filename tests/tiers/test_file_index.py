@@ -20,9 +20,8 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.file.directory import Directory
-from longshore.tiers.file.format import RecordHeader, sequence
+from longshore.tiers.file.format import ENTRY, JOURNAL_RECORD, Entries, RecordHeader, pack_entry, sequence
 from longshore.tiers.file.index import RecordIndex, journal_records_for
-from longshore.tiers.file.index_format import ENTRY, JOURNAL_RECORD, Entries, pack_entry
 from longshore.tiers.file.recovery import load
 from plain_io import PlainIo
 

@@ -9,14 +9,14 @@ import xxhash
 from longshore.checksums import digest
 from longshore.errors import FormatError
 from longshore.tiers.arena import PAGE
-from longshore.tiers.file.format import RecordHeader, seal
-from longshore.tiers.file.index_format import (
+from longshore.tiers.file.format import (
     ENTRY,
     INSERTED,
     INVALIDATED,
     JOURNAL_RECORD,
     CheckpointHeader,
     Entries,
+    RecordHeader,
     pack_checkpoint,
     pack_entry,
     pack_invalidation,
@@ -27,6 +27,7 @@ from longshore.tiers.file.index_format import (
     parse_journal_header,
     parse_journal_records,
     replay,
+    seal,
 )
 
 HEADER = RecordHeader(

@@ -13,14 +13,22 @@ import pytest
 from longshore.boundary import Slabs, Status
 from longshore.errors import PlanError, TierError
 from longshore.testing import TierHarness
-from longshore.testing.simulated_disk import SimulatedDisk
+from longshore.testing.disk import SimulatedDisk
 from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file.directory import Directory
-from longshore.tiers.file.format import RecordHeader, sequence
+from longshore.tiers.file.format import (
+    ENTRY,
+    INSERTED,
+    JOURNAL_RECORD,
+    RecordHeader,
+    fit,
+    pack_entry,
+    pack_journal_record,
+    sequence,
+)
 from longshore.tiers.file.index import RecordIndex, index_files, journal_records_for
-from longshore.tiers.file.index_format import ENTRY, INSERTED, JOURNAL_RECORD, fit, pack_entry, pack_journal_record
 from longshore.tiers.file.recovery import load
 from plain_io import PlainIo
 

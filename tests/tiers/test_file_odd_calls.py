@@ -16,7 +16,7 @@ from longshore.testing import TierHarness
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
-from longshore.tiers.file import index_format as fmt
+from longshore.tiers.file import format as fmt
 from longshore.tiers.file.audit import Audit
 
 Opener = Callable[..., FileTier]

@@ -18,8 +18,8 @@ from longshore.errors import FormatError, TierError
 from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.file import FileTier, PendingReset, capacity_for
+from longshore.tiers.file.directory import COPIES, FILES, RESET
 from longshore.tiers.file.format import parse_superblock
-from longshore.tiers.file.superblock import COPIES, FILES, RESET
 from plain_io import PlainIo
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots

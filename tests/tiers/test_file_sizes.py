@@ -23,9 +23,15 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_of
 from longshore.tiers.file.audit import Audit, Condition, inspect
-from longshore.tiers.file.format import RecordHeader, pack_superblock, parse_superblock
-from longshore.tiers.file.index_format import ENTRY, pack_checkpoint, pack_entry
-from longshore.tiers.file.superblock import COPIES
+from longshore.tiers.file.directory import COPIES
+from longshore.tiers.file.format import (
+    ENTRY,
+    RecordHeader,
+    pack_checkpoint,
+    pack_entry,
+    pack_superblock,
+    parse_superblock,
+)
 
 SMALL = TierTests.image_bytes
 PER_SLAB = 4

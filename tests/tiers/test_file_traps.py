@@ -18,8 +18,7 @@ from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, capacity_for
-from longshore.tiers.file.queue import IoQueue, Piece
-from longshore.tiers.file.system import SystemIo
+from longshore.tiers.file.io import IoQueue, Piece, SystemIo
 from plain_io import PlainIo
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots

@@ -17,9 +17,8 @@ from transfer_kit import Bytes, Model, Pools, transfer
 
 from longshore.boundary import DEVICE, Item, Section, Slot, Status, Transfer, TransferResult
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.testing.simulated_device import SimulatedDevice, SimulatedQueue, Simulation
-from longshore.testing.simulated_device.device import CELL, SimulatedEvent
-from longshore.testing.simulated_device.simulation import Clock, Mark, WatchedHazards
+from longshore.testing.simulated_device import CELL, SimulatedDevice, SimulatedEvent
+from longshore.testing.simulation import Clock, Mark, SimulatedQueue, Simulation, WatchedHazards
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.lane import CopyJob, LanePosition, WaitCondition

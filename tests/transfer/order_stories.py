@@ -9,7 +9,7 @@ from typing import Any
 from order_kit import BLOCKS, SLOTS, Tale
 
 from longshore.boundary import Status, Urgency
-from longshore.testing.simulated_device import Simulation
+from longshore.testing.simulation import Simulation
 
 Script = Callable[[Tale], None]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from order_kit import tale
 from order_stories import STORIES, Chance
 
-from longshore.testing.simulated_device import explore, sample
+from longshore.testing.simulation import explore, sample
 
 SHARE = 250
 """Seeds that one process takes at a time."""

@@ -8,8 +8,17 @@ import pytest
 from order_kit import Tale, tale
 from order_stories import STORIES, Chance
 
-from longshore.testing.simulated_device import SimulatedDevice, Simulation, StuckError, WrongError, explore, sample
-from longshore.testing.simulated_device.simulation import BlockedError, Checker, Conflict
+from longshore.testing.simulated_device import SimulatedDevice
+from longshore.testing.simulation import (
+    BlockedError,
+    Checker,
+    Conflict,
+    Simulation,
+    StuckError,
+    WrongError,
+    explore,
+    sample,
+)
 
 LONG = {"layers while others leave", "two each way, layers, cancel", "a step around copies"}
 """Those with the most orders: `make orders` tells them too, and these tests with STORIES=all in the environment."""

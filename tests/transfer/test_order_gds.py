@@ -17,8 +17,8 @@ from transfer_kit import Bytes
 
 from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slabs, Slot, Status, Transfer, TransferResult
 from longshore.runtime.gds_mover import GdsMover, ImageRing
-from longshore.testing.simulated_device import Simulation, WrongError, explore
-from longshore.testing.simulated_device.device import CELL, SimulatedEvent, SimulatedStream
+from longshore.testing.simulated_device import CELL, SimulatedEvent, SimulatedStream
+from longshore.testing.simulation import Simulation, WrongError, explore
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
 from longshore.transfer import OFFLOAD

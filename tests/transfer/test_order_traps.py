@@ -10,8 +10,8 @@ import pytest
 from order_kit import Tale, tale
 
 from longshore.boundary import DEVICE, Status, Transfer, Urgency
-from longshore.testing.simulated_device import WrongError, explore
-from longshore.testing.simulated_device.device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
+from longshore.testing.simulated_device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
+from longshore.testing.simulation import WrongError, explore
 from longshore.transfer import OFFLOAD
 from longshore.transfer.engine import TransferEngine
 from longshore.transfer.lane import Access, EngineState, Hazards, Lane, LanePosition, Place

@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
+from longshore.boundary import DEVICE, HOST, Route, TransferResult
 from longshore.cache.types import Run
 from longshore.errors import CacheError
 
@@ -57,9 +58,21 @@ class Gate:
         chunk_tokens: Tokens of one chunk.
         chunk_bytes: Bytes of one chunk's image.
         explore: Share of recomputing time to spend on tries.
+        prefill_speed: Prompt tokens that the engine computes per second; 0: measured.
+
+    Attributes:
+        refused: Chunks that `worth_loading` found, but had recomputed because that is faster.
     """
 
-    def __init__(self, tiers: Sequence[str], chunk_tokens: int, chunk_bytes: int, *, explore: float = EXPLORE) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        chunk_tokens: int,
+        chunk_bytes: int,
+        *,
+        explore: float = EXPLORE,
+        prefill_speed: float = 0.0,
+    ) -> None:
         if not tiers or len(set(tiers)) != len(tiers) or min(chunk_tokens, chunk_bytes) < 1 or not 0 <= explore < 1:
             raise CacheError(
                 f"a gate has tiers of different names, chunks of at least a token and a byte, and an exploring share "
@@ -71,6 +84,11 @@ class Gate:
         self._chunk_tokens, self._chunk_bytes, self._explore = chunk_tokens, chunk_bytes, explore
         self._prefill = _Fit(3)
         self._spare = 0.0
+        self.refused = 0
+        self._is_told = prefill_speed > 0
+        if self._is_told:
+            for tokens in (1, 2):  # a line through the origin
+                self._prefill.observe(_prefill_terms(0, tokens), tokens / prefill_speed)
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -87,10 +105,15 @@ class Gate:
         if nbytes and seconds:
             route.observe(nbytes, seconds, queued_seconds, now)
 
+    def observe_transfer(self, route: Route, result: TransferResult, now: float) -> None:
+        """Record the end of a transfer on `route`; only loads from a known tier are evaluated."""
+        if result.bytes and route.source in self._routes and route.destination in (HOST, DEVICE):
+            self.observe_load(route.source, result.bytes, result.seconds, result.queued_seconds, now)
+
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
-        """A step computed `tokens` prompt tokens behind `context` others in `seconds`."""
+        """A step computed `tokens` prompt tokens behind `context` others in `seconds`. Ignored with `prefill_speed`."""
         _check(context=context, tokens=tokens, seconds=seconds)
-        if tokens and seconds:
+        if tokens and seconds and not self._is_told:
             self._prefill.observe(_prefill_terms(context, tokens), seconds)
 
     # ------------------------------------------------------------------ what is expected
@@ -107,6 +130,22 @@ class Gate:
         _check(now=now)
         _check(**(queued or {}))
         return self._cost(self._tally(runs), now, queued or {})
+
+    def worth_loading(
+        self, context: int, runs: Sequence[Run], now: float, *, least: int = 0, ahead: bool = False
+    ) -> int:
+        """`chunks_to_load` for a request: chunks that lead in host memory are always loaded, and refusals are counted.
+
+        `least`: how many are loaded in any case. `ahead`: for a prefetch, whose request is looked up again: refused
+        chunks are not counted, and no load is tried.
+        """
+        total = sum(run.chunks for run in runs)
+        at_hand = max(least, runs[0].chunks if runs and runs[0].tier == HOST else 0)
+        if at_hand >= total:
+            return total
+        count = max(at_hand, self.chunks_to_load(context, runs, now, tries=not ahead))
+        self.refused += 0 if ahead else total - count
+        return count
 
     def chunks_to_load(
         self,

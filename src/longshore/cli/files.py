@@ -21,7 +21,7 @@ from longshore.config import format_bytes
 from longshore.errors import ConfigError, FormatError, TierError
 from longshore.tiers.file.audit import Audit, Condition, Finding
 from longshore.tiers.file.audit import inspect as sum_up
-from longshore.tiers.file.superblock import COPIES
+from longshore.tiers.file.directory import COPIES
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from longshore.runtime.guard import BlockGuard
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import EventRecorder
-from longshore.runtime.tier_mover import ForeignMover, TierMover
+from longshore.tiers.host import ForeignMover, TierMover
 
 __all__ = [
     "BackgroundLoop",

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longshore.boundary import (
     Cancel,
@@ -35,11 +35,9 @@ from longshore.boundary import (
     TransferResult,
     leading_ok,
 )
-from longshore.cache import Lease, Progress, TieredCache
+from longshore.cache import Gate, Lease, Progress, TieredCache
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.containment import CallLog, report
-from longshore.runtime.tier_mover import truncated
-from longshore.runtime.weighing import Weighing
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
@@ -95,15 +93,15 @@ class Runtime:
         tiers: Sequence[Tier] = (),
         *,
         probers: Sequence[Prober] = (),
-        weighing: Weighing | None = None,
+        gate: Gate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `weighing`, all chunks found are loaded."""
+        """Without `gate`, all chunks found are loaded."""
         self.clock = clock
         self.wakeup = threading.Event()
         self.guarded = GuardCounters()
         self.asked = LookupCounters()
-        self.weighing = weighing
+        self.gate = gate
         self._cache = cache
         self._movers = list(movers)
         self._by_route: dict[Route, Mover] = {route: mover for mover in movers for route in mover.routes}
@@ -195,26 +193,26 @@ class Runtime:
         """Number of leading chunks of `lease` to load; computing the rest is faster.
 
         `context`: number of tokens before them, which are on the device. A prefetch of `lease` must be over.
-        `least` and `ahead` are those of `Weighing.worth_loading`.
+        `least` and `ahead` are those of `Gate.worth_loading`.
         """
         with self._lock, self._watched():
             runs = self._cache.progress(lease).runs
-            if self.weighing is None:
+            if self.gate is None:
                 return sum(run.chunks for run in runs)
-            return self.weighing.worth_loading(context, runs, self.clock(), least=least, ahead=ahead)
+            return self.gate.worth_loading(context, runs, self.clock(), least=least, ahead=ahead)
 
-    def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
+    def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Report that the engine computed `tokens` of a prompt, after `context` others, in a step of `seconds`."""
         with self._lock:
-            if self.weighing is not None:
-                self.weighing.saw_prefill(context, tokens, seconds)
+            if self.gate is not None:
+                self.gate.observe_prefill(context, tokens, seconds)
 
-    def saw_loads(self, route: Route, results: Sequence[TransferResult]) -> None:
+    def observe_loads(self, route: Route, results: Sequence[TransferResult]) -> None:
         """Report loads that the engine made by itself."""
         with self._lock:
-            if self.weighing is not None:
+            if self.gate is not None:
                 for result in results:
-                    self.weighing.saw_load(route, result, self.clock())
+                    self.gate.observe_transfer(route, result, self.clock())
 
     def in_flight(self, job: int) -> bool:
         """Whether `job` is in flight; `False` for all jobs once the runtime is closed."""
@@ -441,7 +439,7 @@ class Runtime:
         try:
             if mover is None:
                 raise PlanError(f"no mover serves the route {transfer.route}")
-            mover.submit(transfer if whole else truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
+            mover.submit(transfer if whole else _truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
         except QueueFullError:
             self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
@@ -494,8 +492,8 @@ class Runtime:
 
     def _collect(self, result: TransferResult) -> None:
         running = self._running[result.job]
-        if self.weighing is not None:
-            self.weighing.saw_load(running.transfer.route, result, self.clock())
+        if self.gate is not None:
+            self.gate.observe_transfer(running.transfer.route, result, self.clock())
         statuses = result.statuses
         if running.expired:  # it was cancelled because its time was up
             statuses = tuple(Status.DEADLINE if s is Status.CANCELLED else s for s in statuses)
@@ -551,3 +549,13 @@ class BackgroundLoop:
                 busy = self._runtime.pump()
             except Exception as error:  # noqa: BLE001 - of a mover: no caller would see it, and requests wait
                 self._runtime.fail(error)
+
+
+def _truncated(transfer: Transfer, items: int, blocks_per_chunk: int) -> Transfer:
+    """The leading `items` of a single-section transfer, with the device blocks that they fill."""
+    kept = transfer.items[:items]
+    if not transfer.sections:
+        return replace(transfer, items=kept)
+    (section,) = transfer.sections
+    blocks = items * blocks_per_chunk - section.first_block % blocks_per_chunk
+    return replace(transfer, items=kept, sections=(section._replace(blocks=section.blocks[:blocks]),), tokens=None)

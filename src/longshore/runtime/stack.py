@@ -26,13 +26,11 @@ from longshore.layout import KVLayout
 from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
-from longshore.runtime.tier_mover import ForeignMover, TierMover
-from longshore.runtime.weighing import Weighing
 from longshore.tiers.arena import Arena, ArenaSettings
-from longshore.tiers.arena.cuda import CudaRegistrar, TorchCudaRuntime
+from longshore.tiers.arena.registration import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import ForeignTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import ForeignMover, HostTier, TierMover
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
 
@@ -320,16 +318,16 @@ def _make_runtime(
         pools=grouping.pools,
     )
     tiers = [*([] if file is None else [file]), *foreign]
-    weighing = None
+    gate = None
     if file is not None and len(layout.groups) == 1:  # chunks of several groups differ
         tokens = layout.groups[0].block_size * config.blocks_per_chunk
-        weighing = make_weighing(config, [level.name for level in cache.stats()], tokens, layout.image_bytes)
-    return Runtime(cache, [*movers, *probers], tiers, probers=probers, weighing=weighing)
+        gate = make_gate(config, [level.name for level in cache.stats()], tokens, layout.image_bytes)
+    return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
 
 
-def make_weighing(config: Config, tiers: Sequence[str], chunk_tokens: int, chunk_bytes: int) -> Weighing | None:
+def make_gate(config: Config, tiers: Sequence[str], chunk_tokens: int, chunk_bytes: int) -> Gate | None:
     """A gate for loads of chunks of this size from `tiers`, unless `config` has none."""
-    return Weighing(Gate(tiers, chunk_tokens, chunk_bytes), config.prefill_speed) if config.gate else None
+    return Gate(tiers, chunk_tokens, chunk_bytes, prefill_speed=config.prefill_speed) if config.gate else None
 
 
 def _open_file(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from longshore.testing.disk import flip_header_bit, flip_image_bit
 from longshore.testing.faulty import Fault, FaultPlan, FaultyTier, Rule
 from longshore.testing.key_store import KeyStore, StoreFault
-from longshore.testing.simulated_device import SimulatedDevice, Simulation, Story, explore, sample
+from longshore.testing.simulated_device import SimulatedDevice
+from longshore.testing.simulation import Simulation, Story, explore, sample
 from longshore.testing.tier_harness import TierHarness
 
 if TYPE_CHECKING:

@@ -162,7 +162,7 @@ class Engine:
         from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
 
         for route, seconds in ((Route(FILE, HOST), 1000.0), (Route(HOST, DEVICE), 1e-6)):
-            self.manager._runtime.saw_loads(route, [TransferResult(0, (Status.OK,), 1 << 20, seconds)])
+            self.manager._runtime.observe_loads(route, [TransferResult(0, (Status.OK,), 1 << 20, seconds)])
 
     def _adapter(self, path: str, **more: Any) -> Any:
         from vllm.lora.request import LoRARequest
@@ -256,7 +256,7 @@ class Engine:
                 "image_bytes": [each.image_bytes for each in cache.stats()[0].sizes],
                 "refused": self.refused,
                 "faults": manager._runtime.faults,
-                "recomputed": 0 if manager._runtime.weighing is None else manager._runtime.weighing.refused,
+                "recomputed": 0 if manager._runtime.gate is None else manager._runtime.gate.refused,
             }
 
 

@@ -14,18 +14,17 @@ from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
 from longshore.cache import DropReason, Gate, Presence
 from longshore.engines.vllm.worth import worth_until
 from longshore.errors import ConfigError
-from longshore.runtime.weighing import Weighing
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 READY, COLDER, IN_FLIGHT, ABSENT = Presence.READY, Presence.COLDER, Presence.IN_FLIGHT, Presence.ABSENT
 IMAGE = 4096
 
 
-def weighing(per_file_chunk: float) -> Weighing:
+def gate_for(per_file_chunk: float) -> Gate:
     """Computing takes a second a chunk, and what is in files so many."""
-    made = Weighing(Gate([HOST, FILE], TOKENS, IMAGE), prefill_speed=TOKENS)
-    made.saw_load(Route(HOST, DEVICE), TransferResult(1, (Status.OK,), IMAGE, 1e-6), 0.0)
-    made.saw_load(Route(FILE, HOST), TransferResult(1, (Status.OK,), IMAGE, per_file_chunk), 0.0)
+    made = Gate([HOST, FILE], TOKENS, IMAGE, prefill_speed=TOKENS)
+    made.observe_transfer(Route(HOST, DEVICE), TransferResult(1, (Status.OK,), IMAGE, 1e-6), 0.0)
+    made.observe_transfer(Route(FILE, HOST), TransferResult(1, (Status.OK,), IMAGE, per_file_chunk), 0.0)
     return made
 
 
@@ -34,7 +33,7 @@ def until(found: Sequence[Presence], per_file_chunk: float, first: int = 0) -> i
     keys, others = keys_of(len(found)), keys_of((len(found) + 1) // 2, group=7)
     ends = {key: (i + 1) * TOKENS for i, key in enumerate(keys)}
     ends.update({key: (i + 1) * 2 * TOKENS for i, key in enumerate(others)})
-    return worth_until(weighing(per_file_chunk), ends, [*found, *([ABSENT] * len(others))], keys[first], 0.0)
+    return worth_until(gate_for(per_file_chunk), ends, [*found, *([ABSENT] * len(others))], keys[first], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +76,10 @@ def rigs(tmp_path: Path) -> Iterator[Any]:
 
 def read_slowly(rig: Rig) -> None:
     """Of this rig it is known that a chunk takes ten seconds to read."""
-    gate = rig.manager._runtime.weighing
+    gate = rig.manager._runtime.gate
     assert gate is not None
-    gate.saw_load(Route(HOST, DEVICE), TransferResult(1, (Status.OK,), IMAGE, 1e-6), 0.0)
-    gate.saw_load(Route(FILE, HOST), TransferResult(1, (Status.OK,), IMAGE, 10.0), 0.0)
+    gate.observe_transfer(Route(HOST, DEVICE), TransferResult(1, (Status.OK,), IMAGE, 1e-6), 0.0)
+    gate.observe_transfer(Route(FILE, HOST), TransferResult(1, (Status.OK,), IMAGE, 10.0), 0.0)
 
 
 def test_a_request_is_not_promised_what_is_computed_sooner(rigs: Any) -> None:
@@ -88,7 +87,7 @@ def test_a_request_is_not_promised_what_is_computed_sooner(rigs: Any) -> None:
     read_slowly(rig)
     assert rig.lookup(keys, rig.request("slow", keys)) == [MISS] * 4
     assert rig.manager.get_stats().data["data"]["longshore_recomputed_chunks"][()] == 4
-    assert rig.manager._runtime.weighing.refused == 4
+    assert rig.manager._runtime.gate.refused == 4
     assert rig.lookup(keys, rig.request("another", keys)) == [MISS] * 4
     assert rig.cache.jobs_in_flight == 0
 
@@ -101,7 +100,7 @@ def test_a_request_is_promised_what_is_read_sooner(rigs: Any) -> None:
 
 def test_without_a_gate_all_is_promised(rigs: Any) -> None:
     rig, keys = rigs(prefill_speed=1e6, gate=False), keys_of(4)
-    assert rig.manager._runtime.weighing is None
+    assert rig.manager._runtime.gate is None
     assert rig.lookup(keys, rig.request("slow", keys)) == [PENDING] * 4
 
 
@@ -110,8 +109,8 @@ def test_what_steps_take_is_learned(rigs: Any) -> None:
     read_slowly(rig)
     assert rig.lookup(keys, rig.request("unknown yet", keys)) == [PENDING] * 4
     rig.manager.reset_cache()
-    rig.manager.saw_prefill(0, 1000, 0.001)
-    assert rig.manager._runtime.weighing._gate.prefill_seconds(0, 1000) == pytest.approx(0.001, rel=0.01)
+    rig.manager.observe_prefill(0, 1000, 0.001)
+    assert rig.manager._runtime.gate.prefill_seconds(0, 1000) == pytest.approx(0.001, rel=0.01)
 
 
 def test_a_selective_policy_takes_what_is_offered_the_nth_time(rigs: Any) -> None:

@@ -24,7 +24,7 @@ from longshore.errors import TierError
 from longshore.runtime.tier_host import HostedFileTier, tier
 from longshore.runtime.tier_host import process as watch
 from longshore.runtime.tier_host.process import HostProcess
-from longshore.tiers.file.superblock import COPIES
+from longshore.tiers.file.directory import COPIES
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 PATIENCE = 30.0

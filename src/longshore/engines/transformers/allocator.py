@@ -476,7 +476,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if lookup is None:
             return len(token_ids)
         computed = min(complete * self.tokens_per_page, lookup.tokens) - lookup.context
-        stack.runtime.saw_prefill(lookup.context, max(0, computed), stack.runtime.clock() - lookup.at)
+        stack.runtime.observe_prefill(lookup.context, max(0, computed), stack.runtime.clock() - lookup.at)
         return lookup.tokens
 
     def _remember(self, chunk: _Chunk) -> None:

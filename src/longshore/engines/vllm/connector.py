@@ -82,7 +82,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     def _steps(self) -> Steps:
         scheduler = self.connector_scheduler
         return Steps(
-            scheduler.manager.saw_prefill, min(each.tokens_per_chunk for each in scheduler.config.kv_group_configs)
+            scheduler.manager.observe_prefill, min(each.tokens_per_chunk for each in scheduler.config.kv_group_configs)
         )
 
     # ------------------------------------------------------------------ in the workers

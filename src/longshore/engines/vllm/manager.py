@@ -165,7 +165,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 request.barred |= failed
                 results = [result for ticket in parts for result in self._end_load(ticket, cache)]
                 if not request.streams:  # the seconds of a part include those between two steps
-                    self._runtime.saw_loads(LOAD, results)
+                    self._runtime.observe_loads(LOAD, results)
             self._forget_if_done(name, request)
 
     @contained(lambda self: self._loads.abandon())
@@ -174,9 +174,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return self._loads.take()
 
     @contained(lambda self, context, tokens, seconds: None)
-    def saw_prefill(self, context: int, tokens: int, seconds: float) -> None:
+    def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """A step computed `tokens` of prompts behind `context` others: for the gate."""
-        self._runtime.saw_prefill(context, tokens, seconds)
+        self._runtime.observe_prefill(context, tokens, seconds)
 
     # ------------------------------------------------------------------ storing
 
@@ -350,8 +350,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """What the counters have gained since the last call; at the first, every one of them."""
         try:
             with self._runtime.observe() as cache:
-                weighing = self._runtime.weighing
-                refused = 0 if weighing is None else weighing.refused
+                gate = self._runtime.gate
+                refused = 0 if gate is None else gate.refused
                 return self._tally.stats(cache, refused, self._trust.weight_changes, self._runtime.faults)
         except Exception as error:  # noqa: BLE001 - not `contained`, as counters are told of after a fault, too
             self._runtime.fail(error)
@@ -440,7 +440,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if FILE not in request.hints.load:
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
         if request.worth is None and Presence.COLDER in found:
-            request.worth = worth_until(self._runtime.weighing, told, found, key, now)
+            request.worth = worth_until(self._runtime.gate, told, found, key, now)
         stalled = self._store.file is not None and self._store.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)

@@ -23,14 +23,13 @@ from longshore.errors import TierError
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.stack import make_cache as make_tiers
-from longshore.runtime.stack import make_weighing
+from longshore.runtime.stack import make_gate
 from longshore.runtime.stamps import Stamps
 from longshore.runtime.tier_host import HostedFileTier
-from longshore.runtime.tier_mover import TierMover
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostTier, TierMover
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +89,8 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
         movers: list[Mover] = [] if file is None else [TierMover(file, host)]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
         of_all_groups = sum(note.image_bytes[pool] for pool in note.pools)
-        weighing = None if file is None else make_weighing(config, [HOST, FILE], sizes[0], of_all_groups)
-        runtime = Runtime(cache, movers, [] if file is None else [file], weighing=weighing)
+        gate = None if file is None else make_gate(config, [HOST, FILE], sizes[0], of_all_groups)
+        runtime = Runtime(cache, movers, [] if file is None else [file], gate=gate)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))

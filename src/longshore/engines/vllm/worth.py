@@ -14,15 +14,14 @@ from itertools import groupby, takewhile
 from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.boundary import FILE, HOST
-from longshore.cache import Presence, Run
+from longshore.cache import Gate, Presence, Run
 from longshore.engines.vllm.keys import GROUP_BYTES
-from longshore.runtime.weighing import Weighing
 
 _TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE}
 
 
 def worth_until(
-    weighing: Weighing | None,
+    gate: Gate | None,
     ends: Mapping[OffloadKey, int],
     found: Sequence[Presence],
     first: OffloadKey,
@@ -34,7 +33,7 @@ def worth_until(
         ends: For each chunk, in order, the token that it ends with.
         found: Where each of them is.
     """
-    if weighing is None or first not in ends:
+    if gate is None or first not in ends:
         return math.inf
     group = first[-GROUP_BYTES:]
     mine = sorted(
@@ -45,5 +44,5 @@ def worth_until(
     computed = ends[first] - mine[0][0]
     chain = list(takewhile(lambda chunk: chunk[1], (chunk for chunk in mine if chunk[0] > computed)))
     runs = [Run(tier, len(list(same))) for tier, same in groupby(tier for _, tier in chain)]
-    count = weighing.worth_loading(computed, runs, now)
+    count = gate.worth_loading(computed, runs, now)
     return chain[count - 1][0] if count else computed

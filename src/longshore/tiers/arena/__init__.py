@@ -1,12 +1,8 @@
 """The host arena: one mapping for block images, placed, touched and registered before its first use.
 
 arena.py         Arena: the whole life cycle; its report, with every fallback
-memory.py        operating system calls; the mapping: exact, aligned, guarded; private, or shared with other processes
-numa.py          the NUMA node of a device; binding of a mapping
-huge_pages.py    huge pages: request and verification
-populate.py      touching all pages with several threads
-registration.py  registration with a device, in pieces that no slot straddles
-cuda.py          registration with CUDA
+memory.py        the mapping, its NUMA node, huge pages, first touch; the system calls for them
+registration.py  registration with a device, in pieces that no slot straddles; with CUDA
 """
 
 from longshore.boundary import PAGE, align

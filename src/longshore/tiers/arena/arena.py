@@ -26,8 +26,25 @@ import numpy.typing as npt
 
 from longshore.boundary import align
 from longshore.errors import RegistrationError, TierClosedError, TierError
-from longshore.tiers.arena import huge_pages, memory, numa, populate
-from longshore.tiers.arena.memory import Memory, System
+from longshore.tiers.arena.memory import (
+    DONTNEED,
+    REMOVE,
+    Memory,
+    System,
+    bind_to_node,
+    bytes_coverable_by_huge_pages,
+    count_huge_bytes,
+    count_strays,
+    create_shared,
+    default_threads,
+    huge_page_bytes,
+    node_of_device,
+    open_shared,
+    populate,
+    refuse_huge_pages,
+    request_huge_pages,
+    touch_pages,
+)
 from longshore.tiers.arena.registration import LARGEST_PIECE, Registrar, Registration, cut
 
 
@@ -143,7 +160,7 @@ class Arena:
         self.is_given_back = False
         self._numa_bound = False
         self._huge_bytes = 0
-        page = huge_pages.size(self._system)
+        page = huge_page_bytes(self._system)
         alignment = page if self.nbytes >= page else mmap.PAGESIZE
         self._memory = _map(self.nbytes, alignment, shared_fd, shared=settings.shared)
         self.address = self._memory.address
@@ -156,7 +173,7 @@ class Arena:
             self._populate(settings)
             self._look_for_strays()
             if settings.huge_pages:
-                self._count_huge_pages(huge_pages.possible(self.address, self.nbytes, page))
+                self._count_huge_pages(bytes_coverable_by_huge_pages(self.address, self.nbytes, page))
             undo.pop_all()
 
     @classmethod
@@ -167,7 +184,7 @@ class Arena:
         caller closes. The creator decided the placement of the memory. Raises `TierError` if the source does not exist,
         is not an arena, or has another size.
         """
-        fd = memory.open_shared(source, nbytes)
+        fd = open_shared(source, nbytes)
         return cls(nbytes, ArenaSettings(numa_node=None, shared=True), system=system, shared_fd=fd)
 
     @property
@@ -230,7 +247,7 @@ class Arena:
         No device, thread or process may use it until `take_back`. Raises `RegistrationError`, or `TierError`, if it
         cannot be freed; `take_back` registers it again then, too.
         """
-        nbytes, advice = self.array.nbytes, memory.REMOVE if self._shared else memory.DONTNEED
+        nbytes, advice = self.array.nbytes, REMOVE if self._shared else DONTNEED
         self.is_given_back = True
         if self._registration is not None:
             self._registration.close()
@@ -281,7 +298,7 @@ class Arena:
             return settings.numa_node
         if settings.pci_address is None:
             return None
-        node = numa.node_of_device(settings.pci_address, self._system.sysfs)
+        node = node_of_device(settings.pci_address, self._system.sysfs)
         if node is None:
             self._fall_back(Fallback.NUMA_UNKNOWN, f"the NUMA node of the device at {settings.pci_address} is unknown")
         return node
@@ -290,7 +307,7 @@ class Arena:
         if self._numa_node is None:
             return
         try:
-            numa.bind(self._system, self.address, self.nbytes, self._numa_node)
+            bind_to_node(self._system, self.address, self.nbytes, self._numa_node)
             self._numa_bound = True
         except OSError as error:
             self._fall_back(Fallback.NUMA_REFUSED, f"memory cannot be bound to NUMA node {self._numa_node}: {error}")
@@ -298,26 +315,26 @@ class Arena:
     def _ask_for_huge_pages(self, settings: ArenaSettings) -> None:
         if settings.huge_pages:
             with contextlib.suppress(OSError):  # what came of it is counted later
-                huge_pages.ask(self._system, self.address, self.nbytes)
+                request_huge_pages(self._system, self.address, self.nbytes)
         else:
-            huge_pages.refuse(self._system, self.address, self.nbytes)
+            refuse_huge_pages(self._system, self.address, self.nbytes)
 
     def _populate(self, settings: ArenaSettings) -> None:
-        threads = settings.threads or populate.default_threads()
+        threads = settings.threads or default_threads()
         try:
-            if populate.populate(self._system, self.address, self.nbytes, threads):
+            if populate(self._system, self.address, self.nbytes, threads):
                 return
         except OSError as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
         self._fall_back(Fallback.POPULATE, "this kernel has no MADV_POPULATE_WRITE, so pages are touched one by one")
         if self._fresh:  # a zero written into memory that others use would be a wrong byte
-            populate.touch(self.array, threads)
+            touch_pages(self.array, threads)
 
     def _look_for_strays(self) -> None:
         if self._numa_node is None or not self._numa_bound:
             return
         try:
-            strays = numa.count_strays(self._system, self.address, self.nbytes, self._numa_node)
+            strays = count_strays(self._system, self.address, self.nbytes, self._numa_node)
         except OSError as error:
             self._fall_back(
                 Fallback.NUMA_UNVERIFIED, f"cannot check which pages are on NUMA node {self._numa_node}: {error}"
@@ -330,7 +347,7 @@ class Arena:
 
     def _count_huge_pages(self, possible: int) -> None:
         if possible:  # the system takes its time to say
-            self._huge_bytes = huge_pages.count(self._system, self.address, self.nbytes)
+            self._huge_bytes = count_huge_bytes(self._system, self.address, self.nbytes)
         if self._huge_bytes < possible:
             self._fall_back(Fallback.HUGE_PAGES, f"only {self._huge_bytes} of {possible} bytes are on huge pages")
 
@@ -342,7 +359,7 @@ class Arena:
 def _map(nbytes: int, alignment: int, fd: int | None, *, shared: bool) -> Memory:
     try:
         if fd is None and shared:
-            fd = memory.create_shared(nbytes)
+            fd = create_shared(nbytes)
         return Memory(nbytes, alignment, fd)
     except (OSError, OverflowError) as error:
         if fd is not None:

@@ -1,29 +1,45 @@
-"""The mapping behind an arena: of exactly the requested size, aligned for huge pages, between inaccessible guard pages.
+"""The memory behind an arena: its mapping, its NUMA node, its huge pages, and the first touch of its pages.
 
                  multiple of `alignment`
     ┌─────────────┬──────────────────────────┬─────────────┐
-    │  forbidden  │  nbytes                  │  forbidden  │      one address range, given back as one
+    │  forbidden  │  nbytes                  │  forbidden  │      one address range, unmapped as a whole
     └─────────────┴──────────────────────────┴─────────────┘
 
-An overrun faults instead of writing to other memory. Shared memory is a memfd with a sealed size: no process can shrink
-it while another copies into it.
+**Mapping.** It has exactly the requested size, aligned for huge pages, between inaccessible guard pages: an overrun
+faults instead of writing to other memory. Shared memory is a memfd with a sealed size, so that no process can shrink it
+while another copies into it.
+
+**NUMA.** Copies to the memory of another node use the link between the sockets. The node of a device is preferred, not
+required: with `MPOL_BIND`, the out-of-memory killer ends the process when the node is full, even if other nodes have
+free memory, and an arena is often larger than one node. `count_strays` counts the pages on other nodes.
+
+**Huge pages** are requested before the first touch and counted in `smaps` after it, because a request does not
+guarantee them: they may be disabled, memory may be fragmented, or the mapping misaligned.
+
+**First touch.** All pages are allocated before the first use, in several threads without the interpreter lock. A copy
+into a page that is not allocated runs at a fraction of memory speed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+import platform
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import align
+from longshore.boundary import PAGE, align
 from longshore.errors import TierError
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -166,16 +182,12 @@ class Memory:
             mapping.close()
             raise
         self._mapping: mmap.mmap | None = mapping
-        self._array: npt.NDArray[np.uint8] | None = whole[offset : offset + nbytes]
-
-    @property
-    def array(self) -> npt.NDArray[np.uint8] | None:
+        self.array: npt.NDArray[np.uint8] | None = whole[offset : offset + nbytes]
         """All bytes, shape `(nbytes,)`, writable; `None` once closed."""
-        return self._array
 
     def close(self) -> None:
         """Free the mapping. Idempotent. Existing views keep it alive."""
-        self._array = None
+        self.array = None
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             with contextlib.suppress(BufferError):  # a view is still exported: the mapping goes with the last of them
@@ -187,3 +199,176 @@ class Memory:
 
 def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+_DEFAULT_SIZE = 2 << 20
+_HEADER = re.compile(r"([0-9a-f]+)-[0-9a-f]+ ")
+_FIELD = re.compile(r"(?:AnonHugePages|ShmemPmdMapped|FilePmdMapped): +(\d+) kB")
+
+
+def huge_page_bytes(system: System) -> int:
+    """Bytes of one huge page."""
+    try:
+        return int(system.sysfs.joinpath("kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return _DEFAULT_SIZE
+
+
+def request_huge_pages(system: System, address: int, nbytes: int) -> None:
+    """Request huge pages for this range. Raises `OSError` if the kernel does not support them."""
+    system.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+
+
+def refuse_huge_pages(system: System, address: int, nbytes: int) -> None:
+    """Disable huge pages for this range."""
+    with contextlib.suppress(OSError):  # a kernel that knows none
+        system.madvise(address, nbytes, mmap.MADV_NOHUGEPAGE)
+
+
+def bytes_coverable_by_huge_pages(address: int, nbytes: int, page: int) -> int:
+    """Bytes of this range that whole huge pages of `page` bytes can cover."""
+    return max(0, (address + nbytes) // page - -(-address // page)) * page
+
+
+def count_huge_bytes(system: System, address: int, nbytes: int) -> int:
+    """Bytes of this range, a mapping of its own, that are on huge pages; zero if the system does not report it."""
+    try:
+        with system.process.joinpath("smaps").open() as lines:
+            return _count_in_smaps(lines, address, address + nbytes)
+    except OSError:
+        return 0
+
+
+def _count_in_smaps(lines: Iterable[str], start: int, end: int) -> int:
+    found = 0
+    inside = False
+    for line in lines:
+        header = _HEADER.match(line)
+        if header is not None:
+            first = int(header[1], 16)
+            if first >= end:
+                break
+            inside = first >= start
+        elif inside and (field := _FIELD.match(line)):
+            found += int(field[1]) << 10
+    return found
+
+
+MPOL_PREFERRED = 1
+_SAMPLES = 1024
+_BITS = 64
+
+
+class _Numbers(NamedTuple):
+    mbind: int
+    move_pages: int
+
+
+# From the kernel's tables: arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h.
+_NUMBERS = {"x86_64": _Numbers(237, 279), "aarch64": _Numbers(235, 239)}
+
+_PCI_ADDRESS = re.compile(r"0*([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
+
+
+def node_of_device(pci_address: str, sysfs: Path) -> int | None:
+    """The node of the device at `pci_address`, such as `0000:3B:00.0`; `None` if the machine does not report it."""
+    match = _PCI_ADDRESS.fullmatch(pci_address.lower())
+    if match is None:
+        return None
+    try:
+        node = int(sysfs.joinpath("bus/pci/devices", match[1], "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def bind_to_node(system: System, address: int, nbytes: int, node: int) -> None:
+    """Allocate untouched pages of this range on `node` while it has free memory. Raises `OSError`."""
+    words = node // _BITS + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[-1] = 1 << node % _BITS
+    system.syscall(
+        _numbers().mbind,
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(nbytes),
+        ctypes.c_int(MPOL_PREFERRED),
+        mask,
+        ctypes.c_ulong(words * _BITS + 1),  # the kernel takes one off
+        ctypes.c_uint(0),
+    )
+
+
+def count_strays(system: System, address: int, nbytes: int, node: int) -> int:
+    """Number of pages not on `node`, of about a thousand evenly spread touched pages. Raises `OSError`."""
+    pages = -(-nbytes // PAGE)
+    samples = np.unique(np.linspace(0, pages - 1, min(pages, _SAMPLES)).astype(np.uint64))
+    addresses = samples * np.uint64(PAGE) + np.uint64(address)
+    found = np.zeros(len(samples), dtype=np.int32)
+    system.syscall(
+        _numbers().move_pages,  # without nodes to move to it only looks
+        ctypes.c_int(0),
+        ctypes.c_ulong(len(samples)),
+        ctypes.c_void_p(addresses.ctypes.data),
+        None,
+        ctypes.c_void_p(found.ctypes.data),
+        ctypes.c_int(0),
+    )
+    if found.min() < 0:
+        raise OSError(-int(found.min()), os.strerror(-int(found.min())))
+    return int((found != node).sum())
+
+
+def _numbers() -> _Numbers:
+    try:
+        return _NUMBERS[platform.machine()]
+    except KeyError:
+        raise OSError(errno.ENOSYS, f"NUMA system calls are not supported on {platform.machine()}") from None
+
+
+MADV_POPULATE_WRITE = 23
+_RANGE = 64 << 20
+"""Bytes that one thread touches at a time: a multiple of the usual huge page."""
+
+_MOST_THREADS = 16
+
+
+def default_threads() -> int:
+    """One per core that this process may use, up to the number that saturates a memory controller."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def populate(system: System, address: int, nbytes: int, threads: int) -> bool:
+    """Have the kernel allocate all pages; their content stays. Returns whether the kernel can (Linux 5.14 and newer).
+
+    Raises `OSError` if there is not enough memory.
+    """
+
+    def work(start: int, stop: int) -> None:
+        system.madvise(address + start, stop - start, MADV_POPULATE_WRITE)
+
+    try:
+        _in_ranges(work, nbytes, threads)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    return True
+
+
+def touch_pages(array: npt.NDArray[np.uint8], threads: int) -> None:
+    """Write a zero into every page of `array`, which must not be in use."""
+
+    def work(start: int, stop: int) -> None:
+        array[start:stop:PAGE] = 0
+
+    _in_ranges(work, array.nbytes, threads)
+
+
+def _in_ranges(work: Callable[[int, int], None], nbytes: int, threads: int) -> None:
+    starts = range(0, nbytes, _RANGE)
+    stops = [min(start + _RANGE, nbytes) for start in starts]
+    if len(starts) == 1:
+        work(starts[0], stops[0])
+        return
+    with ThreadPoolExecutor(min(threads, len(starts)), thread_name_prefix="longshore-arena") as pool:
+        list(pool.map(work, starts, stops))

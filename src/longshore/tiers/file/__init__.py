@@ -1,11 +1,10 @@
 """The file tier: preallocated slots on local NVMe, verified at every read."""
 
+from longshore.tiers.file.directory import PendingReset
 from longshore.tiers.file.gds import DeviceMemory, GdsFileTier
-from longshore.tiers.file.health import TROUBLES
+from longshore.tiers.file.io import RawIo, SystemIo
 from longshore.tiers.file.recovery import capacity_for, capacity_of
-from longshore.tiers.file.superblock import PendingReset
-from longshore.tiers.file.system import RawIo, SystemIo
-from longshore.tiers.file.tier import FileTier
+from longshore.tiers.file.tier import TROUBLES, FileTier
 
 __all__ = [
     "TROUBLES",

@@ -28,14 +28,12 @@ from longshore.boundary import PAGE, Key, align
 from longshore.checksums import checksum
 from longshore.errors import FormatError, PlanError, TierError, TierInUseError
 from longshore.tiers.file import format as fmt
-from longshore.tiers.file.directory import LOCK, SEGMENT, Directory
-from longshore.tiers.file.format import Superblock
+from longshore.tiers.file.directory import COPIES, LOCK, RESET, SEGMENT, SUPERBLOCK, Directory, Superblocks
+from longshore.tiers.file.format import ENTRY, Entries, Superblock, fit, one_size_a_slab, pack_entry
 from longshore.tiers.file.index import RecordIndex, index_files
-from longshore.tiers.file.index_format import ENTRY, Entries, fit, one_size_a_slab, pack_entry
+from longshore.tiers.file.io import read_into, write_all
 from longshore.tiers.file.recovery import load, places
 from longshore.tiers.file.segment import Staging, make_staging
-from longshore.tiers.file.superblock import COPIES, RESET, SUPERBLOCK, Superblocks
-from longshore.tiers.file.system import read_into, write_all
 
 _THREADS = 8
 _LOOKS, _PAUSE = 5, 0.1

@@ -1,4 +1,4 @@
-"""The bytes of the file tier: record headers and the superblock. Pure; no I/O. Exact in docs/file-format.md.
+"""All bytes of the file tier: record headers, superblock, checkpoints, journals. No I/O. Exact: docs/file-format.md.
 
     segment   ┌───────────────────────────────────┬───────────────────────────────────┬──
     slab      │ 0, for images of one size         │ 1, of another                     │
@@ -6,11 +6,19 @@
               └────────┴───────┴────────┴─────────┴────────┴──────────────────────────┴──
               0        4096                       slab_bytes
 
-Where a slot lies follows from its number, its pool (the number of an image size) and the superblock
-(`longshore.boundary`), and a header names both; so none can be taken for that of another place.
+    index.0, index.1       ┌────────┬───────┬───────┬──     one page, and an entry for each record,
+                           │ header │ entry │ entry │       least recently used first
+                           └────────┴───────┴───────┴──
+    journal.0, journal.1   ┌────────┬──────┬──────┬──       one page, and a journal record for each change since then
+                           │ header │ rec. │ rec. │
+                           └────────┴──────┴──────┴──
 
-Every page here is 4096 bytes, little-endian, and ends with a checksum of everything before it, so no single bit of
-it can change unseen. An all-zero header page is a slot that was never written.
+The position of a slot follows from its number, its pool (the number of an image size) and the superblock
+(`longshore.slabs`). A header names slot and pool, so a record cannot be read as that of another slot.
+
+Every page is 4096 bytes, little-endian, and ends with a checksum of everything before it: any changed bit is detected.
+An all-zero header page is a slot that was never written. Checkpoint `e` and journal `e` are in the files `e % 2`. A
+journal ends before the first record that is torn, or older than the one before it.
 """
 
 from __future__ import annotations
@@ -18,7 +26,10 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from longshore.boundary import PAGE, Key, Slabs, Status
+import numpy as np
+import numpy.typing as npt
+
+from longshore.boundary import PAGE, Key, Slabs, Status, align
 from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
 from longshore.tiers.base import KEY_BYTES
@@ -40,8 +51,8 @@ SLOTS_LIMIT = 2**32
 """Numbers of slots lie below this one."""
 
 _SERIAL_BITS = 40
-_HAS_PARENT = 1
-_NO_PARENT = bytes(KEY_BYTES)
+HAS_PARENT = 1
+NO_PARENT = bytes(KEY_BYTES)
 _EMPTY = bytes(PAGE)
 
 _PROLOGUE = struct.Struct("<8sI")  # magic, version: the same in every version there will be
@@ -117,9 +128,9 @@ def pack_header(header: RecordHeader) -> bytes:
         RECORD_MAGIC,
         VERSION,
         header.algorithm,
-        0 if header.parent is None else _HAS_PARENT,
+        0 if header.parent is None else HAS_PARENT,
         header.key,
-        _NO_PARENT if header.parent is None else header.parent,
+        NO_PARENT if header.parent is None else header.parent,
         header.scope,
         header.slot,
         header.generation,
@@ -143,9 +154,9 @@ def parse_header(page: bytes) -> RecordHeader:
     slot, generation, length, written, payload, pool = numbers
     if algorithm not in ALGORITHMS:
         raise FormatError(f"record header: expected a checksum algorithm out of {ALGORITHMS}, got {algorithm}")
-    if flags & ~_HAS_PARENT:
+    if flags & ~HAS_PARENT:
         raise FormatError(f"record header: unknown flags {flags:#06x}")
-    if not flags and parent != _NO_PARENT:
+    if not flags and parent != NO_PARENT:
         raise FormatError("record header: a parent without the flag that says so")
     if not length:
         raise FormatError("record header: an image of length 0")
@@ -237,3 +248,248 @@ def check_padding(what: str, page: bytes, used: int) -> None:
     """Raise `FormatError` unless nothing but zeros follows the `used` bytes of fields in `page`."""
     if page[used:_CHECKED] != _EMPTY[used:_CHECKED]:
         raise FormatError(f"{what}: padding that is not zero")
+
+
+CHECKPOINT_MAGIC = b"LNGSHIDX"
+JOURNAL_MAGIC = b"LNGSHJNL"
+
+ENTRY = np.dtype(
+    [
+        ("key", "V32"),
+        ("parent", "V32"),  # zeros without one
+        ("scope", "V32"),
+        ("slot", "<u4"),
+        ("flags", "<u2"),
+        ("pool", "<u2"),
+        ("length", "<u8"),
+        ("generation", "<u8"),
+        ("sequence", "<u8"),
+        ("written", "<u4"),  # Unix time in seconds; 0 where it is not known
+        ("hits", "<u4"),  # reads that were served, up to the last checkpoint
+    ]
+)
+"""An entry: 136 bytes. `length` 0 means no record."""
+
+JOURNAL_RECORD = np.dtype([("checksum", "<u8"), ("epoch", "<u8"), ("serial", "<u8"), ("kind", "<u8"), ("entry", ENTRY)])
+"""A journal record: 168 bytes."""
+
+Entries = npt.NDArray[np.void]
+JournalRecords = npt.NDArray[np.void]
+
+INSERTED = 1
+"""Kind of journal record: the slot holds this record."""
+
+INVALIDATED = 2
+"""Kind of journal record: the slot holds no record. Both kinds assign the slab to the pool of the slot."""
+
+MAX_TIME = 2**32 - 1
+"""The last second of Unix time that an entry can name."""
+
+EPOCH_LIMIT = 2**63
+"""Upper bound of epochs."""
+
+_ENTRY = struct.Struct("<32s32s32sIHHQQQII")
+_RECORD_HEAD = struct.Struct("<QQQ")  # epoch, serial, kind: what stands between the checksum and the entry
+_CHECKPOINT = struct.Struct("<8sIIQQQQ")
+_JOURNAL = struct.Struct("<8sIIQ")
+
+
+class CheckpointHeader(NamedTuple):
+    """The first page of a checkpoint."""
+
+    epoch: int
+    records: int
+    known: int
+    """Serial number of the last record of its own journal that these entries include."""
+    checksum: int
+    """Checksum of the entries."""
+
+
+def checkpoint_bytes(slots: int) -> int:
+    """Length of a file for checkpoints of up to `slots` records."""
+    return PAGE + align(slots * ENTRY.itemsize)
+
+
+def journal_bytes(records: int) -> int:
+    """Length of a file for journals of up to `records` records."""
+    return PAGE + align(records * JOURNAL_RECORD.itemsize)
+
+
+def pack_entry(header: RecordHeader, written: int) -> bytes:
+    """The entry for a record that was written with `header`, in second `written` of Unix time."""
+    parent, flags = (NO_PARENT, 0) if header.parent is None else (header.parent, HAS_PARENT)
+    return _ENTRY.pack(
+        header.key,
+        parent,
+        header.scope,
+        header.slot,
+        flags,
+        header.pool,
+        header.length,
+        header.generation,
+        header.sequence,
+        written,
+        0,
+    )
+
+
+def pack_checkpoint(epoch: int, entries: Entries, known: int) -> tuple[bytes, bytes]:
+    """Header page and body of a checkpoint of `entries` (`ENTRY`), least recently used first."""
+    body = entries.tobytes()
+    fields = _CHECKPOINT.pack(CHECKPOINT_MAGIC, VERSION, ENTRY.itemsize, epoch, len(entries), known, digest(body))
+    return seal(fields), body
+
+
+def parse_checkpoint_header(page: bytes) -> CheckpointHeader:
+    """The header in `page`; raises `FormatError` unless it is valid, and of this version."""
+    check_page("checkpoint", page, CHECKPOINT_MAGIC)
+    _, _, entry_bytes, epoch, count, known, checksum = _CHECKPOINT.unpack_from(page)
+    if entry_bytes != ENTRY.itemsize:
+        raise FormatError(f"checkpoint: expected entries of {ENTRY.itemsize} bytes, got {entry_bytes}")
+    _check_epoch("checkpoint", epoch)
+    check_padding("checkpoint", page, _CHECKPOINT.size)
+    return CheckpointHeader(epoch, count, known, checksum)
+
+
+def parse_checkpoint_body(header: CheckpointHeader, body: bytes) -> Entries:
+    """The entries in `body`; raises `FormatError` unless they are those that `header` was written with."""
+    if len(body) != header.records * ENTRY.itemsize:
+        raise FormatError(f"checkpoint: expected {header.records} entries, got {len(body)} bytes")
+    if digest(body) != header.checksum:
+        raise FormatError(f"checkpoint: expected entries with checksum {header.checksum:#018x}")
+    entries = np.frombuffer(body, ENTRY)
+    right = describes(entries)
+    if not right.all():
+        raise FormatError(f"checkpoint: entry {int(right.argmin())} describes no record")
+    slots = np.sort(entries["slot"])
+    if (slots[1:] == slots[:-1]).any():
+        raise FormatError("checkpoint: two entries for one slot")
+    return entries
+
+
+def describes(entries: Entries) -> npt.NDArray[np.bool_]:
+    """Which of `entries` could have come from `pack_entry`."""
+    alone = entries["flags"] == 0
+    fits: npt.NDArray[np.bool_] = np.where(
+        alone, entries["parent"] == np.void(NO_PARENT), entries["flags"] == HAS_PARENT
+    )
+    return fits & (entries["length"] > 0)
+
+
+def fit(entries: Entries, slabs: Slabs) -> npt.NDArray[np.bool_]:
+    """Which of `entries` are of slots that `slabs` have, whose images include a header page, and not too long."""
+    images, room = np.array(slabs.images), np.array(slabs.image_bytes) - PAGE
+    known = entries["pool"] < len(images)
+    pools = np.where(known, entries["pool"], 0)
+    slab, position = np.divmod(entries["slot"], slabs.stride)
+    inside: npt.NDArray[np.bool_] = known & (slab < slabs.slabs) & (position < images[pools])
+    return inside & (entries["length"] <= room[pools].astype(np.uint64))
+
+
+def pack_journal_header(epoch: int) -> bytes:
+    """The first page of journal `epoch`."""
+    return seal(_JOURNAL.pack(JOURNAL_MAGIC, VERSION, JOURNAL_RECORD.itemsize, epoch))
+
+
+def parse_journal_header(page: bytes) -> int:
+    """The epoch in `page`; raises `FormatError` unless it is valid, and of this version."""
+    check_page("journal", page, JOURNAL_MAGIC)
+    _, _, record_bytes, epoch = _JOURNAL.unpack_from(page)
+    if record_bytes != JOURNAL_RECORD.itemsize:
+        raise FormatError(f"journal: expected journal records of {JOURNAL_RECORD.itemsize} bytes, got {record_bytes}")
+    _check_epoch("journal", epoch)
+    check_padding("journal", page, _JOURNAL.size)
+    return int(epoch)
+
+
+def _check_epoch(what: str, epoch: int) -> None:
+    if not 0 < epoch < EPOCH_LIMIT:
+        raise FormatError(f"{what}: expected an epoch from 1 to {EPOCH_LIMIT - 1}, got {epoch}")
+
+
+def pack_journal_record(epoch: int, serial: int, kind: int, entry: bytes) -> bytes:
+    """A record for journal `epoch`; `serial` must be higher than that of the record before it."""
+    fields = _RECORD_HEAD.pack(epoch, serial, kind) + entry
+    return _CHECKSUM.pack(digest(fields)) + fields
+
+
+def pack_invalidation(slot: int, pool: int) -> bytes:
+    """The entry of a journal record that invalidates `slot` of `pool`."""
+    return _ENTRY.pack(NO_PARENT, NO_PARENT, NO_PARENT, slot, 0, pool, 0, 0, 0, 0, 0)
+
+
+def parse_journal_records(epoch: int, data: bytes, after: int = 0) -> JournalRecords:
+    """The valid records of journal `epoch` that `data` begins with; their serial numbers are above `after`."""
+    records = np.frombuffer(data, JOURNAL_RECORD, count=len(data) // JOURNAL_RECORD.itemsize)
+    good = records["epoch"] == epoch
+    good[:1] &= records["serial"][:1] > after
+    good[1:] &= records["serial"][1:] > records["serial"][:-1]
+    inserted, invalidated = records["kind"] == INSERTED, records["kind"] == INVALIDATED
+    good &= (inserted & describes(records["entry"])) | (invalidated & (records["entry"]["length"] == 0))
+    few = _leading(good)
+    raw = memoryview(data)
+    size, skip = JOURNAL_RECORD.itemsize, _CHECKSUM.size
+    for at, stored in enumerate(records["checksum"][:few].tolist()):
+        if digest(raw[at * size + skip : (at + 1) * size]) != stored:
+            return records[:at]
+    return records[:few]
+
+
+def replay(entries: Entries, records: JournalRecords, stride: int) -> Entries:
+    """`entries` after `records` were applied, in order of insertion. A slab has `stride` slots.
+
+    A journal record about a slot of one pool ends what other pools had in its slab.
+    """
+    if not len(records):
+        return entries
+    lines = np.empty(len(entries) + len(records), ENTRY)
+    lines[: len(entries)] = entries
+    lines[len(entries) :] = records["entry"]
+    slots = np.ascontiguousarray(lines["slot"])
+    last = np.sort(_last_of_each(slots))
+    last = last[last > _ended(slots // stride, np.ascontiguousarray(lines["pool"]))[last]]
+    replayed: Entries = lines.take(last[lines["length"][last] > 0])
+    return replayed
+
+
+def one_size_a_slab(entries: Entries, stride: int) -> Entries:
+    """`entries` without what is left of the former sizes of slabs: that of the record written last is the last."""
+    by_age = np.argsort(entries["sequence"], kind="stable")
+    slabs = entries["slot"] // stride
+    ended = np.empty(len(entries), np.int64)
+    ended[by_age] = _ended(slabs[by_age], entries["pool"][by_age])
+    place = np.empty(len(entries), np.int64)
+    place[by_age] = np.arange(len(entries))
+    left: Entries = entries.take(np.flatnonzero(place > ended))
+    return left
+
+
+def _last_of_each(numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """The last position of each of `numbers`."""
+    order = np.argsort(numbers, kind="stable")
+    following = numbers.take(order)
+    last: npt.NDArray[np.int64] = order[np.append(following[1:] != following[:-1], True)]
+    return last
+
+
+def _ended(slabs: npt.NDArray[np.uint32], pools: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
+    """For each line, in order of time: the last line about its slab that gave it to another pool than it has at last.
+
+    What stands up to there is gone; -1 where the slab has had one pool only.
+    """
+    if not pools.any() or (pools == pools[0]).all():
+        return np.full(len(slabs), -1)
+    order = np.argsort(slabs, kind="stable")
+    following = slabs.take(order)
+    first = np.append(True, following[1:] != following[:-1])
+    group = np.cumsum(first) - 1
+    last_pool = pools.take(order[np.append(first[1:], True)])
+    other = np.where(pools.take(order) != last_pool[group], order, -1)
+    ended = np.empty(len(slabs), np.int64)
+    ended[order] = np.maximum.reduceat(other, np.flatnonzero(first))[group]
+    return ended
+
+
+def _leading(good: npt.NDArray[np.bool_]) -> int:
+    """How many are true before the first that is not."""
+    return len(good) if good.all() else int(good.argmin())

@@ -24,9 +24,8 @@ from longshore.boundary import PAGE, Status, align
 from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError, TierError
 from longshore.tiers.base import TierOp
-from longshore.tiers.file.queue import Move, Piece, Steps
+from longshore.tiers.file.io import Move, Piece, RawIo, Steps
 from longshore.tiers.file.segment import Seal, Segment, Staging, Verifier, is_aligned
-from longshore.tiers.file.system import RawIo
 from longshore.tiers.file.tier import FileTier
 
 DESCRIPTOR = struct.Struct("<i4xqq")

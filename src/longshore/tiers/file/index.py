@@ -33,11 +33,10 @@ import numpy.typing as npt
 
 from longshore.boundary import PAGE, Key, Slabs
 from longshore.errors import TierError
-from longshore.tiers.file import index_format as fmt
+from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
-from longshore.tiers.file.format import RecordHeader
-from longshore.tiers.file.index_format import ENTRY, Entries
-from longshore.tiers.file.system import write_all
+from longshore.tiers.file.format import ENTRY, Entries, RecordHeader
+from longshore.tiers.file.io import write_all
 
 _log = logging.getLogger(__name__)
 

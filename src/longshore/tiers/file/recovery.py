@@ -30,13 +30,11 @@ import numpy as np
 from longshore.boundary import PAGE, Slabs
 from longshore.errors import FormatError, TierError
 from longshore.tiers.base import MAX_GENERATION
-from longshore.tiers.file import format as records
-from longshore.tiers.file import index_format as fmt
-from longshore.tiers.file.directory import SEGMENT, Directory
+from longshore.tiers.file import format as fmt
+from longshore.tiers.file.directory import FILES, SEGMENT, Directory, Superblocks
+from longshore.tiers.file.format import ENTRY, Entries, JournalRecords, pack_entry
 from longshore.tiers.file.index import RecordIndex, checkpoint_name, index_files, journal_name
-from longshore.tiers.file.index_format import ENTRY, Entries, JournalRecords, pack_entry
 from longshore.tiers.file.segment import Segment
-from longshore.tiers.file.superblock import FILES, Superblocks
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class _Checkpoint(NamedTuple):
     entries: Entries
 
 
-def recover(directory: Directory, segment: Segment, superblock: records.Superblock, held: int) -> tuple[Entries, int]:
+def recover(directory: Directory, segment: Segment, superblock: fmt.Superblock, held: int) -> tuple[Entries, int]:
     """Entries of the first `held` slabs, least recently used first, and the epoch of the next checkpoint."""
     slabs = replace(superblock.geometry, slabs=held)
     epoch, entries = load(directory, slabs.stride)
@@ -150,7 +148,7 @@ def _read_journal(directory: Directory, file: int) -> int | None:
 def scan(segment: Segment, slabs: Slabs) -> Entries:
     """Entries of all records with valid headers, least recently written first; the newest record of each slot."""
 
-    def headers(some: range) -> list[records.RecordHeader]:
+    def headers(some: range) -> list[fmt.RecordHeader]:
         page = memoryview(mmap.mmap(-1, PAGE))
         return [
             header
@@ -178,11 +176,11 @@ def places(slabs: Slabs, slab: int) -> Iterator[tuple[int, int]]:
             yield slot, pool
 
 
-def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryview) -> records.RecordHeader | None:
+def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryview) -> fmt.RecordHeader | None:
     """The header of the record in `slot` of `pool`, read into `page`; `None` if there is none, or it is damaged."""
     try:
         whole = segment.read_page(page, slabs.offset(pool, slot))
-        header = records.parse_header(bytes(page)) if whole and not records.is_empty(bytes(page)) else None
+        header = fmt.parse_header(bytes(page)) if whole and not fmt.is_empty(bytes(page)) else None
     except FormatError:
         return None
     except OSError as error:
@@ -202,7 +200,7 @@ _ENOUGH = 16
 class OpenFiles:
     """The open files of a tier."""
 
-    superblock: records.Superblock
+    superblock: fmt.Superblock
     superblocks: Superblocks
     segment: Segment
     index: RecordIndex
@@ -224,8 +222,8 @@ def slabs_within(capacity: int, image_bytes: Sequence[int], slab_bytes: int | No
     Raises `TierError` if there is none, or for invalid image sizes.
     """
     sizes = tuple(image_bytes)
-    if not sizes or list(sizes) != sorted(set(sizes)) or len(sizes) >= records.SIZES_LIMIT:
-        raise TierError(f"expected different image sizes, ascending, fewer than {records.SIZES_LIMIT}, got {sizes}")
+    if not sizes or list(sizes) != sorted(set(sizes)) or len(sizes) >= fmt.SIZES_LIMIT:
+        raise TierError(f"expected different image sizes, ascending, fewer than {fmt.SIZES_LIMIT}, got {sizes}")
     if sizes[0] <= 0 or any(size % PAGE for size in sizes):
         raise TierError(f"image_bytes must be a positive multiple of {PAGE}, got {sizes}")
     slots = tuple(PAGE + size for size in sizes)
@@ -237,8 +235,8 @@ def slabs_within(capacity: int, image_bytes: Sequence[int], slab_bytes: int | No
     if few == 0:
         least = capacity_of(replace(slabs, slabs=1))
         raise TierError(f"expected a capacity of at least {least} bytes, for one image of {sizes[-1]}, got {capacity}")
-    if few * slabs.stride > records.SLOTS_LIMIT:
-        raise TierError(f"expected at most {records.SLOTS_LIMIT} slots, {capacity} bytes are {few * slabs.stride}")
+    if few * slabs.stride > fmt.SLOTS_LIMIT:
+        raise TierError(f"expected at most {fmt.SLOTS_LIMIT} slots, {capacity} bytes are {few * slabs.stride}")
     return replace(slabs, slabs=few)
 
 
@@ -263,7 +261,7 @@ def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) 
         superblocks.open()
         superblocks.write(superblock)
         entries, epoch = recover(directory, segment, superblock, held)
-        index = RecordIndex(directory, slabs, entries, epoch, records.sequence(superblock.opens, 0))
+        index = RecordIndex(directory, slabs, entries, epoch, fmt.sequence(superblock.opens, 0))
         undo.callback(index.close)
         for name, nbytes in {**files, SEGMENT: slabs.nbytes}.items():
             directory.trim(name, nbytes)
@@ -273,16 +271,16 @@ def open_files(directory: Directory, capacity: int, image_bytes: Sequence[int]) 
 
 def _next_superblock(
     directory: Directory,
-    before: records.Superblock | None,
+    before: fmt.Superblock | None,
     capacity: int,
     image_bytes: Sequence[int],
     superblocks: Superblocks,
-) -> records.Superblock:
+) -> fmt.Superblock:
     sizes = tuple(image_bytes)
     fresh = slabs_within(capacity, sizes)
     if before is None:
-        return records.Superblock(fresh.slabs, fresh.slab_bytes, sizes, superblocks.reset(), opens=1)
-    if before.opens + 1 >= records.OPENS_LIMIT:
+        return fmt.Superblock(fresh.slabs, fresh.slab_bytes, sizes, superblocks.reset(), opens=1)
+    if before.opens + 1 >= fmt.OPENS_LIMIT:
         raise FormatError(f"{directory.path} was opened {before.opens} times, the most it can be; remove the directory")
     if before.image_bytes == sizes:
         enough = max(fresh.slab_bytes, capacity // (_ENOUGH * len(sizes)))
@@ -298,7 +296,7 @@ def _next_superblock(
         before.slab_bytes,
         _listed(sizes),
     )
-    return records.Superblock(fresh.slabs, fresh.slab_bytes, sizes, before.generation + 1, before.opens + 1)
+    return fmt.Superblock(fresh.slabs, fresh.slab_bytes, sizes, before.generation + 1, before.opens + 1)
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -22,8 +22,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.directory import SEGMENT, Directory
 from longshore.tiers.file.format import HeaderCheck
-from longshore.tiers.file.queue import IoQueue, Piece, Steps, move_records
-from longshore.tiers.file.system import read_into
+from longshore.tiers.file.io import IoQueue, Move, Piece, Steps, read_into
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk or an exceeded quota."""
@@ -215,3 +214,21 @@ class HostPayload:
 def is_aligned(op: TierOp) -> bool:
     """Whether direct I/O can move the image of `op` where it is."""
     return (op.offset | op.length) % PAGE == 0
+
+
+def move_records(
+    headers: Sequence[memoryview], bodies: Sequence[memoryview], places: Sequence[int], *, writing: bool
+) -> Steps[list[Status]]:
+    """Move records to or from `places`, ascending: neighbours as one piece. One status each."""
+    pieces: list[Piece] = []
+    piece_of: list[int] = []
+    end = -1
+    for header, body, place in zip(headers, bodies, places, strict=False):
+        if place == end:
+            pieces[-1].buffers.extend((header, body))
+        else:
+            pieces.append(Piece([header, body], place))
+        piece_of.append(len(pieces) - 1)
+        end = place + PAGE + len(body)
+    statuses = yield Move(pieces, writing)
+    return [statuses[piece] for piece in piece_of]

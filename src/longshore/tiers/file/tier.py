@@ -3,14 +3,23 @@
 Each operation moves [header, image] between a slot of the segment and the memory where images are (`segment.py`). It is
 a cache: nothing is synchronised per record, so a crash may lose or tear the newest ones. Every read therefore verifies
 everything, and what does not verify is a miss.
+
+`Health` counts failures and disables the tier after repeated ones:
+
+    on ──► read-only     `PATIENCE` writes in a row failed: the disk is full or worn out
+       ──► off           `PATIENCE` reads in a row failed
+
+A success resets the count. A tier that is read-only or off stays so until it is opened again; this is logged once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
@@ -34,14 +43,82 @@ from longshore.tiers.base import (
 )
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
-from longshore.tiers.file.executor import WINDOW_TASKS, Executor, Order
-from longshore.tiers.file.health import Health, TierState
+from longshore.tiers.file.executor import TASK_RECORDS, WINDOW_TASKS, Executor, Order, coalesce
+from longshore.tiers.file.format import Entries
 from longshore.tiers.file.index import Checkpointer
-from longshore.tiers.file.index_format import Entries
-from longshore.tiers.file.queue import TASK_RECORDS, IoQueue, Steps, ThreadQueue, coalesce
+from longshore.tiers.file.io import IoQueue, RawIo, Steps, ThreadQueue
 from longshore.tiers.file.recovery import open_files, slabs_within
 from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, Verifier, make_staging
-from longshore.tiers.file.system import RawIo
+
+PATIENCE = 8
+"""Consecutive failures of reads, or of writes, that change the state."""
+
+_FAILED = frozenset({Status.IO_ERROR, Status.NO_SPACE})
+
+_UNREADABLE = (Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR)
+_WRONG = (*((Op.READ, each) for each in _UNREADABLE), (Op.WRITE, Status.IO_ERROR), (Op.WRITE, Status.NO_SPACE))
+"""Counted failures."""
+
+
+class TierState(enum.Enum):
+    """Operations that a file tier accepts: all, reads only, or none."""
+
+    ON = "on"
+    READ_ONLY = "read_only"
+    OFF = "off"
+
+
+TROUBLES = (
+    *(f"{op.value}_{status.value}" for op, status in _WRONG),
+    *(state.value for state in (TierState.READ_ONLY, TierState.OFF)),
+    "checkpoint",
+)
+"""Keys of `FileTier.troubles`."""
+
+
+class Health:
+    """Health of the disk of the tier called `name`. Updated by one thread; attributes may be read by any.
+
+    Attributes:
+        state: The state.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.state = TierState.ON
+        self._name = name
+        self._failures = dict.fromkeys(Op, 0)
+        self._wrong: Counter[tuple[Op, Status]] = Counter()
+
+    def allows(self, op: Op) -> bool:
+        """Whether operations of this kind are accepted."""
+        return self.state is TierState.ON or (self.state is TierState.READ_ONLY and op is Op.READ)
+
+    @property
+    def troubles(self) -> dict[str, int]:
+        """Number of failures by kind, and 0 or 1 for the states read-only and off."""
+        wrong = {f"{op.value}_{status.value}": self._wrong[op, status] for op, status in _WRONG}
+        return {**wrong, **{state.value: int(state is self.state) for state in (TierState.READ_ONLY, TierState.OFF)}}
+
+    def record(self, op: Op, statuses: Sequence[Status]) -> None:
+        """Record the statuses of operations, in order."""
+        if not self._failures[op] and statuses.count(Status.OK) == len(statuses):
+            return
+        for status in statuses:
+            if status is not Status.OK:
+                self._wrong[op, status] += 1
+            self._failures[op] = self._failures[op] + 1 if status in _FAILED else 0
+            if self._failures[op] >= PATIENCE and self.allows(op):
+                self.state = TierState.OFF if op is Op.READ else TierState.READ_ONLY
+                _log.error(
+                    "file tier %s is %s until the engine is restarted; check the disk: %d %ss in a row failed, the "
+                    "last with %s",
+                    self._name,
+                    self.state.value.replace("_", "-"),
+                    PATIENCE,
+                    op.value,
+                    status.value,
+                )
+
 
 _new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, StoredChunk)
 # From C: there may be half a million of them, and a named tuple's own constructor runs in Python.

@@ -9,7 +9,6 @@ import pytest
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
 from longshore.cache import CacheSettings, Gate, GroupKeys, Lease, Run, TieredCache, TierSpec, WritePolicy
 from longshore.runtime import Runtime
-from longshore.runtime.weighing import Weighing
 from scripted import Scripted
 
 IMAGE, TOKENS = 4096, 16
@@ -38,8 +37,8 @@ class Rig:
         self.cache = TieredCache(
             [TierSpec(HOST, 8, IMAGE), TierSpec(FILE, 8, IMAGE)], CacheSettings(backup=WritePolicy.THROUGH)
         )
-        weighing = Weighing(Gate([HOST, FILE], TOKENS, IMAGE)) if gated else None
-        self.runtime = Runtime(self.cache, [self.device, self.files], weighing=weighing, clock=lambda: self.now)
+        gate = Gate([HOST, FILE], TOKENS, IMAGE) if gated else None
+        self.runtime = Runtime(self.cache, [self.device, self.files], gate=gate, clock=lambda: self.now)
         with self.runtime.control() as cache:
             cache.store({0: GroupKeys(KEYS)}, {0: range(4)})
         self._end_all()
@@ -81,22 +80,22 @@ def learned(per_chunk: float, *, at_hand: int = 0, gated: bool = True) -> Rig:
     rig.load()
     rig.drop(at_hand)
     for chunks in range(1, 9):
-        rig.runtime.saw_prefill(0, chunks * TOKENS, 0.01 * chunks)
+        rig.runtime.observe_prefill(0, chunks * TOKENS, 0.01 * chunks)
     return rig
 
 
 def test_what_is_slower_to_read_than_to_compute_is_computed_and_counted() -> None:
     rig = learned(1.0)
     assert rig.runtime.worth_loading(rig.lookup(), 0) == 0
-    assert rig.runtime.weighing is not None
-    assert rig.runtime.weighing.refused == 4
+    assert rig.runtime.gate is not None
+    assert rig.runtime.gate.refused == 4
 
 
 def test_a_prefetch_is_not_counted_nor_tried_as_its_request_is_asked_for_again() -> None:
     rig = learned(1.0)
     assert [rig.runtime.worth_loading(rig.lookup(), 0, ahead=True) for _ in range(1000)] == [0] * 1000
-    assert rig.runtime.weighing is not None
-    assert rig.runtime.weighing.refused == 0
+    assert rig.runtime.gate is not None
+    assert rig.runtime.gate.refused == 0
     assert 1 in [rig.runtime.worth_loading(rig.lookup(), 0) for _ in range(10_000)], "a try"
 
 
@@ -104,15 +103,15 @@ def test_what_was_ordered_before_is_loaded_whatever_the_gate_says() -> None:
     rig = learned(1.0)
     assert rig.runtime.worth_loading(rig.lookup(), 0, least=3) == 3
     assert rig.runtime.worth_loading(rig.lookup(), 0, least=9) == 4
-    assert rig.runtime.weighing is not None
-    assert rig.runtime.weighing.refused == 1
+    assert rig.runtime.gate is not None
+    assert rig.runtime.gate.refused == 1
 
 
 def test_what_is_quicker_to_read_is_loaded() -> None:
     rig = learned(0.001)
     assert rig.runtime.worth_loading(rig.lookup(), 0) == 4
-    assert rig.runtime.weighing is not None
-    assert rig.runtime.weighing.refused == 0
+    assert rig.runtime.gate is not None
+    assert rig.runtime.gate.refused == 0
 
 
 def test_what_lies_in_host_memory_is_loaded_whatever_is_behind_it() -> None:
@@ -137,12 +136,12 @@ def test_without_a_gate_all_is_loaded() -> None:
 
 @pytest.mark.parametrize(("source", "destination"), list(itertools.permutations((DEVICE, HOST, FILE), 2)))
 def test_only_what_brings_chunks_up_is_learned_from(source: str, destination: str) -> None:
-    weighing = Weighing(Gate([HOST, FILE], TOKENS, IMAGE))
-    weighing.saw_prefill(0, TOKENS, 1.0)
+    gate = Gate([HOST, FILE], TOKENS, IMAGE)
+    gate.observe_prefill(0, TOKENS, 1.0)
     for tier in (HOST, FILE):
         up_from = Route(tier, HOST if tier == FILE else DEVICE)
-        weighing.saw_load(up_from, TransferResult(1, (Status.OK,), IMAGE, 0.1), 0.0)
+        gate.observe_transfer(up_from, TransferResult(1, (Status.OK,), IMAGE, 0.1), 0.0)
     for _ in range(400):
-        weighing.saw_load(Route(source, destination), TransferResult(1, (Status.OK,), IMAGE, 10.0), 0.0)
+        gate.observe_transfer(Route(source, destination), TransferResult(1, (Status.OK,), IMAGE, 10.0), 0.0)
     up = (source, destination) in ((FILE, HOST), (HOST, DEVICE), (FILE, DEVICE))
-    assert weighing.worth_loading(0, [Run(FILE, 1)], 0.0) == (0 if up else 1)
+    assert gate.worth_loading(0, [Run(FILE, 1)], 0.0) == (0 if up else 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from longshore.layout.model import U64, KVLayout
-from longshore.testing.simulated_device.simulation import BlockedError, Mark, SimulatedQueue, Simulation
+from longshore.testing.simulation import BlockedError, Mark, SimulatedQueue, Simulation
 from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream, copy_pieces
 from longshore.transfer.plan import CopyBatch, Planner
 

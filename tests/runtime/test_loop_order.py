@@ -1,0 +1,193 @@
+"""Order of transfers, upstream failures, refusals, and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from loop_kit import (
+    Rig,
+    StubCache,
+    in_chain,
+    path,
+)
+
+from longshore.boundary import FILE, HOST, Cancel, Route, Status
+from longshore.cache import (
+    GroupKeys,
+)
+from longshore.errors import CacheError, PlanError, TierClosedError, TierError
+from longshore.runtime import Runtime
+from scripted import Scripted
+
+
+def test_transfer_waits_for_the_jobs_it_depends_on(rig: Rig) -> None:
+    rig.store(path(2))
+    hold = rig.load(path(2), [5, 6])
+    (reading,) = rig.files.submitted
+    assert rig.device.submitted == []
+    rig.runtime.pump()
+    assert rig.device.submitted == []
+    rig.files.end()
+    rig.runtime.pump()
+    (copying,) = rig.device.submitted
+    assert copying.after == (reading.job,)
+    assert copying.sections[0].blocks == (5, 6)
+    rig.device.end()
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (2, (FILE, FILE))
+    rig.check_idle()
+
+
+def test_two_requests_for_the_same_chunks_share_one_read(rig: Rig) -> None:
+    rig.store(path(2))
+    first, second = rig.load(path(2), [1, 2]), rig.load(path(2), [3, 4])
+    assert len(rig.files.submitted) == 1
+    rig.files.end()
+    rig.runtime.pump()
+    assert [t.sections[0].blocks for t in rig.device.submitted] == [(1, 2), (3, 4)]
+    rig.device.end()
+    rig.device.end()
+    assert rig.runtime.wait_over(first, 0.0).outcome == rig.runtime.wait_over(second, 0.0).outcome == (2, (FILE, FILE))
+
+
+@pytest.mark.parametrize(
+    ("per_chunk", "skip", "blocks", "left"),
+    [(1, 0, [4, 5, 6], (4,)), (2, 0, [4, 5, 6, 7, 8], (4, 5)), (2, 1, [4, 5, 6, 7, 8], (4,))],
+)
+def test_failed_upstream_items_and_items_behind_them_are_not_copied(
+    per_chunk: int, skip: int, blocks: list[int], left: tuple[int, ...]
+) -> None:
+    rig = Rig(blocks_per_chunk=per_chunk)
+    rig.store(path(3))
+    hold = rig.load(path(3), blocks, skip)
+    rig.files.end(Status.OK, Status.CORRUPT, Status.OK)
+    rig.runtime.pump()
+    (copying,) = rig.device.submitted
+    assert [item.key for item in copying.items] == path(1)
+    assert copying.sections[0].blocks == left
+    rig.device.end()
+    assert rig.runtime.wait_over(hold, 0.0).outcome.chunks == 1
+    assert rig.misses() == {"corrupt": 1, "behind": 1}
+    rig.check_idle()
+
+
+def test_failed_first_upstream_item_ends_the_dependent_transfer(rig: Rig) -> None:
+    rig.store(path(2))
+    hold = rig.load(path(2), [1, 2])
+    rig.files.end(Status.IO_ERROR, Status.OK)
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
+    assert rig.device.submitted == []
+    assert rig.misses() == {"io_error": 1, "behind": 1}
+    rig.check_idle()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TierError("no"), PlanError("no"), TierClosedError("no"), RuntimeError("CUDA error")],
+    ids=lambda e: type(e).__name__,
+)
+def test_refused_load_is_a_miss_and_its_slots_are_not_copied(error: Any) -> None:
+    rig = Rig()
+    rig.store(path(2))
+    rig.files.refuse = error
+    hold = rig.load(path(2), [1, 2])
+    rig.runtime.pump()
+    assert rig.device.submitted == [], "bytes that never came were copied to the device"
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
+    assert rig.misses() == {"tier_off": 2}
+    assert {r.slot.tier for r in rig.cache.residents()} == {FILE}, "a refusal is not the fault of the stored bytes"
+    rig.check_idle()
+
+
+def test_refused_backup_keeps_the_chunk_in_host_memory(rig: Rig) -> None:
+    rig.store(path(1))
+    rig.device.refuse = PlanError("block 99 does not exist")
+    hold = rig.load(path(1), [1])
+    rig.files.end()
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
+    assert {r.slot.tier for r in rig.cache.residents()} == {HOST, FILE}
+    rig.check_idle()
+
+
+def test_route_without_a_mover_is_a_miss() -> None:
+    rig = Rig(with_files=False)
+    with rig.runtime.control() as cache:
+        cache.store({0: GroupKeys(path(1))}, {0: [0]})
+    rig.device.end()
+    rig.check_idle()
+    assert rig.cache.counters.drops[FILE].total() == 1
+    assert [r.slot.tier for r in rig.cache.residents()] == [HOST]
+
+
+def test_transfer_ends_when_all_ranks_have_ended(rig: Rig) -> None:
+    rig = Rig(ranks=2)
+    rig.store(path(2))
+    hold = rig.load(path(2), [1, 2])
+    rig.files.end(rank=0)
+    rig.runtime.pump()
+    assert rig.device.submitted == []
+    rig.files.end(rank=1)
+    rig.runtime.pump()
+    assert len(rig.device.submitted) == 1
+    rig.device.end(rank=0)
+    rig.runtime.pump()
+    assert rig.cache.progress(hold).outcome is None
+    rig.device.end(Status.OK, Status.SHORT, rank=1)
+    assert rig.runtime.wait_over(hold, 0.0).outcome == (1, (FILE,))
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failure_on_one_rank_fails_later_dependents(failing: int) -> None:
+    rig = Rig(ranks=2)
+    rig.store(path(2))
+    first = rig.load(path(2), [1, 2])
+    how = (Status.OK, Status.CORRUPT)
+    rig.files.end(*(how if failing == 0 else (Status.OK,)), rank=0)
+    rig.runtime.pump()
+    second = rig.load(path(2), [3, 4])
+    rig.files.end(*(how if failing == 1 else (Status.OK,)), rank=1)
+    rig.runtime.pump()
+    assert [len(copying.items) for copying in rig.device.submitted] == [1, 1]
+    rig.device.end()
+    rig.device.end()
+    assert rig.runtime.wait_over(first, 0.0).outcome == rig.runtime.wait_over(second, 0.0).outcome == (1, (FILE,))
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("end", ["deadline", "close"])
+def test_each_transfer_of_a_chain_ends_exactly_once(end: str) -> None:
+    cache, mover, now = StubCache(*in_chain(1, 2, 3, 4)), Scripted(Route(HOST, HOST)), 0.0
+    runtime = Runtime(cache, [mover], clock=lambda: now)  # type: ignore[arg-type]
+    runtime.pump()
+    if end == "close":
+        runtime.close(0.0)
+    else:
+        now = 11.0
+        runtime.pump()
+        assert mover.cancelled == [1]
+        mover.end(Status.CANCELLED)
+        runtime.pump()
+    assert sorted(result.job for result in cache.results) == [1, 2, 3, 4]
+
+
+def test_failure_propagates_through_a_chain_of_transfers() -> None:
+    cache, mover = StubCache(*in_chain(1, 2, 3)), Scripted(Route(HOST, HOST))
+    runtime = Runtime(cache, [mover], clock=lambda: 0.0)  # type: ignore[arg-type]
+    runtime.pump()
+    mover.end(Status.SHORT)
+    runtime.pump()
+    assert [(r.job, r.statuses) for r in cache.results] == [(job, (Status.SHORT,)) for job in (1, 2, 3)]
+    assert len(mover.submitted) == 1
+
+
+def test_cancel_of_an_ended_job_is_ignored() -> None:
+    runtime = Runtime(StubCache(Cancel(7)), [])  # type: ignore[arg-type]
+    assert not runtime.pump()
+
+
+def test_commands_before_a_callers_error_are_submitted(rig: Rig) -> None:
+    with pytest.raises(CacheError), rig.runtime.control() as cache:
+        cache.store({0: GroupKeys(path(1))}, {0: [0]})
+        cache.store({0: GroupKeys(path(1))}, {0: [0, 1, 2]})
+    assert len(rig.device.submitted) == 1
