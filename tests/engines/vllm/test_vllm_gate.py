@@ -12,7 +12,7 @@ from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
 from longshore.cache import DropReason, Gate, Presence
-from longshore.engines.vllm.worth import worth_until
+from longshore.engines.vllm.manager import worth_until
 from longshore.errors import ConfigError
 from longshore.runtime.weighing import Weighing
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 from vllm_kit import Group, config_of, file_settings, vllm_config
 
 from longshore.engines.vllm import LongshoreSpec
-from longshore.engines.vllm.meeting import note_path
+from longshore.engines.vllm.rendezvous import note_path
 from longshore.errors import TierInUseError
 from longshore.tiers.file.directory import Directory
 

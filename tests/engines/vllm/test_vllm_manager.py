@@ -27,7 +27,7 @@ from vllm_kit import BLOCKS, TOKENS, Rig, file_settings, keys_of
 from longshore.cache import Return, TieredCache
 from longshore.cache.eviction import POLICIES
 from longshore.cache.eviction.hit_rates import USES
-from longshore.engines.vllm.keys import ours
+from longshore.engines.vllm.requests import ours
 from longshore.errors import ConfigError, EngineError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore.engines.vllm.meeting import Note, find, note_path, publish, withdraw
 from longshore.engines.vllm.model import Model
+from longshore.engines.vllm.rendezvous import Note, find, note_path, publish, withdraw
 from longshore.errors import EngineError
 
 ENGINE = "an engine"

@@ -9,8 +9,8 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey
 from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.engines.vllm import LongshoreSpec
-from longshore.engines.vllm.keys import ours
-from longshore.engines.vllm.tally import zero
+from longshore.engines.vllm.metrics import zero
+from longshore.engines.vllm.requests import ours
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 IMAGE = 4096

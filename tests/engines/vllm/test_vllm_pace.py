@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm_kit import file_settings, keys_of
 
-from longshore.engines.vllm import pace as pace_module
-from longshore.engines.vllm.keys import ours
-from longshore.engines.vllm.pace import Pace
+from longshore.engines.vllm import manager as manager_module
+from longshore.engines.vllm.manager import Pace
+from longshore.engines.vllm.requests import ours
 
 
 class Clock:
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pace_module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     return clock
 
 

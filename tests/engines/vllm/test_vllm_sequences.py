@@ -43,7 +43,7 @@ from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
 
 from longshore.boundary import FILE, Slabs, Status
 from longshore.cache.pool import FREE, READY
-from longshore.engines.vllm import store as store_module
+from longshore.engines.vllm import tiers as tiers_module
 from longshore.engines.vllm.worker import LoadPart
 from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch
 
@@ -242,7 +242,7 @@ class Sequences(RuleBasedStateMachine):
         }
         if file:
             self.file_slabs = file
-            self.patch.setattr(store_module, "_open_file_tier", self._open)
+            self.patch.setattr(tiers_module, "_open_file_tier", self._open)
             extra |= {**file_settings(Path(self.directory.name)), "file_size": "4MiB", "backup": backup}
         parallel = {"parallel_config.world_size": world}
         self.rig = Rig(world=world, groups=self.groups, blocks=BLOCKS, vllm=parallel, **extra)

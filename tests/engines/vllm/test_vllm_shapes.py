@@ -10,7 +10,7 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
 from vllm_kit import BLOCKS, Group, Rig, keys_of
 
-from longshore.engines.vllm.meeting import note_path
+from longshore.engines.vllm.rendezvous import note_path
 from longshore.errors import SelfTestError
 from longshore.runtime.selftest import copy_test
 from longshore.transfer.device.base import copy_pieces

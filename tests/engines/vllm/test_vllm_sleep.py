@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.cache import MissReason
-from longshore.engines.vllm import sleeping
+from longshore.engines.vllm import tiers as tiers_module
 from longshore.errors import ConfigError, RegistrationError
 from longshore.runtime import stack
 
@@ -31,12 +31,12 @@ class Sleeper(Rig):
 
     def reset_for_sleep(self, level: int = 1) -> None:
         """What `EngineCore.sleep` does first."""
-        token = sleeping._level.set(level)
+        token = tiers_module._level.set(level)
         try:
             self.manager.reset_cache()
             self.manager.device_was_reset()
         finally:
-            sleeping._level.reset(token)
+            tiers_module._level.reset(token)
 
     def sleep(self, level: int = 1) -> None:
         self.reset_for_sleep(level)

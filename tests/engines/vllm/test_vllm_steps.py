@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from longshore.engines.vllm.steps import Steps, tokens_of
+from longshore.engines.vllm.connector import Steps, tokens_of
 
 
 class Seen(list[tuple[int, int, float]]):

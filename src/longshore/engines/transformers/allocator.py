@@ -27,7 +27,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 from longshore.boundary import DEVICE, FILE, HOST, Key
 from longshore.cache import GroupKeys, Lease, Retention, Text, TieredCache, Until
 from longshore.engines.transformers.contract import check_allocator
-from longshore.engines.transformers.lookups import Ahead, PromptLookup, PromptRecord
+from longshore.engines.transformers.requests import Ahead, PromptLookup, PromptRecord
 from longshore.errors import DeviceError, EngineError, QueueFullError, TierClosedError, TierError, TokenError
 from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain

@@ -14,12 +14,12 @@ import torch
 from longshore.boundary import DEVICE, FILE, HOST
 from longshore.cache import CacheGroup
 from longshore.config import Config
+from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers import contract
 from longshore.engines.transformers.allocator import TieredAllocator
-from longshore.engines.transformers.lookups import PromptRecord
+from longshore.engines.transformers.contract import informed_allocators, replaced_allocator, served_model
 from longshore.engines.transformers.oracle import block_digests
-from longshore.engines.transformers.registry import informed_allocators, replaced_allocator, served_model
-from longshore.engines.transformers.rows import RowBlocks
+from longshore.engines.transformers.requests import PromptRecord
 from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import CacheError, EngineError, HintError, LongshoreError, SelfTestError, TierError
 from longshore.hints import RequestHints

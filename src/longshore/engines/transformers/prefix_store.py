@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from longshore.cache import GroupKeys
 from longshore.config import Config
+from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import refuse
-from longshore.engines.transformers.rows import RowBlocks
 from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import CacheError, EngineError
 from longshore.keys import chain

@@ -8,15 +8,24 @@ that are compared before blocks are copied.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.engines.tensors import content
 from longshore.engines.vllm import contract
+from longshore.engines.vllm.model import Digests
+from longshore.engines.vllm.requests import Request, Ticket
+from longshore.errors import EngineError
+from longshore.runtime.stamps import Stamps
 
 _log = logging.getLogger(__name__)
 
@@ -184,3 +193,192 @@ def _models() -> list[Any]:
     from torch.nn import Module  # noqa: PLC0415 - vLLM has it
 
     return [each for each in gc.get_objects() if issubclass(type(each), Module) and hasattr(each, "load_weights")]
+
+
+Loaded = Callable[[Any, int], None]
+
+_listeners: list[Loaded] = []
+_digests = Digests()
+"""Of all workers in this process."""
+
+
+class Adapters:
+    """The scheduler's side. `lora` is always vLLM's `LoRARequest`."""
+
+    def __init__(self, stamps: Stamps) -> None:
+        self._stamps = stamps
+        self._digests = Digests()
+        self._changes = stamps.adapter_changes()
+        self._warned: set[int] = set()
+
+    def identity(self, lora: Any) -> bytes | None:
+        """Digest of what the workers compute with; `None` where that is not known, or is not in the files any more.
+
+        This is asked several times for each request: the files are read once, and not where they would be each time.
+        """
+        tag = _tag(lora)
+        loaded = self._stamps.adapter(tag)
+        if loaded is None:
+            return None
+        try:
+            digest = _digest(self._digests, lora, only_once=True)
+        except EngineError as error:
+            if tag not in self._warned:
+                self._warned.add(tag)
+                _log.warning("requests with LoRA adapter %s are computed, and not stored: %s", lora.lora_name, error)
+            return None
+        return digest if digest is not None and loaded == (lora.lora_int_id, _number(digest)) else None
+
+    def is_trusted(self, lora: Any) -> bool:
+        """Whether all of this adapter's blocks on the device were computed with what is loaded now."""
+        row = self._stamps.adapter_row(_tag(lora))
+        return bool((self._stamps.adapter_changes()[row] == self._changes[row]).all())
+
+    def device_was_reset(self) -> None:
+        """The device has no blocks any more."""
+        self._changes = self._stamps.adapter_changes()
+
+
+class AdapterWatch:
+    """The worker's side: tells `loaded` of each adapter that vLLM has loaded, with the number of its digest, or 0."""
+
+    def __init__(self, vllm: Any, loaded: Loaded) -> None:
+        """`vllm` is the `VllmConfig`, or nothing."""
+        self._loaded = loaded
+        has_adapters = getattr(vllm, "lora_config", None) is not None
+        if has_adapters and bool(getattr(vllm.parallel_config, "worker_cls", "")):
+            from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415
+
+            _wrap_manager(WorkerLoRAManager)
+            _listeners.append(loaded)
+
+    def close(self) -> None:
+        """Tell no more. Idempotent."""
+        if self._loaded in _listeners:
+            _listeners.remove(self._loaded)
+
+
+def tell(lora: Any, stamps: Stamps, rank: int, number: int) -> bool:
+    """A worker has loaded an adapter; says whether other bytes were loaded under its name and path before."""
+    return stamps.adapter_loaded(rank, _tag(lora), lora.lora_int_id, number)
+
+
+def _wrap_manager(manager: Any) -> None:
+    contract.check_has(manager, "_load_adapter")
+    load = manager._load_adapter
+    if getattr(load, "tells_of_adapters", False):
+        return
+
+    @functools.wraps(load)
+    def told(self: Any, lora: Any, *arguments: Any, **named: Any) -> Any:
+        before = _known_digest(lora)
+        try:
+            done = load(self, lora, *arguments, **named)
+        except BaseException:
+            before = None
+            raise
+        finally:
+            number = _number(before) if before is not None and before == _known_digest(lora) else 0
+            for each in list(_listeners):
+                each(lora, number)
+        return done
+
+    told.tells_of_adapters = True  # type: ignore[attr-defined]
+    manager._load_adapter = told
+
+
+def _known_digest(lora: Any) -> bytes | None:
+    with contextlib.suppress(EngineError):
+        return _digest(_digests, lora)
+    return None
+
+
+def _digest(digests: Digests, lora: Any, *, only_once: bool = False) -> bytes | None:
+    """Of the files of an adapter, if they are on this machine. Raises `EngineError` as `Digests.of` does."""
+    path = Path(lora.lora_path).expanduser()
+    try:
+        if not path.exists():  # a name on a hub, which the workers have downloaded
+            from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it
+
+            path = Path(snapshot_download(lora.lora_path, local_files_only=True))
+        return bytes.fromhex(digests.of([path], only_once=only_once)) if path.is_dir() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _tag(lora: Any) -> int:
+    """A number for an adapter's name and path: all that vLLM's hashes have of it."""
+    return _number(hashlib.sha256(f"{lora.lora_name}\0{lora.lora_path}".encode()).digest())
+
+
+def _number(digest: bytes) -> int:
+    """The start of a digest, never 0."""
+    return int.from_bytes(digest[:8], "big") or 1
+
+
+class Trust:
+    """Of one manager.
+
+    Attributes:
+        weight_changes: How often the workers' weights had changed at the last look, of all ranks.
+    """
+
+    def __init__(self, stamps: Stamps, *, base_is_mixed: bool) -> None:
+        """`base_is_mixed` says that blocks of the base model may have been computed with an adapter."""
+        self.weight_changes = stamps.weight_changes
+        self._stamps = stamps
+        self._adapters = Adapters(stamps)
+        self._base_is_mixed = base_is_mixed
+        self._device_used = False
+        """Whether there were lookups, or stores, since the device was last known to be empty."""
+        self._distrusts = False
+        """Whether the device may have blocks of other weights than those in force."""
+
+    def weights_are_new(self) -> bool:
+        """Whether weights have changed since the last look; if so, all that is stored means nothing any more."""
+        changes = self._stamps.weight_changes
+        if changes == self.weight_changes:
+            return False
+        self.weight_changes = changes
+        self._distrusts |= self._device_used
+        _log.warning(
+            "weights changed in the running engine: all tiers were emptied%s",
+            "; nothing is stored until the prefix cache is reset (reset_connector=True) while no request is running, "
+            "because the device may still have blocks of the old weights"
+            if self._distrusts
+            else "",
+        )
+        return True
+
+    def used(self) -> None:
+        """The device may have blocks from now on."""
+        self._device_used = True
+
+    def device_was_reset(self) -> None:
+        """The device has no blocks any more."""
+        self._device_used = self._distrusts = False
+        self._adapters.device_was_reset()
+
+    def knows(self, request: Request) -> bool:
+        """Whether it is known what `request` is computed with, and is the same since it was first known."""
+        if request.lora is None:
+            return True
+        found = self._adapters.identity(request.lora)
+        request.adapter = request.adapter or found or b""
+        return found is not None and found == request.adapter
+
+    def takes(self, request: Request, keys: Collection[OffloadKey], stores: Iterable[Ticket]) -> bool:
+        """Whether blocks of `request` may be stored under `keys`, beside `stores` that are under way."""
+        if request.lora is None:
+            return not self._distrusts and not self._base_is_mixed
+        if self._distrusts or not self.knows(request) or not self._adapters.is_trusted(request.lora):
+            return False
+        # vLLM ends stores by its own keys, which are the same for all bytes of an adapter: one at a time.
+        others = (store for store in stores if store.adapter and store.adapter != request.adapter)
+        return not any(key in keys for store in others for key in store.keys)
+
+    def holds(self, store: Ticket) -> bool:
+        """Whether what was stored still means what its keys say."""
+        if store.lora is None:
+            return True
+        return self._adapters.is_trusted(store.lora) and self._adapters.identity(store.lora) == store.adapter

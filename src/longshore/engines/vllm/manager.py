@@ -13,10 +13,12 @@ tiers of a request that needs more than host memory has room for: these are read
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, count, takewhile
+from itertools import compress, count, groupby, takewhile
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -34,21 +36,79 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
-from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
-from longshore.engines.vllm.announce import Announcer
-from longshore.engines.vllm.keys import GROUP_BYTES, ours
+from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, Run, TieredCache, Until
+from longshore.engines.vllm.changes import Trust
 from longshore.engines.vllm.loads import NO_SLOTS, Loads
-from longshore.engines.vllm.pace import Pace
-from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, knows, position, residency
-from longshore.engines.vllm.store import TierStore
-from longshore.engines.vllm.tally import Tally
-from longshore.engines.vllm.trust import Trust
+from longshore.engines.vllm.metrics import Announcer, Tally
+from longshore.engines.vllm.requests import (
+    GROUP_BYTES,
+    Request,
+    Ticket,
+    has_more,
+    hints_of,
+    keys_told,
+    knows,
+    ours,
+    position,
+    residency,
+)
+from longshore.engines.vllm.tiers import TierStore
 from longshore.engines.vllm.worker import LoadPart, SlotsSpec
-from longshore.engines.vllm.worth import worth_until
 from longshore.errors import CacheError, IntegrityError
 from longshore.hints import RequestHints
 from longshore.runtime.containment import contained
 from longshore.runtime.stamps import GOOD
+from longshore.runtime.weighing import Weighing
+
+_COMPUTED_SECONDS = 0.5e-3
+"""A step that took longer has computed something, or slept."""
+
+_NAP_SECONDS = 0.2e-3
+
+
+class Pace:
+    """Sleeps a little in steps that come one upon the other while copies are awaited."""
+
+    def __init__(self) -> None:
+        self._last_step = -math.inf
+
+    def planned(self, is_awaited: Callable[[], bool]) -> None:
+        """A step is planned; `is_awaited` says whether somebody waits for copies."""
+        if time.monotonic() - self._last_step < _COMPUTED_SECONDS and is_awaited():
+            time.sleep(_NAP_SECONDS)
+        self._last_step = time.monotonic()
+
+
+_TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE}
+
+
+def worth_until(
+    weighing: Weighing | None,
+    ends: Mapping[OffloadKey, int],
+    found: Sequence[Presence],
+    first: OffloadKey,
+    now: float,
+) -> float:
+    """The token up to which to load, of a prompt that is computed up to the chunk `first`; infinity if nobody knows.
+
+    Args:
+        ends: For each chunk, in order, the token that it ends with.
+        found: Where each of them is.
+    """
+    if weighing is None or first not in ends:
+        return math.inf
+    group = first[-GROUP_BYTES:]
+    mine = sorted(
+        (end, _TIER.get(presence, ""))
+        for (key, end), presence in zip(ends.items(), found, strict=True)
+        if key[-GROUP_BYTES:] == group
+    )
+    computed = ends[first] - mine[0][0]
+    chain = list(takewhile(lambda chunk: chunk[1], (chunk for chunk in mine if chunk[0] > computed)))
+    runs = [Run(tier, len(list(same))) for tier, same in groupby(tier for _, tier in chain)]
+    count = weighing.worth_loading(computed, runs, now)
+    return chain[count - 1][0] if count else computed
+
 
 _log = logging.getLogger(__name__)
 

@@ -28,11 +28,10 @@ from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import Return
 from longshore.config import Config
 from longshore.engines.vllm.manager import LongshoreManager
-from longshore.engines.vllm.meeting import Note
 from longshore.engines.vllm.model import Model
+from longshore.engines.vllm.rendezvous import Note
 from longshore.engines.vllm.requests import HINTS
-from longshore.engines.vllm.sleeping import Sleeps
-from longshore.engines.vllm.store import TierStore, make_cache
+from longshore.engines.vllm.tiers import Sleeps, TierStore, make_cache
 from longshore.errors import IntegrityError
 from longshore.runtime import Runtime
 from longshore.runtime.loop import BackgroundLoop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,20 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, 
 
 from longshore.boundary import FILE, Key, Slots, Status, TransferResult
 from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, Until
-from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.errors import HintError
 from longshore.hints import RequestHints
+
+_KEY_BYTES = 32
+GROUP_BYTES = 4
+"""The end of vLLM's keys."""
+
+
+def ours(theirs: Iterable[bytes], adapter: bytes = b"") -> list[Key]:
+    """Our keys of chunks; `adapter` is the digest of the adapter that they were computed with, if there was one."""
+    if adapter:
+        return [hashlib.sha256(adapter + key).digest() for key in theirs]
+    return [key[-_KEY_BYTES:] if len(key) >= _KEY_BYTES else key.ljust(_KEY_BYTES, b"\0") for key in theirs]
+
 
 _log = logging.getLogger(__name__)
 

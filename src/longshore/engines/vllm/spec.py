@@ -9,27 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from longshore.boundary import HOST, Section, Slabs, Slot, by_size
 from longshore.cache import WritePolicy
 from longshore.config import format_bytes
+from longshore.engines.kv_transfer import read, refuse
 from longshore.engines.vllm import contract
-from longshore.engines.vllm.announce import LIMIT
-from longshore.engines.vllm.caches import Blocks, layout_of
 from longshore.engines.vllm.manager import LongshoreManager
-from longshore.engines.vllm.meeting import Note, attach, find, publish, withdraw
-from longshore.engines.vllm.model import are_together, describe, is_killed_at_once, nodes, vllm_config
-from longshore.engines.vllm.scope import scope_of, why_transient
-from longshore.engines.vllm.settings import read, refuse
-from longshore.engines.vllm.sleeping import watch_engine
-from longshore.engines.vllm.store import open_store
-from longshore.engines.vllm.tally import definitions
+from longshore.engines.vllm.metrics import EVENTS_LIMIT, definitions
+from longshore.engines.vllm.model import (
+    are_together,
+    describe,
+    is_killed_at_once,
+    nodes,
+    scope_of,
+    vllm_config,
+    why_transient,
+)
+from longshore.engines.vllm.rendezvous import Note, attach, find, publish, withdraw
+from longshore.engines.vllm.tiers import open_store, watch_engine
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import ConfigError, EngineError
-from longshore.layout import KVLayout
+from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.runtime.selftest import copy_test
 from longshore.runtime.stack import open_arena, registrar_for
 from longshore.runtime.stamps import Stamps
@@ -37,6 +44,55 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer.device import device_for
 from longshore.transfer.engine import TransferEngine
+
+
+def layout_of(caches: Any, config: Any) -> KVLayout:
+    """The layout of this rank; `caches` are `CanonicalKVCaches`, `config` is an `OffloadingConfig`.
+
+    Raises `LayoutError` where pages overlap, or lie outside their tensors.
+    """
+    tensors = [each.tensor for each in caches.tensors]
+    # Where all ranks hold the same bytes one image part serves them all.
+    ranks = 1 if config.replicated_layout else config.parallel.world_size
+    rank = 0 if config.replicated_layout else config.parallel.rank
+    groups = tuple(
+        KVGroup(
+            f"group {group.group_id}",
+            group.tokens_per_block,
+            config.cache.blocks_per_chunk,
+            tuple(
+                PageRef(ref.tensor_idx, 0, tensors[ref.tensor_idx].stride(0), ref.page_size_bytes, None, layer)
+                for layer, ref in enumerate(refs)
+            ),
+        )
+        for group, refs in zip(config.groups, caches.group_data_refs, strict=True)
+    )
+    return KVLayout(groups, tensors, len(tensors[0]), ranks, rank)
+
+
+class Blocks:
+    """Whole blocks of one group as bytes, for the self-test; `longshore.runtime.selftest.DeviceBlocks`."""
+
+    def __init__(self, caches: Any, group: int) -> None:
+        """`caches` are `CanonicalKVCaches`."""
+        refs = caches.group_data_refs[group]
+        self._pages = [(caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
+
+    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
+        rows = [tensor[list(blocks), :size].cpu().numpy().view(np.uint8) for tensor, size in self._pages]
+        return np.concatenate(rows, axis=1)
+
+    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Set them."""
+        import torch  # noqa: PLC0415 - vLLM has it
+
+        begin = 0
+        for tensor, size in self._pages:
+            rows = np.ascontiguousarray(data[:, begin : begin + size]).view(np.int8)
+            tensor[list(blocks), :size] = torch.from_numpy(rows).to(tensor.device)
+            begin += size
+
 
 _log = logging.getLogger(__name__)
 
@@ -86,16 +142,16 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         note = find(self.config.engine_id)
         scope = None
         if self.settings.file_path is not None:
-            reason = why_transient(note)
+            reason = why_transient(note.model)
             if reason:
                 _log.error("NO FILE TIER: %s", reason)
             else:
-                scope = scope_of(self.config, note, self.settings.salt)
+                scope = scope_of(self.config, note.model, note.fingerprint, note.device, self.settings.salt)
         if note.model.base_is_mixed:
             _log.error(_MIXED)
         announces = self.kv_events_config.enable_kv_cache_events
         try:
-            store = open_store(self.settings, note, scope, self.config.groups, events=LIMIT if announces else 0)
+            store = open_store(self.settings, note, scope, self.config.groups, events=EVENTS_LIMIT if announces else 0)
         finally:
             withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]

@@ -36,9 +36,8 @@ from longshore.boundary import (
     Urgency,
     addresses,
 )
-from longshore.engines.vllm.adapters import AdapterWatch, tell
-from longshore.engines.vllm.changes import Changes
-from longshore.engines.vllm.meeting import PATIENCE
+from longshore.engines.vllm.changes import AdapterWatch, Changes, tell
+from longshore.engines.vllm.rendezvous import PATIENCE
 from longshore.errors import EngineError, LongshoreError, TierError
 from longshore.runtime.stack import take_back
 from longshore.runtime.stamps import Stamps
