@@ -1,4 +1,4 @@
-"""What vLLM is told with `--kv-transfer-config`. Needs no vLLM."""
+"""The connector's configuration: written for `--kv-transfer-config`, checked, and read in the engine. Needs no vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums of tensors, by which an adapter tells whether weights are the same."""
+"""Bytes of tensors: checksums, by which an adapter tells whether weights are the same, and rows of device blocks."""
 
 from __future__ import annotations
 

@@ -749,7 +749,7 @@ class Sequences(RuleBasedStateMachine):
         assert cache.jobs_in_flight == 0
         assert {state for pool in cache._store.pools for state in pool.state} <= {FREE, READY}
         assert not manager._stores
-        assert not manager._by_key
+        assert not manager._stores.by_key
         assert not manager._stale
         assert not manager._requests
         assert not self.scheduler._req_status

@@ -1,13 +1,22 @@
 """The scope of a transformers model's KV cache: configuration, weights and code, as they are in memory.
 
-Weights are hashed whole, where they lie, not by file names and sizes: a fine-tuned copy of the same shape in the same
-place must never be served another's blocks. On the CPU by xxh3, the quickest there; on an accelerator by mix64, a sum
-of words that are each mixed with their place. Both change with any single bit, and when bytes change places. Addresses
-and `_version` are not looked at: `p.data.add_()` changes neither, and equal bytes have equal blocks wherever they lie.
+All weights are hashed where they are, not by file names and sizes: a fine-tuned copy of the same shape in the same
+place must never be served another's blocks. On the CPU by xxh3, on an accelerator by mix64, a sum of words that are
+each mixed with their position. Both change with any single bit, and when bytes change places. Addresses and `_version`
+are ignored: `p.data.add_()` changes neither, and equal bytes have equal blocks at any address.
 
-Code is digested (digest.py) as it is in force: class and hooks of every module, and their attributes, replaced
-functions included. Where something of it is opaque, as an open file in a hook's closure is, the scope is private to
-this process: blocks are found as long as it runs, and never by another.
+Code is digested as it is in force: class, hooks and attributes of every module, replaced functions included. A digest
+is the same in every process for the same content:
+
+    plain values, containers, tensors   by content; the order of sets, and of the keys of mappings, does not count
+    functions                           by bytecode, constants, defaults, closure, and the globals that they name
+    classes                             by name and code, with their bases
+    other objects                       by class and attributes
+    anything else                       opaque: by identity, which means nothing in another process
+
+Code of torch, of the standard library and of Longshore, and the base classes of transformers, count by name, as their
+versions are part of the scope; what other packages have put into them counts by content. With something opaque, such
+as an open file in a hook's closure, the scope is private to this process: no later process finds its blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,18 @@
-"""Weights that change in a running engine, and device memory that goes: a worker notices.
+"""What changes in a running engine: weights, device memory, LoRA adapters; and which blocks may then be stored.
 
-Nobody tells a connector that vLLM has got new weights, and vLLM resets its caches only where it is told to. So the
-methods of vLLM's worker that change weights are wrapped, with those of a worker extension and the models' own
-`load_weights`. What writes to parameters without any of these is seen on the CPU alone, in samples of each parameter
-that are compared before blocks are copied.
+    worker      `Changes`: wrapped methods, samples of parameters ─► stamps        device memory goes and comes back
+                `AdapterWatch`: an adapter was loaded ─► digest of its files ─► stamps
+    scheduler   `Adapters`: a request's adapter ─► digest of its files = that of the stamps? ─► part of its keys
+                `Trust`: whether blocks on the device still are what their keys say
+
+vLLM does not tell a connector about new weights, and resets its caches only when told to. So the methods of vLLM's
+worker that change weights are wrapped, with those of a worker extension and the models' own `load_weights`. Writes to
+parameters by other means are detected on the CPU only, by samples that are compared before blocks are copied.
+
+vLLM keeps blocks on the device when weights change: from then on nothing is stored until the device was emptied.
+vLLM's keys have an adapter's name and path. Blocks of an adapter are stored and loaded only while all workers have
+loaded what its files hold now. After these bytes have changed, none of its blocks on the device are stored until the
+device was emptied, because vLLM keeps them under the same hashes.
 """
 
 from __future__ import annotations
@@ -333,6 +342,11 @@ class Trust:
         """Whether there were lookups, or stores, since the device was last known to be empty."""
         self._distrusts = False
         """Whether the device may have blocks of other weights than those in force."""
+
+    @property
+    def epoch(self) -> tuple[int, int]:
+        """How often weights had changed at the last look, and device memory has gone or come back."""
+        return self.weight_changes, self._stamps.naps
 
     def weights_are_new(self) -> bool:
         """Whether weights have changed since the last look; if so, all that is stored means nothing any more."""

@@ -35,7 +35,13 @@ class _Step(NamedTuple):
 
 
 class Steps:
-    """Tells `saw(context, tokens, seconds)` of each step that computed at least `least` tokens of some prompt.
+    """Measures how long vLLM takes to compute prompts: planned(step) ─► the workers compute ─► ended().
+
+    Plans and ends come in the same order, but with asynchronous scheduling a step is planned before the one before it
+    has ended. A step whose end is not reported lasts until the next report: it looks slower than it was, so in doubt
+    blocks are loaded.
+
+    Tells `saw(context, tokens, seconds)` of each step that computed at least `least` tokens of some prompt.
 
     `context` is that of one request that would have taken as much attention as all requests of the step together.
     """

@@ -2,7 +2,7 @@
 
     lookup ... lookup      asked once for the whole request; what only a colder tier has is brought up meanwhile
     prepare_load           slots lent to the workers ────────────► complete_load gives them back (`Loads`)
-    prepare_store          slots offered to the workers ─────────► complete_store: published where all ranks stamped
+    prepare_store          slots offered to the workers ─────────► complete_store: published as stamped (`Stores`)
     on_schedule_end        protections end, chunks are ordered up, tickets from before a reset are looked after
 
 A lookup never blocks. `HIT` means verified bytes in the host tier; what is on its way is `HIT_PENDING` until
@@ -12,13 +12,12 @@ tiers of a request that needs more than host memory has room for: these are read
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, count, groupby, takewhile
+from itertools import count, groupby, takewhile
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -38,26 +37,22 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, Run, TieredCache, Until
 from longshore.engines.vllm.changes import Trust
-from longshore.engines.vllm.loads import NO_SLOTS, Loads
+from longshore.engines.vllm.loads import Loads
 from longshore.engines.vllm.metrics import Announcer, Tally
 from longshore.engines.vllm.requests import (
     GROUP_BYTES,
+    ChunkGroups,
     Request,
     Ticket,
-    has_more,
     hints_of,
     keys_told,
-    knows,
-    ours,
-    position,
     residency,
 )
+from longshore.engines.vllm.stores import NO_SLOTS, Stores
 from longshore.engines.vllm.tiers import TierStore
 from longshore.engines.vllm.worker import LoadPart, SlotsSpec
-from longshore.errors import CacheError, IntegrityError
 from longshore.hints import RequestHints
 from longshore.runtime.containment import contained
-from longshore.runtime.stamps import GOOD
 from longshore.runtime.weighing import Weighing
 
 _COMPUTED_SECONDS = 0.5e-3
@@ -67,7 +62,12 @@ _NAP_SECONDS = 0.2e-3
 
 
 class Pace:
-    """Sleeps a little in steps that come one upon the other while copies are awaited."""
+    """A back-off: sleeps briefly in steps that follow one another at once while copies are in flight.
+
+    A step that finds nothing to compute returns at once. vLLM's own process then sleeps for a millisecond. An engine in
+    the process of its caller (VLLM_ENABLE_V1_MULTIPROCESSING=0) does not: its loop takes and releases the interpreter
+    lock so often that another thread may wait for it for hundreds of milliseconds.
+    """
 
     def __init__(self) -> None:
         self._last_step = -math.inf
@@ -89,7 +89,10 @@ def worth_until(
     first: OffloadKey,
     now: float,
 ) -> float:
-    """The token up to which to load, of a prompt that is computed up to the chunk `first`; infinity if nobody knows.
+    """The gate: up to which token of a prompt, computed up to the chunk `first`, loading is faster than computing.
+
+    vLLM asks chunk by chunk, and loads the longest prefix that it was promised, so chunks behind this token are not
+    promised. Chunks of the group that vLLM asks for first stand for those of all groups. Infinity without a `weighing`.
 
     Args:
         ends: For each chunk, in order, the token that it ends with.
@@ -109,8 +112,6 @@ def worth_until(
     count = weighing.worth_loading(computed, runs, now)
     return chain[count - 1][0] if count else computed
 
-
-_log = logging.getLogger(__name__)
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _THERE = (Presence.READY, Presence.COLDER)
@@ -139,14 +140,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._hints = hints
         self._store = store
         self._runtime = store.runtime
-        self._groups = {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)}
         self._patience = patience
         self._requests: dict[str, Request] = {}
         self._asked: list[Request] = []
         self._numbers = count(1)
-        self._stores: dict[int, Ticket] = {}
-        self._by_key: dict[OffloadKey, list[Ticket]] = {}
-        """Stores that vLLM will report, oldest first, by their first key: it reports all keys of one together."""
         self._stale: list[tuple[Ticket, bool]] = []
         """Tickets of which vLLM reports no end, as those from before a reset, and whether they are stores.
 
@@ -167,8 +164,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.observe() as cache:
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
             self._host_slots = cache.stats()[0].slots
-            self._tokens = [cache.settings.group(index)[1] for index in range(len(groups))]
-            """Tokens of a chunk of each group."""
+            self._groups = ChunkGroups(
+                {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)},
+                [cache.settings.group(index)[1] for index in range(len(groups))],
+                store.windows,
+            )
+        self._stores = Stores(self._groups, store.stamps, self._trust, patience, self._announcer)
 
     # ------------------------------------------------------------------ loading
 
@@ -204,13 +205,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Lend the slots of these chunks to the workers; if the request streams, as far as they are in host memory."""
         name = req_context.req_id
         request = self._requests.get(name) or self._begin(req_context)
-        paths = {group: request.seen(mine) for group, mine in self._by_group(keys)}
+        paths = {group: request.seen(mine) for group, mine in self._groups.split(keys)}
         with self._runtime.control() as cache:
-            spec = self._loads.begin(cache, name, request.turn, paths, self._epoch, streams=request.streams)
+            spec = self._loads.begin(cache, name, request.turn, paths, self._trust.epoch, streams=request.streams)
             self._release(request, cache)
-        for group, mine in self._by_group(keys):
+        for group, mine in self._groups.split(keys):
             came_up = len(request.origin.intersection(mine)) if request.origin else 0
-            self._tally.loaded(len(mine), came_up, 0 if group else self._tokens[0])
+            self._tally.loaded(len(mine), came_up, 0 if group else self._groups.tokens[0])
         request.since = None
         return spec
 
@@ -249,60 +250,19 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """
         self._look_for_new_weights()
         self._trust.used()
-        ticket, runs, request = self._ticket(), [NO_SLOTS] * len(self._groups), self._begin(req_context)
-        takes = request.hints.store and self._trust.takes(request, keys, self._stores.values())
-        ticket.lora, ticket.adapter = request.lora, request.adapter
-        request.offered = max([request.offered, *(position(key, req_context) for key in keys)])
+        ticket, request = self._ticket(), self._begin(req_context)
+        takes = request.hints.store and self._trust.takes(request, keys, self._stores)
         with self._runtime.control() as cache:
-            if request.turn is None:
-                begins = {0: GroupKeys(request.ours(keys))}
-                request.turn = cache.lookup(
-                    begins, ticket.since, until=Until.STEP, each=True, returns=request.hints.returns
-                ).turn
-                cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
-            for group, mine in self._by_group(keys if takes else ()):
-                tokens, slides = self._tokens[group], self._store.windows[group] is not None
-                if slides and not (mine := [key for key in mine if position(key, req_context) > request.stale]):
-                    continue
-                first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
-                comes_again = knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
-                begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
-                patient = comes_again and rest == tokens - 1 and not ticket.jobs
-                patient = patient and request.may_wait(ticket.since, self._patience)
-                try:
-                    retention = request.hints.chunks(tokens, max(0, begin) - first)
-                    slid, window = request.slid(group, self._store.windows[group], mine, req_context)
-                    whole = GroupKeys(path, first, retention=retention, slid=slid)
-                    order = cache.store({group: whole}, patient=patient, turn=request.turn)[group]
-                except IntegrityError:
-                    raise
-                except CacheError as error:  # before anything has changed
-                    _log.warning("request %s: %d chunks are not stored: %s", req_context.req_id, len(mine), error)
-                    continue
-                if order.again:
-                    return None
-                request.windows[group] = window
-                if order.job is not None:
-                    ticket.keys += [mine[position - first] for position in order.positions]
-                    ticket.jobs.append((order.job, order.slots.of))
-                    runs[group] = order.slots.of
-        request.refused = None
-        if ticket.keys:
-            self._stores[ticket.number] = ticket
-            self._by_key.setdefault(ticket.keys[0], []).append(ticket)
-        return PrepareStoreOutput(ticket.keys.copy(), self._slots_spec(ticket, runs), [])
+            runs = self._stores.offer(cache, request, keys, req_context, ticket, takes=takes)
+        return None if runs is None else PrepareStoreOutput(ticket.keys.copy(), self._slots_spec(ticket, runs), [])
 
     @contained(lambda self, keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """All ranks say that they are done with these chunks; what is published is what they have stamped."""
         self._look_for_new_weights()
         with self._runtime.control() as cache:
-            for ticket in Ticket.reported(self._by_key, keys):
-                if ticket.number not in self._stores:
-                    continue  # from before weights changed: its stamps end it
-                del self._stores[ticket.number]
-                if not self._end_store(ticket, cache):
-                    self._stale.append((ticket, True))  # the report was of another store of the same key
+            left = self._stores.report(keys, partial(self._end_store, cache=cache))
+        self._stale += [(ticket, True) for ticket in left]
 
     # ------------------------------------------------------------------ between steps
 
@@ -339,7 +299,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._asked.clear()
             cache.end_step()
             end, now = partial(self._end_load, cache=cache), self._runtime.clock()
-            self._loads.proceed(cache, end, now, self._host_slots, self._epoch)
+            self._loads.proceed(cache, end, now, self._host_slots, self._trust.epoch)
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
         self._pace.planned(self._is_awaited)
 
@@ -354,7 +314,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         workers = sum(len(ticket.jobs) for ticket in self._tickets)
         self._forget_all(keep=self._store.sleeps.kept(workers))
         self._store.sleeps.give_back(idle=not workers)
-        self._by_key.clear()  # no store from before is reported
+        self._stores.by_key.clear()  # no store from before is reported
         self._fenced = {ticket.number for ticket, _ in self._stale}
         for request in self._requests.values():
             request.stale = request.offered
@@ -385,11 +345,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             for request in self._requests.values():
                 self._release(request, cache)
             self._stale += [(ticket, False) for ticket in self._loads.end_all(cache)]
-            for ticket in self._stores.values():
-                ticket.void = True
-                self._stale.append((ticket, True))
+            self._stale += [(ticket, True) for ticket in self._stores.void_all()]
             cache.reset(keep=keep, weights=weights)
-        self._stores.clear()
         for request in self._asked:
             request.end_step()
         for name in [name for name, request in self._requests.items() if request.finished]:
@@ -460,7 +417,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """The slots of chunks that were found before the control plane failed, if all are in place; or none."""
         request, runs = self._begin(context), [NO_SLOTS] * len(self._groups)
         with suppress(Exception), self._runtime.observe() as cache:  # of books that have been reported as damaged
-            for group, mine in self._by_group(keys):
+            for group, mine in self._groups.split(keys):
                 seen = request.seen(mine)
                 slots = seen.slots() if isinstance(seen, Residency) else None
                 if slots is None:
@@ -556,7 +513,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if len(self._groups) > 1:
             mine = zip(request.told[begin:], found, strict=True)
             found = [presence for key, presence in mine if key[-GROUP_BYTES:] == group]
-        if self._groups[group] == 0:
+        if self._groups.of(first) == 0:
             request.counted = self._tally.missed(found, late=late, brought=brought, stalled=stalled)
 
     def _bring_up(self, request: Request, cache: TieredCache) -> None:
@@ -573,7 +530,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             found = list(takewhile(lambda each: each[1] in _THERE, found))
         # What was read for another request meanwhile, and found rotten, is not there any more.
         there = [key for key, presence in found if presence in _THERE]
-        for group, mine in self._by_group(there):
+        for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.ours(mine))}
             lease = cache.lookup(chunks, now, each=True, request=request.name, turn=request.turn).lease
             if lease is not None:
@@ -595,7 +552,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @property
     def _tickets(self) -> list[Ticket]:
         """All that workers may still use."""
-        return [*self._stores.values(), *self._loads.tickets, *(ticket for ticket, _ in self._stale)]
+        return [*self._stores, *self._loads.tickets, *(ticket for ticket, _ in self._stale)]
 
     @property
     def _is_serving(self) -> bool:
@@ -616,21 +573,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
 
     def _end_store(self, ticket: Ticket, cache: TieredCache) -> bool:
-        """Publish what all ranks have stamped as good, and give the rest back; not before all have stamped each slot.
-
-        Until then a worker may write there. Says whether the store has ended.
-        """
-        said = self._store.stamps.said(ticket.number, ticket.slots)
-        if not said.all():
-            return False
-        good = (said == GOOD).all(axis=1).tolist()
-        if ticket.void or not self._trust.holds(ticket):
-            good = [False] * len(good)
-        if self._announcer is not None:
-            stored = list(compress(ticket.keys, good))
-            self._announcer.name(stored, ours(stored, ticket.adapter))
-        ticket.end(cache, good, self._runtime.clock(), self._image_bytes)
-        return True
+        """Publish what all ranks have stamped as good; whether all have stamped, so that the store has ended."""
+        return self._stores.end(ticket, cache, self._runtime.clock(), self._image_bytes) is not None
 
     def _is_awaited(self) -> bool:
         """Whether copies are on their way that a request, or a step to come, waits for."""
@@ -641,20 +585,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return Ticket(next(self._numbers), self._runtime.clock())
 
     def _slots_spec(self, ticket: Ticket, runs: Sequence[Slots]) -> SlotsSpec:
-        return SlotsSpec(ticket.number, tuple(runs), self._epoch)
-
-    @property
-    def _epoch(self) -> tuple[int, int]:
-        return self._trust.weight_changes, self._store.stamps.naps
+        return SlotsSpec(ticket.number, tuple(runs), self._trust.epoch)
 
     def _begin(self, context: ReqContext) -> Request:
         return self._requests.setdefault(context.req_id, Request(context.req_id))
-
-    def _by_group(self, keys: Collection[OffloadKey]) -> list[tuple[int, list[OffloadKey]]]:
-        """Keys of each group that has any, by our number of it."""
-        if len(self._groups) == 1:
-            return [(0, list(keys))] if keys else []
-        parts: dict[bytes, list[OffloadKey]] = {}
-        for key in keys:
-            parts.setdefault(key[-GROUP_BYTES:], []).append(key)
-        return sorted((self._groups[number], mine) for number, mine in parts.items())

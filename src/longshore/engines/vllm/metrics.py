@@ -1,6 +1,10 @@
-"""What operators see of the tiers on vLLM's own `/metrics`: the names of `longshore.metrics`, as far as they apply.
+"""What operators and routers are told: metrics on vLLM's `/metrics`, and KV events.
 
-Every known label is there from the first step on, at zero. vLLM adds up what it is told of, so it is told of changes.
+Metric names are those of `longshore.metrics`, as far as they apply. Every known label is there from the first step on,
+at zero. vLLM adds up what it is told, so it is told differences.
+
+KV events name chunks by vLLM's keys. Our keys lack the first bytes of these, so the keys of stored chunks are kept for
+as long as a tier has them. What an earlier process has stored has no name: no event names it until it is stored again.
 """
 
 from __future__ import annotations

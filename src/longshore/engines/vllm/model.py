@@ -1,9 +1,19 @@
-"""`Model`: what a worker knows of the model, and the scheduler's side must know too. The note carries it there.
+"""The identity of a model: its configuration, the bytes of its weights, its scope; and why it may have none.
 
 vLLM tells an offloading spec the name of the model and, of each group, its layers and the tokens of a block. What else
-decides a block's bytes, and how far back a group looks, stands in `VllmConfig`, at hand where workers are made.
+decides a block's bytes, and how far back a group looks, is in `VllmConfig`, which workers have. Rank 0 makes a `Model`
+of it and publishes that (rendezvous.py); the scheduler makes the scope of it. If a later process could not tell stored
+blocks apart, `transient` says why and what to do about it.
 
-What cannot be found out cannot be shared with a later process: then `transient` says why, and what to do about it.
+Every byte of every weight file counts. A file that has not changed since it was hashed is not read again: the memo
+identifies it by resolved path, size, mtime, ctime, inode and device. It is not memoised if these could miss a change:
+
+    changed less than `SETTLED` seconds ago     a later change may get the same time stamp
+    in tmpfs or ramfs                           writes through a mapping leave the time stamps as they are
+
+Writes through a mapping elsewhere change the time stamps when a clean page is first written: files are synchronised
+before they are hashed, so that a write after it is one. Files are hashed after the engine has loaded them;
+`changed_since` finds what has changed in between, by ctime, which no program can set.
 """
 
 from __future__ import annotations

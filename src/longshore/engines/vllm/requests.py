@@ -1,10 +1,17 @@
-"""What the manager keeps of a request, and of the slots that the workers have been told of."""
+"""What the manager keeps of a request, the keys of its chunks, and the slots that workers were told of.
+
+    vLLM's key   hash of the last block of a chunk (16 or 32 bytes) ┊ number of the KV cache group (4 bytes)
+    our key      its last 32 bytes, padded with zeros at the end: the digest comes first, so that keys spread well
+
+Each group therefore has keys of its own. Our keys of a request with a LoRA adapter are SHA-256 of the adapter's digest
+and vLLM's key. The scope is stored in the records of tiers that outlive the process.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import attrgetter, eq
@@ -34,6 +41,38 @@ _log = logging.getLogger(__name__)
 OK = Status.OK
 HINTS = "longshore"
 """Where a request has its hints: this key of `kv_transfer_params`, or the action of this type among its KV hints."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGroups:
+    """The KV cache groups of one engine; all sequences are by our number of a group.
+
+    Attributes:
+        numbers: Our number of each group, by the end of its keys.
+        tokens: Tokens of a chunk.
+        windows: How many chunks its window has; `None` for a group that never slides.
+    """
+
+    numbers: dict[bytes, int]
+    tokens: Sequence[int]
+    windows: Sequence[int | None]
+
+    def __len__(self) -> int:
+        """How many groups there are."""
+        return len(self.tokens)
+
+    def of(self, key: OffloadKey) -> int:
+        """Our number of the group that `key` belongs to."""
+        return self.numbers[key[-GROUP_BYTES:]]
+
+    def split(self, keys: Collection[OffloadKey]) -> list[tuple[int, list[OffloadKey]]]:
+        """Keys of each group that has any, by our number of it."""
+        if len(self) == 1:
+            return [(0, list(keys))] if keys else []
+        parts: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            parts.setdefault(self.of(key), []).append(key)
+        return sorted(parts.items())
 
 
 @dataclass(slots=True)

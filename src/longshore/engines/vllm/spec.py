@@ -47,7 +47,12 @@ from longshore.transfer.engine import TransferEngine
 
 
 def layout_of(caches: Any, config: Any) -> KVLayout:
-    """The layout of this rank; `caches` are `CanonicalKVCaches`, `config` is an `OffloadingConfig`.
+    """The layout of this rank: a row of bytes for each block of each tensor.
+
+    Groups share one pool of physical blocks, and often tensors. A reference is one layer's page without its padding.
+    vLLM orders whole blocks (`GPULoadStoreSpec` has no tokens) and does not say how its pages are ordered inside, so no
+    reference has `token_bytes`; they are part of the fingerprint of files.
+    `caches` are `CanonicalKVCaches`, `config` is an `OffloadingConfig`.
 
     Raises `LayoutError` where pages overlap, or lie outside their tensors.
     """

@@ -1,7 +1,12 @@
-"""The scheduler's side of the tiers: the control plane over the arena that the workers made, and the file tier.
+"""The scheduler's side of the tiers: opened over the arena that the workers made, put to sleep, closed.
 
 TieredCache ── Runtime ── TierMover ── HostedFileTier ══ tier host, a process that reads and writes files
                               └─────── HostTier over the shared arena        (device <-> host is the workers' work)
+
+EngineCore.sleep ─► pauses, perhaps for long ─► resets caches, the connector's too ─► the workers' device memory goes
+
+vLLM does not tell a connector why it is reset. So `EngineCore` is wrapped: at level 1 weights are kept, and so are the
+tiers; at level 2 neither is. Host memory that is not kept is given back while the engine sleeps.
 """
 
 from __future__ import annotations
