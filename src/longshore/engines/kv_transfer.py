@@ -43,7 +43,8 @@ def check_settings(ours: Mapping[str, object]) -> None:
         raise ConfigError(f"{key!r} has no effect in vLLM: {INSTEAD[key]}")
     if ours.get("offload") == WritePolicy.BACK.value:
         raise ConfigError(
-            "offload = 'write_back': vLLM offers blocks once they are complete, and not when it evicts them"
+            "offload = 'write_back' is not served under vLLM, which offers blocks when they are complete, not when it "
+            "evicts them: remove the setting"
         )
     if ours.get("file_mode", "posix") != "posix":
         raise ConfigError(f"file_mode = {ours['file_mode']!r} is not served under vLLM: expected 'posix'")
@@ -79,6 +80,8 @@ def refuse(parallel: Any, nodes: int) -> None:
         if getattr(parallel, field) > 1:
             raise EngineError(f"{name} parallel engines are not served, got {field}={getattr(parallel, field)}")
     if parallel.world_size != parallel.tp_size:
-        raise EngineError(f"expected tensor parallel ranks alone, got {parallel}")
+        raise EngineError(f"expected tensor parallel ranks only (world_size = tp_size), got {parallel}")
     if nodes > 1:
-        raise EngineError(f"ranks on several nodes are not served: they share memory; got {nodes} nodes")
+        raise EngineError(
+            f"ranks on several nodes are not served, because ranks share host memory: expected 1 node, got {nodes}"
+        )

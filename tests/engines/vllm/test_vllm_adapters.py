@@ -48,7 +48,7 @@ class Adapter:
     def load(self, rig: Rig, ranks: range | None = None) -> None:
         """What vLLM's workers do."""
         for rank in range(len(rig.workers)) if ranks is None else ranks:
-            digest = changes._digest(model.Digests(), self.lora)
+            digest = changes._digest(model.FileDigests(), self.lora)
             rig.workers[rank]._loaded_adapter(self.lora, 0 if digest is None else changes._number(digest))
 
 
@@ -66,7 +66,7 @@ def adapter(tmp_path: Path) -> Adapter:
 
 def begin(rig: Rig, name: str, adapter: Adapter | None) -> ReqContext:
     if adapter is not None:
-        rig.manager.has_adapter(name, adapter.lora)
+        rig.manager.set_adapter(name, adapter.lora)
     return rig.request(name, KEYS)
 
 
@@ -168,7 +168,7 @@ def test_an_adapter_whose_changes_would_not_show_is_neither_read_nor_served(
     rigs: Rigs, adapter: Adapter, where: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = served(rigs)
-    digests = rig.manager._trust._adapters._digests
+    digests = rig.manager._validity._adapters._digests
     where(monkeypatch, hidden=True)
     adapter.load(rig)
     for name in ("one", "two", "three"):
@@ -222,7 +222,7 @@ def test_workers_tell_what_they_have_loaded(adapter: Adapter, monkeypatch: pytes
     config = SimpleNamespace(lora_config=SimpleNamespace(), parallel_config=SimpleNamespace(worker_cls="one"))
     watch = changes.AdapterWatch(config, lambda lora, number: calls.append((lora.lora_int_id, number)))
     manager = object.__new__(WorkerLoRAManager)
-    digest = changes._number(changes._digest(model.Digests(), adapter.lora) or b"")
+    digest = changes._number(changes._digest(model.FileDigests(), adapter.lora) or b"")
     assert manager._load_adapter(adapter.lora) == "adapter"
     manager._load_adapter(adapter.lora)
     assert calls == [(7, digest), (7, 0)], "bytes that change while they are loaded are unknown"

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Group, Rig, file_settings, keys_of
 
 from longshore.engines.vllm import model
-from longshore.engines.vllm.model import Digests
+from longshore.engines.vllm.model import FileDigests
 from longshore.errors import EngineError
 
 MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
@@ -153,14 +153,14 @@ def test_a_changed_draft_model_finds_nothing(tmp_path: Path) -> None:
 
 def test_one_rank_hashes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    digest = Digests.of
-    monkeypatch.setattr(Digests, "of", lambda self, paths: calls.append(paths) or digest(self, paths))
+    digest = FileDigests.of
+    monkeypatch.setattr(FileDigests, "of", lambda self, paths: calls.append(paths) or digest(self, paths))
     first_lookup(tmp_path, world=2)
     assert len(calls) == 1
 
 
 def test_nothing_is_hashed_without_a_file_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Digests, "of", None)
+    monkeypatch.setattr(FileDigests, "of", None)
     Rig(model=file_settings(tmp_path)["model"]).close()
 
 

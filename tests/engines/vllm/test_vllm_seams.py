@@ -51,7 +51,7 @@ def reset(engine: Engine, level: int = 0) -> None:
 def sleep(engine: Engine, level: int = 1) -> None:
     reset(engine, level)
     for rank, worker in enumerate(engine.rig.workers):
-        worker.device_goes()
+        worker.before_device_release()
         if level > 1:
             worker.stamps.weights_changed(rank)
         for tensor in engine.rig.tensors[rank]:
@@ -60,7 +60,7 @@ def sleep(engine: Engine, level: int = 1) -> None:
 
 def wake(engine: Engine) -> None:
     for worker in engine.rig.workers:
-        worker.device_is_back()
+        worker.after_device_restore()
 
 
 def load_whole(engine: Engine) -> None:

@@ -252,7 +252,7 @@ class Sequences(RuleBasedStateMachine):
         self.runtime = self.manager._runtime
         began = time.monotonic()
         self.runtime.clock = lambda: began + self.skipped
-        self.manager.hears_device_resets = True
+        self.manager.observes_device_resets = True
         self.manager.may_stream = streams
         self.views = [[tensor.numpy().view(np.uint8) for tensor in tensors] for tensors in self.rig.tensors]
         for worker in self.rig.workers:

@@ -125,7 +125,7 @@ def check() -> None:
         moved += [f"{owner} has no {name}" for name in fields if name not in present]
     if moved:
         raise ContractError(
-            f"the internals of transformers {found['version']} have moved (Longshore works with {SUPPORTED}): "
+            f"transformers {found['version']} has changed internals that Longshore uses; install {SUPPORTED}: "
             + "; ".join(moved)
         )
 
@@ -159,7 +159,9 @@ def replaced_allocator(ours: type[Any]) -> Iterator[None]:
     registry = found["ATTN_TYPE_TO_ALLOCATOR"]
     stock = registry[_NAME]
     if stock is not found["FullAttentionCacheAllocator"]:
-        raise EngineError(f"the allocator of {_NAME} is replaced already, by {stock!r}")
+        raise EngineError(
+            f"the allocator of {_NAME} is replaced already, by {stock!r}: close the other tiered() block first"
+        )
     registry[_NAME] = ours
     try:
         yield

@@ -82,7 +82,7 @@ _DEEPEST = 2
 _opaque: dict[int, object] = {}  # kept, so that no identity is used twice
 
 
-class Digester:
+class ValueDigester:
     """Digests of values that belong together. Made for one look: what it has seen is not looked at again.
 
     Attributes:
@@ -364,7 +364,7 @@ def config_digest(config: Any) -> str:
 def weights_digest(model: Any) -> str:
     """Digest of every parameter and buffer: name, dtype, shape and bytes."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return _told_if_private(Digester(content, {}), lambda digester: digester.attributes(tensors, "model"))
+    return _private_if_opaque(ValueDigester(content, {}), lambda digester: digester.attributes(tensors, "model"))
 
 
 def code_digest(model: Any) -> str:
@@ -382,15 +382,15 @@ def code_digest(model: Any) -> str:
         if isinstance(kind, str)
     }
 
-    def look(digester: Digester) -> bytes:
+    def look(digester: ValueDigester) -> bytes:
         parts = [digester.attributes(in_force, "transformers")]
         parts.append(digester.hooks(vars(torch.nn.modules.module), "_global", "torch.nn.Module"))
         return pack(*parts, *(digester.module(module, f"model.{name}") for module, name in modules.items()))
 
-    return _told_if_private(Digester(content, modules), look)
+    return _private_if_opaque(ValueDigester(content, modules), look)
 
 
-def _told_if_private(digester: Digester, look: Callable[[Digester], bytes]) -> str:
+def _private_if_opaque(digester: ValueDigester, look: Callable[[ValueDigester], bytes]) -> str:
     """What `look` finds. If some of it is opaque, that is said once, and the digest is one of this process."""
     found = look(digester).hex()
     if not digester.opaque:

@@ -1,9 +1,9 @@
 """What changes in a running engine: weights, device memory, LoRA adapters; and which blocks may then be stored.
 
-    worker      `Changes`: wrapped methods, samples of parameters ─► stamps        device memory goes and comes back
+    worker      `WeightWatch`: wrapped methods, samples of parameters ─► stamps        device memory goes and comes back
                 `AdapterWatch`: an adapter was loaded ─► digest of its files ─► stamps
-    scheduler   `Adapters`: a request's adapter ─► digest of its files = that of the stamps? ─► part of its keys
-                `Trust`: whether blocks on the device still are what their keys say
+    scheduler   `AdapterDigests`: a request's adapter ─► digest of its files = that of the stamps? ─► part of its keys
+                `BlockValidity`: whether blocks on the device still are what their keys say
 
 vLLM does not tell a connector about new weights, and resets its caches only when told to. So the methods of vLLM's
 worker that change weights are wrapped, with those of a worker extension and the models' own `load_weights`. Writes to
@@ -31,8 +31,8 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.engines.tensors import content
 from longshore.engines.vllm import contract
-from longshore.engines.vllm.model import Digests
-from longshore.engines.vllm.requests import Request, Ticket
+from longshore.engines.vllm.model import FileDigests
+from longshore.engines.vllm.requests import RequestState, Ticket
 from longshore.errors import EngineError
 from longshore.runtime.stamps import Stamps
 
@@ -52,23 +52,23 @@ _TAGS = ("weights", "kv_cache")
 _SAMPLES = 64
 """Elements of each parameter that are compared, at most."""
 
-_watching: list[Changes] = []
+_watching: list[WeightWatch] = []
 
 
-class Sleeper(Protocol):
+class DeviceMemoryUser(Protocol):
     """Who copies from and to device memory."""
 
-    def device_goes(self) -> None:
+    def before_device_release(self) -> None:
         """Device memory is about to go: end all copies before this returns."""
 
-    def device_is_back(self) -> None:
+    def after_device_restore(self) -> None:
         """Device memory is there again, at its former addresses."""
 
 
-class Changes:
+class WeightWatch:
     """Calls `told` whenever weights of this process may have changed, and `sleeper`, until it is closed."""
 
-    def __init__(self, vllm: Any, told: Callable[[], None], sleeper: Sleeper) -> None:
+    def __init__(self, vllm: Any, told: Callable[[], None], sleeper: DeviceMemoryUser) -> None:
         """`vllm` is the `VllmConfig` of a worker whose model was loaded; without one nothing is watched."""
         self.told = told
         self._sleeper = sleeper
@@ -93,7 +93,7 @@ class Changes:
     def goes(self, tags: Collection[str]) -> None:
         """Device memory is about to go, perhaps weights with it, which come back, or others."""
         if "kv_cache" in tags:
-            self._sleeper.device_goes()
+            self._sleeper.before_device_release()
         if not self._gone and self._before is None:
             self._before = self._digests()
         self._gone.update(tags)
@@ -105,7 +105,7 @@ class Changes:
             if self._before is not None and self._before != self._digests():
                 self._before = None
                 self.told()
-            self._sleeper.device_is_back()
+            self._sleeper.after_device_restore()
 
     def look(self) -> None:
         """Compare the samples, if there are any, with those of the last look; after a sleep all weights, once."""
@@ -131,7 +131,7 @@ class Changes:
         try:
             return [content(each) for each in self._parameters]
         except RuntimeError:  # no memory for it on the device, say
-            _log.exception("weights cannot be compared, and are taken for new ones")
+            _log.exception("the weights could not be checksummed; they count as changed, and all tiers are cleared")
             self.told()
             return None
 
@@ -207,16 +207,16 @@ def _models() -> list[Any]:
 Loaded = Callable[[Any, int], None]
 
 _listeners: list[Loaded] = []
-_digests = Digests()
+_digests = FileDigests()
 """Of all workers in this process."""
 
 
-class Adapters:
+class AdapterDigests:
     """The scheduler's side. `lora` is always vLLM's `LoRARequest`."""
 
     def __init__(self, stamps: Stamps) -> None:
         self._stamps = stamps
-        self._digests = Digests()
+        self._digests = FileDigests()
         self._changes = stamps.adapter_changes()
         self._warned: set[int] = set()
 
@@ -234,7 +234,7 @@ class Adapters:
         except EngineError as error:
             if tag not in self._warned:
                 self._warned.add(tag)
-                _log.warning("requests with LoRA adapter %s are computed, and not stored: %s", lora.lora_name, error)
+                _log.warning("blocks of LoRA adapter %s are neither loaded nor stored: %s", lora.lora_name, error)
             return None
         return digest if digest is not None and loaded == (lora.lora_int_id, _number(digest)) else None
 
@@ -302,8 +302,8 @@ def _known_digest(lora: Any) -> bytes | None:
     return None
 
 
-def _digest(digests: Digests, lora: Any, *, only_once: bool = False) -> bytes | None:
-    """Of the files of an adapter, if they are on this machine. Raises `EngineError` as `Digests.of` does."""
+def _digest(digests: FileDigests, lora: Any, *, only_once: bool = False) -> bytes | None:
+    """Of the files of an adapter, if they are on this machine. Raises `EngineError` as `FileDigests.of` does."""
     path = Path(lora.lora_path).expanduser()
     try:
         if not path.exists():  # a name on a hub, which the workers have downloaded
@@ -325,7 +325,7 @@ def _number(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "big") or 1
 
 
-class Trust:
+class BlockValidity:
     """Of one manager.
 
     Attributes:
@@ -336,7 +336,7 @@ class Trust:
         """`base_is_mixed` says that blocks of the base model may have been computed with an adapter."""
         self.weight_changes = stamps.weight_changes
         self._stamps = stamps
-        self._adapters = Adapters(stamps)
+        self._adapters = AdapterDigests(stamps)
         self._base_is_mixed = base_is_mixed
         self._device_used = False
         """Whether there were lookups, or stores, since the device was last known to be empty."""
@@ -348,7 +348,7 @@ class Trust:
         """How often weights had changed at the last look, and device memory has gone or come back."""
         return self.weight_changes, self._stamps.naps
 
-    def weights_are_new(self) -> bool:
+    def weights_changed_since(self) -> bool:
         """Whether weights have changed since the last look; if so, all that is stored means nothing any more."""
         changes = self._stamps.weight_changes
         if changes == self.weight_changes:
@@ -356,7 +356,7 @@ class Trust:
         self.weight_changes = changes
         self._distrusts |= self._device_used
         _log.warning(
-            "weights changed in the running engine: all tiers were emptied%s",
+            "weights changed in the running engine: all tiers were cleared%s",
             "; nothing is stored until the prefix cache is reset (reset_connector=True) while no request is running, "
             "because the device may still have blocks of the old weights"
             if self._distrusts
@@ -373,7 +373,7 @@ class Trust:
         self._device_used = self._distrusts = False
         self._adapters.device_was_reset()
 
-    def knows(self, request: Request) -> bool:
+    def knows(self, request: RequestState) -> bool:
         """Whether it is known what `request` is computed with, and is the same since it was first known."""
         if request.lora is None:
             return True
@@ -381,7 +381,7 @@ class Trust:
         request.adapter = request.adapter or found or b""
         return found is not None and found == request.adapter
 
-    def takes(self, request: Request, keys: Collection[OffloadKey], stores: Iterable[Ticket]) -> bool:
+    def takes(self, request: RequestState, keys: Collection[OffloadKey], stores: Iterable[Ticket]) -> bool:
         """Whether blocks of `request` may be stored under `keys`, beside `stores` that are under way."""
         if request.lora is None:
             return not self._distrusts and not self._base_is_mixed

@@ -34,7 +34,7 @@ class _Step(NamedTuple):
     planned_at: float
 
 
-class Steps:
+class StepTimer:
     """Measures how long vLLM takes to compute prompts: planned(step) ─► the workers compute ─► ended().
 
     Plans and ends come in the same order, but with asynchronous scheduling a step is planned before the one before it
@@ -92,7 +92,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """A request has come, perhaps one with an adapter."""
         if request.lora_request is not None:
-            self.connector_scheduler.manager.has_adapter(request.request_id, request.lora_request)
+            self.connector_scheduler.manager.set_adapter(request.request_id, request.lora_request)
         super().on_new_request(request)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
@@ -107,7 +107,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """A step was planned; workers are told of the next parts of loads."""
-        self._steps.planned(tokens_of(scheduler_output), time.monotonic())
+        self._step_timer.planned(tokens_of(scheduler_output), time.monotonic())
         meta = super().build_connector_meta(scheduler_output)
         meta.parts = self.connector_scheduler.manager.take_parts()
         return meta
@@ -115,7 +115,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """A step has ended."""
         super().update_connector_output(connector_output)
-        self._steps.ended(time.monotonic())
+        self._step_timer.ended(time.monotonic())
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """The scheduler's own cache: whenever it was emptied, the device has no blocks of old weights."""
@@ -131,12 +131,12 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
             return done
 
         kv_cache_manager.reset_prefix_cache = and_tell
-        manager.hears_device_resets = True
+        manager.observes_device_resets = True
 
     @cached_property
-    def _steps(self) -> Steps:
+    def _step_timer(self) -> StepTimer:
         scheduler = self.connector_scheduler
-        return Steps(
+        return StepTimer(
             scheduler.manager.saw_prefill, min(each.tokens_per_chunk for each in scheduler.config.kv_group_configs)
         )
 

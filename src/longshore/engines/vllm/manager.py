@@ -36,20 +36,20 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, Run, TieredCache, Until
-from longshore.engines.vllm.changes import Trust
+from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.loads import Loads
-from longshore.engines.vllm.metrics import Announcer, Tally
+from longshore.engines.vllm.metrics import EventTranslator, ManagerMetrics
 from longshore.engines.vllm.requests import (
     GROUP_BYTES,
     ChunkGroups,
-    Request,
+    RequestState,
     Ticket,
     hints_of,
-    keys_told,
+    known_keys,
     residency,
 )
 from longshore.engines.vllm.stores import NO_SLOTS, Stores
-from longshore.engines.vllm.tiers import TierStore
+from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import LoadPart, SlotsSpec
 from longshore.hints import RequestHints
 from longshore.runtime.containment import contained
@@ -61,7 +61,7 @@ _COMPUTED_SECONDS = 0.5e-3
 _NAP_SECONDS = 0.2e-3
 
 
-class Pace:
+class Backoff:
     """A back-off: sleeps briefly in steps that follow one another at once while copies are in flight.
 
     A step that finds nothing to compute returns at once. vLLM's own process then sleeps for a millisecond. An engine in
@@ -82,7 +82,7 @@ class Pace:
 _TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE}
 
 
-def worth_until(
+def load_limit(
     weighing: Weighing | None,
     ends: Mapping[OffloadKey, int],
     found: Sequence[Presence],
@@ -125,7 +125,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def __init__(
         self,
-        store: TierStore,
+        store: SchedulerTiers,
         groups: Sequence[int],
         patience: float,
         *,
@@ -141,8 +141,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._store = store
         self._runtime = store.runtime
         self._patience = patience
-        self._requests: dict[str, Request] = {}
-        self._asked: list[Request] = []
+        self._requests: dict[str, RequestState] = {}
+        self._asked: list[RequestState] = []
         self._numbers = count(1)
         self._stale: list[tuple[Ticket, bool]] = []
         """Tickets of which vLLM reports no end, as those from before a reset, and whether they are stores.
@@ -151,16 +151,16 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """
         self._fenced: set[int] = set()
         """Of these, the numbers that were there at vLLM's last reset."""
-        self.hears_device_resets = False
+        self.observes_device_resets = False
         """Whether `device_was_reset` is called whenever vLLM's prefix cache was emptied, and only then."""
-        self._trust = Trust(store.stamps, base_is_mixed=store.base_is_mixed)
+        self._validity = BlockValidity(store.stamps, base_is_mixed=store.base_is_mixed)
         self._loads = Loads(len(groups), store.stamps, patience, self._ticket)
         self.may_stream = False
         """Whether loads may have parts: the connector tells workers of them, and failed loads are recomputed."""
-        self._pace = Pace()
+        self._backoff = Backoff()
         self._closed = False
-        self._tally = Tally(store.file, is_off=store.is_off)
-        self._announcer = Announcer() if announces else None
+        self._metrics = ManagerMetrics(store.file, is_off=store.is_off)
+        self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
             self._host_slots = cache.stats()[0].slots
@@ -169,7 +169,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 [cache.settings.group(index)[1] for index in range(len(groups))],
                 store.windows,
             )
-        self._stores = Stores(self._groups, store.stamps, self._trust, patience, self._announcer)
+        self._stores = Stores(self._groups, store.stamps, self._validity, patience, self._events)
 
     # ------------------------------------------------------------------ loading
 
@@ -177,7 +177,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """A request has come. Its blocks may stay on the device, also if none of them is ever asked for or offered."""
         self._look_for_new_weights()  # the device had no block of this request before they changed
-        self._trust.used()
+        self._validity.used()
         self._begin(req_context).hints = hints_of(req_context, self._hints)
         return WHOLE_PATHS
 
@@ -197,7 +197,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """The tier that a chunk came from."""
         request = self._requests.get(req_context.req_id)
-        came_up = request is not None and key in request.origin
+        came_up = request is not None and key in request.from_colder
         return CacheHitSource.DISK if came_up else CacheHitSource.HOST
 
     @contained(lambda self, keys, req_context: self._in_place(keys, req_context))
@@ -207,12 +207,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request = self._requests.get(name) or self._begin(req_context)
         paths = {group: request.seen(mine) for group, mine in self._groups.split(keys)}
         with self._runtime.control() as cache:
-            spec = self._loads.begin(cache, name, request.turn, paths, self._trust.epoch, streams=request.streams)
+            spec = self._loads.begin(cache, name, request.turn, paths, self._validity.epoch, streams=request.streams)
             self._release(request, cache)
         for group, mine in self._groups.split(keys):
-            came_up = len(request.origin.intersection(mine)) if request.origin else 0
-            self._tally.loaded(len(mine), came_up, 0 if group else self._groups.tokens[0])
-        request.since = None
+            came_up = len(request.from_colder.intersection(mine)) if request.from_colder else 0
+            self._metrics.loaded(len(mine), came_up, 0 if group else self._groups.tokens[0])
+        request.waiting_since = None
         return spec
 
     @contained(lambda self, keys, req_context: None)
@@ -223,7 +223,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if request is not None and name in self._loads:
             with self._runtime.control() as cache:
                 parts, failed = self._loads.end(cache, name)
-                request.barred |= failed
+                request.load_failed |= failed
                 results = [result for ticket in parts for result in self._end_load(ticket, cache)]
                 if not request.streams:  # the seconds of a part include those between two steps
                     self._runtime.saw_loads(LOAD, results)
@@ -249,9 +249,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         tiers have of the request: an answer that takes a part, or nothing, is final.
         """
         self._look_for_new_weights()
-        self._trust.used()
+        self._validity.used()
         ticket, request = self._ticket(), self._begin(req_context)
-        takes = request.hints.store and self._trust.takes(request, keys, self._stores)
+        takes = request.hints.store and self._validity.takes(request, keys, self._stores)
         with self._runtime.control() as cache:
             runs = self._stores.offer(cache, request, keys, req_context, ticket, takes=takes)
         return None if runs is None else PrepareStoreOutput(ticket.keys.copy(), self._slots_spec(ticket, runs), [])
@@ -299,9 +299,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._asked.clear()
             cache.end_step()
             end, now = partial(self._end_load, cache=cache), self._runtime.clock()
-            self._loads.proceed(cache, end, now, self._host_slots, self._trust.epoch)
+            self._loads.proceed(cache, end, now, self._host_slots, self._validity.epoch)
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
-        self._pace.planned(self._is_awaited)
+        self._backoff.planned(self._is_awaited)
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even without requests."""
@@ -318,25 +318,25 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._fenced = {ticket.number for ticket, _ in self._stale}
         for request in self._requests.values():
             request.stale = request.offered
-        if not self.hears_device_resets and not self._is_serving:
+        if not self.observes_device_resets and not self._is_serving:
             self.device_was_reset()
 
     @contained(lambda self: None)
     def device_was_reset(self) -> None:
         """The device has no blocks any more, but those that requests which go on are about to compute."""
         self._look_for_new_weights()
-        self._trust.device_was_reset()
+        self._validity.device_was_reset()
         if self._is_serving:
-            self._trust.used()
+            self._validity.used()
 
     @contained(lambda self, name, lora: None)
-    def has_adapter(self, name: str, lora: Any) -> None:
+    def set_adapter(self, name: str, lora: Any) -> None:
         """The request `name`, which is about to come, is computed with the adapter of vLLM's `LoRARequest`."""
-        self._requests.setdefault(name, Request(name)).lora = lora
+        self._requests.setdefault(name, RequestState(name)).lora = lora
 
     def _look_for_new_weights(self) -> None:
         """Forget all if weights have changed."""
-        if self._trust.weights_are_new():
+        if self._validity.weights_changed_since():
             self._forget_all(weights=True)
 
     def _forget_all(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
@@ -369,7 +369,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             with self._runtime.observe() as cache:
                 weighing = self._runtime.weighing
                 refused = 0 if weighing is None else weighing.refused
-                return self._tally.stats(cache, refused, self._trust.weight_changes, self._runtime.faults)
+                return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults)
         except Exception as error:  # noqa: BLE001 - not `contained`, as counters are told of after a fault, too
             self._runtime.fail(error)
             return None
@@ -377,15 +377,15 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @property
     def loaded_tokens(self) -> Mapping[str, int]:
         """Tokens of the first KV cache group that were loaded until now, by the tier that they came from."""
-        return self._tally.tokens
+        return self._metrics.tokens
 
     @contained(lambda self: list[OffloadingEvent]())
     def take_events(self) -> list[OffloadingEvent]:
         """What tiers have got and given up since the last call, if vLLM publishes KV events."""
-        if self._announcer is None:
+        if self._events is None:
             return []
         with self._runtime.observe() as cache:
-            return list(self._announcer.translate(cache.events()))
+            return list(self._events.translate(cache.events()))
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was stored is safe in every tier, at most so many seconds; says whether it is."""
@@ -426,38 +426,38 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return self._slots_spec(self._ticket(), runs)
         return self._nothing()
 
-    def _ask(self, request: Request, key: OffloadKey, context: ReqContext) -> LookupResult:
+    def _ask(self, request: RequestState, key: OffloadKey, context: ReqContext) -> LookupResult:
         """The answer for `key`; and, for the lookups to come, those for all chunks of the request that vLLM told of."""
-        told = keys_told(context)
+        told = known_keys(context)
         asked = told if key in told else {key: 0}
         if not self._asked:  # the first in this step: what follows from answers is not taken back
             self._look_for_new_weights()
             self._store.sleeps.look()
-        self._trust.used()
-        barred = request.barred or not self._trust.knows(request) or not request.hints.load
+        self._validity.used()
+        barred = request.load_failed or not self._validity.knows(request) or not request.hints.load
         barred |= self._store.stamps.is_asleep() or not self._store.sleeps.has_memory
-        request.told, request.streams = list(asked), False
+        request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:
-            late = request.since is not None and now - request.since > self._patience
+            late = request.waiting_since is not None and now - request.waiting_since > self._patience
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
-            asks = {0: GroupKeys(request.ours(() if barred else request.told))}
+            asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
             seen = cache.lookup(
                 asks, now, until=Until.STEP, each=True, turn=request.turn, returns=request.hints.returns
             )
-            request.sight, request.turn = seen.residency[0], seen.turn
+            request.residency, request.turn = seen.residency[0], seen.turn
         self._asked.append(request)
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
-            reason = MissReason.IO_ERROR if request.barred else MissReason.ABSENT
-            self._tally.misses[reason] += 0 if request.counted or not request.hints.load else len(asked)
+            reason = MissReason.IO_ERROR if request.load_failed else MissReason.ABSENT
+            self._metrics.misses[reason] += 0 if request.counted or not request.hints.load else len(asked)
             request.counted = True
             return MISS
-        found = request.sight.presences
+        found = request.residency.presences
         if FILE not in request.hints.load:
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
-        if request.worth is None and Presence.COLDER in found:
-            request.worth = worth_until(self._runtime.weighing, told, found, key, now)
+        if request.load_limit is None and Presence.COLDER in found:
+            request.load_limit = load_limit(self._runtime.weighing, told, found, key, now)
         stalled = self._store.file is not None and self._store.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)
@@ -465,14 +465,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.answers = dict.fromkeys(asked, HIT)
         if found.count(Presence.READY) == len(found):
             return HIT
-        for each, presence in zip(request.told, found, strict=True):
+        for each, presence in zip(request.asked_keys, found, strict=True):
             if presence is Presence.READY:
                 continue
             waits = presence is Presence.IN_FLIGHT and not late and not stalled
             # What was brought up for this request, and is colder again, would be so for ever.
-            again = brought and each in request.held
+            again = brought and each in request.leased
             comes = presence is Presence.COLDER and not late and not again and not stalled
-            if comes and told.get(each, 0) <= (request.worth or 0):
+            if comes and told.get(each, 0) <= (request.load_limit or 0):
                 waits = True
                 request.colder.add(each)
             request.waits |= waits
@@ -480,24 +480,24 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return request.answers[key]
 
     def _promised(
-        self, request: Request, told: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
+        self, request: RequestState, told: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
     ) -> Sequence[Presence]:
         """What to say of chunks that were found so, the first of which is asked for.
 
         If all that is there does not fit host memory, `request` streams: what is colder is promised like what is ready.
         """
-        there = [each in _THERE for each in found[request.told.index(first) :]]
+        there = [each in _THERE for each in found[request.asked_keys.index(first) :]]
         if sum(there) <= self._host_slots:
             return found
-        ends, worth = list(zip(told.items(), found, strict=True)), request.worth or 0
+        ends, worth = list(zip(told.items(), found, strict=True)), request.load_limit or 0
         cold = {key for (key, end), each in ends if each is Presence.COLDER and end <= worth}
         request.streams = True
-        request.origin |= cold
+        request.from_colder |= cold
         return [Presence.READY if key in cold else each for (key, _), each in ends]
 
     def _count_misses(
         self,
-        request: Request,
+        request: RequestState,
         found: Sequence[Presence],
         first: OffloadKey,
         *,
@@ -508,19 +508,19 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Count what `request`, which asks for chunks from `first` on, does without; once."""
         if request.counted:
             return
-        group, begin = first[-GROUP_BYTES:], request.told.index(first)
+        group, begin = first[-GROUP_BYTES:], request.asked_keys.index(first)
         found = found[begin:]
         if len(self._groups) > 1:
-            mine = zip(request.told[begin:], found, strict=True)
+            mine = zip(request.asked_keys[begin:], found, strict=True)
             found = [presence for key, presence in mine if key[-GROUP_BYTES:] == group]
         if self._groups.of(first) == 0:
-            request.counted = self._tally.missed(found, late=late, brought=brought, stalled=stalled)
+            request.counted = self._metrics.missed(found, late=late, brought=brought, stalled=stalled)
 
-    def _bring_up(self, request: Request, cache: TieredCache) -> None:
+    def _bring_up(self, request: RequestState, cache: TieredCache) -> None:
         """Order what `request` was told to wait for, and keep what is ready of it; heads first, where not all fits."""
-        if request.waits and request.since is None:
-            request.since = self._runtime.clock()
-        wanted = [key for key in request.wanted if key not in request.held]
+        if request.waits and request.waiting_since is None:
+            request.waiting_since = self._runtime.clock()
+        wanted = [key for key in request.wanted if key not in request.leased]
         if request.colder.isdisjoint(wanted):
             return
         now = self._runtime.clock()
@@ -536,16 +536,16 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             if lease is not None:
                 cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
                 request.leases.append(lease)
-        request.held.update(there)
-        request.origin.update(request.colder.intersection(there))
+        request.leased.update(there)
+        request.from_colder.update(request.colder.intersection(there))
 
-    def _release(self, request: Request, cache: TieredCache) -> None:
+    def _release(self, request: RequestState, cache: TieredCache) -> None:
         for lease in request.leases:
             cache.release(lease)
         request.leases.clear()
-        request.held.clear()
+        request.leased.clear()
 
-    def _forget_if_done(self, name: str, request: Request) -> None:
+    def _forget_if_done(self, name: str, request: RequestState) -> None:
         if request.finished and name not in self._loads:
             self._requests.pop(name, None)
 
@@ -585,7 +585,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return Ticket(next(self._numbers), self._runtime.clock())
 
     def _slots_spec(self, ticket: Ticket, runs: Sequence[Slots]) -> SlotsSpec:
-        return SlotsSpec(ticket.number, tuple(runs), self._trust.epoch)
+        return SlotsSpec(ticket.number, tuple(runs), self._validity.epoch)
 
-    def _begin(self, context: ReqContext) -> Request:
-        return self._requests.setdefault(context.req_id, Request(context.req_id))
+    def _begin(self, context: ReqContext) -> RequestState:
+        return self._requests.setdefault(context.req_id, RequestState(context.req_id))

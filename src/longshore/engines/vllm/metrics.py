@@ -46,7 +46,7 @@ def definitions() -> dict[str, Any]:
     return {**counters, **{name: OffloadingGaugeMetadata(*about) for name, about in VLLM_GAUGES.items()}}
 
 
-class Tally:
+class ManagerMetrics:
     """Counts of what one manager has loaded and missed, and what of all counts vLLM has been told."""
 
     def __init__(self, file: HostedFileTier | None = None, *, is_off: bool = False) -> None:
@@ -135,7 +135,7 @@ class Tally:
 
 def zero() -> OffloadingConnectorStats:
     """All metrics at zero, for an engine that has not worked yet."""
-    return Tally().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()
+    return ManagerMetrics().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()
 
 
 EVENTS_LIMIT = 1 << 17
@@ -144,7 +144,7 @@ EVENTS_LIMIT = 1 << 17
 _MEDIA = {HOST: Medium.CPU, FILE: Medium.STORAGE}
 
 
-class Announcer:
+class EventTranslator:
     """The names of what the tiers of one engine have."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """The identity of a model: its configuration, the bytes of its weights, its scope; and why it may have none.
 
 vLLM tells an offloading spec the name of the model and, of each group, its layers and the tokens of a block. What else
-decides a block's bytes, and how far back a group looks, is in `VllmConfig`, which workers have. Rank 0 makes a `Model`
-of it and publishes that (rendezvous.py); the scheduler makes the scope of it. If a later process could not tell stored
-blocks apart, `transient` says why and what to do about it.
+decides a block's bytes, and how far back a group looks, is in `VllmConfig`, which workers have. Rank 0 publishes a
+`ModelIdentity` made of it (rendezvous.py), from which the scheduler makes the scope. If a later process could not tell
+stored blocks apart, `transient` says why and what to do about it.
 
 Every byte of every weight file counts. A file that has not changed since it was hashed is not read again: the memo
 identifies it by resolved path, size, mtime, ctime, inode and device. It is not memoised if these could miss a change:
@@ -71,7 +71,7 @@ _MEMO_ENTRIES = 4096
 Identity = list[int]
 
 
-class Digests:
+class FileDigests:
     """Digests of files, remembered in this process; and in the file `memo` for later ones, if that is given."""
 
     def __init__(self, memo: Path | None = None) -> None:
@@ -119,7 +119,7 @@ class Digests:
                     if not why_again:
                         self._known[name] = identity, digest
                     return digest
-        raise EngineError(f"{path}: changes while it is read")
+        raise EngineError(f"{path}: changes while it is read; start again when nothing writes to it")
 
     def _save(self) -> None:
         """Replace the memo as a whole. One that cannot be written costs the next start the time to hash again."""
@@ -134,7 +134,11 @@ class Digests:
                 json.dump({"format": _MEMO_FORMAT, "files": entries}, file)
             draft.replace(self._memo)
         except OSError as error:
-            _log.warning("%s: digests of weights cannot be kept, so the next start hashes again: %s", self._memo, error)
+            _log.warning(
+                "%s: the digests of the weight files could not be saved, so the next start hashes all files again: %s",
+                self._memo,
+                error,
+            )
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
 
@@ -274,7 +278,9 @@ def _read_memo(path: Path) -> dict[str, tuple[Identity, str]]:
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("%s: no memo of weights' digests (%s), so all files are hashed again", path, error)
+        _log.warning(
+            "%s: the saved digests of the weight files are damaged (%s); all files are hashed again", path, error
+        )
         return {}
     return known
 
@@ -300,7 +306,7 @@ _LATE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelIdentity:
     """The model of one engine.
 
     Attributes:
@@ -322,7 +328,7 @@ class Model:
     base_is_mixed: bool = False
 
     @classmethod
-    def told(cls, fields: dict[str, Any]) -> Model:
+    def told(cls, fields: dict[str, Any]) -> ModelIdentity:
         """The model that `dataclasses.asdict` made `fields` of, by way of JSON."""
         return cls(**{**fields, "groups": tuple(fields["groups"]), "windows": tuple(fields["windows"])})
 
@@ -357,14 +363,14 @@ def is_killed_at_once() -> bool:
     return vllm is not None and vllm.shutdown_timeout == 0
 
 
-def describe(groups: Sequence[Any], tier: Path | None) -> Model:
+def describe(groups: Sequence[Any], tier: Path | None) -> ModelIdentity:
     """The model whose worker is being made in this process; `groups` are those of an `OffloadingConfig`.
 
     Its weights are hashed for a file tier in the directory `tier`, which has a memo of digests; not at all without one.
     """
     vllm = vllm_config()
     if vllm is None:
-        return Model(windows=(None,) * len(groups), transient="vLLM has not told its configuration")
+        return ModelIdentity(windows=(None,) * len(groups), transient="vLLM has not told its configuration")
     layers = [_layers(vllm, group.layer_names) for group in groups]
     drafts = getattr(vllm.speculative_config, "draft_model_config", None)
     models = [vllm.model_config, *([] if drafts is None else [drafts])]
@@ -373,14 +379,14 @@ def describe(groups: Sequence[Any], tier: Path | None) -> Model:
     if tier is not None and not transient:
         found = [path for path in paths if path is not None]
         try:
-            weights = Digests(tier / MEMO).of(found)
+            weights = FileDigests(tier / MEMO).of(found)
             late = next(filter(None, (changed_since(path, _loading_began(vllm)) for path in found)), None)
         except (EngineError, OSError) as error:
             transient = f"weights cannot be told apart: {error}"
         else:
             if late is not None:
                 transient, weights = _LATE.format(late), ""
-    return Model(
+    return ModelIdentity(
         config=_digest([_effective(model) for model in models], _fields(vllm.cache_config, _OF_CACHE)),
         weights=weights,
         groups=tuple(_group(group, each, vllm) for group, each in zip(groups, layers, strict=True)),
@@ -499,7 +505,7 @@ _ALIKE_EVERYWHERE = ("sha256", "sha256_cbor")
 """Hashes that begin alike in each process; others do only where PYTHONHASHSEED is set."""
 
 
-def why_transient(model: Model) -> str:
+def why_transient(model: ModelIdentity) -> str:
     """Why no later process may be served what this one stores, and what to do about it; empty where it may."""
     hashing = model.hashing
     if not model.transient and hashing not in _ALIKE_EVERYWHERE and _seed() is None:
@@ -507,7 +513,7 @@ def why_transient(model: Model) -> str:
     return model.transient
 
 
-def scope_of(config: Any, model: Model, layout: str, device: str, salt: str) -> Scope:
+def scope_of(config: Any, model: ModelIdentity, layout: str, device: str, salt: str) -> Scope:
     """What must be equal for two engines' blocks under equal keys to be equal; `config` is an `OffloadingConfig`."""
     import torch  # noqa: PLC0415 - vLLM has it
     import vllm  # noqa: PLC0415

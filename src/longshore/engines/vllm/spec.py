@@ -32,8 +32,8 @@ from longshore.engines.vllm.model import (
     vllm_config,
     why_transient,
 )
-from longshore.engines.vllm.rendezvous import Note, attach, find, publish, withdraw
-from longshore.engines.vllm.tiers import open_store, watch_engine
+from longshore.engines.vllm.rendezvous import EngineMemory, attach, find, publish, withdraw
+from longshore.engines.vllm.tiers import open_tiers, watch_sleeps
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import ConfigError, EngineError
 from longshore.layout import KVGroup, KVLayout, PageRef
@@ -75,7 +75,7 @@ def layout_of(caches: Any, config: Any) -> KVLayout:
     return KVLayout(groups, tensors, len(tensors[0]), ranks, rank)
 
 
-class Blocks:
+class CanonicalBlocks:
     """Whole blocks of one group as bytes, for the self-test; `longshore.runtime.selftest.DeviceBlocks`."""
 
     def __init__(self, caches: Any, group: int) -> None:
@@ -102,17 +102,16 @@ class Blocks:
 _log = logging.getLogger(__name__)
 
 _APART = (
-    "ranks on several nodes are not served: they share memory, and these do not; run them on one machine, with one "
-    "/dev/shm"
+    "ranks on several nodes are not served, because ranks share host memory: run them on one machine, with one /dev/shm"
 )
 _PLAIN = (
-    "vLLM's plain OffloadingConnector cannot be told that a load has failed: one that fails twice will stop the "
-    "engine. With LongshoreConnector its request is computed instead: `longshore vllm-config` prints what to pass."
+    "vLLM's plain OffloadingConnector cannot report failed loads: a load that fails twice stops the engine. With "
+    "LongshoreConnector its request is recomputed: `longshore vllm-config` prints the configuration."
 )
 
 _KILLED = (
-    "vLLM kills its engine a few seconds after it was told to stop, and with it what is in host memory alone: give it "
-    "the time to write that to files (--shutdown-timeout 120), or have it written at once (backup: write_through)."
+    "vLLM kills its engine a few seconds after it is told to stop, and blocks that only host memory has are lost: give "
+    "it time to write them to files (--shutdown-timeout 120), or set backup: write_through."
 )
 
 _MIXED = (
@@ -143,7 +142,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
 
     def get_manager(self) -> LongshoreManager:
         """The scheduler's side. The workers are there already, and so is the memory."""
-        watch_engine()
+        watch_sleeps()
         note = find(self.config.engine_id)
         scope = None
         if self.settings.file_path is not None:
@@ -156,7 +155,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             _log.error(_MIXED)
         announces = self.kv_events_config.enable_kv_cache_events
         try:
-            store = open_store(self.settings, note, scope, self.config.groups, events=EVENTS_LIMIT if announces else 0)
+            store = open_tiers(self.settings, note, scope, self.config.groups, events=EVENTS_LIMIT if announces else 0)
         finally:
             withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
@@ -212,7 +211,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         if self.settings.file_path is not None and self.settings.backup is WritePolicy.BACK and is_killed_at_once():
             _log.warning(_KILLED)
 
-    def _test(self, engine: TransferEngine, caches: Any, layout: KVLayout, note: Note, *, slab: int) -> None:
+    def _test(self, engine: TransferEngine, caches: Any, layout: KVLayout, note: EngineMemory, *, slab: int) -> None:
         """A chunk of each group goes into host memory and back. No request has begun: no block is in use, and no slot.
 
         Ranks that have no part of the images try it each in a slab of their own, as far as there are as many.
@@ -222,9 +221,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         for group, pool in enumerate(note.pools):
             blocks = tuple(range(min(layout.groups[group].blocks_per_chunk, layout.num_blocks)))
             slot = Slot(HOST, pool, note.layout.slots_of(slab, pool)[0])
-            copy_test(engine, Blocks(caches, group), Section(group, 0, blocks), slot)
+            copy_test(engine, CanonicalBlocks(caches, group), Section(group, 0, blocks), slot)
 
-    def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, Note]:
+    def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, EngineMemory]:
         """The arena, as large as configured, and the stamps; and what the other processes are to be told."""
         self.settings.check_host()  # whatever is wrong with the file tier's directory does not stop the engine
         sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
@@ -236,7 +235,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             )
         arena = open_arena(self.settings, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
         stamps = Stamps.make(slabs.indices, self.config.parallel.world_size, layout.ranks)
-        note = Note(
+        note = EngineMemory(
             arena=str(arena.path),
             stamps=str(stamps.memory.path),
             slab_bytes=slabs.slab_bytes,

@@ -16,9 +16,9 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from longshore.boundary import HOST, Slots, TransferResult
 from longshore.cache import GroupKeys, TieredCache, Until
-from longshore.engines.vllm.changes import Trust
-from longshore.engines.vllm.metrics import Announcer
-from longshore.engines.vllm.requests import ChunkGroups, Request, Ticket, has_more, knows, ours, position
+from longshore.engines.vllm.changes import BlockValidity
+from longshore.engines.vllm.metrics import EventTranslator
+from longshore.engines.vllm.requests import ChunkGroups, RequestState, Ticket, has_more, knows, ours, position
 from longshore.errors import CacheError, IntegrityError
 from longshore.runtime.stamps import GOOD, Stamps
 
@@ -34,14 +34,14 @@ class Stores:
     """
 
     def __init__(
-        self, groups: ChunkGroups, stamps: Stamps, trust: Trust, patience: float, announcer: Announcer | None
+        self, groups: ChunkGroups, stamps: Stamps, trust: BlockValidity, patience: float, events: EventTranslator | None
     ) -> None:
-        """`patience` is in seconds; the `announcer`, if there is one, learns vLLM's names of what is published."""
+        """`patience` is in seconds; the `events`, if there is one, learns vLLM's names of what is published."""
         self._groups = groups
         self._stamps = stamps
-        self._trust = trust
+        self._validity = trust
         self._patience = patience
-        self._announcer = announcer
+        self._events = events
         self._tickets: dict[int, Ticket] = {}
         self.by_key: dict[OffloadKey, list[Ticket]] = {}
 
@@ -56,7 +56,7 @@ class Stores:
     def offer(
         self,
         cache: TieredCache,
-        request: Request,
+        request: RequestState,
         keys: Collection[OffloadKey],
         context: ReqContext,
         ticket: Ticket,
@@ -82,7 +82,7 @@ class Stores:
                 return None
             if slots is not None:
                 runs[group] = slots
-        request.refused = None
+        request.refused_since = None
         if ticket.keys:
             self._tickets[ticket.number] = ticket
             self.by_key.setdefault(ticket.keys[0], []).append(ticket)
@@ -91,7 +91,7 @@ class Stores:
     def _offer_group(
         self,
         cache: TieredCache,
-        request: Request,
+        request: RequestState,
         group: int,
         keys: list[OffloadKey],
         context: ReqContext,
@@ -115,7 +115,9 @@ class Stores:
         except IntegrityError:
             raise
         except CacheError as error:  # before anything has changed
-            _log.warning("request %s: %d chunks are not stored: %s", context.req_id, len(keys), error)
+            _log.warning(
+                "request %s: the cache refused %d chunks, which are not stored: %s", context.req_id, len(keys), error
+            )
             return False, None
         if order.again:
             return True, None
@@ -146,11 +148,11 @@ class Stores:
         if not said.all():
             return None
         good = (said == GOOD).all(axis=1).tolist()
-        if ticket.void or not self._trust.holds(ticket):
+        if ticket.void or not self._validity.holds(ticket):
             good = [False] * len(good)
-        if self._announcer is not None:
+        if self._events is not None:
             stored = list(compress(ticket.keys, good))
-            self._announcer.name(stored, ours(stored, ticket.adapter))
+            self._events.name(stored, ours(stored, ticket.adapter))
         return ticket.end(cache, good, now, image_bytes)
 
     def void_all(self) -> list[Ticket]:

@@ -27,11 +27,11 @@ from longshore.cache import CacheGroup, TieredCache
 from longshore.cache.eviction import EvictionPolicy
 from longshore.config import Config, Kept
 from longshore.engines.vllm import contract
-from longshore.engines.vllm.rendezvous import Note, attach
+from longshore.engines.vllm.rendezvous import EngineMemory, attach
 from longshore.errors import CapacityError, TierError
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
-from longshore.runtime.stack import make_cache as make_tiers
+from longshore.runtime.stack import make_cache as make_tiered_cache
 from longshore.runtime.stack import make_weighing
 from longshore.runtime.stamps import Stamps
 from longshore.runtime.tier_host import HostedFileTier
@@ -47,7 +47,7 @@ _level: ContextVar[int] = ContextVar("level", default=0)
 Watched = Callable[..., Any]
 
 
-def watch_engine() -> None:
+def watch_sleeps() -> None:
     """Have vLLM's engines tell of their sleeps, from now on. Raises `ContractError` if they are not as expected."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it is there where there are managers
 
@@ -101,7 +101,7 @@ def _resets(method: Watched) -> Watched:
     return reset
 
 
-class Sleeps:
+class SleepControl:
     """What the resets of one manager keep, and its host memory while the engine sleeps."""
 
     def __init__(self, runtime: Runtime, stamps: Stamps, slabs: int, config: Config) -> None:
@@ -123,7 +123,9 @@ class Sleeps:
         with self._runtime.observe() as cache:
             keep = tuple(tier.name for tier in cache.stats() if tier.name in kept.tiers)
         if keep == (FILE,) and not self._runtime.flush(self._config.write_timeout, besides=workers):
-            _log.warning("some blocks were not written to files in time, and are lost with host memory")
+            _log.warning(
+                "blocks not written to files within write_timeout are lost with host memory: raise write_timeout"
+            )
         return keep
 
     def give_back(self, *, idle: bool) -> None:
@@ -140,7 +142,7 @@ class Sleeps:
             with self._runtime.control() as cache:
                 cache.resize(HOST, 0, discard=True)
         except CapacityError as error:
-            _log.warning("host memory is kept while the engine sleeps, as copies are in flight: %s", error)
+            _log.warning("host memory is not freed for this sleep, because copies are in flight: %s", error)
             return
         self.has_memory, self._stamps.gives_back = False, True
 
@@ -159,8 +161,8 @@ _MAX_WRITES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class TierStore:
-    """What `open_store` built.
+class SchedulerTiers:
+    """What `open_tiers` built.
 
     Attributes:
         file: The file tier, if there is one.
@@ -176,7 +178,7 @@ class TierStore:
     loop: BackgroundLoop
     file: HostedFileTier | None
     windows: tuple[int | None, ...]
-    sleeps: Sleeps
+    sleeps: SleepControl
     base_is_mixed: bool = False
     is_off: bool = False
 
@@ -184,12 +186,16 @@ class TierStore:
         """Write back what a restart would lose, and give everything back. Idempotent."""
         self.loop.close()
         if not self.runtime.close():
-            _log.warning("closed before all blocks were written to the file tier; those are misses after a restart")
+            _log.warning(
+                "closed before all blocks were written to the file tier; these blocks are misses after a restart"
+            )
         self.stamps.close()
         self.arena.close()
 
 
-def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, events: int = 0) -> TierStore:
+def open_tiers(
+    config: Config, note: EngineMemory, scope: Scope | None, groups: Any, *, events: int = 0
+) -> SchedulerTiers:
     """The tiers of `config` in the memory that `note` tells of; without a `scope` there is no file tier.
 
     Nor is there one where its directory cannot be opened: the log says why. The cache keeps so many `events` until
@@ -216,11 +222,13 @@ def open_store(config: Config, note: Note, scope: Scope | None, groups: Any, *, 
         undo.pop_all()
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
     is_off = scope is not None and config.file_path is not None and file is None
-    sleeps = Sleeps(runtime, stamps, note.slabs, config)
-    return TierStore(runtime, stamps, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off)
+    sleeps = SleepControl(runtime, stamps, note.slabs, config)
+    return SchedulerTiers(runtime, stamps, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off)
 
 
-def _open_file_tier(config: Config, path: Path, note: Note, arena: Arena, scope: Scope) -> HostedFileTier | None:
+def _open_file_tier(
+    config: Config, path: Path, note: EngineMemory, arena: Arena, scope: Scope
+) -> HostedFileTier | None:
     """The file tier; nothing where `path` cannot be used as one, which the log says: the engine serves without."""
     try:
         return HostedFileTier(
@@ -245,7 +253,7 @@ def _open_file_tier(config: Config, path: Path, note: Note, arena: Arena, scope:
 
 def make_cache(
     config: Config,
-    note: Note,
+    note: EngineMemory,
     file: Tier | None,
     groups: Any,
     events: int,
@@ -256,7 +264,7 @@ def make_cache(
     Its tiers have the eviction policy of `config`, or `policy`.
     """
     windows = zip(groups, note.model.windows, strict=True)
-    return make_tiers(
+    return make_tiered_cache(
         config,
         note.layout,
         file,
