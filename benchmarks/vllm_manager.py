@@ -88,9 +88,9 @@ class Driven:
 def ours(blocks: int) -> Driven:
     """`LongshoreManager` over a host tier of so many blocks, whose workers are quick."""
     from longshore.engines.vllm.manager import LongshoreManager
-    from longshore.engines.vllm.replay import open_store
+    from longshore.engines.vllm.replay import open_tiers
 
-    store = open_store(blocks, Config.make(), TakesAll)
+    store = open_tiers(blocks, Config.make(), TakesAll)
     return Driven(LongshoreManager(store, [0], 60.0), lambda spec: store.stamps.stored(spec.job, 0, spec.indices, []))
 
 

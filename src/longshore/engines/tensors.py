@@ -1,4 +1,4 @@
-"""Checksums of tensors, by which an adapter tells whether weights are the same."""
+"""Bytes of tensors: checksums, by which an adapter tells whether weights are the same, and rows of device blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import concurrent.futures
 import hashlib
 import importlib.util
 import os
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -68,3 +71,19 @@ def mix64(data: torch.Tensor) -> int:
 
 def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
+
+
+class RowBlocks:
+    """One row of bytes for each block."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
+        data: npt.NDArray[np.uint8] = self._rows[list(blocks)].cpu().numpy()
+        return data
+
+    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Set them."""
+        self._rows[list(blocks)] = torch.from_numpy(data).to(self._rows.device)

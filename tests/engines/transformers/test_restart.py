@@ -109,7 +109,7 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
 def test_a_failed_self_test_turns_the_tiers_off_loudly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longshore.engines.transformers.rows import RowBlocks
+    from longshore.engines.tensors import RowBlocks
 
     honest = RowBlocks.read
 

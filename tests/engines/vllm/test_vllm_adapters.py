@@ -15,7 +15,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm_kit import Rig, keys_of
 
-from longshore.engines.vllm import adapters, model, weights
+from longshore.engines.vllm import changes, model
 from longshore.runtime.stamps import Stamps
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -48,15 +48,15 @@ class Adapter:
     def load(self, rig: Rig, ranks: range | None = None) -> None:
         """What vLLM's workers do."""
         for rank in range(len(rig.workers)) if ranks is None else ranks:
-            digest = adapters._digest(weights.Digests(), self.lora)
-            rig.workers[rank]._loaded_adapter(self.lora, 0 if digest is None else adapters._number(digest))
+            digest = changes._digest(model.FileDigests(), self.lora)
+            rig.workers[rank]._loaded_adapter(self.lora, 0 if digest is None else changes._number(digest))
 
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all files lay on a disk, and had been changed long ago."""
-    monkeypatch.setattr(weights, "SETTLED", -1e9)
-    monkeypatch.setattr(weights, "_is_in_memory", lambda device: False)
+    monkeypatch.setattr(model, "SETTLED", -1e9)
+    monkeypatch.setattr(model, "_is_in_memory", lambda device: False)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def adapter(tmp_path: Path) -> Adapter:
 
 def begin(rig: Rig, name: str, adapter: Adapter | None) -> ReqContext:
     if adapter is not None:
-        rig.manager.has_adapter(name, adapter.lora)
+        rig.manager.set_adapter(name, adapter.lora)
     return rig.request(name, KEYS)
 
 
@@ -156,11 +156,11 @@ def test_a_store_under_way_when_the_adapter_changes_is_dropped(rigs: Rigs, adapt
 
 
 def in_memory(patch: pytest.MonkeyPatch, *, hidden: bool) -> None:
-    patch.setattr(weights, "_is_in_memory", lambda device: hidden)
+    patch.setattr(model, "_is_in_memory", lambda device: hidden)
 
 
 def just_changed(patch: pytest.MonkeyPatch, *, hidden: bool) -> None:
-    patch.setattr(weights, "SETTLED", 1e9 if hidden else -1e9)
+    patch.setattr(model, "SETTLED", 1e9 if hidden else -1e9)
 
 
 @pytest.mark.parametrize("where", [in_memory, just_changed])
@@ -168,7 +168,7 @@ def test_an_adapter_whose_changes_would_not_show_is_neither_read_nor_served(
     rigs: Rigs, adapter: Adapter, where: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = served(rigs)
-    digests = rig.manager._trust._adapters._digests
+    digests = rig.manager._validity._adapters._digests
     where(monkeypatch, hidden=True)
     adapter.load(rig)
     for name in ("one", "two", "three"):
@@ -206,7 +206,7 @@ def test_base_model_blocks_are_not_stored_where_they_may_be_an_adapters(
 
 
 def test_cpu_kernels_that_mix_adapters_into_the_base_model_are_known() -> None:
-    assert adapters.applies_to_base_model() == vllm.__version__.startswith("0.32")
+    assert model.applies_to_base_model() == vllm.__version__.startswith("0.32")
 
 
 def test_workers_tell_what_they_have_loaded(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +220,9 @@ def test_workers_tell_what_they_have_loaded(adapter: Adapter, monkeypatch: pytes
 
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
     config = SimpleNamespace(lora_config=SimpleNamespace(), parallel_config=SimpleNamespace(worker_cls="one"))
-    watch = adapters.AdapterWatch(config, lambda lora, number: calls.append((lora.lora_int_id, number)))
+    watch = changes.AdapterWatch(config, lambda lora, number: calls.append((lora.lora_int_id, number)))
     manager = object.__new__(WorkerLoRAManager)
-    digest = adapters._number(adapters._digest(weights.Digests(), adapter.lora) or b"")
+    digest = changes._number(changes._digest(model.FileDigests(), adapter.lora) or b"")
     assert manager._load_adapter(adapter.lora) == "adapter"
     manager._load_adapter(adapter.lora)
     assert calls == [(7, digest), (7, 0)], "bytes that change while they are loaded are unknown"

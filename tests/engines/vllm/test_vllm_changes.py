@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.engines.vllm import changes
-from longshore.engines.vllm.changes import Changes
+from longshore.engines.vllm.changes import WeightWatch
 from longshore.errors import EngineError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -116,7 +116,7 @@ def test_a_report_of_an_old_store_does_not_end_a_new_one(rigs: Rigs) -> None:
     rig.manager.complete_store(set(KEYS[:1]), new)
     rig.end_step()
     assert answers(rig, "reader")[0] is HIT
-    assert not rig.manager._stores and not rig.manager._stale and not rig.manager._by_key
+    assert not rig.manager._stores and not rig.manager._stale and not rig.manager._stores.by_key
 
 
 def test_a_request_that_asks_for_nothing_uses_the_device(rigs: Rigs) -> None:
@@ -129,7 +129,7 @@ def test_a_request_that_asks_for_nothing_uses_the_device(rigs: Rigs) -> None:
 
 def test_a_reset_that_the_device_refused_does_not_empty_it(rigs: Rigs) -> None:
     rig = rigs()
-    rig.manager.hears_device_resets = True
+    rig.manager.observes_device_resets = True
     store(rig, "writer")
     change(rig)
     rig.manager.reset_cache()  # the connector's part alone: no request runs, yet the device kept its blocks
@@ -202,10 +202,10 @@ class Device:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def device_goes(self) -> None:
+    def before_device_release(self) -> None:
         self.calls.append("goes")
 
-    def device_is_back(self) -> None:
+    def after_device_restore(self) -> None:
         self.calls.append("is back")
 
 
@@ -229,7 +229,7 @@ class Watched:
         parallel = SimpleNamespace(worker_cls=f"{__name__}.Extended", worker_extension_cls=f"{__name__}.Extension")
         context = SimpleNamespace(static_forward_context={"layer": self.model.layer})
         vllm = SimpleNamespace(parallel_config=parallel, compilation_config=context)
-        self.changes = Changes(vllm, lambda: self.told.append(None), self.device)
+        self.changes = WeightWatch(vllm, lambda: self.told.append(None), self.device)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from vllm.v1.kv_offload import base, config
 
 from longshore.boundary import DEVICE, HOST, Route
 from longshore.engines.vllm import changes, contract
-from longshore.engines.vllm.caches import layout_of
 from longshore.engines.vllm.connector import LongshoreConnector
+from longshore.engines.vllm.spec import layout_of
 from longshore.errors import ContractError
 
 NAMES: dict[str, Any] = {**vars(config), **vars(base)}

@@ -27,7 +27,7 @@ from vllm_kit import BLOCKS, TOKENS, Rig, file_settings, keys_of
 from longshore.cache import Return, TieredCache
 from longshore.cache.eviction import POLICIES
 from longshore.cache.eviction.hit_rates import USES
-from longshore.engines.vllm.keys import ours
+from longshore.engines.vllm.requests import ours
 from longshore.errors import ConfigError, EngineError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -491,7 +491,7 @@ def test_an_inconsistent_cache_turns_the_tiers_off_and_nothing_else(
     for context in (first, second):
         rig.manager.on_request_finished(context)
     before = len(rig.manager._requests)
-    rig.manager.has_adapter("later", object())
+    rig.manager.set_adapter("later", object())
     rig.manager.on_request_finished(rig.request("later", keys))
     assert len(rig.manager._requests) == before, "nothing is kept of requests that come later"
     rig.manager.reset_cache()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from longshore.engines.vllm.meeting import Note, find, note_path, publish, withdraw
-from longshore.engines.vllm.model import Model
+from longshore.engines.vllm.model import ModelIdentity
+from longshore.engines.vllm.rendezvous import EngineMemory, find, publish, rendezvous_path, withdraw
 from longshore.errors import EngineError
 
 ENGINE = "an engine"
-HERE = Note(
+HERE = EngineMemory(
     arena="/proc/self/fd/0",
     stamps="/proc/self/fd/0",
     slab_bytes=8192,
@@ -26,7 +26,7 @@ HERE = Note(
     world=2,
     fingerprint="layout",
     device="cpu",
-    model=Model(groups=("a", "b", "c"), windows=(None, 16, 1)),
+    model=ModelIdentity(groups=("a", "b", "c"), windows=(None, 16, 1)),
 )
 GONE = replace(HERE, arena="/proc/0/fd/0")
 
@@ -91,4 +91,4 @@ def of_another_user(path: Path) -> None:
 def test_notes_lie_in_no_directory_that_others_have_a_hand_in(directory: Path, make: Callable[[Path], object]) -> None:
     make(directory)
     with pytest.raises(EngineError, match="is not a directory of this user alone"):
-        note_path(ENGINE)
+        rendezvous_path(ENGINE)

@@ -9,8 +9,8 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey
 from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.engines.vllm import LongshoreSpec
-from longshore.engines.vllm.keys import ours
-from longshore.engines.vllm.tally import zero
+from longshore.engines.vllm.metrics import zero
+from longshore.engines.vllm.requests import ours
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 IMAGE = 4096
@@ -132,20 +132,20 @@ def test_events_tell_what_each_tier_has_got_and_given_up(rigs: Any, tmp_path: Pa
     assert (back.medium, back.removed, back.keys) == (Medium.CPU, False, keys)
     rig.manager.reset_cache()
     assert list(rig.manager.take_events()) == []
-    assert not rig.manager._announcer._names  # type: ignore[union-attr]
+    assert not rig.manager._events._names  # type: ignore[union-attr]
 
 
 def test_names_are_kept_of_what_is_stored_and_of_nothing_else(rigs: Any) -> None:
     rig, keys = rigs(events=True, offload="write_through_selective", threshold=2), keys_of(3)
     writer = rig.request("writer", keys)
     assert rig.store(keys, [1, 2, 3], writer) == []
-    assert rig.manager._announcer._names == {}
+    assert rig.manager._events._names == {}
     output = rig.manager.prepare_store(keys, writer)
     assert output.keys_to_store == keys
     for worker in rig.workers:
         worker.stamps.stored(output.store_spec.job, 0, output.store_spec.indices[:2], output.store_spec.indices[2:])
     rig.manager.complete_store(set(keys), writer)
-    assert list(rig.manager._announcer._names.values()) == keys[:2]
+    assert list(rig.manager._events._names.values()) == keys[:2]
     (stored,) = rig.manager.take_events()
     assert stored.keys == keys[:2]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm_kit import file_settings, keys_of
 
-from longshore.engines.vllm import pace as pace_module
-from longshore.engines.vllm.keys import ours
-from longshore.engines.vllm.pace import Pace
+from longshore.engines.vllm import manager as manager_module
+from longshore.engines.vllm.manager import Backoff
+from longshore.engines.vllm.requests import ours
 
 
 class Clock:
@@ -36,12 +36,12 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pace_module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     return clock
 
 
 def test_steps_that_come_at_once_are_slowed_down_while_something_is_awaited(clock: Clock) -> None:
-    pace = Pace()
+    pace = Backoff()
     pace.planned(lambda: True)
     assert clock.taken() == 0
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_steps_that_come_at_once_are_slowed_down_while_something_is_awaited(cloc
 
 
 def test_a_step_that_computes_is_never_slowed_down_nor_asked_what_it_awaits(clock: Clock) -> None:
-    pace, asked = Pace(), list[bool]()
+    pace, asked = Backoff(), list[bool]()
     for _ in range(3):
         clock.now += 0.6e-3
         pace.planned(lambda: bool(asked.append(True)))

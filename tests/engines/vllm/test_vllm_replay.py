@@ -15,7 +15,7 @@ from vllm_kit import TOKENS
 from longshore.cli.app import app
 from longshore.config import Config
 from longshore.engines.vllm import LongshoreManager
-from longshore.engines.vllm.replay import VllmReplay, open_replay, open_store
+from longshore.engines.vllm.replay import VllmReplay, open_replay, open_tiers
 from longshore.errors import ConfigError, IntegrityError
 from longshore.trace.readers import read_excerpt
 
@@ -55,7 +55,7 @@ def test_the_manager_is_called_as_by_vllms_scheduler(rigs: Any) -> None:
     slots = rig.cache.stats()[0].slots
     assert slots < 14, "a prompt is longer than the tier"
     engine = Scheduling(rig)
-    store = open_store(slots, Config.make())
+    store = open_tiers(slots, Config.make())
     ours = Recorder(LongshoreManager(store, [0], 60.0))
     replay = VllmReplay(store, ours)  # type: ignore[arg-type]
     hits = []
@@ -73,7 +73,7 @@ def test_the_manager_is_called_as_by_vllms_scheduler(rigs: Any) -> None:
 
 
 def test_a_store_that_was_put_off_is_offered_once_more(rigs: Any) -> None:
-    store = open_store(SLOTS, Config.make())
+    store = open_tiers(SLOTS, Config.make())
     manager = LongshoreManager(store, [0], 60.0)
     refused = []
     prepare = manager.prepare_store

@@ -18,8 +18,8 @@ from vllm.distributed import parallel_state
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Group, Rig, file_settings, keys_of
 
-from longshore.engines.vllm import model, weights
-from longshore.engines.vllm.weights import Digests
+from longshore.engines.vllm import model
+from longshore.engines.vllm.model import FileDigests
 from longshore.errors import EngineError
 
 MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
@@ -107,7 +107,7 @@ def test_any_changed_byte_of_any_weight_file_finds_nothing(
     if name.startswith("linked"):
         path.symlink_to(blob)
     path.write_bytes(bytes(300_000))
-    monkeypatch.setattr(weights, "SETTLED", -1e9)  # the memo has all
+    monkeypatch.setattr(model, "SETTLED", -1e9)  # the memo has all
     assert [first_lookup(tmp_path, **settings) for _ in range(2)] == [MISS, PENDING]
     change_a_byte(blob if path.is_symlink() else path, 150_000)
     assert [first_lookup(tmp_path, **settings) for _ in range(2)] == [MISS, PENDING]
@@ -153,14 +153,14 @@ def test_a_changed_draft_model_finds_nothing(tmp_path: Path) -> None:
 
 def test_one_rank_hashes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    digest = Digests.of
-    monkeypatch.setattr(Digests, "of", lambda self, paths: calls.append(paths) or digest(self, paths))
+    digest = FileDigests.of
+    monkeypatch.setattr(FileDigests, "of", lambda self, paths: calls.append(paths) or digest(self, paths))
     first_lookup(tmp_path, world=2)
     assert len(calls) == 1
 
 
 def test_nothing_is_hashed_without_a_file_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Digests, "of", None)
+    monkeypatch.setattr(FileDigests, "of", None)
     Rig(model=file_settings(tmp_path)["model"]).close()
 
 

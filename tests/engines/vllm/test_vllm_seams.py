@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import Request, RequestStatus
 from vllm_kit import PAGE, Group, file_settings, keys_of
 
-from longshore.engines.vllm import sleeping
+from longshore.engines.vllm import tiers as tiers_module
 from longshore.runtime import stack
 
 
@@ -40,18 +40,18 @@ def make(rigs: Any, path: Path, groups: int = 1, **more: Any) -> Engine:
 
 
 def reset(engine: Engine, level: int = 0) -> None:
-    token = sleeping._level.set(level)
+    token = tiers_module._level.set(level)
     try:
         engine.scheduler.reset_cache()
         engine.manager.device_was_reset()
     finally:
-        sleeping._level.reset(token)
+        tiers_module._level.reset(token)
 
 
 def sleep(engine: Engine, level: int = 1) -> None:
     reset(engine, level)
     for rank, worker in enumerate(engine.rig.workers):
-        worker.device_goes()
+        worker.before_device_release()
         if level > 1:
             worker.stamps.weights_changed(rank)
         for tensor in engine.rig.tensors[rank]:
@@ -60,7 +60,7 @@ def sleep(engine: Engine, level: int = 1) -> None:
 
 def wake(engine: Engine) -> None:
     for worker in engine.rig.workers:
-        worker.device_is_back()
+        worker.after_device_restore()
 
 
 def load_whole(engine: Engine) -> None:
@@ -124,9 +124,9 @@ def test_a_store_in_flight_at_a_sleep_is_not_published_by_a_flush(rigs: Any) -> 
     rig = rigs(world=1)
     context = rig.request("writer", keys := keys_of(3))
     rig.manager.prepare_store(keys, context)
-    token = sleeping._level.set(1)
+    token = tiers_module._level.set(1)
     rig.manager.reset_cache()
-    sleeping._level.reset(token)
+    tiers_module._level.reset(token)
     rig.manager.on_reset_flushed()
     other = rig.request("reader", keys)
     assert rig.lookup(keys, other) == [LookupResult.MISS] * 3

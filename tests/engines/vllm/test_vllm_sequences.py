@@ -43,7 +43,7 @@ from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
 
 from longshore.boundary import FILE, Slabs, Status
 from longshore.cache.pool import FREE, READY
-from longshore.engines.vllm import store as store_module
+from longshore.engines.vllm import tiers as tiers_module
 from longshore.engines.vllm.worker import LoadPart
 from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch
 
@@ -242,7 +242,7 @@ class Sequences(RuleBasedStateMachine):
         }
         if file:
             self.file_slabs = file
-            self.patch.setattr(store_module, "_open_file_tier", self._open)
+            self.patch.setattr(tiers_module, "_open_file_tier", self._open)
             extra |= {**file_settings(Path(self.directory.name)), "file_size": "4MiB", "backup": backup}
         parallel = {"parallel_config.world_size": world}
         self.rig = Rig(world=world, groups=self.groups, blocks=BLOCKS, vllm=parallel, **extra)
@@ -252,7 +252,7 @@ class Sequences(RuleBasedStateMachine):
         self.runtime = self.manager._runtime
         began = time.monotonic()
         self.runtime.clock = lambda: began + self.skipped
-        self.manager.hears_device_resets = True
+        self.manager.observes_device_resets = True
         self.manager.may_stream = streams
         self.views = [[tensor.numpy().view(np.uint8) for tensor in tensors] for tensors in self.rig.tensors]
         for worker in self.rig.workers:
@@ -749,7 +749,7 @@ class Sequences(RuleBasedStateMachine):
         assert cache.jobs_in_flight == 0
         assert {state for pool in cache._store.pools for state in pool.state} <= {FREE, READY}
         assert not manager._stores
-        assert not manager._by_key
+        assert not manager._stores.by_key
         assert not manager._stale
         assert not manager._requests
         assert not self.scheduler._req_status

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
 from vllm_kit import BLOCKS, Group, Rig, keys_of
 
-from longshore.engines.vllm.meeting import note_path
+from longshore.engines.vllm.rendezvous import rendezvous_path
 from longshore.errors import SelfTestError
 from longshore.runtime.selftest import copy_test
 from longshore.transfer.device.base import copy_pieces
@@ -166,7 +166,7 @@ def test_block_size_of_the_extra_configuration_is_vllms_own(rigs: Any, size: int
 @pytest.mark.parametrize("world", [1, 2])
 def test_copies_that_go_wrong_are_found_at_start(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     """Before anybody is told of the memory."""
-    notes = set(note_path("any").parent.iterdir())
+    notes = set(rendezvous_path("any").parent.iterdir())
 
     def careless(source: Any, destination: Any, size: Any) -> None:
         copy_pieces(source, destination, size)
@@ -175,7 +175,7 @@ def test_copies_that_go_wrong_are_found_at_start(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("longshore.transfer.device.base.copy_pieces", careless)
     with pytest.raises(SelfTestError, match="1 of 192 bytes of the test block were wrong when read back"):
         Rig(world=world, groups=(Group(layers=1),), page=200)
-    assert set(note_path("any").parent.iterdir()) == notes
+    assert set(rendezvous_path("any").parent.iterdir()) == notes
 
 
 def test_ranks_without_a_part_are_tested_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,31 +17,31 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.cache import MissReason
-from longshore.engines.vllm import sleeping
+from longshore.engines.vllm import tiers as tiers_module
 from longshore.errors import ConfigError, RegistrationError
 from longshore.runtime import stack
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 KEYS, BLOCKS = keys_of(3), [1, 2, 3]
-Rigs = Callable[..., "Sleeper"]
+Rigs = Callable[..., "DeviceMemoryUser"]
 
 
-class Sleeper(Rig):
+class DeviceMemoryUser(Rig):
     """A rig that is put to sleep as vLLM's engine is: caches are reset, then the workers' memory goes."""
 
     def reset_for_sleep(self, level: int = 1) -> None:
         """What `EngineCore.sleep` does first."""
-        token = sleeping._level.set(level)
+        token = tiers_module._level.set(level)
         try:
             self.manager.reset_cache()
             self.manager.device_was_reset()
         finally:
-            sleeping._level.reset(token)
+            tiers_module._level.reset(token)
 
     def sleep(self, level: int = 1) -> None:
         self.reset_for_sleep(level)
         for rank, each in enumerate(self.workers):
-            each.device_goes()
+            each.before_device_release()
             if level > 1:
                 each.stamps.weights_changed(rank)
             for tensor in self.tensors[rank]:
@@ -49,7 +49,7 @@ class Sleeper(Rig):
 
     def wake(self) -> None:
         for each in self.workers:
-            each.device_is_back()
+            each.after_device_restore()
 
     def write(self, keys: Any = KEYS, blocks: Any = BLOCKS) -> list[list[list[torch.Tensor]]]:
         """Store `keys`; the bytes of each rank."""
@@ -91,10 +91,10 @@ class Sleeper(Rig):
 
 @pytest.fixture
 def rigs() -> Iterator[Rigs]:
-    made: list[Sleeper] = []
+    made: list[DeviceMemoryUser] = []
 
-    def make(**settings: Any) -> Sleeper:
-        made.append(Sleeper(**settings))
+    def make(**settings: Any) -> DeviceMemoryUser:
+        made.append(DeviceMemoryUser(**settings))
         return made[-1]
 
     yield make
@@ -190,7 +190,7 @@ def test_stores_and_loads_end_before_device_memory_goes(rigs: Rigs) -> None:
     each.submit_load(91, load, rig._theirs(load, [8, 9, 10]))
     each.submit_store(92, rig._theirs(store, range(12, 60)), store)
     rig.reset_for_sleep()
-    each.device_goes()
+    each.before_device_release()
     assert not each.engine._board.jobs and not each._jobs
     assert all(map(torch.equal, rig.bytes_of(0, 8), before[0][0]))
     assert {done.job_id for done in each.get_finished()} == {91, 92}
@@ -238,7 +238,7 @@ def test_a_request_that_comes_during_the_sleep_misses(rigs: Rigs) -> None:
     rig.write()
     rig.sleep()
     assert rig.answers("early") == [MISS] * 3
-    assert rig.manager._tally.misses[MissReason.ABSENT] == 3
+    assert rig.manager._metrics.misses[MissReason.ABSENT] == 3
     rig.wake()
     assert rig.answers("late") == [HIT] * 3
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from longshore.engines.vllm.steps import Steps, tokens_of
+from longshore.engines.vllm.connector import StepTimer, tokens_of
 
 
 class Seen(list[tuple[int, int, float]]):
     """What was told."""
 
     def __init__(self) -> None:
-        self.steps = Steps(lambda *told: self.append(told), least=16)
+        self.steps = StepTimer(lambda *told: self.append(told), least=16)
 
 
 def test_a_step_takes_from_its_plan_to_its_end() -> None:

@@ -346,7 +346,7 @@ def test_after_a_fault_of_the_control_plane_open_loads_fail(engine: Engine) -> N
 
 
 def test_only_what_is_worth_reading_is_loaded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "worth_until", lambda *_: 20 * TOKENS)
+    monkeypatch.setattr(manager_module, "load_limit", lambda *_: 20 * TOKENS)
     request = engine.request(CHUNKS)
     assert engine.begin(request) == 20
     finish_load(engine, request)

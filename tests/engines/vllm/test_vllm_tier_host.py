@@ -18,8 +18,8 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.cache import DropReason
-from longshore.engines.vllm.keys import ours
-from longshore.engines.vllm.tally import zero
+from longshore.engines.vllm.metrics import zero
+from longshore.engines.vllm.requests import ours
 from longshore.errors import TierError
 from longshore.runtime.tier_host import HostedFileTier, tier
 from longshore.runtime.tier_host import process as watch

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore.engines.vllm import weights
-from longshore.engines.vllm.weights import Digests, changed_since, has_weights
+from longshore.engines.vllm import model as model_module
+from longshore.engines.vllm.model import FileDigests, changed_since, has_weights
 from longshore.errors import EngineError
 
 SIZE = 100_000
@@ -30,14 +30,14 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all files had been changed long ago: none can be made old, as nobody sets a ctime."""
-    monkeypatch.setattr(weights, "SETTLED", -1e9)
+    monkeypatch.setattr(model_module, "SETTLED", -1e9)
 
 
 @pytest.mark.usefixtures("settled")
 def test_unchanged_files_are_hashed_once(model: Path, tmp_path: Path) -> None:
-    first, second = Digests(tmp_path / "tier" / "memo"), Digests(tmp_path / "tier" / "memo")
+    first, second = FileDigests(tmp_path / "tier" / "memo"), FileDigests(tmp_path / "tier" / "memo")
     digest = first.of([model])
-    again = Digests(tmp_path / "tier" / "memo")
+    again = FileDigests(tmp_path / "tier" / "memo")
     assert again.of([model]) == digest
     assert (first.hashed_bytes, again.hashed_bytes) == (SIZE, 0)
     assert second.of([model]) == digest
@@ -49,12 +49,12 @@ def test_unchanged_files_are_hashed_once(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev"])
 def test_any_changed_number_of_its_identity_hashes_again(model: Path, tmp_path: Path, name: str) -> None:
     memo = tmp_path / "memo"
-    Digests(memo).of([model])
+    FileDigests(memo).of([model])
     told = json.loads(memo.read_text())
     ((identity, _),) = told["files"].values()
     identity[["st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev"].index(name)] += 1
     memo.write_text(json.dumps(told))
-    again = Digests(memo)
+    again = FileDigests(memo)
     again.of([model])
     assert again.hashed_bytes == SIZE
 
@@ -62,15 +62,15 @@ def test_any_changed_number_of_its_identity_hashes_again(model: Path, tmp_path: 
 def test_a_file_changed_a_moment_ago_is_not_memoised(model: Path, tmp_path: Path) -> None:
     memo, path = tmp_path / "memo", model / "model.safetensors"
     os.utime(path, (0, 0))  # the time stamp that anyone can set
-    before = Digests(memo).of([model])
+    before = FileDigests(memo).of([model])
     assert json.loads(memo.read_text())["files"] == {}
     path.write_bytes(os.urandom(SIZE))
-    assert Digests(memo).of([model]) != before
+    assert FileDigests(memo).of([model]) != before
 
 
 @pytest.mark.usefixtures("settled")
 def test_writes_through_a_mapping_that_stays_are_seen(model: Path, tmp_path: Path) -> None:
-    digests, path = Digests(tmp_path / "memo"), model / "model.safetensors"
+    digests, path = FileDigests(tmp_path / "memo"), model / "model.safetensors"
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
         seen = set()
         for value in range(3):
@@ -86,7 +86,7 @@ def test_files_in_memory_are_always_hashed(tmp_path: Path, monkeypatch: pytest.M
     line = f"1 1 {os.major(device)}:{os.minor(device)} / / rw - tmpfs tmpfs rw"
     read_text = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self: line if str(self).endswith("mountinfo") else read_text(self))
-    digests = Digests(tmp_path / "memo")
+    digests = FileDigests(tmp_path / "memo")
     digests.of([model])
     digests.of([model])
     assert digests.hashed_bytes == 2 * SIZE
@@ -96,15 +96,15 @@ def test_files_in_memory_are_always_hashed(tmp_path: Path, monkeypatch: pytest.M
 def test_a_file_that_would_be_read_again_is_not_read_where_that_is_asked_for(
     model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(weights, "SETTLED", -1e9 if kind == "in memory" else 1e9)
-    monkeypatch.setattr(weights, "_is_in_memory", lambda device: kind == "in memory")
-    digests = Digests()
+    monkeypatch.setattr(model_module, "SETTLED", -1e9 if kind == "in memory" else 1e9)
+    monkeypatch.setattr(model_module, "_is_in_memory", lambda device: kind == "in memory")
+    digests = FileDigests()
     with pytest.raises(EngineError, match="lies in memory" if kind == "in memory" else "leave it, or touch it"):
         digests.of([model], only_once=True)
     assert digests.hashed_bytes == 0
-    monkeypatch.setattr(weights, "SETTLED", -1e9)
-    monkeypatch.setattr(weights, "_is_in_memory", lambda device: False)
-    assert [digests.of([model], only_once=True) for _ in range(2)] == [Digests().of([model])] * 2
+    monkeypatch.setattr(model_module, "SETTLED", -1e9)
+    monkeypatch.setattr(model_module, "_is_in_memory", lambda device: False)
+    assert [digests.of([model], only_once=True) for _ in range(2)] == [FileDigests().of([model])] * 2
     assert digests.hashed_bytes == SIZE
 
 
@@ -118,19 +118,19 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("settled")
 def test_a_damaged_memo_is_ignored_and_replaced(model: Path, damaged: Path) -> None:
-    assert Digests(damaged).of([model]) == Digests().of([model])
-    again = Digests(damaged)
+    assert FileDigests(damaged).of([model]) == FileDigests().of([model])
+    again = FileDigests(damaged)
     again.of([model])
     assert again.hashed_bytes == 0
 
 
 def test_a_memo_that_cannot_be_written_costs_time_alone(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert Digests(tmp_path / "file" / "memo").of([model]) == Digests().of([model])
+    assert FileDigests(tmp_path / "file" / "memo").of([model]) == FileDigests().of([model])
 
 
 def test_a_file_that_changes_while_it_is_read_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, hashed = model / "model.safetensors", weights._hash
+    path, hashed = model / "model.safetensors", model_module._hash
     times = iter(range(1, 100))
 
     def change(fd: int, size: int) -> str | None:
@@ -138,57 +138,57 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(model: Path, monkeyp
         os.utime(path, (0, next(times)))
         return digest
 
-    monkeypatch.setattr(weights, "_hash", change)
+    monkeypatch.setattr(model_module, "_hash", change)
     with pytest.raises(EngineError, match="changes while it is read"):
-        Digests().of([model])
+        FileDigests().of([model])
     assert next(times) > 1
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_hash", lambda fd, size, hashed=weights._hash: hashed(fd, size + 1))
+    monkeypatch.setattr(model_module, "_hash", lambda fd, size, hashed=model_module._hash: hashed(fd, size + 1))
     with pytest.raises(EngineError, match="changes while it is read"):
-        Digests().of([model])
+        FileDigests().of([model])
 
 
 def test_links_in_a_circle_end(model: Path) -> None:
     (model / "above").symlink_to(model)
     (model / "elsewhere").symlink_to(model.parent / "linked")
     (model.parent / "linked").mkdir()
-    before = Digests().of([model])
+    before = FileDigests().of([model])
     (model.parent / "linked" / "more.safetensors").write_bytes(b"linked")
-    assert Digests().of([model]) != before
+    assert FileDigests().of([model]) != before
 
 
 def test_names_count_and_the_tokenizer_does_not(model: Path) -> None:
-    before = Digests().of([model])
+    before = FileDigests().of([model])
     (model / "tokenizer.json").write_text("{}")
-    assert Digests().of([model]) == before
+    assert FileDigests().of([model]) == before
     (model / "model.safetensors").rename(model / "model-1.safetensors")
-    assert Digests().of([model]) != before
+    assert FileDigests().of([model]) != before
 
 
 def test_a_model_in_one_file_is_hashed_with_the_weights_beside_it(tmp_path: Path) -> None:
     path, beside = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
     path.write_bytes(b"weights")
     assert has_weights(path)
-    before = Digests().of([path])
+    before = FileDigests().of([path])
     beside.write_bytes(b"more")
-    assert Digests().of([path]) != before
+    assert FileDigests().of([path]) != before
 
 
 def test_parts_of_large_files_are_hashed_in_place(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model / "model.safetensors"
-    monkeypatch.setattr(weights, "_PART_BYTES", 4096)
-    monkeypatch.setattr(weights, "_READ_BYTES", 1000)
+    monkeypatch.setattr(model_module, "_PART_BYTES", 4096)
+    monkeypatch.setattr(model_module, "_READ_BYTES", 1000)
     content = bytearray(path.read_bytes())
-    seen = {Digests().of([model])}
+    seen = {FileDigests().of([model])}
     for at in (0, 4095, 4096, 50_000, SIZE - 1):
         content[at] ^= 1
         path.write_bytes(content)
-        seen.add(Digests().of([model]))
+        seen.add(FileDigests().of([model]))
     content[:4096], content[4096:8192] = content[4096:8192], content[:4096]
     path.write_bytes(content)
-    seen.add(Digests().of([model]))
+    seen.add(FileDigests().of([model]))
     assert len(seen) == 7
 
 
@@ -273,13 +273,13 @@ def test_links_in_a_circle_are_an_error_on_the_way(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("other")
     (tmp_path / "other").symlink_to("one")
     with pytest.raises(OSError, match="symbolic links"):
-        list(weights._way(tmp_path / "one"))
+        list(model_module._way(tmp_path / "one"))
 
 
 def test_a_stamp_of_whole_seconds_may_be_of_a_later_change(tmp_path: Path) -> None:
     fine, coarse = (os.stat_result([0] * 10, {"st_ctime_ns": at}) for at in (5_000_000_001, 5_000_000_000))
-    assert weights._stamp(fine) < 5_100_000_000
-    assert weights._stamp(coarse) == 7_000_000_000
+    assert model_module._stamp(fine) < 5_100_000_000
+    assert model_module._stamp(coarse) == 7_000_000_000
 
 
 def download(cache: Path, commit: str, *, shared: Path | None = None) -> Path:

@@ -27,7 +27,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 from longshore.boundary import DEVICE, FILE, HOST, Key
 from longshore.cache import GroupKeys, Lease, Retention, Text, TieredCache, Until
 from longshore.engines.transformers.contract import check_allocator
-from longshore.engines.transformers.lookups import Ahead, PromptLookup, PromptRecord
+from longshore.engines.transformers.requests import PromptLookup, PromptRecord, WaitingPrefetcher
 from longshore.errors import DeviceError, EngineError, QueueFullError, TierClosedError, TierError, TokenError
 from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain
@@ -55,7 +55,7 @@ class _Chunk:
     tokens: array[int] | None
 
 
-class Owner(Protocol):
+class TierOwner(Protocol):
     """Who has the tiers of an allocator."""
 
     def admit(self, config: Any) -> int:
@@ -122,10 +122,10 @@ class TieredAllocator(FullAttentionCacheAllocator):
     transformers makes it, from a class in its registry: `over` gives the class whose instances ask `owner` for tiers.
     """
 
-    owner: Owner
+    owner: TierOwner
 
     @classmethod
-    def over(cls, owner: Owner) -> type[TieredAllocator]:
+    def over(cls, owner: TierOwner) -> type[TieredAllocator]:
         """The class whose instances get their tiers from `owner`."""
         return type(cls.__name__, (cls,), {"owner": owner})
 
@@ -134,7 +134,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self._number = self.owner.admit(config)
         self._compute: torch.Stream | None = None
         self._stack: Stack | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: WaitingPrefetcher | None = None
         self._chains: dict[str, tuple[KeyChain, int]] = {}
         """Keys of each request, and how many of its chunks are of the prompt alone."""
         self._chunks: dict[Key, _Chunk] = {}
@@ -185,7 +185,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             lookup.path = lookup.turn = lookup.kept = None  # of the former tiers
         if stack is not None:
             if stack.host is not None and stack.file is not None and self.use_block_sharing:
-                self._ahead = Ahead(stack)
+                self._ahead = WaitingPrefetcher(stack)
             self._guard = BlockGuard(stack.runtime, stack.config.write_timeout)
             if not isinstance(self.ledger, TieredLedger):
                 self.ledger = TieredLedger(self._leaving, self._offload_evicted, self._forgotten)
@@ -193,7 +193,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def forget(self) -> None:
         """Evict all cached blocks of the device, without offloading them. No request may be active."""
         if self.block_table:
-            raise EngineError(f"{len(self.block_table)} requests are active: the engine must be idle")
+            raise EngineError(
+                f"expected an idle engine, got {len(self.block_table)} active requests: wait until they have ended"
+            )
         if isinstance(self.ledger, TieredLedger):
             self.pool.free_blocks(self.index, self.ledger.drop_cached_blocks())
 
@@ -309,7 +311,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     # ------------------------------------------------------------------ requests that wait
 
     @contained(lambda self, stack, ahead, waiting: set[str](), expected=_EXPECTED)
-    def _fetch(self, stack: Stack, ahead: Ahead, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
+    def _fetch(self, stack: Stack, ahead: WaitingPrefetcher, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
         late: set[str] = set()
         with stack.runtime.control() as cache:
             for request, prompt in waiting:
@@ -333,7 +335,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._end_prefetches(self._stack, self._ahead, kept)
 
     @contained(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
-    def _end_prefetches(self, stack: Stack, ahead: Ahead, lookups: Sequence[PromptLookup]) -> None:
+    def _end_prefetches(self, stack: Stack, ahead: WaitingPrefetcher, lookups: Sequence[PromptLookup]) -> None:
         with contextlib.suppress(TierClosedError), stack.runtime.control() as cache:
             for lookup in lookups:
                 ahead.end(cache, lookup)

@@ -14,12 +14,12 @@ import torch
 from longshore.boundary import DEVICE, FILE, HOST
 from longshore.cache import CacheGroup
 from longshore.config import Config
+from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers import contract
 from longshore.engines.transformers.allocator import TieredAllocator
-from longshore.engines.transformers.lookups import PromptRecord
+from longshore.engines.transformers.contract import informed_allocators, replaced_allocator, served_model
 from longshore.engines.transformers.oracle import block_digests
-from longshore.engines.transformers.registry import informed_allocators, replaced_allocator, served_model
-from longshore.engines.transformers.rows import RowBlocks
+from longshore.engines.transformers.requests import PromptRecord
 from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import CacheError, EngineError, HintError, LongshoreError, SelfTestError, TierError
 from longshore.hints import RequestHints
@@ -96,7 +96,7 @@ class Tiers:
         One before it that is not in use lets go of the tiers.
         """
         if served_model.get() is not self.model or config is not self.model.config.get_text_config():
-            _log.warning("no tiers for this model: it is another model than the one given to tiered()")
+            _log.warning("this device cache has no tiers: its model is another model than the one given to tiered()")
             return 0
         if self._allocator is None or not self._allocator.in_use:
             self._unbind()
@@ -177,7 +177,7 @@ class Tiers:
         `CacheError` for what cannot be kept; nothing has changed then.
         """
         if self._allocator is not None and self._allocator.in_use:
-            raise EngineError("an engine of the model runs: stop its manager first")
+            raise EngineError("an engine of the model is running: stop its manager first")
         keep, self._asleep = self._kept(keep), True
         self._unbind()
         if self.stack is not None and self.stack.runtime.fault is None:
@@ -194,7 +194,11 @@ class Tiers:
             if self.stack is not None:
                 self.stack.wake()
         except TierError as error:
-            _log.error("TIERS ARE OFF: no host memory after the sleep: %s", error)
+            _log.error(
+                "TIERS ARE OFF: host memory could not be allocated after the sleep: %s. Free memory; the next engine "
+                "tries to open the tiers again.",
+                error,
+            )
             self.failure = error
             self._shut()
 
@@ -233,7 +237,7 @@ class Tiers:
         try:
             self._open(allocator)
         except SelfTestError as error:
-            _log.error("TIERS ARE OFF: %s. The engine goes on without them.", error)
+            _log.error("TIERS ARE OFF: the self-test failed: %s. The engine continues without tiers.", error)
             self.failure = error
             self._shut()
         except LongshoreError as error:
@@ -241,14 +245,16 @@ class Tiers:
             self._shut()
             if not self._opened:
                 raise
-            _log.exception("TIERS ARE OFF: they could not be opened again. The engine goes on without them.")
+            _log.exception("TIERS ARE OFF: they could not be reopened. The engine continues without tiers.")
         return self.stack
 
     def _open(self, allocator: TieredAllocator) -> None:
         """Keep the tiers, put them under `allocator`'s tensor, or open others, as the scope demands."""
         is_bound, self._allocator = allocator is self._allocator, allocator
         if not allocator.use_block_sharing:
-            _log.warning("the tiers are not used: allow_block_sharing is off in the engine's configuration")
+            _log.warning(
+                "the tiers are not used, because allow_block_sharing is off in the engine's configuration: turn it on"
+            )
         rows = allocator._copy_view
         layout = from_rows(
             rows,
@@ -318,7 +324,8 @@ class Tiers:
         blocks = range(rows.shape[0] - self.config.blocks_per_chunk, rows.shape[0])
         if allocator.num_blocks < self.config.blocks_per_chunk:
             raise SelfTestError(
-                f"the device cache has {allocator.num_blocks} blocks, and a chunk {self.config.blocks_per_chunk}"
+                f"expected at least the {self.config.blocks_per_chunk} blocks of a chunk in the device cache, got "
+                f"{allocator.num_blocks}"
             )
         self_test(stack, RowBlocks(rows), list(blocks), files=files)
 

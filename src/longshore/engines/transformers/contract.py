@@ -1,18 +1,27 @@
-"""What this adapter relies on inside transformers, and a check that it is still there.
+"""The internals of transformers that the adapter uses: a check that they are there, and the hooks it puts into them.
 
-Continuous batching keeps its device cache behind `ATTN_TYPE_TO_ALLOCATOR`, a registry that is read when a cache is
-made. Everything else used here is listed below; where one has moved, `check` says which, and what was expected.
+Continuous batching makes its device cache from the class in `ATTN_TYPE_TO_ALLOCATOR`; `replaced_allocator` replaces
+that entry. `informed_allocators` wraps methods of the scheduler, so that allocators know which requests wait. `check`
+names each internal that has moved in this version, and what was expected.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from longshore.errors import ContractError, EngineError
 
 SUPPORTED = "transformers >= 5.18, < 5.24"
+
+_NAME = "full_attention"
+
+served_model: ContextVar[Any] = ContextVar("served_model", default=None)
+"""The model whose manager makes a device cache at present. Two models may share one configuration object."""
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "FullAttentionCacheAllocator.__init__": (
@@ -116,7 +125,7 @@ def check() -> None:
         moved += [f"{owner} has no {name}" for name in fields if name not in present]
     if moved:
         raise ContractError(
-            f"the internals of transformers {found['version']} have moved (Longshore works with {SUPPORTED}): "
+            f"transformers {found['version']} has changed internals that Longshore uses; install {SUPPORTED}: "
             + "; ".join(moved)
         )
 
@@ -141,3 +150,87 @@ def _compare(found: dict[str, Any], path: str, expected: tuple[str, ...]) -> str
         return f"{path} is gone"
     actual = tuple(inspect.signature(target).parameters)
     return None if actual == expected else f"{path} takes {actual}, expected {expected}"
+
+
+@contextmanager
+def replaced_allocator(ours: type[Any]) -> Iterator[None]:
+    """Within this block, full-attention caches are made by the class `ours`; one such block at a time per process."""
+    found = load()
+    registry = found["ATTN_TYPE_TO_ALLOCATOR"]
+    stock = registry[_NAME]
+    if stock is not found["FullAttentionCacheAllocator"]:
+        raise EngineError(
+            f"the allocator of {_NAME} is replaced already, by {stock!r}: close the other tiered() block first"
+        )
+    registry[_NAME] = ours
+    try:
+        yield
+    finally:
+        registry[_NAME] = stock
+
+
+@contextmanager
+def informed_allocators(ours: Any) -> Iterator[None]:
+    """Within this block, `served_model` is set while a manager makes its device cache.
+
+    Allocators of the class `ours` find in `asking` the request that a prompt is looked up for. They are told which
+    requests wait, whenever a batch was scheduled, and when the loop has ended, as these end without a call.
+    """
+    found = load()
+    paged, manager, scheduler = found["PagedAttentionCache"], found["ContinuousBatchingManager"], found["Scheduler"]
+    processor = found["ContinuousBatchProcessor"]
+    stock = paged.search_prefix_match
+    make = manager._create_batch_processor
+    candidates, cleanup = scheduler._get_waiting_candidates, scheduler._cleanup_waiting_queue
+    fail = processor.fail_all_requests
+
+    def create_batch_processor(self: Any) -> Any:
+        former = served_model.set(self.model)
+        try:
+            return make(self)
+        finally:
+            served_model.reset(former)
+
+    def allocators(cache: Any) -> list[Any]:
+        return [allocator for allocator in cache.cache_allocators.values() if isinstance(allocator, ours)]
+
+    def search_prefix_match(self: Any, request_id: str, prompt_ids: list[int]) -> Any:
+        for allocator in allocators(self):
+            allocator.asking = request_id
+        return stock(self, request_id, prompt_ids)
+
+    def expect(allocator: Any, waiting: list[Any]) -> Any:
+        fresh = [(state.request_id, state.remaining_prefill_tokens) for state in waiting if not state.is_cpu_offloaded]
+        return allocator.expect(fresh)
+
+    def get_waiting_candidates(self: Any) -> Any:
+        waiting = candidates(self)
+        for allocator in allocators(self.cache):
+            if waiting and allocator.holds_back:
+                late = expect(allocator, waiting)
+                ready = [state for state in waiting if state.request_id not in late]
+                alone = not ready and not self.active_requests  # nothing else is held up
+                waiting = waiting[:1] if alone else ready
+        return waiting
+
+    def cleanup_waiting_queue(self: Any, request_ids_to_remove_from_waiting: set[str]) -> None:
+        cleanup(self, request_ids_to_remove_from_waiting)
+        for allocator in allocators(self.cache):
+            expect(allocator, candidates(self))
+
+    def fail_all_requests(self: Any, error: Exception) -> None:
+        fail(self, error)
+        for allocator in allocators(self.cache):
+            allocator.expect_none()
+
+    with ExitStack() as undo:
+        for owner, name, ours_instead in (
+            (paged, "search_prefix_match", search_prefix_match),
+            (manager, "_create_batch_processor", create_batch_processor),
+            (scheduler, "_get_waiting_candidates", get_waiting_candidates),
+            (scheduler, "_cleanup_waiting_queue", cleanup_waiting_queue),
+            (processor, "fail_all_requests", fail_all_requests),
+        ):
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, ours_instead)
+        yield

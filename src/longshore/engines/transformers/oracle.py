@@ -18,8 +18,8 @@ from typing import Any
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
 
-from longshore.engines.transformers.registry import replaced_allocator
-from longshore.engines.transformers.rows import RowBlocks
+from longshore.engines.tensors import RowBlocks
+from longshore.engines.transformers.contract import replaced_allocator
 from longshore.errors import EngineError
 
 

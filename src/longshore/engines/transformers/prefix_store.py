@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from longshore.cache import GroupKeys
 from longshore.config import Config
+from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import refuse
-from longshore.engines.transformers.rows import RowBlocks
 from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import CacheError, EngineError
 from longshore.keys import chain
@@ -86,10 +86,11 @@ class PrefixStore:
             raise
 
     def _look(self) -> None:
-        """Open the tiers anew if the model is not what it was: what was stored before means nothing to it."""
+        """Reopen the tiers if the model has changed since they were opened: what they have is not valid for it."""
         if self._scopes.of(self._layout).root != self._stack.scope.root:
             _log.warning(
-                "the model's weights, code or settings have changed: the prefixes stored before are not restored"
+                "the model's weights, code or settings have changed: prefixes stored before are not restored; store "
+                "them again, or set fixed_weights if the model does not change"
             )
             self._stack.close()
             self._open()
@@ -177,7 +178,9 @@ class PrefixStore:
     def _wait_idle(self) -> None:
         """No job may touch the window while it is written; raises `CacheError` if one does not end."""
         if not self._stack.runtime.wait_ended(self._busy, self._stack.config.write_timeout):
-            raise CacheError("a copy from or to the device does not end")
+            raise CacheError(
+                f"a device copy has not ended within write_timeout ({self._stack.config.write_timeout:g} s)"
+            )
         self._busy = []
 
     def _check_states(self, cache: DynamicCache) -> None:

@@ -1,22 +1,40 @@
-"""Weights that change in a running engine, and device memory that goes: a worker notices.
+"""What changes in a running engine: weights, device memory, LoRA adapters; and which blocks may then be stored.
 
-Nobody tells a connector that vLLM has got new weights, and vLLM resets its caches only where it is told to. So the
-methods of vLLM's worker that change weights are wrapped, with those of a worker extension and the models' own
-`load_weights`. What writes to parameters without any of these is seen on the CPU alone, in samples of each parameter
-that are compared before blocks are copied.
+    worker      `WeightWatch`: wrapped methods, samples of parameters ─► stamps        device memory goes and comes back
+                `AdapterWatch`: an adapter was loaded ─► digest of its files ─► stamps
+    scheduler   `AdapterDigests`: a request's adapter ─► digest of its files = that of the stamps? ─► part of its keys
+                `BlockValidity`: whether blocks on the device still are what their keys say
+
+vLLM does not tell a connector about new weights, and resets its caches only when told to. So the methods of vLLM's
+worker that change weights are wrapped, with those of a worker extension and the models' own `load_weights`. Writes to
+parameters by other means are detected on the CPU only, by samples that are compared before blocks are copied.
+
+vLLM keeps blocks on the device when weights change: from then on nothing is stored until the device was emptied.
+vLLM's keys have an adapter's name and path. Blocks of an adapter are stored and loaded only while all workers have
+loaded what its files hold now. After these bytes have changed, none of its blocks on the device are stored until the
+device was emptied, because vLLM keeps them under the same hashes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.engines.tensors import content
 from longshore.engines.vllm import contract
+from longshore.engines.vllm.model import FileDigests
+from longshore.engines.vllm.requests import RequestState, Ticket
+from longshore.errors import EngineError
+from longshore.runtime.stamps import Stamps
 
 _log = logging.getLogger(__name__)
 
@@ -34,23 +52,23 @@ _TAGS = ("weights", "kv_cache")
 _SAMPLES = 64
 """Elements of each parameter that are compared, at most."""
 
-_watching: list[Changes] = []
+_watching: list[WeightWatch] = []
 
 
-class Sleeper(Protocol):
+class DeviceMemoryUser(Protocol):
     """Who copies from and to device memory."""
 
-    def device_goes(self) -> None:
+    def before_device_release(self) -> None:
         """Device memory is about to go: end all copies before this returns."""
 
-    def device_is_back(self) -> None:
+    def after_device_restore(self) -> None:
         """Device memory is there again, at its former addresses."""
 
 
-class Changes:
+class WeightWatch:
     """Calls `told` whenever weights of this process may have changed, and `sleeper`, until it is closed."""
 
-    def __init__(self, vllm: Any, told: Callable[[], None], sleeper: Sleeper) -> None:
+    def __init__(self, vllm: Any, told: Callable[[], None], sleeper: DeviceMemoryUser) -> None:
         """`vllm` is the `VllmConfig` of a worker whose model was loaded; without one nothing is watched."""
         self.told = told
         self._sleeper = sleeper
@@ -75,7 +93,7 @@ class Changes:
     def goes(self, tags: Collection[str]) -> None:
         """Device memory is about to go, perhaps weights with it, which come back, or others."""
         if "kv_cache" in tags:
-            self._sleeper.device_goes()
+            self._sleeper.before_device_release()
         if not self._gone and self._before is None:
             self._before = self._digests()
         self._gone.update(tags)
@@ -87,7 +105,7 @@ class Changes:
             if self._before is not None and self._before != self._digests():
                 self._before = None
                 self.told()
-            self._sleeper.device_is_back()
+            self._sleeper.after_device_restore()
 
     def look(self) -> None:
         """Compare the samples, if there are any, with those of the last look; after a sleep all weights, once."""
@@ -113,7 +131,7 @@ class Changes:
         try:
             return [content(each) for each in self._parameters]
         except RuntimeError:  # no memory for it on the device, say
-            _log.exception("weights cannot be compared, and are taken for new ones")
+            _log.exception("the weights could not be checksummed; they count as changed, and all tiers are cleared")
             self.told()
             return None
 
@@ -184,3 +202,197 @@ def _models() -> list[Any]:
     from torch.nn import Module  # noqa: PLC0415 - vLLM has it
 
     return [each for each in gc.get_objects() if issubclass(type(each), Module) and hasattr(each, "load_weights")]
+
+
+Loaded = Callable[[Any, int], None]
+
+_listeners: list[Loaded] = []
+_digests = FileDigests()
+"""Of all workers in this process."""
+
+
+class AdapterDigests:
+    """The scheduler's side. `lora` is always vLLM's `LoRARequest`."""
+
+    def __init__(self, stamps: Stamps) -> None:
+        self._stamps = stamps
+        self._digests = FileDigests()
+        self._changes = stamps.adapter_changes()
+        self._warned: set[int] = set()
+
+    def identity(self, lora: Any) -> bytes | None:
+        """Digest of what the workers compute with; `None` where that is not known, or is not in the files any more.
+
+        This is asked several times for each request: the files are read once, and not where they would be each time.
+        """
+        tag = _tag(lora)
+        loaded = self._stamps.adapter(tag)
+        if loaded is None:
+            return None
+        try:
+            digest = _digest(self._digests, lora, only_once=True)
+        except EngineError as error:
+            if tag not in self._warned:
+                self._warned.add(tag)
+                _log.warning("blocks of LoRA adapter %s are neither loaded nor stored: %s", lora.lora_name, error)
+            return None
+        return digest if digest is not None and loaded == (lora.lora_int_id, _number(digest)) else None
+
+    def is_trusted(self, lora: Any) -> bool:
+        """Whether all of this adapter's blocks on the device were computed with what is loaded now."""
+        row = self._stamps.adapter_row(_tag(lora))
+        return bool((self._stamps.adapter_changes()[row] == self._changes[row]).all())
+
+    def device_was_reset(self) -> None:
+        """The device has no blocks any more."""
+        self._changes = self._stamps.adapter_changes()
+
+
+class AdapterWatch:
+    """The worker's side: tells `loaded` of each adapter that vLLM has loaded, with the number of its digest, or 0."""
+
+    def __init__(self, vllm: Any, loaded: Loaded) -> None:
+        """`vllm` is the `VllmConfig`, or nothing."""
+        self._loaded = loaded
+        has_adapters = getattr(vllm, "lora_config", None) is not None
+        if has_adapters and bool(getattr(vllm.parallel_config, "worker_cls", "")):
+            from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415
+
+            _wrap_manager(WorkerLoRAManager)
+            _listeners.append(loaded)
+
+    def close(self) -> None:
+        """Tell no more. Idempotent."""
+        if self._loaded in _listeners:
+            _listeners.remove(self._loaded)
+
+
+def tell(lora: Any, stamps: Stamps, rank: int, number: int) -> bool:
+    """A worker has loaded an adapter; says whether other bytes were loaded under its name and path before."""
+    return stamps.adapter_loaded(rank, _tag(lora), lora.lora_int_id, number)
+
+
+def _wrap_manager(manager: Any) -> None:
+    contract.check_has(manager, "_load_adapter")
+    load = manager._load_adapter
+    if getattr(load, "tells_of_adapters", False):
+        return
+
+    @functools.wraps(load)
+    def told(self: Any, lora: Any, *arguments: Any, **named: Any) -> Any:
+        before = _known_digest(lora)
+        try:
+            done = load(self, lora, *arguments, **named)
+        except BaseException:
+            before = None
+            raise
+        finally:
+            number = _number(before) if before is not None and before == _known_digest(lora) else 0
+            for each in list(_listeners):
+                each(lora, number)
+        return done
+
+    told.tells_of_adapters = True  # type: ignore[attr-defined]
+    manager._load_adapter = told
+
+
+def _known_digest(lora: Any) -> bytes | None:
+    with contextlib.suppress(EngineError):
+        return _digest(_digests, lora)
+    return None
+
+
+def _digest(digests: FileDigests, lora: Any, *, only_once: bool = False) -> bytes | None:
+    """Of the files of an adapter, if they are on this machine. Raises `EngineError` as `FileDigests.of` does."""
+    path = Path(lora.lora_path).expanduser()
+    try:
+        if not path.exists():  # a name on a hub, which the workers have downloaded
+            from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it
+
+            path = Path(snapshot_download(lora.lora_path, local_files_only=True))
+        return bytes.fromhex(digests.of([path], only_once=only_once)) if path.is_dir() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _tag(lora: Any) -> int:
+    """A number for an adapter's name and path: all that vLLM's hashes have of it."""
+    return _number(hashlib.sha256(f"{lora.lora_name}\0{lora.lora_path}".encode()).digest())
+
+
+def _number(digest: bytes) -> int:
+    """The start of a digest, never 0."""
+    return int.from_bytes(digest[:8], "big") or 1
+
+
+class BlockValidity:
+    """Of one manager.
+
+    Attributes:
+        weight_changes: How often the workers' weights had changed at the last look, of all ranks.
+    """
+
+    def __init__(self, stamps: Stamps, *, base_is_mixed: bool) -> None:
+        """`base_is_mixed` says that blocks of the base model may have been computed with an adapter."""
+        self.weight_changes = stamps.weight_changes
+        self._stamps = stamps
+        self._adapters = AdapterDigests(stamps)
+        self._base_is_mixed = base_is_mixed
+        self._device_used = False
+        """Whether there were lookups, or stores, since the device was last known to be empty."""
+        self._distrusts = False
+        """Whether the device may have blocks of other weights than those in force."""
+
+    @property
+    def epoch(self) -> tuple[int, int]:
+        """How often weights had changed at the last look, and device memory has gone or come back."""
+        return self.weight_changes, self._stamps.naps
+
+    def weights_changed_since(self) -> bool:
+        """Whether weights have changed since the last look; if so, all that is stored means nothing any more."""
+        changes = self._stamps.weight_changes
+        if changes == self.weight_changes:
+            return False
+        self.weight_changes = changes
+        self._distrusts |= self._device_used
+        _log.warning(
+            "weights changed in the running engine: all tiers were cleared%s",
+            "; nothing is stored until the prefix cache is reset (reset_connector=True) while no request is running, "
+            "because the device may still have blocks of the old weights"
+            if self._distrusts
+            else "",
+        )
+        return True
+
+    def used(self) -> None:
+        """The device may have blocks from now on."""
+        self._device_used = True
+
+    def device_was_reset(self) -> None:
+        """The device has no blocks any more."""
+        self._device_used = self._distrusts = False
+        self._adapters.device_was_reset()
+
+    def knows(self, request: RequestState) -> bool:
+        """Whether it is known what `request` is computed with, and is the same since it was first known."""
+        if request.lora is None:
+            return True
+        found = self._adapters.identity(request.lora)
+        request.adapter = request.adapter or found or b""
+        return found is not None and found == request.adapter
+
+    def takes(self, request: RequestState, keys: Collection[OffloadKey], stores: Iterable[Ticket]) -> bool:
+        """Whether blocks of `request` may be stored under `keys`, beside `stores` that are under way."""
+        if request.lora is None:
+            return not self._distrusts and not self._base_is_mixed
+        if self._distrusts or not self.knows(request) or not self._adapters.is_trusted(request.lora):
+            return False
+        # vLLM ends stores by its own keys, which are the same for all bytes of an adapter: one at a time.
+        others = (store for store in stores if store.adapter and store.adapter != request.adapter)
+        return not any(key in keys for store in others for key in store.keys)
+
+    def holds(self, store: Ticket) -> bool:
+        """Whether what was stored still means what its keys say."""
+        if store.lora is None:
+            return True
+        return self._adapters.is_trusted(store.lora) and self._adapters.identity(store.lora) == store.adapter

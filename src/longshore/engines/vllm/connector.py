@@ -12,15 +12,70 @@ longer than host memory are loaded in parts, which the metadata of steps tells w
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from longshore.engines.vllm import contract
-from longshore.engines.vllm.steps import Steps, tokens_of
-from longshore.engines.vllm.tally import zero
+from longshore.engines.vllm.metrics import zero
 from longshore.engines.vllm.worker import LongshoreWorker
+
+_AHEAD = 2
+"""Steps that are planned and have not ended, at most."""
+
+
+class _Step(NamedTuple):
+    tokens: int
+    most: int
+    pairs: float
+    planned_at: float
+
+
+class StepTimer:
+    """Measures how long vLLM takes to compute prompts: planned(step) ─► the workers compute ─► ended().
+
+    Plans and ends come in the same order, but with asynchronous scheduling a step is planned before the one before it
+    has ended. A step whose end is not reported lasts until the next report: it looks slower than it was, so in doubt
+    blocks are loaded.
+
+    Tells `saw(context, tokens, seconds)` of each step that computed at least `least` tokens of some prompt.
+
+    `context` is that of one request that would have taken as much attention as all requests of the step together.
+    """
+
+    def __init__(self, saw: Callable[[int, int, float], None], least: int) -> None:
+        self._saw = saw
+        self._least = least
+        self._open: deque[_Step] = deque(maxlen=_AHEAD)
+        self._last_end = 0.0
+
+    def planned(self, scheduled: Iterable[tuple[int, int]], now: float) -> None:
+        """A step is on its way, of requests with so many tokens to compute behind so many others, each."""
+        tokens, most, pairs = 0, 0, 0.0
+        for new, behind in scheduled:
+            tokens, most = tokens + new, max(most, new)
+            pairs += new * (behind + new / 2)
+        self._open.append(_Step(tokens, most, pairs, now))
+
+    def ended(self, now: float) -> None:
+        """The oldest step that has not ended has."""
+        if not self._open:
+            return
+        step = self._open.popleft()
+        begun, self._last_end = max(step.planned_at, self._last_end), now
+        if step.most >= self._least:
+            self._saw(max(0, round(step.pairs / step.tokens - step.tokens / 2)), step.tokens, now - begun)
+
+
+def tokens_of(output: Any) -> list[tuple[int, int]]:
+    """Of vLLM's `SchedulerOutput`: for each request the tokens to compute, and those before them."""
+    cached = output.scheduled_cached_reqs
+    behind = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    behind.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [(tokens, behind[request]) for request, tokens in output.num_scheduled_tokens.items()]
 
 
 class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
@@ -37,7 +92,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """A request has come, perhaps one with an adapter."""
         if request.lora_request is not None:
-            self.connector_scheduler.manager.has_adapter(request.request_id, request.lora_request)
+            self.connector_scheduler.manager.set_adapter(request.request_id, request.lora_request)
         super().on_new_request(request)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
@@ -52,7 +107,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """A step was planned; workers are told of the next parts of loads."""
-        self._steps.planned(tokens_of(scheduler_output), time.monotonic())
+        self._step_timer.planned(tokens_of(scheduler_output), time.monotonic())
         meta = super().build_connector_meta(scheduler_output)
         meta.parts = self.connector_scheduler.manager.take_parts()
         return meta
@@ -60,7 +115,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """A step has ended."""
         super().update_connector_output(connector_output)
-        self._steps.ended(time.monotonic())
+        self._step_timer.ended(time.monotonic())
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """The scheduler's own cache: whenever it was emptied, the device has no blocks of old weights."""
@@ -76,12 +131,12 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
             return done
 
         kv_cache_manager.reset_prefix_cache = and_tell
-        manager.hears_device_resets = True
+        manager.observes_device_resets = True
 
     @cached_property
-    def _steps(self) -> Steps:
+    def _step_timer(self) -> StepTimer:
         scheduler = self.connector_scheduler
-        return Steps(
+        return StepTimer(
             scheduler.manager.observe_prefill, min(each.tokens_per_chunk for each in scheduler.config.kv_group_configs)
         )
 

@@ -63,7 +63,7 @@ def check() -> None:
         raise ContractError(f"expected {SUPPORTED}, got {vllm.__version__}")
     wrong = violations({**vars(config), **vars(base)})
     if wrong:
-        raise ContractError(f"vLLM {vllm.__version__} is not as the adapter knows it: {'; '.join(wrong)}")
+        raise ContractError(f"vLLM {vllm.__version__} has changed interfaces that Longshore uses: {'; '.join(wrong)}")
 
 
 def check_has(owner: Any, *names: str) -> None:
@@ -72,8 +72,8 @@ def check_has(owner: Any, *names: str) -> None:
     if missing:
         kind = owner if isinstance(owner, type) else type(owner)
         raise ContractError(
-            f"expected {kind.__module__}.{kind.__qualname__} to have {', '.join(missing)}: this vLLM is not as the "
-            f"adapter knows it ({SUPPORTED})"
+            f"expected {kind.__module__}.{kind.__qualname__} to have {', '.join(missing)}; Longshore works with "
+            f"{SUPPORTED}"
         )
 
 

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from longshore.boundary import HOST, Key, Slots
+from longshore.boundary import Key
 from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache
 from longshore.engines.vllm.requests import Ticket, residency
+from longshore.engines.vllm.stores import NO_SLOTS
 from longshore.engines.vllm.worker import LoadPart, SlotsSpec
 from longshore.runtime.stamps import Stamps
 
-NO_SLOTS = Slots(HOST, 0, ())
 Paths = Mapping[int, Residency | Sequence[Key]]
 """Chunks by our number of their KV cache group."""
 

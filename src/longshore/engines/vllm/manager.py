@@ -2,7 +2,7 @@
 
     lookup ... lookup      asked once for the whole request; what only a colder tier has is brought up meanwhile
     prepare_load           slots lent to the workers ────────────► complete_load gives them back (`Loads`)
-    prepare_store          slots offered to the workers ─────────► complete_store: published where all ranks stamped
+    prepare_store          slots offered to the workers ─────────► complete_store: published as stamped (`Stores`)
     on_schedule_end        protections end, chunks are ordered up, tickets from before a reset are looked after
 
 A lookup never blocks. `HIT` means verified bytes in the host tier; what is on its way is `HIT_PENDING` until
@@ -12,11 +12,12 @@ tiers of a request that needs more than host memory has room for: these are read
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, count, takewhile
+from itertools import count, groupby, takewhile
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -34,23 +35,82 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
-from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
-from longshore.engines.vllm.announce import Announcer
-from longshore.engines.vllm.keys import GROUP_BYTES, ours
-from longshore.engines.vllm.loads import NO_SLOTS, Loads
-from longshore.engines.vllm.pace import Pace
-from longshore.engines.vllm.requests import Request, Ticket, has_more, hints_of, keys_told, knows, position, residency
-from longshore.engines.vllm.store import TierStore
-from longshore.engines.vllm.tally import Tally
-from longshore.engines.vllm.trust import Trust
+from longshore.cache import Gate, GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, Run, TieredCache, Until
+from longshore.engines.vllm.changes import BlockValidity
+from longshore.engines.vllm.loads import Loads
+from longshore.engines.vllm.metrics import EventTranslator, ManagerMetrics
+from longshore.engines.vllm.requests import (
+    GROUP_BYTES,
+    ChunkGroups,
+    RequestState,
+    Ticket,
+    hints_of,
+    known_keys,
+    residency,
+)
+from longshore.engines.vllm.stores import NO_SLOTS, Stores
+from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import LoadPart, SlotsSpec
-from longshore.engines.vllm.worth import worth_until
-from longshore.errors import CacheError, IntegrityError
 from longshore.hints import RequestHints
 from longshore.runtime.containment import contained
-from longshore.runtime.stamps import GOOD
 
-_log = logging.getLogger(__name__)
+_COMPUTED_SECONDS = 0.5e-3
+"""A step that took longer has computed something, or slept."""
+
+_NAP_SECONDS = 0.2e-3
+
+
+class Backoff:
+    """A back-off: sleeps briefly in steps that follow one another at once while copies are in flight.
+
+    A step that finds nothing to compute returns at once. vLLM's own process then sleeps for a millisecond. An engine in
+    the process of its caller (VLLM_ENABLE_V1_MULTIPROCESSING=0) does not: its loop takes and releases the interpreter
+    lock so often that another thread may wait for it for hundreds of milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._last_step = -math.inf
+
+    def planned(self, is_awaited: Callable[[], bool]) -> None:
+        """A step is planned; `is_awaited` says whether somebody waits for copies."""
+        if time.monotonic() - self._last_step < _COMPUTED_SECONDS and is_awaited():
+            time.sleep(_NAP_SECONDS)
+        self._last_step = time.monotonic()
+
+
+_TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE}
+
+
+def load_limit(
+    gate: Gate | None,
+    ends: Mapping[OffloadKey, int],
+    found: Sequence[Presence],
+    first: OffloadKey,
+    now: float,
+) -> float:
+    """The gate: up to which token of a prompt, computed up to the chunk `first`, loading is faster than computing.
+
+    vLLM asks chunk by chunk, and loads the longest prefix that it was promised, so chunks behind this token are not
+    promised. Chunks of the group that vLLM asks for first stand for those of all groups. Infinity without a `gate`.
+
+    Args:
+        ends: For each chunk, in order, the token that it ends with.
+        found: Where each of them is.
+    """
+    if gate is None or first not in ends:
+        return math.inf
+    group = first[-GROUP_BYTES:]
+    mine = sorted(
+        (end, _TIER.get(presence, ""))
+        for (key, end), presence in zip(ends.items(), found, strict=True)
+        if key[-GROUP_BYTES:] == group
+    )
+    computed = ends[first] - mine[0][0]
+    chain = list(takewhile(lambda chunk: chunk[1], (chunk for chunk in mine if chunk[0] > computed)))
+    runs = [Run(tier, len(list(same))) for tier, same in groupby(tier for _, tier in chain)]
+    count = gate.worth_loading(computed, runs, now)
+    return chain[count - 1][0] if count else computed
+
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _THERE = (Presence.READY, Presence.COLDER)
@@ -64,7 +124,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def __init__(
         self,
-        store: TierStore,
+        store: SchedulerTiers,
         groups: Sequence[int],
         patience: float,
         *,
@@ -79,14 +139,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._hints = hints
         self._store = store
         self._runtime = store.runtime
-        self._groups = {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)}
         self._patience = patience
-        self._requests: dict[str, Request] = {}
-        self._asked: list[Request] = []
+        self._requests: dict[str, RequestState] = {}
+        self._asked: list[RequestState] = []
         self._numbers = count(1)
-        self._stores: dict[int, Ticket] = {}
-        self._by_key: dict[OffloadKey, list[Ticket]] = {}
-        """Stores that vLLM will report, oldest first, by their first key: it reports all keys of one together."""
         self._stale: list[tuple[Ticket, bool]] = []
         """Tickets of which vLLM reports no end, as those from before a reset, and whether they are stores.
 
@@ -94,21 +150,25 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """
         self._fenced: set[int] = set()
         """Of these, the numbers that were there at vLLM's last reset."""
-        self.hears_device_resets = False
+        self.observes_device_resets = False
         """Whether `device_was_reset` is called whenever vLLM's prefix cache was emptied, and only then."""
-        self._trust = Trust(store.stamps, base_is_mixed=store.base_is_mixed)
+        self._validity = BlockValidity(store.stamps, base_is_mixed=store.base_is_mixed)
         self._loads = Loads(len(groups), store.stamps, patience, self._ticket)
         self.may_stream = False
         """Whether loads may have parts: the connector tells workers of them, and failed loads are recomputed."""
-        self._pace = Pace()
+        self._backoff = Backoff()
         self._closed = False
-        self._tally = Tally(store.file, is_off=store.is_off)
-        self._announcer = Announcer() if announces else None
+        self._metrics = ManagerMetrics(store.file, is_off=store.is_off)
+        self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
             self._host_slots = cache.stats()[0].slots
-            self._tokens = [cache.settings.group(index)[1] for index in range(len(groups))]
-            """Tokens of a chunk of each group."""
+            self._groups = ChunkGroups(
+                {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)},
+                [cache.settings.group(index)[1] for index in range(len(groups))],
+                store.windows,
+            )
+        self._stores = Stores(self._groups, store.stamps, self._validity, patience, self._events)
 
     # ------------------------------------------------------------------ loading
 
@@ -116,7 +176,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """A request has come. Its blocks may stay on the device, also if none of them is ever asked for or offered."""
         self._look_for_new_weights()  # the device had no block of this request before they changed
-        self._trust.used()
+        self._validity.used()
         self._begin(req_context).hints = hints_of(req_context, self._hints)
         return WHOLE_PATHS
 
@@ -136,7 +196,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """The tier that a chunk came from."""
         request = self._requests.get(req_context.req_id)
-        came_up = request is not None and key in request.origin
+        came_up = request is not None and key in request.from_colder
         return CacheHitSource.DISK if came_up else CacheHitSource.HOST
 
     @contained(lambda self, keys, req_context: self._in_place(keys, req_context))
@@ -144,14 +204,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Lend the slots of these chunks to the workers; if the request streams, as far as they are in host memory."""
         name = req_context.req_id
         request = self._requests.get(name) or self._begin(req_context)
-        paths = {group: request.seen(mine) for group, mine in self._by_group(keys)}
+        paths = {group: request.seen(mine) for group, mine in self._groups.split(keys)}
         with self._runtime.control() as cache:
-            spec = self._loads.begin(cache, name, request.turn, paths, self._epoch, streams=request.streams)
+            spec = self._loads.begin(cache, name, request.turn, paths, self._validity.epoch, streams=request.streams)
             self._release(request, cache)
-        for group, mine in self._by_group(keys):
-            came_up = len(request.origin.intersection(mine)) if request.origin else 0
-            self._tally.loaded(len(mine), came_up, 0 if group else self._tokens[0])
-        request.since = None
+        for group, mine in self._groups.split(keys):
+            came_up = len(request.from_colder.intersection(mine)) if request.from_colder else 0
+            self._metrics.loaded(len(mine), came_up, 0 if group else self._groups.tokens[0])
+        request.waiting_since = None
         return spec
 
     @contained(lambda self, keys, req_context: None)
@@ -162,7 +222,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if request is not None and name in self._loads:
             with self._runtime.control() as cache:
                 parts, failed = self._loads.end(cache, name)
-                request.barred |= failed
+                request.load_failed |= failed
                 results = [result for ticket in parts for result in self._end_load(ticket, cache)]
                 if not request.streams:  # the seconds of a part include those between two steps
                     self._runtime.observe_loads(LOAD, results)
@@ -188,61 +248,20 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         tiers have of the request: an answer that takes a part, or nothing, is final.
         """
         self._look_for_new_weights()
-        self._trust.used()
-        ticket, runs, request = self._ticket(), [NO_SLOTS] * len(self._groups), self._begin(req_context)
-        takes = request.hints.store and self._trust.takes(request, keys, self._stores.values())
-        ticket.lora, ticket.adapter = request.lora, request.adapter
-        request.offered = max([request.offered, *(position(key, req_context) for key in keys)])
+        self._validity.used()
+        ticket, request = self._ticket(), self._begin(req_context)
+        takes = request.hints.store and self._validity.takes(request, keys, self._stores)
         with self._runtime.control() as cache:
-            if request.turn is None:
-                begins = {0: GroupKeys(request.ours(keys))}
-                request.turn = cache.lookup(
-                    begins, ticket.since, until=Until.STEP, each=True, returns=request.hints.returns
-                ).turn
-                cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
-            for group, mine in self._by_group(keys if takes else ()):
-                tokens, slides = self._tokens[group], self._store.windows[group] is not None
-                if slides and not (mine := [key for key in mine if position(key, req_context) > request.stale]):
-                    continue
-                first, path = (0, request.ours(mine)) if slides else request.path_to(group, mine, req_context, tokens)
-                comes_again = knows(cache, path[first - 1]) if first else not slides and has_more(mine, req_context)
-                begin, rest = divmod(position(mine[0], req_context) - 1, tokens)
-                patient = comes_again and rest == tokens - 1 and not ticket.jobs
-                patient = patient and request.may_wait(ticket.since, self._patience)
-                try:
-                    retention = request.hints.chunks(tokens, max(0, begin) - first)
-                    slid, window = request.slid(group, self._store.windows[group], mine, req_context)
-                    whole = GroupKeys(path, first, retention=retention, slid=slid)
-                    order = cache.store({group: whole}, patient=patient, turn=request.turn)[group]
-                except IntegrityError:
-                    raise
-                except CacheError as error:  # before anything has changed
-                    _log.warning("request %s: %d chunks are not stored: %s", req_context.req_id, len(mine), error)
-                    continue
-                if order.again:
-                    return None
-                request.windows[group] = window
-                if order.job is not None:
-                    ticket.keys += [mine[position - first] for position in order.positions]
-                    ticket.jobs.append((order.job, order.slots.of))
-                    runs[group] = order.slots.of
-        request.refused = None
-        if ticket.keys:
-            self._stores[ticket.number] = ticket
-            self._by_key.setdefault(ticket.keys[0], []).append(ticket)
-        return PrepareStoreOutput(ticket.keys.copy(), self._slots_spec(ticket, runs), [])
+            runs = self._stores.offer(cache, request, keys, req_context, ticket, takes=takes)
+        return None if runs is None else PrepareStoreOutput(ticket.keys.copy(), self._slots_spec(ticket, runs), [])
 
     @contained(lambda self, keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """All ranks say that they are done with these chunks; what is published is what they have stamped."""
         self._look_for_new_weights()
         with self._runtime.control() as cache:
-            for ticket in Ticket.reported(self._by_key, keys):
-                if ticket.number not in self._stores:
-                    continue  # from before weights changed: its stamps end it
-                del self._stores[ticket.number]
-                if not self._end_store(ticket, cache):
-                    self._stale.append((ticket, True))  # the report was of another store of the same key
+            left = self._stores.report(keys, partial(self._end_store, cache=cache))
+        self._stale += [(ticket, True) for ticket in left]
 
     # ------------------------------------------------------------------ between steps
 
@@ -279,9 +298,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._asked.clear()
             cache.end_step()
             end, now = partial(self._end_load, cache=cache), self._runtime.clock()
-            self._loads.proceed(cache, end, now, self._host_slots, self._epoch)
+            self._loads.proceed(cache, end, now, self._host_slots, self._validity.epoch)
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
-        self._pace.planned(self._is_awaited)
+        self._backoff.planned(self._is_awaited)
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even without requests."""
@@ -294,29 +313,29 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         workers = sum(len(ticket.jobs) for ticket in self._tickets)
         self._forget_all(keep=self._store.sleeps.kept(workers))
         self._store.sleeps.give_back(idle=not workers)
-        self._by_key.clear()  # no store from before is reported
+        self._stores.by_key.clear()  # no store from before is reported
         self._fenced = {ticket.number for ticket, _ in self._stale}
         for request in self._requests.values():
             request.stale = request.offered
-        if not self.hears_device_resets and not self._is_serving:
+        if not self.observes_device_resets and not self._is_serving:
             self.device_was_reset()
 
     @contained(lambda self: None)
     def device_was_reset(self) -> None:
         """The device has no blocks any more, but those that requests which go on are about to compute."""
         self._look_for_new_weights()
-        self._trust.device_was_reset()
+        self._validity.device_was_reset()
         if self._is_serving:
-            self._trust.used()
+            self._validity.used()
 
     @contained(lambda self, name, lora: None)
-    def has_adapter(self, name: str, lora: Any) -> None:
+    def set_adapter(self, name: str, lora: Any) -> None:
         """The request `name`, which is about to come, is computed with the adapter of vLLM's `LoRARequest`."""
-        self._requests.setdefault(name, Request(name)).lora = lora
+        self._requests.setdefault(name, RequestState(name)).lora = lora
 
     def _look_for_new_weights(self) -> None:
         """Forget all if weights have changed."""
-        if self._trust.weights_are_new():
+        if self._validity.weights_changed_since():
             self._forget_all(weights=True)
 
     def _forget_all(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
@@ -325,11 +344,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             for request in self._requests.values():
                 self._release(request, cache)
             self._stale += [(ticket, False) for ticket in self._loads.end_all(cache)]
-            for ticket in self._stores.values():
-                ticket.void = True
-                self._stale.append((ticket, True))
+            self._stale += [(ticket, True) for ticket in self._stores.void_all()]
             cache.reset(keep=keep, weights=weights)
-        self._stores.clear()
         for request in self._asked:
             request.end_step()
         for name in [name for name, request in self._requests.items() if request.finished]:
@@ -352,7 +368,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             with self._runtime.observe() as cache:
                 gate = self._runtime.gate
                 refused = 0 if gate is None else gate.refused
-                return self._tally.stats(cache, refused, self._trust.weight_changes, self._runtime.faults)
+                return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults)
         except Exception as error:  # noqa: BLE001 - not `contained`, as counters are told of after a fault, too
             self._runtime.fail(error)
             return None
@@ -360,15 +376,15 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @property
     def loaded_tokens(self) -> Mapping[str, int]:
         """Tokens of the first KV cache group that were loaded until now, by the tier that they came from."""
-        return self._tally.tokens
+        return self._metrics.tokens
 
     @contained(lambda self: list[OffloadingEvent]())
     def take_events(self) -> list[OffloadingEvent]:
         """What tiers have got and given up since the last call, if vLLM publishes KV events."""
-        if self._announcer is None:
+        if self._events is None:
             return []
         with self._runtime.observe() as cache:
-            return list(self._announcer.translate(cache.events()))
+            return list(self._events.translate(cache.events()))
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was stored is safe in every tier, at most so many seconds; says whether it is."""
@@ -400,7 +416,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """The slots of chunks that were found before the control plane failed, if all are in place; or none."""
         request, runs = self._begin(context), [NO_SLOTS] * len(self._groups)
         with suppress(Exception), self._runtime.observe() as cache:  # of books that have been reported as damaged
-            for group, mine in self._by_group(keys):
+            for group, mine in self._groups.split(keys):
                 seen = request.seen(mine)
                 slots = seen.slots() if isinstance(seen, Residency) else None
                 if slots is None:
@@ -409,38 +425,38 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return self._slots_spec(self._ticket(), runs)
         return self._nothing()
 
-    def _ask(self, request: Request, key: OffloadKey, context: ReqContext) -> LookupResult:
+    def _ask(self, request: RequestState, key: OffloadKey, context: ReqContext) -> LookupResult:
         """The answer for `key`; and, for the lookups to come, those for all chunks of the request that vLLM told of."""
-        told = keys_told(context)
+        told = known_keys(context)
         asked = told if key in told else {key: 0}
         if not self._asked:  # the first in this step: what follows from answers is not taken back
             self._look_for_new_weights()
             self._store.sleeps.look()
-        self._trust.used()
-        barred = request.barred or not self._trust.knows(request) or not request.hints.load
+        self._validity.used()
+        barred = request.load_failed or not self._validity.knows(request) or not request.hints.load
         barred |= self._store.stamps.is_asleep() or not self._store.sleeps.has_memory
-        request.told, request.streams = list(asked), False
+        request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:
-            late = request.since is not None and now - request.since > self._patience
+            late = request.waiting_since is not None and now - request.waiting_since > self._patience
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
-            asks = {0: GroupKeys(request.ours(() if barred else request.told))}
+            asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
             seen = cache.lookup(
                 asks, now, until=Until.STEP, each=True, turn=request.turn, returns=request.hints.returns
             )
-            request.sight, request.turn = seen.residency[0], seen.turn
+            request.residency, request.turn = seen.residency[0], seen.turn
         self._asked.append(request)
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
-            reason = MissReason.IO_ERROR if request.barred else MissReason.ABSENT
-            self._tally.misses[reason] += 0 if request.counted or not request.hints.load else len(asked)
+            reason = MissReason.IO_ERROR if request.load_failed else MissReason.ABSENT
+            self._metrics.misses[reason] += 0 if request.counted or not request.hints.load else len(asked)
             request.counted = True
             return MISS
-        found = request.sight.presences
+        found = request.residency.presences
         if FILE not in request.hints.load:
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
-        if request.worth is None and Presence.COLDER in found:
-            request.worth = worth_until(self._runtime.gate, told, found, key, now)
+        if request.load_limit is None and Presence.COLDER in found:
+            request.load_limit = load_limit(self._runtime.gate, told, found, key, now)
         stalled = self._store.file is not None and self._store.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)
@@ -448,14 +464,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.answers = dict.fromkeys(asked, HIT)
         if found.count(Presence.READY) == len(found):
             return HIT
-        for each, presence in zip(request.told, found, strict=True):
+        for each, presence in zip(request.asked_keys, found, strict=True):
             if presence is Presence.READY:
                 continue
             waits = presence is Presence.IN_FLIGHT and not late and not stalled
             # What was brought up for this request, and is colder again, would be so for ever.
-            again = brought and each in request.held
+            again = brought and each in request.leased
             comes = presence is Presence.COLDER and not late and not again and not stalled
-            if comes and told.get(each, 0) <= (request.worth or 0):
+            if comes and told.get(each, 0) <= (request.load_limit or 0):
                 waits = True
                 request.colder.add(each)
             request.waits |= waits
@@ -463,24 +479,24 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return request.answers[key]
 
     def _promised(
-        self, request: Request, told: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
+        self, request: RequestState, told: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
     ) -> Sequence[Presence]:
         """What to say of chunks that were found so, the first of which is asked for.
 
         If all that is there does not fit host memory, `request` streams: what is colder is promised like what is ready.
         """
-        there = [each in _THERE for each in found[request.told.index(first) :]]
+        there = [each in _THERE for each in found[request.asked_keys.index(first) :]]
         if sum(there) <= self._host_slots:
             return found
-        ends, worth = list(zip(told.items(), found, strict=True)), request.worth or 0
+        ends, worth = list(zip(told.items(), found, strict=True)), request.load_limit or 0
         cold = {key for (key, end), each in ends if each is Presence.COLDER and end <= worth}
         request.streams = True
-        request.origin |= cold
+        request.from_colder |= cold
         return [Presence.READY if key in cold else each for (key, _), each in ends]
 
     def _count_misses(
         self,
-        request: Request,
+        request: RequestState,
         found: Sequence[Presence],
         first: OffloadKey,
         *,
@@ -491,19 +507,19 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Count what `request`, which asks for chunks from `first` on, does without; once."""
         if request.counted:
             return
-        group, begin = first[-GROUP_BYTES:], request.told.index(first)
+        group, begin = first[-GROUP_BYTES:], request.asked_keys.index(first)
         found = found[begin:]
         if len(self._groups) > 1:
-            mine = zip(request.told[begin:], found, strict=True)
+            mine = zip(request.asked_keys[begin:], found, strict=True)
             found = [presence for key, presence in mine if key[-GROUP_BYTES:] == group]
-        if self._groups[group] == 0:
-            request.counted = self._tally.missed(found, late=late, brought=brought, stalled=stalled)
+        if self._groups.of(first) == 0:
+            request.counted = self._metrics.missed(found, late=late, brought=brought, stalled=stalled)
 
-    def _bring_up(self, request: Request, cache: TieredCache) -> None:
+    def _bring_up(self, request: RequestState, cache: TieredCache) -> None:
         """Order what `request` was told to wait for, and keep what is ready of it; heads first, where not all fits."""
-        if request.waits and request.since is None:
-            request.since = self._runtime.clock()
-        wanted = [key for key in request.wanted if key not in request.held]
+        if request.waits and request.waiting_since is None:
+            request.waiting_since = self._runtime.clock()
+        wanted = [key for key in request.wanted if key not in request.leased]
         if request.colder.isdisjoint(wanted):
             return
         now = self._runtime.clock()
@@ -513,29 +529,29 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             found = list(takewhile(lambda each: each[1] in _THERE, found))
         # What was read for another request meanwhile, and found rotten, is not there any more.
         there = [key for key, presence in found if presence in _THERE]
-        for group, mine in self._by_group(there):
+        for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.ours(mine))}
             lease = cache.lookup(chunks, now, each=True, request=request.name, turn=request.turn).lease
             if lease is not None:
                 cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
                 request.leases.append(lease)
-        request.held.update(there)
-        request.origin.update(request.colder.intersection(there))
+        request.leased.update(there)
+        request.from_colder.update(request.colder.intersection(there))
 
-    def _release(self, request: Request, cache: TieredCache) -> None:
+    def _release(self, request: RequestState, cache: TieredCache) -> None:
         for lease in request.leases:
             cache.release(lease)
         request.leases.clear()
-        request.held.clear()
+        request.leased.clear()
 
-    def _forget_if_done(self, name: str, request: Request) -> None:
+    def _forget_if_done(self, name: str, request: RequestState) -> None:
         if request.finished and name not in self._loads:
             self._requests.pop(name, None)
 
     @property
     def _tickets(self) -> list[Ticket]:
         """All that workers may still use."""
-        return [*self._stores.values(), *self._loads.tickets, *(ticket for ticket, _ in self._stale)]
+        return [*self._stores, *self._loads.tickets, *(ticket for ticket, _ in self._stale)]
 
     @property
     def _is_serving(self) -> bool:
@@ -556,21 +572,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
 
     def _end_store(self, ticket: Ticket, cache: TieredCache) -> bool:
-        """Publish what all ranks have stamped as good, and give the rest back; not before all have stamped each slot.
-
-        Until then a worker may write there. Says whether the store has ended.
-        """
-        said = self._store.stamps.said(ticket.number, ticket.slots)
-        if not said.all():
-            return False
-        good = (said == GOOD).all(axis=1).tolist()
-        if ticket.void or not self._trust.holds(ticket):
-            good = [False] * len(good)
-        if self._announcer is not None:
-            stored = list(compress(ticket.keys, good))
-            self._announcer.name(stored, ours(stored, ticket.adapter))
-        ticket.end(cache, good, self._runtime.clock(), self._image_bytes)
-        return True
+        """Publish what all ranks have stamped as good; whether all have stamped, so that the store has ended."""
+        return self._stores.end(ticket, cache, self._runtime.clock(), self._image_bytes) is not None
 
     def _is_awaited(self) -> bool:
         """Whether copies are on their way that a request, or a step to come, waits for."""
@@ -581,20 +584,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return Ticket(next(self._numbers), self._runtime.clock())
 
     def _slots_spec(self, ticket: Ticket, runs: Sequence[Slots]) -> SlotsSpec:
-        return SlotsSpec(ticket.number, tuple(runs), self._epoch)
+        return SlotsSpec(ticket.number, tuple(runs), self._validity.epoch)
 
-    @property
-    def _epoch(self) -> tuple[int, int]:
-        return self._trust.weight_changes, self._store.stamps.naps
-
-    def _begin(self, context: ReqContext) -> Request:
-        return self._requests.setdefault(context.req_id, Request(context.req_id))
-
-    def _by_group(self, keys: Collection[OffloadKey]) -> list[tuple[int, list[OffloadKey]]]:
-        """Keys of each group that has any, by our number of it."""
-        if len(self._groups) == 1:
-            return [(0, list(keys))] if keys else []
-        parts: dict[bytes, list[OffloadKey]] = {}
-        for key in keys:
-            parts.setdefault(key[-GROUP_BYTES:], []).append(key)
-        return sorted((self._groups[number], mine) for number, mine in parts.items())
+    def _begin(self, context: ReqContext) -> RequestState:
+        return self._requests.setdefault(context.req_id, RequestState(context.req_id))

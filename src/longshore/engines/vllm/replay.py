@@ -28,11 +28,10 @@ from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import Return
 from longshore.config import Config
 from longshore.engines.vllm.manager import LongshoreManager
-from longshore.engines.vllm.meeting import Note
-from longshore.engines.vllm.model import Model
+from longshore.engines.vllm.model import ModelIdentity
+from longshore.engines.vllm.rendezvous import EngineMemory
 from longshore.engines.vllm.requests import HINTS
-from longshore.engines.vllm.sleeping import Sleeps
-from longshore.engines.vllm.store import TierStore, make_cache
+from longshore.engines.vllm.tiers import SchedulerTiers, SleepControl, make_cache
 from longshore.errors import IntegrityError
 from longshore.runtime import Runtime
 from longshore.runtime.loop import BackgroundLoop
@@ -46,7 +45,7 @@ _TOKENS = 16
 class VllmReplay:
     """A manager of the tier in `store`, called as vLLM's scheduler calls it."""
 
-    def __init__(self, store: TierStore, manager: OffloadingManager | None = None) -> None:
+    def __init__(self, store: SchedulerTiers, manager: OffloadingManager | None = None) -> None:
         self._store = store
         self._manager = manager or LongshoreManager(store, [0], 60.0)
         self._requests = 0
@@ -94,7 +93,9 @@ class VllmReplay:
             if found is LookupResult.MISS:
                 return position
             if found is not LookupResult.HIT:
-                raise IntegrityError(f"block {position} of request {self._requests} is {found} though nothing moves")
+                raise IntegrityError(
+                    f"block {position} of request {self._requests} is {found}, but no copy is in flight"
+                )
         return len(keys)
 
     def _is_stored(self, keys: Sequence[OffloadKey], request: ReqContext) -> bool:
@@ -108,22 +109,24 @@ class VllmReplay:
 
 def open_replay(blocks: int, policy: str) -> VllmReplay:
     """A replay through host memory of so many blocks. Raises `ConfigError` for a policy that is no setting of ours."""
-    return VllmReplay(open_store(blocks, Config.make(eviction=policy)))
+    return VllmReplay(open_tiers(blocks, Config.make(eviction=policy)))
 
 
-def open_store(blocks: int, config: Config, policy: type[EvictionPolicy] | None = None) -> TierStore:
+def open_tiers(blocks: int, config: Config, policy: type[EvictionPolicy] | None = None) -> SchedulerTiers:
     """The scheduler's side of host memory for so many blocks without bytes; all but its size is as in `config`.
 
     If there is a `policy`, it evicts, and not the one of `config`.
 
     There is one rank, and one KV cache group of full attention with one block a chunk.
     """
-    model = Model(windows=(None,))
-    note = Note("", "", 4096, (4096,), blocks, (0,), ranks=1, world=1, fingerprint="", device="cpu", model=model)
+    model = ModelIdentity(windows=(None,))
+    note = EngineMemory(
+        "", "", 4096, (4096,), blocks, (0,), ranks=1, world=1, fingerprint="", device="cpu", model=model
+    )
     cache = make_cache(config, note, None, [SimpleNamespace(tokens_per_block=_TOKENS)], 0, policy)
     runtime, stamps = Runtime(cache, [], clock=lambda: 0.0), Stamps.make(blocks, 1, 1)
-    loop, sleeps = BackgroundLoop(runtime), Sleeps(runtime, stamps, blocks, config)
-    return TierStore(runtime, stamps, stamps.memory, loop, file=None, windows=model.windows, sleeps=sleeps)
+    loop, sleeps = BackgroundLoop(runtime), SleepControl(runtime, stamps, blocks, config)
+    return SchedulerTiers(runtime, stamps, stamps.memory, loop, file=None, windows=model.windows, sleeps=sleeps)
 
 
 def _step(*new: ReqContext) -> ScheduleEndContext:

@@ -1,9 +1,17 @@
-"""What the manager keeps of a request, and of the slots that the workers have been told of."""
+"""What the manager keeps of a request, the keys of its chunks, and the slots that workers were told of.
+
+    vLLM's key   hash of the last block of a chunk (16 or 32 bytes) ┊ number of the KV cache group (4 bytes)
+    our key      its last 32 bytes, padded with zeros at the end: the digest comes first, so that keys spread well
+
+Each group therefore has keys of its own. Our keys of a request with a LoRA adapter are SHA-256 of the adapter's digest
+and vLLM's key. The scope is stored in the records of tiers that outlive the process.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import attrgetter, eq
@@ -13,9 +21,20 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, 
 
 from longshore.boundary import FILE, Key, Slots, Status, TransferResult
 from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, Until
-from longshore.engines.vllm.keys import GROUP_BYTES, ours
 from longshore.errors import HintError
 from longshore.hints import RequestHints
+
+_KEY_BYTES = 32
+GROUP_BYTES = 4
+"""The end of vLLM's keys."""
+
+
+def ours(theirs: Iterable[bytes], adapter: bytes = b"") -> list[Key]:
+    """Our keys of chunks; `adapter` is the digest of the adapter that they were computed with, if there was one."""
+    if adapter:
+        return [hashlib.sha256(adapter + key).digest() for key in theirs]
+    return [key[-_KEY_BYTES:] if len(key) >= _KEY_BYTES else key.ljust(_KEY_BYTES, b"\0") for key in theirs]
+
 
 _log = logging.getLogger(__name__)
 
@@ -24,8 +43,40 @@ HINTS = "longshore"
 """Where a request has its hints: this key of `kv_transfer_params`, or the action of this type among its KV hints."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkGroups:
+    """The KV cache groups of one engine; all sequences are by our number of a group.
+
+    Attributes:
+        numbers: Our number of each group, by the end of its keys.
+        tokens: Tokens of a chunk.
+        windows: How many chunks its window has; `None` for a group that never slides.
+    """
+
+    numbers: dict[bytes, int]
+    tokens: Sequence[int]
+    windows: Sequence[int | None]
+
+    def __len__(self) -> int:
+        """How many groups there are."""
+        return len(self.tokens)
+
+    def of(self, key: OffloadKey) -> int:
+        """Our number of the group that `key` belongs to."""
+        return self.numbers[key[-GROUP_BYTES:]]
+
+    def split(self, keys: Collection[OffloadKey]) -> list[tuple[int, list[OffloadKey]]]:
+        """Keys of each group that has any, by our number of it."""
+        if len(self) == 1:
+            return [(0, list(keys))] if keys else []
+        parts: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            parts.setdefault(self.of(key), []).append(key)
+        return sorted(parts.items())
+
+
 @dataclass(slots=True)
-class Path:
+class RequestPath:
     """Whole chunks of a request in one KV cache group, from the first one on, as far as vLLM has told them.
 
     Attributes:
@@ -52,29 +103,29 @@ class Path:
 
 
 @dataclass(slots=True)
-class Request:
+class RequestState:
     """What is known of one request.
 
     Attributes:
         name: vLLM's, unique.
         answers: Those of this step, for all chunks of the request that vLLM has told of.
-        told: These chunks, by vLLM's keys.
-        sight: What the cache has of them.
+        asked_keys: These chunks, by vLLM's keys.
+        residency: What the cache has of them.
         colder: What of that is in a colder tier alone.
         wanted: What vLLM has asked for of a path of which some is colder, in its order.
         waits: Whether vLLM was told to wait for some of it.
-        worth: The token up to which chunks are worth reading from a colder tier, once that was asked.
-        since: When it was first told to wait.
+        load_limit: The token up to which chunks are worth reading from a colder tier, once that was asked.
+        waiting_since: When it was first told to wait.
         leases: On what was brought up for it, until it is loaded.
-        held: Chunks of these.
-        origin: Chunks that came from a colder tier.
+        leased: Chunks of these.
+        from_colder: Chunks that came from a colder tier.
         streams: Whether it was promised more than host memory has room for, which is loaded in parts.
-        refused: Since when vLLM is told to offer its chunks again.
+        refused_since: Since when vLLM is told to offer its chunks again.
         offered: The token up to which its chunks were offered.
         stale: The same at the last reset, after which vLLM offers them again: of groups that slide, it may have given
             the blocks of these chunks to others since.
         windows: Of each group that slides, by our number, the chunks of its last window that were offered.
-        barred: A load for it has failed: it gets no other, or it might fail for ever.
+        load_failed: A load for it has failed: it gets no other, or it might fail for ever.
         is_finishing: It offers its chunks once more, and then never again.
         finished: Nothing will be asked for it any more.
         counted: What it misses has been counted.
@@ -87,26 +138,26 @@ class Request:
 
     name: str
     answers: dict[OffloadKey, LookupResult] = field(default_factory=dict)
-    told: list[OffloadKey] = field(default_factory=list)
-    sight: Residency | None = None
+    asked_keys: list[OffloadKey] = field(default_factory=list)
+    residency: Residency | None = None
     colder: set[OffloadKey] = field(default_factory=set)
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
     waits: bool = False
-    worth: float | None = None
-    since: float | None = None
+    load_limit: float | None = None
+    waiting_since: float | None = None
     leases: list[Lease] = field(default_factory=list)
-    held: set[OffloadKey] = field(default_factory=set)
-    origin: set[OffloadKey] = field(default_factory=set)
+    leased: set[OffloadKey] = field(default_factory=set)
+    from_colder: set[OffloadKey] = field(default_factory=set)
     streams: bool = False
-    refused: float | None = None
+    refused_since: float | None = None
     offered: int = 0
     stale: int = -1
     windows: dict[int, list[OffloadKey]] = field(default_factory=dict)
-    barred: bool = False
+    load_failed: bool = False
     is_finishing: bool = False
     finished: bool = False
     counted: bool = False
-    paths: dict[int, Path] = field(default_factory=dict)
+    paths: dict[int, RequestPath] = field(default_factory=dict)
     hints: RequestHints = field(default_factory=RequestHints)
     turn: int | None = None
     lora: Any = None
@@ -124,9 +175,9 @@ class Request:
         Chunks have so many `tokens`. Of `keys` those that do not follow the one before them are left out; all are if
         vLLM has not told what is before.
         """
-        path, told = self.paths.get(group), keys_told(context)
+        path, told = self.paths.get(group), known_keys(context)
         if path is None or path.adapter != self.adapter:
-            path = self.paths[group] = Path(adapter=self.adapter)
+            path = self.paths[group] = RequestPath(adapter=self.adapter)
         if path.read < len(told):
             path.extend(told, keys[0][-GROUP_BYTES:], tokens)
         begin = position(keys[0], context)
@@ -140,14 +191,14 @@ class Request:
 
     def seen(self, theirs: list[OffloadKey]) -> Residency | list[Key]:
         """Some chunks: they were seen already if they are a part of what vLLM has told of in this step."""
-        if self.sight is not None and theirs and theirs[0] in self.answers:
-            begin = self.told.index(theirs[0])
+        if self.residency is not None and theirs and theirs[0] in self.answers:
+            begin = self.asked_keys.index(theirs[0])
             end = begin + len(theirs)
-            if self.told[begin:end] == theirs:
-                return self.sight.part(begin, end)
+            if self.asked_keys[begin:end] == theirs:
+                return self.residency.part(begin, end)
             if all(map(self.answers.__contains__, theirs)):
-                at = {key: position for position, key in enumerate(self.told)}
-                return self.sight.pick([at[key] for key in theirs])
+                at = {key: position for position, key in enumerate(self.asked_keys)}
+                return self.residency.pick([at[key] for key in theirs])
         return self.ours(theirs)
 
     def slid(
@@ -164,13 +215,13 @@ class Request:
         """Whether its chunks may be offered once more: not for longer than `patience` seconds."""
         if self.is_finishing:
             return False
-        if self.refused is None:
-            self.refused = now
-        return now - self.refused <= patience
+        if self.refused_since is None:
+            self.refused_since = now
+        return now - self.refused_since <= patience
 
     def end_step(self) -> None:
         """What was found in this step may change."""
-        self.answers, self.told, self.sight = {}, [], None
+        self.answers, self.asked_keys, self.residency = {}, [], None
         self.colder, self.wanted, self.waits = set(), {}, False
 
 
@@ -178,7 +229,7 @@ class Request:
 class Ticket:
     """Slots that the workers fill, or read: the cache's `jobs`, with the slots of each. Its number is used once.
 
-    `lora` and `adapter` are as in `Request`. One that is `void` is from before a reset: it publishes nothing.
+    `lora` and `adapter` are as in `RequestState`. One that is `void` is from before a reset: it publishes nothing.
     """
 
     number: int
@@ -243,14 +294,14 @@ def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
     try:
         hints = usual if said is None else RequestHints.parse(said)
     except HintError as error:
-        _log.warning("request %s: %s; nothing of it is stored: correct its hints", context.req_id, error)
+        _log.warning("request %s: %s; none of its blocks are stored: correct its hints", context.req_id, error)
         hints = RequestHints(store=False)
     if FILE in hints.load and not context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
         hints = hints.model_copy(update={"load": tuple(tier for tier in hints.load if tier != FILE)})
     return hints
 
 
-def keys_told(context: ReqContext) -> dict[OffloadKey, int]:
+def known_keys(context: ReqContext) -> dict[OffloadKey, int]:
     """The chunks that vLLM has told of, each with the tokens up to its end."""
     return getattr(context, "_offload_key_positions", {})
 
@@ -262,7 +313,7 @@ def position(key: OffloadKey, context: ReqContext) -> int:
 
 def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
     """Whether vLLM has told of chunks behind `keys` in their KV cache group."""
-    of_group = (key for key in reversed(keys_told(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
+    of_group = (key for key in reversed(known_keys(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
     return bool(next(of_group, keys[-1]) != keys[-1])
 
 

@@ -9,27 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from longshore.boundary import HOST, Section, Slabs, Slot, by_size
 from longshore.cache import WritePolicy
 from longshore.config import format_bytes
+from longshore.engines.kv_transfer import read, refuse
 from longshore.engines.vllm import contract
-from longshore.engines.vllm.announce import LIMIT
-from longshore.engines.vllm.caches import Blocks, layout_of
 from longshore.engines.vllm.manager import LongshoreManager
-from longshore.engines.vllm.meeting import Note, attach, find, publish, withdraw
-from longshore.engines.vllm.model import are_together, describe, is_killed_at_once, nodes, vllm_config
-from longshore.engines.vllm.scope import scope_of, why_transient
-from longshore.engines.vllm.settings import read, refuse
-from longshore.engines.vllm.sleeping import watch_engine
-from longshore.engines.vllm.store import open_store
-from longshore.engines.vllm.tally import definitions
+from longshore.engines.vllm.metrics import EVENTS_LIMIT, definitions
+from longshore.engines.vllm.model import (
+    are_together,
+    describe,
+    is_killed_at_once,
+    nodes,
+    scope_of,
+    vllm_config,
+    why_transient,
+)
+from longshore.engines.vllm.rendezvous import EngineMemory, attach, find, publish, withdraw
+from longshore.engines.vllm.tiers import open_tiers, watch_sleeps
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import ConfigError, EngineError
-from longshore.layout import KVLayout
+from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.runtime.selftest import copy_test
 from longshore.runtime.stack import open_arena, registrar_for
 from longshore.runtime.stamps import Stamps
@@ -38,20 +45,73 @@ from longshore.tiers.host import HostTier
 from longshore.transfer.device import device_for
 from longshore.transfer.engine import TransferEngine
 
+
+def layout_of(caches: Any, config: Any) -> KVLayout:
+    """The layout of this rank: a row of bytes for each block of each tensor.
+
+    Groups share one pool of physical blocks, and often tensors. A reference is one layer's page without its padding.
+    vLLM orders whole blocks (`GPULoadStoreSpec` has no tokens) and does not say how its pages are ordered inside, so no
+    reference has `token_bytes`; they are part of the fingerprint of files.
+    `caches` are `CanonicalKVCaches`, `config` is an `OffloadingConfig`.
+
+    Raises `LayoutError` where pages overlap, or lie outside their tensors.
+    """
+    tensors = [each.tensor for each in caches.tensors]
+    # Where all ranks hold the same bytes one image part serves them all.
+    ranks = 1 if config.replicated_layout else config.parallel.world_size
+    rank = 0 if config.replicated_layout else config.parallel.rank
+    groups = tuple(
+        KVGroup(
+            f"group {group.group_id}",
+            group.tokens_per_block,
+            config.cache.blocks_per_chunk,
+            tuple(
+                PageRef(ref.tensor_idx, 0, tensors[ref.tensor_idx].stride(0), ref.page_size_bytes, None, layer)
+                for layer, ref in enumerate(refs)
+            ),
+        )
+        for group, refs in zip(config.groups, caches.group_data_refs, strict=True)
+    )
+    return KVLayout(groups, tensors, len(tensors[0]), ranks, rank)
+
+
+class CanonicalBlocks:
+    """Whole blocks of one group as bytes, for the self-test; `longshore.runtime.selftest.DeviceBlocks`."""
+
+    def __init__(self, caches: Any, group: int) -> None:
+        """`caches` are `CanonicalKVCaches`."""
+        refs = caches.group_data_refs[group]
+        self._pages = [(caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
+
+    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
+        rows = [tensor[list(blocks), :size].cpu().numpy().view(np.uint8) for tensor, size in self._pages]
+        return np.concatenate(rows, axis=1)
+
+    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Set them."""
+        import torch  # noqa: PLC0415 - vLLM has it
+
+        begin = 0
+        for tensor, size in self._pages:
+            rows = np.ascontiguousarray(data[:, begin : begin + size]).view(np.int8)
+            tensor[list(blocks), :size] = torch.from_numpy(rows).to(tensor.device)
+            begin += size
+
+
 _log = logging.getLogger(__name__)
 
 _APART = (
-    "ranks on several nodes are not served: they share memory, and these do not; run them on one machine, with one "
-    "/dev/shm"
+    "ranks on several nodes are not served, because ranks share host memory: run them on one machine, with one /dev/shm"
 )
 _PLAIN = (
-    "vLLM's plain OffloadingConnector cannot be told that a load has failed: one that fails twice will stop the "
-    "engine. With LongshoreConnector its request is computed instead: `longshore vllm-config` prints what to pass."
+    "vLLM's plain OffloadingConnector cannot report failed loads: a load that fails twice stops the engine. With "
+    "LongshoreConnector its request is recomputed: `longshore vllm-config` prints the configuration."
 )
 
 _KILLED = (
-    "vLLM kills its engine a few seconds after it was told to stop, and with it what is in host memory alone: give it "
-    "the time to write that to files (--shutdown-timeout 120), or have it written at once (backup: write_through)."
+    "vLLM kills its engine a few seconds after it is told to stop, and blocks that only host memory has are lost: give "
+    "it time to write them to files (--shutdown-timeout 120), or set backup: write_through."
 )
 
 _MIXED = (
@@ -82,20 +142,20 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
 
     def get_manager(self) -> LongshoreManager:
         """The scheduler's side. The workers are there already, and so is the memory."""
-        watch_engine()
+        watch_sleeps()
         note = find(self.config.engine_id)
         scope = None
         if self.settings.file_path is not None:
-            reason = why_transient(note)
+            reason = why_transient(note.model)
             if reason:
                 _log.error("NO FILE TIER: %s", reason)
             else:
-                scope = scope_of(self.config, note, self.settings.salt)
+                scope = scope_of(self.config, note.model, note.fingerprint, note.device, self.settings.salt)
         if note.model.base_is_mixed:
             _log.error(_MIXED)
         announces = self.kv_events_config.enable_kv_cache_events
         try:
-            store = open_store(self.settings, note, scope, self.config.groups, events=LIMIT if announces else 0)
+            store = open_tiers(self.settings, note, scope, self.config.groups, events=EVENTS_LIMIT if announces else 0)
         finally:
             withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
@@ -151,7 +211,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         if self.settings.file_path is not None and self.settings.backup is WritePolicy.BACK and is_killed_at_once():
             _log.warning(_KILLED)
 
-    def _test(self, engine: TransferEngine, caches: Any, layout: KVLayout, note: Note, *, slab: int) -> None:
+    def _test(self, engine: TransferEngine, caches: Any, layout: KVLayout, note: EngineMemory, *, slab: int) -> None:
         """A chunk of each group goes into host memory and back. No request has begun: no block is in use, and no slot.
 
         Ranks that have no part of the images try it each in a slab of their own, as far as there are as many.
@@ -161,9 +221,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         for group, pool in enumerate(note.pools):
             blocks = tuple(range(min(layout.groups[group].blocks_per_chunk, layout.num_blocks)))
             slot = Slot(HOST, pool, note.layout.slots_of(slab, pool)[0])
-            copy_test(engine, Blocks(caches, group), Section(group, 0, blocks), slot)
+            copy_test(engine, CanonicalBlocks(caches, group), Section(group, 0, blocks), slot)
 
-    def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, Note]:
+    def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, EngineMemory]:
         """The arena, as large as configured, and the stamps; and what the other processes are to be told."""
         self.settings.check_host()  # whatever is wrong with the file tier's directory does not stop the engine
         sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
@@ -175,7 +235,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             )
         arena = open_arena(self.settings, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
         stamps = Stamps.make(slabs.indices, self.config.parallel.world_size, layout.ranks)
-        note = Note(
+        note = EngineMemory(
             arena=str(arena.path),
             stamps=str(stamps.memory.path),
             slab_bytes=slabs.slab_bytes,

@@ -36,9 +36,8 @@ from longshore.boundary import (
     Urgency,
     addresses,
 )
-from longshore.engines.vllm.adapters import AdapterWatch, tell
-from longshore.engines.vllm.changes import Changes
-from longshore.engines.vllm.meeting import PATIENCE
+from longshore.engines.vllm.changes import AdapterWatch, WeightWatch, tell
+from longshore.engines.vllm.rendezvous import PATIENCE
 from longshore.errors import EngineError, LongshoreError, TierError
 from longshore.runtime.stack import take_back
 from longshore.runtime.stamps import Stamps
@@ -144,7 +143,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         """Loads that have not ended, by the ticket of their first part."""
         self._done: list[VllmResult] = []
         self._asleep = False
-        self._changes = Changes(vllm, partial(stamps.weights_changed, rank), self)
+        self._changes = WeightWatch(vllm, partial(stamps.weights_changed, rank), self)
         self._adapters = AdapterWatch(vllm, self._loaded_adapter)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -197,7 +196,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         ours = [number for number, job in self._jobs.items() if job.theirs in job_ids]
         self.engine.wait(ours)
 
-    def device_goes(self) -> None:
+    def before_device_release(self) -> None:
         """Device memory is about to go: until it is back no copy touches it. Idempotent.
 
         Jobs that do not end within a minute are cancelled. Host memory is given back as well, if the manager says so.
@@ -215,10 +214,10 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             try:
                 self.arena.give_back()
             except TierError:
-                _log.exception("host memory could not be freed for the time that the engine sleeps")
+                _log.exception("host memory could not be freed for the sleep; it stays allocated")
             self.stamps.lacks_memory(self._rank, lacks=self.arena.is_given_back)
 
-    def device_is_back(self) -> None:
+    def after_device_restore(self) -> None:
         """Device memory is there again, at its former addresses; its content is not. Idempotent.
 
         Without host memory, if that is not there again, the engine goes on: the tiers find and store nothing.
@@ -234,7 +233,11 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                     self._wait_for_first_rank()
                     self.arena.take_back()
             except TierError as error:
-                _log.error("HOST TIER IS OFF: no memory after the sleep: %s", error)
+                _log.error(
+                    "HOST TIER IS OFF: host memory could not be allocated after the sleep: %s. Free memory, then put "
+                    "the engine to sleep and wake it up again, or restart it.",
+                    error,
+                )
             self.stamps.lacks_memory(self._rank, lacks=self.arena.is_given_back)
         self.stamps.slept(self._rank)
 
@@ -244,7 +247,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         while self.stamps.is_asleep(0) and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.stamps.is_lacking(0):
-            raise TierError("the first rank does not have it")
+            raise TierError("rank 0 could not allocate host memory again")
 
     def shutdown(self) -> None:
         """Wait for what is being copied, and give everything back. Idempotent."""
@@ -275,7 +278,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         try:
             job.transfer = self._transfer(job, blocks)
         except LongshoreError as error:
-            _log.error("transfer job %d failed: %s", job.spec.job, error)
+            _log.error("transfer job %d could not be planned, its blocks are not copied: %s", job.spec.job, error)
         if job.transfer is None or not job.transfer.items or not self._try(job):
             self._end_badly(job)
 
@@ -290,7 +293,9 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         try:
             self.engine.submit(cast(Transfer, job.transfer))
         except LongshoreError as error:
-            _log.error("job %d was not taken: %s", job.spec.job, error)
+            _log.error(
+                "transfer job %d was refused by the transfer engine, its blocks are not copied: %s", job.spec.job, error
+            )
             return False
         self._jobs[job.spec.job] = job
         return True
@@ -370,8 +375,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if load.failed:
             if not self.reports_failures:
                 raise EngineError(
-                    f"blocks that vLLM was promised could not be loaded (job {load.number}): use LongshoreConnector, "
-                    "which has them recomputed"
+                    f"load job {load.number} failed, which OffloadingConnector cannot report: use LongshoreConnector, "
+                    "which has the request recomputed"
                 )
             self.failed.add(load.theirs)
         moved = (0, 0.0) if load.failed else (load.bytes, load.seconds)

@@ -1,19 +1,31 @@
-"""What operators see of the tiers on vLLM's own `/metrics`: the names of `longshore.metrics`, as far as they apply.
+"""What operators and routers are told: metrics on vLLM's `/metrics`, and KV events.
 
-Every known label is there from the first step on, at zero. vLLM adds up what it is told of, so it is told of changes.
+Metric names are those of `longshore.metrics`, as far as they apply. Every known label is there from the first step on,
+at zero. vLLM adds up what it is told, so it is told differences.
+
+KV events name chunks by vLLM's keys. Our keys lack the first bytes of these, so the keys of stored chunks are kept for
+as long as a tier has them. What an earlier process has stored has no name: no event names it until it is stored again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+from vllm.v1.kv_offload.base import (
+    Locality,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadKey,
+)
 
-from longshore.boundary import DEVICE, FILE, HOST
-from longshore.cache import DropReason, MissReason, Presence, RouteTotals, TieredCache, TierSpec
+from longshore.boundary import DEVICE, FILE, HOST, Key
+from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.metrics import VLLM_COUNTERS, VLLM_GAUGES
 from longshore.runtime.tier_host import TROUBLES, HostedFileTier
 
@@ -34,7 +46,7 @@ def definitions() -> dict[str, Any]:
     return {**counters, **{name: OffloadingGaugeMetadata(*about) for name, about in VLLM_GAUGES.items()}}
 
 
-class Tally:
+class ManagerMetrics:
     """Counts of what one manager has loaded and missed, and what of all counts vLLM has been told."""
 
     def __init__(self, file: HostedFileTier | None = None, *, is_off: bool = False) -> None:
@@ -123,4 +135,44 @@ class Tally:
 
 def zero() -> OffloadingConnectorStats:
     """All metrics at zero, for an engine that has not worked yet."""
-    return Tally().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()
+    return ManagerMetrics().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()
+
+
+EVENTS_LIMIT = 1 << 17
+"""Events of the cache that are kept until somebody asks: vLLM does at each step."""
+
+_MEDIA = {HOST: Medium.CPU, FILE: Medium.STORAGE}
+
+
+class EventTranslator:
+    """The names of what the tiers of one engine have."""
+
+    def __init__(self) -> None:
+        self._names: dict[Key, OffloadKey] = {}
+        self._copies: dict[Key, set[str]] = {}
+
+    def name(self, theirs: Sequence[OffloadKey], ours: Sequence[Key]) -> None:
+        """vLLM calls these chunks so."""
+        self._names.update(zip(ours, theirs, strict=True))
+
+    def translate(self, events: Iterable[Event]) -> Iterator[OffloadingEvent]:
+        """What vLLM is to be told of what has happened, in order."""
+        told = [about for event in events if (about := self._about(event)) is not None]
+        for (tier, removed), some in groupby(told, key=lambda each: each[:2]):
+            keys = [key for _, _, key in some]
+            yield OffloadingEvent(keys, _MEDIA[tier], removed, Locality.LOCAL, removal_expected=True)
+
+    def _about(self, event: Event) -> tuple[str, bool, OffloadKey] | None:
+        """Tier, whether it was removed there, and the name of a chunk; nothing of what nobody knows a name for."""
+        if event.kind is EventKind.RESET:
+            self._names.clear()
+            self._copies.clear()
+        if event.key is None or event.kind not in (EventKind.STORED, EventKind.MOVED, EventKind.REMOVED):
+            return None
+        name, copies = self._names.get(event.key), self._copies.setdefault(event.key, set())
+        removed = event.kind is EventKind.REMOVED
+        (copies.discard if removed else copies.add)(event.tier)
+        if not copies:
+            del self._copies[event.key]
+            self._names.pop(event.key, None)
+        return None if name is None else (event.tier, removed, name)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from longshore.boundary import Slabs
-from longshore.engines.vllm.model import Model
+from longshore.engines.vllm.model import ModelIdentity
 from longshore.errors import EngineError
 from longshore.runtime.stamps import Stamps
 from longshore.tiers.arena import Arena
@@ -31,7 +31,7 @@ PATIENCE = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class EngineMemory:
     """What the one who made the memory tells the others.
 
     Attributes:
@@ -58,14 +58,14 @@ class Note:
     world: int
     fingerprint: str
     device: str
-    model: Model
+    model: ModelIdentity
 
     @classmethod
-    def read(cls, text: str) -> Note:
+    def read(cls, text: str) -> EngineMemory:
         """What `publish` wrote."""
         told = json.loads(text)
         sequences = {name: tuple(told[name]) for name in ("image_bytes", "pools")}
-        return cls(**{**told, **sequences, "model": Model.told(told["model"])})
+        return cls(**{**told, **sequences, "model": ModelIdentity.told(told["model"])})
 
     @property
     def layout(self) -> Slabs:
@@ -73,20 +73,22 @@ class Note:
         return Slabs(self.slab_bytes, self.image_bytes, self.slabs)
 
 
-def note_path(engine: str) -> Path:
+def rendezvous_path(engine: str) -> Path:
     """Where the note of an engine lies. The directory belongs to this user alone, or `EngineError`."""
     directory = Path(tempfile.gettempdir()) / f"longshore-{os.getuid()}"
     with contextlib.suppress(FileExistsError):  # whatever is there
         directory.mkdir(mode=0o700)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise EngineError(f"{directory} is not a directory of this user alone")
+        raise EngineError(
+            f"{directory} is not a directory of this user alone: expected an own directory of mode 0700; remove it"
+        )
     return directory / f"{hashlib.sha256(engine.encode()).hexdigest()[:24]}.json"
 
 
-def publish(engine: str, note: Note) -> None:
+def publish(engine: str, note: EngineMemory) -> None:
     """Tell the other processes of `engine`, at once or not at all."""
-    path = note_path(engine)
+    path = rendezvous_path(engine)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -94,25 +96,27 @@ def publish(engine: str, note: Note) -> None:
     draft.replace(path)
 
 
-def find(engine: str, patience: float = PATIENCE, *, nap: Callable[[float], None] = time.sleep) -> Note:
+def find(engine: str, patience: float = PATIENCE, *, nap: Callable[[float], None] = time.sleep) -> EngineMemory:
     """The note of `engine`, when it is there and what it names is. Raises `EngineError` after `patience` seconds."""
-    path, deadline = note_path(engine), time.monotonic() + patience
+    path, deadline = rendezvous_path(engine), time.monotonic() + patience
     while True:
         with contextlib.suppress(FileNotFoundError):
-            note = Note.read(path.read_text())
+            note = EngineMemory.read(path.read_text())
             if Path(note.arena).exists():  # else it is left over from an engine that was killed
                 return note
         if time.monotonic() > deadline:
-            raise EngineError(f"no worker of engine {engine} has made the host memory within {patience:.0f} seconds")
+            raise EngineError(
+                f"no worker of engine {engine} has allocated the host memory within {patience:.0f} seconds; see its log"
+            )
         nap(0.02)
 
 
 def withdraw(engine: str) -> None:
     """Remove the note: all that need it have read it."""
-    note_path(engine).unlink(missing_ok=True)
+    rendezvous_path(engine).unlink(missing_ok=True)
 
 
-def attach(note: Note) -> tuple[Arena, Stamps]:
+def attach(note: EngineMemory) -> tuple[Arena, Stamps]:
     """The memory that a note tells of."""
     slots = note.layout.indices
     arena = Arena.attach(Path(note.arena), note.layout.nbytes)

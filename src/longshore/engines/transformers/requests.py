@@ -3,7 +3,7 @@
 match_prefix_blocks ──► the latest `PromptLookup` of a request, again and again
 the request begins ───► a `PromptRecord`, and the counters
 
-While it waits, `Ahead` keeps what it is to find, and has it read from files into host memory.
+While it waits, `WaitingPrefetcher` keeps what it is to find, and has it read from files into host memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PromptLookup:
     is_late: bool = False
 
 
-class Ahead:
+class WaitingPrefetcher:
     """Prefetches for requests that wait. What is kept for all of them is at most half of the host tier."""
 
     def __init__(self, stack: Stack) -> None:

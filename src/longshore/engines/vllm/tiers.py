@@ -1,0 +1,275 @@
+"""The scheduler's side of the tiers: opened over the arena that the workers made, put to sleep, closed.
+
+TieredCache ── Runtime ── TierMover ── HostedFileTier ══ tier host, a process that reads and writes files
+                              └─────── HostTier over the shared arena        (device <-> host is the workers' work)
+
+EngineCore.sleep ─► pauses, perhaps for long ─► resets caches, the connector's too ─► the workers' device memory goes
+
+vLLM does not tell a connector why it is reset. So `EngineCore` is wrapped: at level 1 weights are kept, and so are the
+tiers; at level 2 neither is. Host memory that is not kept is given back while the engine sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import shlex
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longshore.boundary import FILE, HOST, Mover
+from longshore.cache import CacheGroup, TieredCache
+from longshore.cache.eviction import EvictionPolicy
+from longshore.config import Config, Kept
+from longshore.engines.vllm import contract
+from longshore.engines.vllm.rendezvous import EngineMemory, attach
+from longshore.errors import CapacityError, TierError
+from longshore.keys import Scope
+from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.stack import make_cache as make_tiered_cache
+from longshore.runtime.stack import make_gate
+from longshore.runtime.stamps import Stamps
+from longshore.runtime.tier_host import HostedFileTier
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import Tier
+from longshore.tiers.file.recovery import slabs_within
+from longshore.tiers.host import HostTier, TierMover
+
+_level: ContextVar[int] = ContextVar("level", default=0)
+"""Level of the sleep whose reset is under way; 0 in any other reset."""
+
+Watched = Callable[..., Any]
+
+
+def watch_sleeps() -> None:
+    """Have vLLM's engines tell of their sleeps, from now on. Raises `ContractError` if they are not as expected."""
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it is there where there are managers
+
+    contract.check_has(EngineCore, "sleep", "release_kv_cache_memory", "_reset_caches")
+    if not hasattr(EngineCore, "longshore_sleeps"):
+        EngineCore.longshore_sleeps = ()
+        EngineCore.sleep = _begins_sleep(EngineCore.sleep)
+        EngineCore.release_kv_cache_memory = _begins_sleep(EngineCore.release_kv_cache_memory)
+        EngineCore._reset_caches = _resets(EngineCore._reset_caches)
+
+
+def _begins_sleep(method: Watched) -> Watched:
+    """From this call on until its future is done, resets of the engine's own are of a sleep."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def sleep(engine: Any, *arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(engine, *arguments, **named)
+        bound.apply_defaults()
+        level = int(bound.arguments.get("level", 1))  # to release the memory of blocks alone keeps weights
+        engine.longshore_sleeps += (level,)
+
+        def over(_: Any = None) -> None:
+            left = list(engine.longshore_sleeps)
+            left.remove(level)
+            engine.longshore_sleeps = tuple(left)
+
+        try:
+            future = method(engine, *arguments, **named)
+        except BaseException:
+            over()
+            raise
+        if future is None:
+            over()
+        else:
+            future.add_done_callback(over)
+        return future
+
+    return sleep
+
+
+def _resets(method: Watched) -> Watched:
+    @functools.wraps(method)
+    def reset(engine: Any, *arguments: Any, **named: Any) -> Any:
+        before = _level.set(max(engine.longshore_sleeps, default=0))
+        try:
+            return method(engine, *arguments, **named)
+        finally:
+            _level.reset(before)
+
+    return reset
+
+
+class SleepControl:
+    """What the resets of one manager keep, and its host memory while the engine sleeps."""
+
+    def __init__(self, runtime: Runtime, stamps: Stamps, slabs: int, config: Config) -> None:
+        """The host tier has so many `slabs`."""
+        self._runtime = runtime
+        self._stamps = stamps
+        self._slabs = slabs
+        self._config = config
+        self.has_memory = True
+        """Whether the host tier has its slots."""
+
+    def kept(self, workers: int) -> tuple[str, ...]:
+        """The tiers that the reset under way keeps, the file tier with all that it is to have.
+
+        So many jobs in flight are the `workers`': they do not end meanwhile.
+        """
+        level = _level.get()
+        kept = self._config.reset_keep if not level else self._config.sleep_keep if level == 1 else Kept.NONE
+        with self._runtime.observe() as cache:
+            keep = tuple(tier.name for tier in cache.stats() if tier.name in kept.tiers)
+        if keep == (FILE,) and not self._runtime.flush(self._config.write_timeout, besides=workers):
+            _log.warning(
+                "blocks not written to files within write_timeout are lost with host memory: raise write_timeout"
+            )
+        return keep
+
+    def give_back(self, *, idle: bool) -> None:
+        """All but what is kept was forgotten: if the engine goes to sleep, host memory may go, unless it is kept.
+
+        Until it is back the host tier has no slots: nothing is found, and nothing stored. It stays if it is not `idle`,
+        as workers, or the tier host, use some of it.
+        """
+        if not _level.get() or self._config.sleep_keep is Kept.ALL:
+            return
+        if idle:
+            self._runtime.wait_idle(self._config.load_timeout)
+        try:
+            with self._runtime.control() as cache:
+                cache.resize(HOST, 0, discard=True)
+        except CapacityError as error:
+            _log.warning("host memory is not freed for this sleep, because copies are in flight: %s", error)
+            return
+        self.has_memory, self._stamps.gives_back = False, True
+
+    def look(self) -> None:
+        """A step is planned, so that the engine is awake: have the slots again if the workers have the memory."""
+        if not self.has_memory and not self._stamps.is_asleep() and not self._stamps.is_lacking():
+            self.has_memory, self._stamps.gives_back = True, False
+            with self._runtime.control() as cache:
+                cache.resize(HOST, self._slabs)
+
+
+_log = logging.getLogger(__name__)
+
+_MAX_WRITES = 1 << 14
+"""Chunks in flight to a tier, unless the configuration says otherwise: vLLM offers long prompts whole, and but once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerTiers:
+    """What `open_tiers` built.
+
+    Attributes:
+        file: The file tier, if there is one.
+        base_is_mixed: Whether vLLM may have computed blocks of the base model with an adapter.
+        is_off: Whether there is no file tier because its directory could not be opened.
+        windows: How many chunks the window of each group has; `None` for those that never slide.
+        sleeps: What resets keep.
+    """
+
+    runtime: Runtime
+    stamps: Stamps
+    arena: Arena
+    loop: BackgroundLoop
+    file: HostedFileTier | None
+    windows: tuple[int | None, ...]
+    sleeps: SleepControl
+    base_is_mixed: bool = False
+    is_off: bool = False
+
+    def close(self) -> None:
+        """Write back what a restart would lose, and give everything back. Idempotent."""
+        self.loop.close()
+        if not self.runtime.close():
+            _log.warning(
+                "closed before all blocks were written to the file tier; these blocks are misses after a restart"
+            )
+        self.stamps.close()
+        self.arena.close()
+
+
+def open_tiers(
+    config: Config, note: EngineMemory, scope: Scope | None, groups: Any, *, events: int = 0
+) -> SchedulerTiers:
+    """The tiers of `config` in the memory that `note` tells of; without a `scope` there is no file tier.
+
+    Nor is there one where its directory cannot be opened: the log says why. The cache keeps so many `events` until
+    somebody asks for them. Raises `TierError` where `file_size` has no room for one image.
+    """
+    with contextlib.ExitStack() as undo:
+        arena, stamps = attach(note)
+        undo.callback(arena.close)
+        undo.callback(stamps.close)
+        host = HostTier(arena, note.layout)
+        file: HostedFileTier | None = None
+        if config.file_path is not None and scope is not None:
+            slabs_within(config.file_size, note.image_bytes)
+            file = _open_file_tier(config, config.file_path, note, arena, scope)
+            if file is not None:
+                undo.callback(file.close)
+        cache = make_cache(config, note, file, groups, events)
+        movers: list[Mover] = [] if file is None else [TierMover(file, host)]
+        sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
+        of_all_groups = sum(note.image_bytes[pool] for pool in note.pools)
+        gate = None if file is None else make_gate(config, [HOST, FILE], sizes[0], of_all_groups)
+        runtime = Runtime(cache, movers, [] if file is None else [file], gate=gate)
+        loop = BackgroundLoop(runtime)
+        undo.pop_all()
+    windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
+    is_off = scope is not None and config.file_path is not None and file is None
+    sleeps = SleepControl(runtime, stamps, note.slabs, config)
+    return SchedulerTiers(runtime, stamps, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off)
+
+
+def _open_file_tier(
+    config: Config, path: Path, note: EngineMemory, arena: Arena, scope: Scope
+) -> HostedFileTier | None:
+    """The file tier; nothing where `path` cannot be used as one, which the log says: the engine serves without."""
+    try:
+        return HostedFileTier(
+            path,
+            capacity=config.file_size,
+            image_bytes=note.image_bytes,
+            arena=arena,
+            scope=scope.root,
+            threads=config.file_threads,
+            fixed_weights=config.fixed_weights,
+        )
+    except TierError as error:
+        _log.error(
+            "NO FILE TIER: %s. The engine starts with host memory alone. Stop it, then repair the directory if that "
+            "can be done (longshore fsck --repair %s), else remove it (rm -r %s; it holds a cache and nothing else), "
+            "or correct file_path or file_size, and start again",
+            error,
+            *2 * (shlex.quote(str(path)),),
+        )
+        return None
+
+
+def make_cache(
+    config: Config,
+    note: EngineMemory,
+    file: Tier | None,
+    groups: Any,
+    events: int,
+    policy: type[EvictionPolicy] | None = None,
+) -> TieredCache:
+    """The control plane over host memory as in `note`, and over `file`; `groups` are vLLM's.
+
+    Its tiers have the eviction policy of `config`, or `policy`.
+    """
+    windows = zip(groups, note.model.windows, strict=True)
+    return make_tiered_cache(
+        config,
+        note.layout,
+        file,
+        policy=policy,
+        events=events,
+        max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,
+        groups=tuple(CacheGroup(block_size=group.tokens_per_block, window=window) for group, window in windows),
+        pools=note.pools,
+    )
